@@ -1,0 +1,54 @@
+"""vmmkv: a KV cache that is one contiguous tensor, backed by memory only where tokens are."""
+
+from .cache import FREE_PAGE, SURPLUS_PAGE, VACANT_PAGE, KVCache
+from .errors import (
+    BudgetError,
+    DeviceError,
+    DriverError,
+    DriverOutOfMemoryError,
+    DtypeError,
+    ForkError,
+    InvariantError,
+    LayoutError,
+    OutOfPagesError,
+    OutOfRowsError,
+    SequenceTooLongError,
+    ShapeError,
+    StreamCaptureError,
+    StrideLimitWarning,
+    UseAfterFreeError,
+    VmmkvError,
+)
+from .layout import KVLayout, LayerLayout
+from .sequence import Sequence
+from .stats import CacheStats, CallStats
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FREE_PAGE",
+    "SURPLUS_PAGE",
+    "VACANT_PAGE",
+    "BudgetError",
+    "CacheStats",
+    "CallStats",
+    "DeviceError",
+    "DriverError",
+    "DriverOutOfMemoryError",
+    "DtypeError",
+    "ForkError",
+    "InvariantError",
+    "KVCache",
+    "KVLayout",
+    "LayerLayout",
+    "LayoutError",
+    "OutOfPagesError",
+    "OutOfRowsError",
+    "Sequence",
+    "SequenceTooLongError",
+    "ShapeError",
+    "StreamCaptureError",
+    "StrideLimitWarning",
+    "UseAfterFreeError",
+    "VmmkvError",
+]

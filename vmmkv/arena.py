@@ -1,0 +1,138 @@
+"""An arena: one reserved virtual range cut into rows, and the pages mapped under each row.
+
+    row 0                         row 1                         row 2
+    |p|p|p|.|.|.|.|.|.|.|.|.|.|.| |.|.|p|p|p|.|.|.|.|.|.|.|.|.| |.|.|.|.|.|.|.|.|.|.|.|.|.|.|
+                                       ^ pages in front were given back
+
+Invariants:
+ 1. The mapped pages of a row are consecutive: `[first, end)` in pages from the row's address.
+ 2. `Row.pages` says what the driver has mapped after every call, also after one that failed. Only pages
+    in `[first, ready)` may be accessed; `ready` is `end` except after a failure that could not be undone.
+ 3. A page that is mapped here is taken from the pool; it goes back to the pool when it is unmapped.
+ 4. Rows never move, and the range stays reserved for as long as a view of it lives.
+
+An arena knows bytes and pages, not tokens and not who reads them: that is `vmmkv.rows`.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from contextlib import suppress
+
+from .driver import Driver
+from .errors import DriverError, LayoutError
+from .pages import PagePool
+
+ADDRESS_LIMIT = 100 << 40
+"""Bytes of virtual addresses that can be relied on: 100 TiB could be reserved on an H200, 127 could not."""
+
+
+class Row:
+    """What is mapped under one row, counted in pages from the row's address."""
+
+    __slots__ = ("first", "pages", "ready")
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.pages: deque[int] = deque()
+        self.ready = 0
+
+    @property
+    def end(self) -> int:
+        return self.first + len(self.pages)
+
+
+class Arena:
+    """One reserved range of `num_rows` rows.
+
+    Args:
+        pool: where pages come from and go back to.
+        num_rows: rows in the range.
+        row_bytes: bytes of a row, a multiple of the page size.
+    """
+
+    def __init__(self, pool: PagePool, num_rows: int, row_bytes: int) -> None:
+        self.pool = pool
+        self.driver = pool.driver
+        self.page_size = pool.driver.page_size
+        self.row_bytes = row_bytes
+        self.nbytes = num_rows * row_bytes
+        self.address = self.driver.reserve(self.nbytes)
+        self.rows = [Row() for _ in range(num_rows)]
+        weakref.finalize(self, _free_range, self.driver, self.address, self.nbytes, row_bytes, self.rows, os.getpid())
+
+    def map_back(self, row: int, end: int, supply: list[int]) -> None:
+        """Extends a row's mapped pages up to page `end`, with pages popped from `supply`.
+
+        Raises:
+            DriverError: what was mapped before it stays mapped; `unmap_back` undoes it.
+        """
+        mapping = self.rows[row]
+        base = self.address + row * self.row_bytes
+        size = self.page_size
+        driver_map = self.driver.map
+        handles = self.pool.handles
+        for index in range(mapping.end, end):
+            driver_map(base + index * size, handles[supply[-1]])  # type: ignore[arg-type]
+            mapping.pages.append(supply.pop())
+        self.driver.set_access(base + mapping.ready * size, (end - mapping.ready) * size)
+        mapping.ready = end
+
+    def unmap_back(self, row: int, end: int) -> int:
+        """Unmaps a row's pages from page `end` on and gives them to the pool; returns how many."""
+        mapping = self.rows[row]
+        end = max(end, mapping.first)
+        count = mapping.end - end
+        if count > 0:
+            self._unmap(row, end, count)
+            mapping.ready = min(mapping.ready, end)
+            self.pool.give([mapping.pages.pop() for _ in range(count)])
+        return max(count, 0)
+
+    def unmap_front(self, row: int, first: int) -> int:
+        """Unmaps a row's pages before page `first` and gives them to the pool; returns how many."""
+        mapping = self.rows[row]
+        count = min(first, mapping.end) - mapping.first
+        if count > 0:
+            self._unmap(row, mapping.first, count)
+            mapping.first += count
+            self.pool.give([mapping.pages.popleft() for _ in range(count)])
+        return max(count, 0)
+
+    def close(self) -> None:
+        """Unmaps everything after all work on the device, in whatever state the driver is."""
+        _unmap_all(self.driver, self.address, self.row_bytes, self.rows)
+
+    def _unmap(self, row: int, first: int, count: int) -> None:
+        address = self.address + row * self.row_bytes + first * self.page_size
+        self.driver.unmap(address, count * self.page_size)
+
+
+def check_address_space(nbytes: int, max_sequences: int, max_seq_len: int) -> None:
+    """Raises `LayoutError` where a cache would take more addresses than there are."""
+    if nbytes > ADDRESS_LIMIT:
+        raise LayoutError(
+            f"max_sequences={max_sequences} x max_seq_len={max_seq_len} takes {nbytes / 2**40:.1f} TiB of virtual "
+            f"addresses; {ADDRESS_LIMIT >> 40} TiB can be relied on. Lower either of the two"
+        )
+
+
+def _unmap_all(driver: Driver, address: int, row_bytes: int, rows: list[Row]) -> None:
+    with suppress(Exception):  # a lost context fails every call, in torch's own types too
+        driver.synchronize()
+    for index, row in enumerate(rows):
+        if row.pages:
+            with suppress(DriverError):
+                start = address + index * row_bytes + row.first * driver.page_size
+                driver.unmap(start, len(row.pages) * driver.page_size)
+                row.pages.clear()
+
+
+def _free_range(driver: Driver, address: int, nbytes: int, row_bytes: int, rows: list[Row], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    _unmap_all(driver, address, row_bytes, rows)
+    with suppress(DriverError):
+        driver.free(address, nbytes)

@@ -1,0 +1,73 @@
+"""How much memory a cache may take: bytes, a share of what is free, or tokens."""
+
+from __future__ import annotations
+
+import re
+
+from .driver import Driver
+from .errors import BudgetError
+from .layout import KVLayout
+
+UNITS = {"B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+UNITS |= {f"{unit}B": size for unit, size in UNITS.items() if unit != "B"}
+UNITS |= {f"{unit}iB": 1 << (10 * power) for power, unit in enumerate("KMGT", start=1)}
+
+
+def parse_bytes(size: int | float | str, free: int | None = None) -> int:
+    """Bytes from `20 * 2**30`, `"20GiB"`, `"20 GB"`, `"80%"` or `0.8` (a share of `free`).
+
+    Raises:
+        BudgetError: it is none of these, or a share where nothing is known to be free.
+    """
+    share = size if isinstance(size, float) and 0 < size <= 1 else None
+    if isinstance(size, str):
+        match = re.fullmatch(r"\s*([\d.]+)\s*(%|[KMGT]?i?B?)\s*", size)
+        unit = match[2] if match else "?"
+        try:
+            number = float(match[1]) if match else 0.0
+        except ValueError:
+            unit = "?"
+        if unit == "%":
+            share = number / 100
+        elif unit in UNITS or unit == "":
+            return int(number * UNITS.get(unit, 1))
+    if share is not None and free is not None and 0 < share <= 1:
+        return int(share * free)
+    if isinstance(size, int):
+        return size
+    raise BudgetError(f"asked for a size of {size!r}; write bytes, '20GiB', or a share of free memory like '80%'")
+
+
+def budget_pages(driver: Driver, layout: KVLayout, max_bytes: int | float | str | None, max_tokens: int | None) -> int:
+    """The largest number of pages that a cache may have at a time.
+
+    Args:
+        max_bytes: see `parse_bytes`; rounded down to whole pages.
+        max_tokens: instead of bytes, what this many tokens take if they lie in one sequence; each further
+            sequence takes up to a page per range more.
+
+    Raises:
+        BudgetError: both or neither is given, or it is under one page per range or over the device's memory.
+    """
+    if (max_bytes is None) == (max_tokens is None):
+        raise BudgetError(f"got max_bytes={max_bytes} and max_tokens={max_tokens}; give one of the two")
+    free, total = driver.memory_info()
+    if max_tokens is not None:
+        pages = layout.pages(max_tokens, driver.page_size)
+        asked = f"max_tokens={max_tokens}"
+    else:
+        assert max_bytes is not None
+        pages = parse_bytes(max_bytes, free) // driver.page_size
+        asked = f"max_bytes={max_bytes!r}"
+    least = len(layout.record_bytes)
+    if pages < least:
+        raise BudgetError(
+            f"asked for {asked}, which is {pages} pages of {driver.page_size} bytes; a sequence takes at least "
+            f"{least}. Raise it, or make page_size smaller where the device allows"
+        )
+    if pages * driver.page_size > total:
+        raise BudgetError(
+            f"asked for {asked}, which is {pages * driver.page_size / 2**30:.2f} GiB; {driver.device} has "
+            f"{total / 2**30:.2f} GiB in all, {free / 2**30:.2f} GiB of it free now"
+        )
+    return pages

@@ -1,0 +1,400 @@
+"""The cache: one virtual tensor of the maximum shape, backed by memory only where tokens are."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Collection
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .arena import Arena, check_address_space
+from .budget import budget_pages
+from .driver import Driver, open_driver
+from .errors import DeviceError, ForkError, LayoutError, UseAfterFreeError, VmmkvError
+from .invariants import check_invariants
+from .layout import KVLayout
+from .pages import PagePool
+from .rows import Rows
+from .sequence import Sequence, check_length
+from .stats import CacheStats, CallStats
+from .tensors import export_range, kv_views
+
+FREE_PAGE = -1
+"""In `KVCache.page_map`: the page exists and belongs to nobody."""
+SURPLUS_PAGE = -2
+"""In `KVCache.page_map`: the page is mapped but holds no token; it is ready to be adopted or reclaimed."""
+VACANT_PAGE = -3
+"""In `KVCache.page_map`: the page's memory was given back to the system."""
+
+
+class KVCache:
+    """K and V of many sequences, each in one contiguous row of virtual memory.
+
+    All methods may be called from several threads; a single sequence from one at a time.
+
+    Args:
+        layout: the shape of a token.
+        max_sequences: rows: sequences that may live at a time.
+        max_seq_len: tokens of a row. Both take virtual addresses only, 100 TiB in all.
+        max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` (the
+            default) or `0.8`. Memory is taken when tokens come, not before.
+        max_tokens: the budget in tokens, instead of `max_bytes`.
+        device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
+        page_size: bytes of a page; None is 2 MiB.
+        scrub: zero pages before another sequence can read them; one memset per extension onto pages.
+        int32_strides: refuse a geometry whose rows are longer than kernels with 32-bit strides can
+            address (torch's memory-efficient SDPA; see `KVLayout.int32_token_limit`).
+        driver: a memory system of your own, instead of `device` and `page_size`.
+
+    Raises:
+        LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
+        BudgetError: the budget is no size, below one page, or larger than the device.
+        DeviceError: there is no such device.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        max_sequences: int,
+        max_seq_len: int,
+        *,
+        max_bytes: int | float | str | None = None,
+        max_tokens: int | None = None,
+        device: str | torch.device | None = None,
+        page_size: int | None = None,
+        scrub: bool = False,
+        int32_strides: bool = False,
+        driver: Driver | None = None,
+    ) -> None:
+        if max_sequences < 1 or max_seq_len < 1:
+            raise LayoutError(
+                f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1"
+            )
+        if int32_strides and max_seq_len > layout.int32_token_limit:
+            raise LayoutError(
+                f"asked for max_seq_len={max_seq_len} with int32_strides; a token stride of "
+                f"{max(layout.record_bytes)} bytes allows {layout.int32_token_limit}. Lower max_seq_len, or lower "
+                "layers_per_range in the layout"
+            )
+        self.layout = layout
+        self.max_sequences = max_sequences
+        self.max_seq_len = max_seq_len
+        self._driver = driver or open_driver(device, page_size)
+        size = self._driver.page_size
+        row_bytes = [-(-max_seq_len * record // size) * size for record in layout.record_bytes]
+        check_address_space(sum(row_bytes) * max_sequences, max_sequences, max_seq_len)
+        if max_bytes is None and max_tokens is None:
+            max_bytes = "80%"
+        pool = PagePool(self._driver, budget_pages(self._driver, layout, max_bytes, max_tokens))
+        arenas = [Arena(pool, max_sequences, nbytes) for nbytes in row_bytes]
+        self._pool = pool
+        self._rows = Rows(pool, list(zip(arenas, layout.record_bytes)), max_sequences, max_seq_len, scrub)
+        ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
+        self._views = kv_views(ranges, layout, max_sequences, max_seq_len)
+        # One memory, two ways to look at it: whole numbers for one sequence, arrays for a batch.
+        self._lengths = self._rows.length.data
+        self._capacities = self._rows.capacity.data
+        self._abandoned: deque[int] = deque()
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._unusable: VmmkvError | None = None
+        _caches.add(self)
+
+    # ------------------------------------------------------------------ sequences
+
+    @property
+    def device(self) -> torch.device:
+        """Where K and V are."""
+        return self._driver.device
+
+    @property
+    def page_size(self) -> int:
+        """Bytes of a page."""
+        return self._driver.page_size
+
+    def sequence(self, tokens: int = 0) -> Sequence:
+        """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one.
+
+        Without tokens it takes no memory. Naming the prompt's length here, rather than in a first
+        `extend`, finds the parked row that fits best.
+
+        Raises:
+            OutOfRowsError: `max_sequences` sequences are alive.
+            SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
+                new sequence then.
+        """
+        with self._lock:
+            self._check_usable()
+            _check_tokens(tokens)
+            check_length(tokens, self.max_seq_len)
+            self._free_abandoned()
+            number = next(self._numbers)
+            return Sequence(self, number, self._rows.acquire(number, tokens))
+
+    def extend(
+        self, sequences: Collection[Sequence], tokens: int | Collection[int] | npt.NDArray[np.integer[Any]]
+    ) -> None:
+        """Makes room for more tokens in many sequences: all of them or none.
+
+        Args:
+            sequences: live sequences of this cache, each once.
+            tokens: how many more, one number for all or one per sequence.
+
+        Raises:
+            SequenceTooLongError, OutOfPagesError, DriverError, UseAfterFreeError: as in
+                `Sequence.extend`; no sequence has changed then.
+            ValueError: a sequence is of another cache or named twice, or a number is negative.
+        """
+        with self._lock:
+            rows = [sequence._row for sequence in sequences if sequence._cache is self]
+            index = np.array(rows, np.int64)
+            before = self._rows.length[index]
+            lengths = before + np.asarray(tokens)
+            fits = ((before <= lengths) & (lengths <= self._rows.capacity[index])).all()
+            if fits and len(set(rows)) == len(rows) == len(sequences):
+                self._rows.length[index] = lengths
+            else:
+                self._extend_batch(sequences, tokens)
+
+    def _extend_batch(
+        self, sequences: Collection[Sequence], tokens: int | Collection[int] | npt.NDArray[np.integer[Any]]
+    ) -> None:
+        """`extend` where something has to be mapped, or is wrong."""
+        self._check_usable()
+        rows = [self._check_live(sequence) for sequence in sequences]
+        if len(set(rows)) != len(rows):
+            raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
+        counts = np.broadcast_to(np.asarray(tokens), (len(rows),)).tolist()
+        for count in counts:
+            _check_tokens(count)
+        lengths = [self._lengths[row] + count for row, count in zip(rows, counts)]
+        check_length(max(lengths), self.max_seq_len)
+        self._free_abandoned()
+        self._rows.grow(rows, lengths)
+
+    def _extend_one(self, sequence: Sequence, tokens: int) -> None:
+        """`Sequence.extend`: the same for one, without arrays."""
+        with self._lock:
+            row = sequence._row
+            length = self._lengths[row] + tokens
+            if tokens >= 0 and length <= self._capacities[row]:
+                self._lengths[row] = length
+            else:
+                self._check_live(sequence)
+                _check_tokens(tokens)
+                check_length(length, self.max_seq_len)
+                self._free_abandoned()
+                self._rows.grow([row], [length])
+
+    def _truncate(self, sequence: Sequence, tokens: int) -> None:
+        with self._lock:
+            row = self._check_live(sequence)
+            start, length = sequence.start, sequence.length
+            if not start <= tokens <= length:
+                raise ValueError(f"asked to truncate to {tokens} tokens; the sequence holds tokens {start} to {length}")
+            self._rows.shrink(row, start, tokens)
+
+    def _release_before(self, sequence: Sequence, token: int) -> None:
+        with self._lock:
+            row = self._check_live(sequence)
+            start, length = sequence.start, sequence.length
+            if not start <= token <= length:
+                raise ValueError(f"asked to release before {token}; the sequence holds tokens {start} to {length}")
+            self._rows.shrink(row, token, length)
+
+    def _record_stream(self, sequence: Sequence, stream: torch.cuda.Stream) -> None:
+        with self._lock:
+            row = self._check_live(sequence)
+            if stream.device != self.device:
+                raise DeviceError(f"got a stream on {stream.device}; this cache is on {self.device}")
+            self._rows.record_stream(row, stream)
+
+    def free(self, sequences: Collection[Sequence]) -> None:
+        """Ends sequences; one fence serves all of them. Those that are free already are passed over.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured; nothing was freed.
+        """
+        with self._lock:
+            if self._unusable:
+                return
+            live = [sequence for sequence in dict.fromkeys(sequences) if sequence._row >= 0]
+            rows = [self._check_live(sequence) for sequence in live]
+            if rows:
+                self._rows.release(rows)
+            for sequence in live:
+                sequence._row = -1
+
+    def _free_abandoned(self) -> None:
+        """Frees the rows of sequences that were garbage-collected."""
+        rows = []
+        while self._abandoned:
+            rows.append(self._abandoned.popleft())
+        if rows:
+            try:
+                self._rows.release(rows)
+            except VmmkvError:  # in a capture, say: they are freed later
+                self._abandoned.extend(rows)
+
+    # ------------------------------------------------------------------ memory
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer over all rows: the whole virtual tensor.
+
+        Only tokens of live sequences may be touched: an access elsewhere is a fault.
+
+        Returns:
+            K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
+            strided, zero-copy, at addresses that never change.
+        """
+        self._check_usable()
+        return self._views[layer]
+
+    def trim(self) -> int:
+        """Gives surplus and free pages back to the system; returns their bytes.
+
+        Waits for GPU work that still uses them.
+        """
+        with self._lock:
+            self._check_usable()
+            self._free_abandoned()
+            self._rows.reclaim(self._rows.surplus_pages)
+            return self._pool.release_free() * self.page_size
+
+    def close(self) -> None:
+        """Ends all sequences and gives all memory back now, after all work on the device.
+
+        The addresses stay reserved while a view lives: to touch one after this is a fault.
+        Garbage collection does the same when nobody holds the cache, its sequences or views any more.
+        """
+        with self._lock:
+            if self._unusable:
+                return
+            self._unusable = UseAfterFreeError("this KVCache was closed; make a new one")
+            self._rows.capacity[:] = -1
+            self._views = []
+            for arena, _ in self._rows.ranges:
+                arena.close()
+            self._pool.close()
+
+    def __enter__(self) -> KVCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------ accounting
+
+    def stats(self) -> CacheStats:
+        """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
+        with self._lock:
+            self._check_usable()
+            self._free_abandoned()
+            rows, pool = self._rows, self._pool
+            live = rows.owner >= 0
+            tokens = int((rows.length[live] - rows.start[live]).sum())
+            used = rows.used_pages
+            uses = pool.page_uses + used
+            calls = {
+                name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in self._driver.meter.items()
+            }
+            return CacheStats(
+                budget_bytes=pool.budget * self.page_size,
+                physical_bytes=pool.created * self.page_size,
+                tokens=tokens,
+                token_bytes=tokens * self.layout.token_bytes,
+                waste=1 - tokens * self.layout.token_bytes / (used * self.page_size) if used else 0.0,
+                pages={"used": used, "surplus": pool.taken - used, "free": pool.free},
+                rows=rows.count_states(),
+                pages_created=pool.pages_created,
+                page_uses=uses,
+                reuse_factor=uses / pool.pages_created if pool.pages_created else 0.0,
+                adoptions=rows.adoptions,
+                driver_calls=calls,
+                driver_seconds=sum(call.seconds for call in calls.values()),
+            )
+
+    def page_map(self) -> npt.NDArray[np.int64]:
+        """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
+        or `FREE_PAGE`, `SURPLUS_PAGE` or `VACANT_PAGE`."""
+        with self._lock:
+            self._check_usable()
+            self._free_abandoned()
+            pages = np.full(len(self._pool.handles), VACANT_PAGE, np.int64)
+            pages[self._pool.free_pages] = FREE_PAGE
+            for row in range(self.max_sequences):
+                for mapped, used in self._rows.pages(row):
+                    pages[mapped] = SURPLUS_PAGE
+                    pages[used] = self._rows.owner[row]
+            return pages
+
+    def page_uses(self) -> npt.NDArray[np.int64]:
+        """By page number: how many sequences each physical page has served and left."""
+        with self._lock:
+            return np.array(self._pool.uses, np.int64)
+
+    def check(self) -> None:
+        """Checks every invariant of the books; raises `InvariantError` where one is broken."""
+        with self._lock:
+            self._check_usable()
+            self._free_abandoned()
+            check_invariants(self._rows)
+
+    # ------------------------------------------------------------------ use and misuse
+
+    def _check_usable(self) -> None:
+        if self._unusable:
+            raise self._unusable
+
+    def _check_live(self, sequence: Sequence) -> int:
+        """The row of a live sequence of this cache."""
+        self._check_usable()
+        if sequence._cache is not self:
+            raise ValueError(f"{sequence!r} belongs to another cache")
+        if sequence._row < 0:
+            raise UseAfterFreeError(f"sequence {sequence.number} was freed; start a new one with cache.sequence()")
+        return sequence._row
+
+    def _after_fork(self) -> None:
+        """In a forked child: the memory is the parent's, and a GPU cannot be used at all."""
+        self._lock = threading.RLock()
+        self._rows.capacity[:] = -1
+        self._unusable = ForkError(
+            "this KVCache was made before fork(); its memory belongs to the parent. Make a new one in the child, "
+            "or start processes with the 'spawn' method"
+        )
+
+    def __repr__(self) -> str:
+        if self._unusable:
+            return "<vmmkv.KVCache: closed>"
+        stats = self.stats()
+        return (
+            f"<vmmkv.KVCache on {self.device}: {stats.rows['live']} sequences, {stats.tokens} tokens, "
+            f"{stats.physical_bytes / 2**20:.0f} of {stats.budget_bytes / 2**20:.0f} MiB>"
+        )
+
+
+def _check_tokens(tokens: Any) -> None:
+    if tokens < 0:
+        raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
+
+
+_caches: weakref.WeakSet[KVCache] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for cache in _caches:
+        cache._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,167 @@
+"""The contract of a memory system, and the only code that talks to one.
+
+A driver hands out physical pages and puts them under virtual addresses. There are two, of one
+contract: `cuda` (the CUDA driver's virtual memory API) and `host` (a memfd mapped piece by piece).
+Each method is one call of the memory system, so that a test can make any one of them fail.
+
+The contract:
+ 1. `reserve` returns addresses that belong to nobody else and that fault on any access.
+ 2. `create` returns a page of physical memory that reads as zero. It has no address.
+ 3. `map` puts a page under an address; an access still faults until `set_access`.
+    A page may be mapped at many addresses; they all see the same bytes.
+ 4. `unmap` takes the pages away from an address range; accesses fault again. The bytes stay in the
+    pages until `release`, and a page mapped again elsewhere shows them there.
+ 5. A call either does what it says or raises `DriverError` and does nothing.
+ 6. No call waits for work on the device, and none checks whether work still uses a page: that is
+    the caller's part (see `vmmkv.fence`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Callable
+from time import perf_counter_ns
+from typing import Any, Concatenate, NewType, ParamSpec, Protocol, TypeVar
+
+import torch
+
+from ..errors import DeviceError, LayoutError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+S = TypeVar("S")
+
+Handle = NewType("Handle", object)
+"""A page's physical memory, as the memory system names it."""
+
+DEFAULT_PAGE_SIZE = 2 << 20
+
+
+class Calls:
+    """How often one call of the memory system was made, and how long all of them took."""
+
+    __slots__ = ("count", "nanoseconds")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.nanoseconds = 0
+
+
+Meter = defaultdict[str, Calls]
+
+
+def metered(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """Counts and times a driver's method in its `meter`, under the method's name."""
+    name = method.__name__
+
+    @functools.wraps(method)
+    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        start = perf_counter_ns()
+        result = method(self, *args, **kwargs)
+        calls = self.meter[name]  # type: ignore[attr-defined]
+        calls.nanoseconds += perf_counter_ns() - start
+        calls.count += 1
+        return result
+
+    return call
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def query(self) -> bool:
+        """Whether the work before this point is known to have finished; does not wait."""
+
+    def synchronize(self) -> None:
+        """Waits until it has; raises `StreamCaptureError` where a capture forbids waiting."""
+
+
+class Driver(Protocol):
+    """What `vmmkv` asks of a memory system. Addresses and sizes are in bytes, multiples of `page_size`."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the pages are."""
+
+    @property
+    def page_size(self) -> int:
+        """Bytes of one page, a multiple of the memory system's granularity."""
+
+    @property
+    def meter(self) -> Meter:
+        """The calls that succeeded so far, by the names of the methods below."""
+
+    def memory_info(self) -> tuple[int, int]:
+        """Free and total physical bytes of the device, now."""
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserves a virtual range and returns its address."""
+
+    def free(self, address: int, nbytes: int) -> None:
+        """Gives a whole reserved range back; nothing may be mapped in it."""
+
+    def create(self) -> Handle:
+        """Makes one page. Raises `DriverOutOfMemoryError` when the device has none left."""
+
+    def release(self, handle: Handle) -> None:
+        """Gives a page's memory back; it may be mapped nowhere."""
+
+    def map(self, address: int, handle: Handle) -> None:
+        """Puts a page under `address`, where nothing is mapped."""
+
+    def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
+        """Makes a range of mapped pages readable, and writable or read-only."""
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        """Takes the pages of a fully mapped range away."""
+
+    def fill(self, address: int, nbytes: int, value: int = 0) -> None:
+        """Sets bytes, in the order of the current stream."""
+
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        """Copies bytes between ranges that do not overlap, in the order of the current stream."""
+
+    def current_stream(self) -> Any:
+        """The stream that torch works on now; None where work is never asynchronous."""
+
+    def record(self, stream: Any) -> Event:
+        """An event after all work submitted to `stream` so far.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured. `fill` and `copy` raise it too: as a part
+                of the graph they would run again at each replay.
+        """
+
+    def synchronize(self) -> None:
+        """Waits for all work on the device."""
+
+
+def open_driver(device: str | torch.device | None = None, page_size: int | None = None) -> Driver:
+    """The driver for `device`.
+
+    Args:
+        device: `"cuda"`, `"cuda:1"` or `"cpu"`; None takes CUDA where there is a GPU.
+        page_size: bytes of a page; None is 2 MiB, or the granularity where that is larger.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda":
+        from .cuda import CudaDriver
+
+        return CudaDriver(device, page_size)
+    if device.type == "cpu":
+        from .host import HostDriver
+
+        return HostDriver(page_size)
+    raise DeviceError(f"asked for device {device}; vmmkv knows cuda and cpu")
+
+
+def check_page_size(page_size: int | None, granularity: int) -> int:
+    """The page size to use: a multiple of `granularity`, 2 MiB unless asked otherwise."""
+    if page_size is None:
+        return -(-DEFAULT_PAGE_SIZE // granularity) * granularity
+    if page_size <= 0 or page_size % granularity:
+        raise LayoutError(f"asked for page_size={page_size}; it must be a multiple of {granularity} bytes")
+    return page_size

@@ -1,0 +1,188 @@
+"""Virtual memory on a GPU: the CUDA driver's virtual memory API through `cuda.bindings.driver`.
+
+Works in the primary context, the one that torch uses, so that torch's kernels see the mappings.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cuda.bindings.driver as cu
+import torch
+
+from ..errors import DeviceError, DriverError, DriverOutOfMemoryError, StreamCaptureError
+from . import Calls, Event, Handle, Meter, check_page_size, metered
+
+SUCCESS = cu.CUresult.CUDA_SUCCESS
+MINIMUM = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+OUT_OF_MEMORY = cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+
+
+def check(call: str, status: Any, detail: str = "") -> None:
+    """Raises what a CUDA driver call returned, unless it was success."""
+    if status != SUCCESS:
+        kind = DriverOutOfMemoryError if status == OUT_OF_MEMORY else DriverError
+        raise kind(call, cu.CUresult(status).name, detail)
+
+
+def refuse_capture(what: str) -> None:
+    """Raises `StreamCaptureError` while a CUDA graph is captured."""
+    if torch.cuda.is_current_stream_capturing():
+        raise StreamCaptureError(
+            f"{what} cannot be part of a CUDA graph: extend what the graph needs before the capture, "
+            "and truncate or free sequences after it"
+        )
+
+
+class _CudaEvent:
+    """A torch event that keeps its hands off while a graph is captured: a query would break the capture."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def query(self) -> bool:
+        return not torch.cuda.is_current_stream_capturing() and bool(self._event.query())
+
+    def synchronize(self) -> None:
+        refuse_capture("waiting for pages that are still in use")
+        self._event.synchronize()
+
+
+class CudaDriver:
+    """Pages of GPU memory (see `vmmkv.driver.Driver`).
+
+    Pages can be exported to other processes and read by other PCIe devices (GPUDirect RDMA) where
+    the device supports it: `features` says what a trial page was granted.
+
+    Args:
+        device: a CUDA device; without an index, torch's current one.
+        page_size: bytes of a page, a multiple of the device's granularity (2 MiB on all so far).
+    """
+
+    def __init__(self, device: torch.device, page_size: int | None = None) -> None:
+        if not torch.cuda.is_available():
+            raise DeviceError(f"asked for {device}, but torch sees no CUDA device; device='cpu' runs on host memory")
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= torch.cuda.device_count():
+            raise DeviceError(f"asked for cuda:{index}; torch sees {torch.cuda.device_count()} CUDA device(s)")
+        self.device = torch.device("cuda", index)
+        self.meter = Meter(Calls)
+        self.memory_info()  # makes torch's primary context, where there is none yet
+        status, ordinal = cu.cuDeviceGet(index)
+        check("cuDeviceGet", status)
+        self.features, self._property, granularity = self._probe(ordinal)
+        self.page_size = check_page_size(page_size, granularity)
+        self._access = {writable: [self._access_description(writable)] for writable in (False, True)}
+
+    def _allocation_property(self, exportable: bool, rdma: bool) -> Any:
+        """What `cuMemCreate` is asked for."""
+        wanted = cu.CUmemAllocationProp()
+        wanted.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        wanted.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        wanted.location.id = self.device.index
+        if exportable:
+            handle_type = cu.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+            wanted.requestedHandleTypes = handle_type
+        wanted.allocFlags.gpuDirectRDMACapable = int(rdma)
+        return wanted
+
+    def _access_description(self, writable: bool) -> Any:
+        """What `cuMemSetAccess` is asked for."""
+        flags = cu.CUmemAccess_flags
+        access = cu.CUmemAccessDesc()
+        access.location = self._property.location
+        access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+        return access
+
+    def _probe(self, ordinal: Any) -> tuple[dict[str, bool], Any, int]:
+        """Which kind of page the device grants, and its granularity: asks, then makes one to be sure."""
+        attribute = cu.CUdevice_attribute
+
+        def supports(name: Any) -> bool:
+            status, value = cu.cuDeviceGetAttribute(name, ordinal)
+            return bool(status == SUCCESS and value)
+
+        if not supports(attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED):
+            raise DeviceError(f"{self.device} has no virtual memory management, which vmmkv is made of")
+        exportable = supports(attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
+        rdma = supports(attribute.CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
+        for features in (
+            {"exportable": exportable, "rdma": rdma},
+            {"exportable": exportable, "rdma": False},
+            {"exportable": False, "rdma": False},
+        ):
+            wanted = self._allocation_property(**features)
+            status, granularity = cu.cuMemGetAllocationGranularity(wanted, MINIMUM)
+            check("cuMemGetAllocationGranularity", status)
+            status, handle = cu.cuMemCreate(granularity, wanted, 0)
+            if status == SUCCESS:
+                check("cuMemRelease", *cu.cuMemRelease(handle))
+                return features, wanted, granularity
+        check("cuMemCreate", status, "not even a plain page could be made")
+        raise AssertionError("check raises")
+
+    def memory_info(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self.device)
+
+    @metered
+    def reserve(self, nbytes: int) -> int:
+        status, address = cu.cuMemAddressReserve(nbytes, 0, 0, 0)
+        check("cuMemAddressReserve", status, f"reserving {nbytes} bytes of addresses")
+        return int(address)
+
+    @metered
+    def free(self, address: int, nbytes: int) -> None:
+        check("cuMemAddressFree", *cu.cuMemAddressFree(address, nbytes))
+
+    @metered
+    def create(self) -> Handle:
+        status, handle = cu.cuMemCreate(self.page_size, self._property, 0)
+        if status != SUCCESS:
+            check("cuMemCreate", status, f"one page of {self.page_size} bytes on {self.device}")
+        return Handle(handle)
+
+    @metered
+    def release(self, handle: Handle) -> None:
+        check("cuMemRelease", *cu.cuMemRelease(handle))
+
+    @metered
+    def map(self, address: int, handle: Handle) -> None:
+        (status,) = cu.cuMemMap(address, self.page_size, 0, handle, 0)
+        if status != SUCCESS:
+            check("cuMemMap", status)
+
+    @metered
+    def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
+        (status,) = cu.cuMemSetAccess(address, nbytes, self._access[writable], 1)
+        if status != SUCCESS:
+            check("cuMemSetAccess", status)
+
+    @metered
+    def unmap(self, address: int, nbytes: int) -> None:
+        check("cuMemUnmap", *cu.cuMemUnmap(address, nbytes))
+
+    @metered
+    def fill(self, address: int, nbytes: int, value: int = 0) -> None:
+        stream = self._stream_outside_capture("a memset")
+        check("cuMemsetD8Async", *cu.cuMemsetD8Async(address, value, nbytes, stream.cuda_stream))
+
+    @metered
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        stream = self._stream_outside_capture("a page copy")
+        check("cuMemcpyDtoDAsync", *cu.cuMemcpyDtoDAsync(destination, source, nbytes, stream.cuda_stream))
+
+    def current_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.current_stream(self.device)
+
+    def record(self, stream: torch.cuda.Stream) -> Event:
+        refuse_capture("a fence")
+        return _CudaEvent(stream)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def _stream_outside_capture(self, what: str) -> torch.cuda.Stream:
+        """The current stream; a captured call would run again at each replay, long after its reason."""
+        refuse_capture(what)
+        return self.current_stream()

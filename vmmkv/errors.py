@@ -1,0 +1,88 @@
+"""Everything that can go wrong, as types: what was asked, what there was, what would help.
+
+After any of these is raised the cache is as it was before the call, and usable.
+"""
+
+
+class VmmkvError(Exception):
+    """Base class of every error that vmmkv raises on purpose."""
+
+
+class LayoutError(VmmkvError, ValueError):
+    """A geometry that cannot be: a bad size, a range over the address limit, a stride over 32 bits."""
+
+
+class BudgetError(VmmkvError, ValueError):
+    """A budget that cannot be: not a size, below one page, or larger than the device's memory."""
+
+
+class DeviceError(VmmkvError, ValueError):
+    """A device that is not there, or a tensor or stream on another device than the cache."""
+
+
+class DtypeError(VmmkvError, TypeError):
+    """A dtype that the cache cannot hold, or another one than it holds."""
+
+
+class ShapeError(VmmkvError, ValueError):
+    """A tensor whose shape does not fit the tokens that it is written to."""
+
+
+class OutOfPagesError(VmmkvError, MemoryError):
+    """The page pool cannot supply the pages that were asked for.
+
+    Attributes:
+        requested: pages asked for.
+        available: pages that could have been had: free, still within the budget, or reclaimable.
+    """
+
+    def __init__(self, message: str, *, requested: int, available: int) -> None:
+        super().__init__(message)
+        self.requested = requested
+        self.available = available
+
+
+class OutOfRowsError(VmmkvError):
+    """Every row of the cache belongs to a live sequence."""
+
+
+class SequenceTooLongError(VmmkvError, ValueError):
+    """More tokens than a row is long."""
+
+
+class UseAfterFreeError(VmmkvError):
+    """A sequence was used after `free`, or a cache after `close`."""
+
+
+class ForkError(VmmkvError):
+    """A cache was used in a forked child; its memory belongs to the parent."""
+
+
+class StreamCaptureError(VmmkvError):
+    """An operation that needs a CUDA event or a memset was called while a graph is captured."""
+
+
+class InvariantError(VmmkvError, AssertionError):
+    """The cache's own books do not add up: a bug in vmmkv."""
+
+
+class DriverError(VmmkvError, RuntimeError):
+    """A call of the memory system failed.
+
+    Attributes:
+        call: the function that failed, by the memory system's own name (`cuMemMap`, `mmap`).
+        code: the error, by the memory system's own name (`CUDA_ERROR_INVALID_VALUE`, `ENOMEM`).
+    """
+
+    def __init__(self, call: str, code: str, detail: str = "") -> None:
+        super().__init__(f"{call} failed with {code}" + (f": {detail}" if detail else ""))
+        self.call = call
+        self.code = code
+
+
+class DriverOutOfMemoryError(DriverError):
+    """The device has no physical page left (others may use the memory that the budget allows)."""
+
+
+class StrideLimitWarning(UserWarning):
+    """A view is longer than kernels with 32-bit strides can address; they would read wrong tokens."""

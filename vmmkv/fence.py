@@ -1,0 +1,47 @@
+"""A fence: the GPU work that must finish before memory goes to somebody else.
+
+Unmapping or recycling a page that a running kernel still reads is the classic bug of every allocator
+like this one. Here a page that leaves a sequence gets a fence: an event on each stream that may use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from .driver import Driver, Event
+
+
+class Fence:
+    """Events that have to pass, at most one per stream; a fence without events has passed."""
+
+    def __init__(self, events: dict[Any, Event] | None = None) -> None:
+        self._events = events or {}
+
+    @classmethod
+    def after(cls, driver: Driver, streams: Iterable[Any]) -> Fence:
+        """A fence after all work submitted to `streams` so far.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured.
+        """
+        return cls({stream: driver.record(stream) for stream in streams})
+
+    def passed(self) -> bool:
+        """Whether all of that work has finished. Does not wait."""
+        self._events = {stream: event for stream, event in self._events.items() if not event.query()}
+        return not self._events
+
+    def passed_for(self, stream: Any) -> bool:
+        """Whether work submitted to `stream` from now on comes after all of that work."""
+        return self._events.keys() <= {stream} or self.passed() or self._events.keys() <= {stream}
+
+    def wait(self) -> None:
+        """Waits until it has passed."""
+        for event in self._events.values():
+            event.synchronize()
+        self._events = {}
+
+    def __or__(self, other: Fence) -> Fence:
+        """The fence that passes when both have; where both name a stream, `other` is the later."""
+        return Fence({**self._events, **other._events})

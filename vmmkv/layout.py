@@ -1,0 +1,135 @@
+"""How the K and V of one token lie in memory: pure arithmetic, no memory.
+
+A row is token-major: `[max_seq_len][layer][K, V][num_kv_heads][head_dim]`. All layers of a token lie side
+by side in its *token record*, so that a 2 MiB page holds a few tokens of every layer rather than many
+tokens of one. A layer is an offset into the record; all layers of a range share one token stride.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .errors import DtypeError, LayoutError
+
+ALIGNMENT = 16
+"""Bytes that K and V of each layer are aligned to: what vector loads, TMA and SDPA ask for."""
+
+DTYPES = (
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int8,
+)
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """One layer's place in the token record of its range. Offsets and widths are in elements."""
+
+    range: int
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+    k_offset: int
+    v_offset: int
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """The shape of a model's KV cache, for one token.
+
+    Args:
+        num_layers: layers that keep K and V.
+        num_kv_heads: KV heads, one number or one per layer (variable GQA).
+        head_dim: width of a K head, one number or one per layer.
+        dtype: fp32, fp16, bf16, fp8 (e4m3fn, e5m2) or int8.
+        v_head_dim: width of a V head where it differs from K (latent attention), one number or one
+            per layer; 0 where a layer keeps no V.
+        layers_per_range: layers that share a token record. None is all of them: pages then hold the
+            fewest tokens, so the least is wasted. Fewer layers make a smaller stride, for kernels that
+            count in 32 bits (see `int32_token_limit`).
+
+    Raises:
+        LayoutError: a size is not positive, or a list is not `num_layers` long.
+        DtypeError: the dtype is not one of those above.
+    """
+
+    num_layers: int
+    num_kv_heads: int | Sequence[int]
+    head_dim: int | Sequence[int]
+    dtype: torch.dtype = torch.bfloat16
+    v_head_dim: int | Sequence[int] | None = None
+    layers_per_range: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise DtypeError(f"asked for K and V as {self.dtype}; vmmkv holds {known}")
+        if self.num_layers < 1:
+            raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at least one")
+        if self.layers_per_range is not None and self.layers_per_range < 1:
+            raise LayoutError(f"asked for layers_per_range={self.layers_per_range}; a range has at least one")
+        for name, smallest in (("num_kv_heads", 1), ("head_dim", 1), ("v_head_dim", 0)):
+            value = getattr(self, name)
+            if isinstance(value, Sequence):
+                object.__setattr__(self, name, tuple(value))  # a frozen layout is hashable
+                if len(value) != self.num_layers:
+                    raise LayoutError(f"{name} has {len(value)} entries for {self.num_layers} layers")
+            if value is not None and min(self._per_layer(value)) < smallest:
+                raise LayoutError(f"asked for {name}={value}; it must be at least {smallest}")
+
+    def _per_layer(self, value: int | Sequence[int]) -> Sequence[int]:
+        return value if isinstance(value, Sequence) else (value,) * self.num_layers
+
+    @cached_property
+    def layers(self) -> tuple[LayerLayout, ...]:
+        """Where each layer lies."""
+        step = ALIGNMENT // self.dtype.itemsize
+        v_head_dim = self.head_dim if self.v_head_dim is None else self.v_head_dim
+        shapes = zip(self._per_layer(self.num_kv_heads), self._per_layer(self.head_dim), self._per_layer(v_head_dim))
+        layers: list[LayerLayout] = []
+        end = 0
+        for index, (heads, k_dim, v_dim) in enumerate(shapes):
+            range_index, position = divmod(index, self.layers_per_range or self.num_layers)
+            k_offset = end if position else 0
+            v_offset = k_offset + _round_up(heads * k_dim, step)
+            end = v_offset + _round_up(heads * v_dim, step)
+            layers.append(LayerLayout(range_index, heads, k_dim, v_dim, k_offset, v_offset))
+        return tuple(layers)
+
+    @cached_property
+    def record_bytes(self) -> tuple[int, ...]:
+        """Bytes of a token record in each range: the stride from one token to the next."""
+        last = {layer.range: layer for layer in self.layers}
+        return tuple(
+            _round_up((layer.v_offset + layer.num_kv_heads * layer.v_head_dim) * self.dtype.itemsize, ALIGNMENT)
+            for layer in last.values()
+        )
+
+    @cached_property
+    def token_bytes(self) -> int:
+        """Bytes that one token takes in all ranges."""
+        return sum(self.record_bytes)
+
+    @cached_property
+    def int32_token_limit(self) -> int:
+        """Tokens of a row that a kernel can address which computes `token * stride` in 32 bits.
+
+        PyTorch's memory-efficient SDPA kernel does: behind `2**31 / stride` tokens (the stride in
+        elements) it wraps and reads other tokens, silently.
+        """
+        return 2**31 // (max(self.record_bytes) // self.dtype.itemsize)
+
+    def pages(self, tokens: int, page_size: int) -> int:
+        """Pages that a sequence of `tokens` tokens takes in all ranges."""
+        return sum(-(-tokens * record // page_size) for record in self.record_bytes)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,140 @@
+"""The page pool: physical pages, the budget they are drawn from, and how often each was used.
+
+A page is named by a small number for as long as its memory exists. It is in one of three states:
+
+    vacant --create--> free --take--> taken --give--> free --release--> vacant
+
+Invariants:
+ 1. `created = free + taken <= budget`, in pages; the driver holds exactly the created ones.
+ 2. `take` hands out all that is asked for or changes nothing that a caller can see.
+ 3. The pool never maps anything; whoever took a page maps it, unmaps it, and then gives it back.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from contextlib import suppress
+
+from .driver import Driver, Handle
+from .errors import DriverError, OutOfPagesError
+
+
+class PagePool:
+    """Pages of one driver, at most `budget` of them at a time.
+
+    Args:
+        driver: the memory system.
+        budget: the largest number of pages that may exist at once.
+    """
+
+    def __init__(self, driver: Driver, budget: int) -> None:
+        self.driver = driver
+        self.budget = budget
+        self.handles: list[Handle | None] = []
+        """By page number: the driver's handle; None while vacant."""
+        self.uses: list[int] = []
+        """By page number: how often the page has left a sequence since it was created."""
+        self.pages_created = 0
+        """Pages created since the beginning."""
+        self.page_uses = 0
+        """How often a page has left a sequence since the beginning."""
+        self.taken = 0
+        """Pages that somebody has taken."""
+        self._free: list[int] = []
+        self._vacant: list[int] = []
+        weakref.finalize(self, _release_all, driver, self.handles, os.getpid())
+
+    @property
+    def free(self) -> int:
+        """Pages that exist and belong to nobody."""
+        return len(self._free)
+
+    @property
+    def free_pages(self) -> tuple[int, ...]:
+        """Their numbers."""
+        return tuple(self._free)
+
+    @property
+    def created(self) -> int:
+        """Pages that exist."""
+        return self.taken + len(self._free)
+
+    @property
+    def available(self) -> int:
+        """Pages that can be taken within the budget."""
+        return self.budget - self.taken
+
+    def take(self, count: int) -> list[int]:
+        """Hands out `count` pages, free ones first, the rest newly created.
+
+        Raises:
+            OutOfPagesError: the budget does not allow so many.
+            DriverError: the driver could not create one; those created before it are free now.
+        """
+        if count > self.available:
+            raise OutOfPagesError(
+                f"asked for {count} pages of {self.driver.page_size} bytes; {self.available} are available "
+                f"of a budget of {self.budget}",
+                requested=count,
+                available=self.available,
+            )
+        while len(self._free) < count:
+            self._create()
+        keep = len(self._free) - count
+        pages = self._free[keep:]
+        del self._free[keep:]
+        self.taken += count
+        return pages
+
+    def give(self, pages: list[int]) -> None:
+        """Takes pages back; they must be mapped nowhere."""
+        self._free.extend(pages)
+        self.taken -= len(pages)
+
+    def count_uses(self, pages: list[int]) -> None:
+        """Counts that these pages have left the sequence that they were part of."""
+        self.page_uses += len(pages)
+        for page in pages:
+            self.uses[page] += 1
+
+    def release_free(self) -> int:
+        """Gives the memory of all free pages back to the system; returns how many pages that were."""
+        count = 0
+        while self._free:
+            page = self._free[-1]
+            handle = self.handles[page]
+            assert handle is not None
+            self.driver.release(handle)
+            self.handles[page] = None
+            self._vacant.append(self._free.pop())
+            count += 1
+        return count
+
+    def close(self) -> None:
+        """Gives all memory back, in whatever state the driver is."""
+        _release_all(self.driver, self.handles, os.getpid())
+        self._free.clear()
+
+    def _create(self) -> None:
+        handle = self.driver.create()
+        self.pages_created += 1
+        if self._vacant:
+            page = self._vacant.pop()
+            self.handles[page] = handle
+            self.uses[page] = 0
+        else:
+            page = len(self.handles)
+            self.handles.append(handle)
+            self.uses.append(0)
+        self._free.append(page)
+
+
+def _release_all(driver: Driver, handles: list[Handle | None], owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    for page, handle in enumerate(handles):
+        if handle is not None:
+            with suppress(DriverError):
+                driver.release(handle)
+                handles[page] = None

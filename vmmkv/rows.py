@@ -1,0 +1,358 @@
+"""Who has which row, how many tokens it holds, and which of its pages may be taken away.
+
+A row of the cache is the row of the same number in every arena. It is in one of four states:
+
+    empty    nothing is mapped
+    live     belongs to a sequence
+    parked   its sequence was freed; its pages are still mapped, from the first on: ready to be adopted
+    retired  its sequence was freed after its front was given back: nobody can adopt it
+
+A page is *used* when tokens of a live sequence lie in it. All other mapped pages are *surplus*: parked
+and retired rows, tails behind a truncated or adopted sequence, fronts before `start`. Surplus pages cost
+nothing to use again where they are and are unmapped only when somebody else needs them.
+
+Invariants:
+ 1. `start <= length <= capacity` for each live row, in tokens, and all tokens in `[start, length)` lie in
+    pages that are mapped and accessible.
+ 2. Growing to `length <= capacity` needs no driver call and no look at the row's pages.
+ 3. A page leaves a row, or a row changes its owner, only after the fence of the row has passed (or in the
+    order of the one stream that the fence is on).
+ 4. `grow` maps all pages for all its rows or leaves every length as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import suppress
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from .arena import Arena
+from .errors import DriverError, DriverOutOfMemoryError, OutOfPagesError, OutOfRowsError, VmmkvError
+from .fence import Fence
+from .pages import PagePool
+
+
+class Rows:
+    """The rows of a cache.
+
+    Args:
+        pool: the page pool of the arenas.
+        ranges: per range of the layout its arena, and the bytes of a token record in it.
+        num_rows: rows per arena.
+        max_seq_len: tokens per row.
+        scrub: zero pages before another sequence can read them.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        ranges: list[tuple[Arena, int]],
+        num_rows: int,
+        max_seq_len: int,
+        scrub: bool,
+    ) -> None:
+        self.pool = pool
+        self.ranges = ranges
+        self.max_seq_len = max_seq_len
+        self.adoptions = 0
+        """Sequences that started on a row with mapped pages."""
+        self._driver = pool.driver
+        self._page_size = pool.driver.page_size
+        self._scrub = scrub
+        # A freed sequence has row -1: the last, which has no capacity and belongs to nobody.
+        self.start = np.zeros(num_rows + 1, np.int64)
+        self.length = np.zeros(num_rows + 1, np.int64)
+        self.capacity = np.zeros(num_rows + 1, np.int64)
+        self.capacity[-1] = -1
+        self.owner = np.full(num_rows + 1, -1, np.int64)
+        """By row: the number of the sequence that has it; -1 where none has."""
+        self.parked: dict[int, None] = {}  # oldest first, like `retired`
+        self.retired: dict[int, None] = {}  # also live rows whose front was given back
+        self.empty = list(range(num_rows - 1, -1, -1))
+        self._fences = [Fence() for _ in range(num_rows)]
+        self._streams: list[set[Any]] = [set() for _ in range(num_rows)]
+
+    def count_states(self) -> dict[str, int]:
+        """Rows by state."""
+        live = int((self.owner >= 0).sum())
+        parked, empty = len(self.parked), len(self.empty)
+        return {"live": live, "parked": parked, "retired": len(self.owner) - 1 - live - parked - empty, "empty": empty}
+
+    def pages(self, row: int) -> list[tuple[list[int], list[int]]]:
+        """Per arena the row's mapped pages, and those of them that hold tokens."""
+        pages = []
+        for arena, (first, end) in self._used(row):
+            mapping = arena.rows[row]
+            mapped = list(mapping.pages)
+            pages.append((mapped, mapped[first - mapping.first : end - mapping.first]))
+        return pages
+
+    # ------------------------------------------------------------------ taking and leaving rows
+
+    def acquire(self, owner: int, tokens: int) -> int:
+        """A row for a new sequence, with room for `tokens` tokens: parked where possible, else empty.
+
+        Raises:
+            OutOfRowsError: all rows are live.
+            OutOfPagesError, DriverError: see `grow`; the row is not taken.
+        """
+        row = self._pick(tokens)
+        adopted = any(arena.rows[row].pages for arena, _ in self.ranges)
+        self.owner[row] = owner
+        self._refresh(row)
+        try:
+            if tokens > self.capacity[row]:
+                self.grow([row], [tokens])
+        except VmmkvError:
+            self._vacate(row)
+            raise
+        self.length[row] = tokens
+        self.adoptions += adopted
+        return row
+
+    def _pick(self, tokens: int) -> int:
+        """Takes a row off the lists: the parked row that fits best, an empty one, or one to wait for."""
+        if self.parked:
+            stream = self._driver.current_stream()
+            parked = np.fromiter(self.parked, np.int64, len(self.parked))
+            room = self.capacity[parked]
+            # The smallest that is large enough; with none, or no length to go by, the largest.
+            misfit = np.where((room >= tokens) & (tokens > 0), room - tokens, np.iinfo(np.int64).max - room)
+            for row in parked[np.argsort(misfit, kind="stable")].tolist():
+                if self._fences[row].passed_for(stream):
+                    del self.parked[row]
+                    return int(row)
+        while not self.empty:
+            row = next((row for row in (*self.parked, *self.retired) if self.owner[row] < 0), None)
+            if row is None:
+                raise OutOfRowsError(
+                    f"all {len(self._fences)} rows belong to live sequences; free one, or make the cache with a "
+                    "larger max_sequences (a row without tokens takes addresses only)"
+                )
+            self._fences[row].wait()
+            self._unmap_surplus(row, self.pool.budget)
+        return self.empty.pop()
+
+    def release(self, rows: list[int]) -> None:
+        """Takes rows from their sequences, behind a fence on the current stream and those in use."""
+        fence = self._fence_after({stream for row in rows for stream in self._streams[row]})
+        for row in rows:
+            self.pool.count_uses(self._leaving(row, 0, 0))
+            self._fences[row] |= fence
+            self._vacate(row)
+
+    def _vacate(self, row: int) -> None:
+        """Puts a row that nobody has any more on the list where it belongs."""
+        self.owner[row] = -1
+        self.start[row] = self.length[row] = 0
+        self._streams[row].clear()
+        self.retired.pop(row, None)
+        adoptable = all(arena.rows[row].first == 0 for arena, _ in self.ranges)
+        (self.parked if adoptable else self.retired)[row] = None
+        self._settle(row)
+
+    def _settle(self, row: int) -> None:
+        """Works out what a row without a sequence is good for: to be adopted, or empty."""
+        mappings = [arena.rows[row] for arena, _ in self.ranges]
+        if not any(mapping.pages for mapping in mappings):
+            for mapping in mappings:
+                mapping.first = mapping.ready = 0
+            self._fences[row] = Fence()
+            self.parked.pop(row, None)
+            self.retired.pop(row, None)
+            self.empty.append(row)
+        self._refresh(row)
+
+    def record_stream(self, row: int, stream: Any) -> None:
+        """Work on `stream` may use the row until its sequence is freed."""
+        self._streams[row].add(stream)
+
+    # ------------------------------------------------------------------ growing and shrinking
+
+    def grow(self, rows: list[int], lengths: list[int]) -> None:
+        """Sets new lengths, all at least the old ones, and maps the pages that they need.
+
+        Raises:
+            OutOfPagesError: the budget, or the device, cannot supply the pages.
+            DriverError: a driver call failed. In both cases the lengths are unchanged.
+        """
+        plan: list[tuple[Arena, int, int, int]] = []
+        count = 0
+        for row, length in zip(rows, lengths):
+            for arena, record in self.ranges:
+                end = -(-length * record // self._page_size)
+                mapping = arena.rows[row]
+                if end > mapping.ready:
+                    plan.append((arena, row, end, mapping.end))
+                    count += max(end - mapping.end, 0)
+        before = self.length[rows]
+        self.length[rows] = lengths  # what is used from now on is no surplus that could be reclaimed
+        supply: list[int] = []
+        try:
+            if count:
+                supply = self._supply(count)
+            for arena, row, end, _ in plan:
+                arena.map_back(row, end, supply)
+            if self._scrub:
+                for row, old, new in zip(rows, before.tolist(), lengths):
+                    self._zero_pages(row, old, new)
+        except VmmkvError:
+            self.length[rows] = before
+            self.pool.give(supply)
+            for arena, row, _, old_end in plan:
+                with suppress(DriverError):  # what cannot be unmapped now is surplus, and stays in the books
+                    arena.unmap_back(row, old_end)
+            raise
+        for row in rows:
+            self._refresh(row)
+
+    def shrink(self, row: int, start: int, length: int) -> None:
+        """Moves a live row's start forward or its length back. Pages without tokens become surplus.
+
+        Raises:
+            StreamCaptureError: whole pages would leave the sequence while a CUDA graph is captured.
+        """
+        leaving = self._leaving(row, start, length)
+        if leaving:
+            self._fences[row] |= self._fence_after(self._streams[row])
+            self.pool.count_uses(leaving)
+        self.start[row], self.length[row] = start, length
+        if any(arena.rows[row].first < used[0] for arena, used in self._used(row)):
+            self.retired[row] = None
+
+    def _used(self, row: int) -> list[tuple[Arena, tuple[int, int]]]:
+        """Per arena the pages `[first, end)` of the row that hold tokens."""
+        return self._spans(int(self.start[row]), int(self.length[row]))
+
+    def _spans(self, start: int, length: int) -> list[tuple[Arena, tuple[int, int]]]:
+        """Per arena the pages `[first, end)` that tokens `[start, length)` of a row lie in."""
+        size = self._page_size
+        return [(arena, (start * record // size, -(-length * record // size))) for arena, record in self.ranges]
+
+    def _leaving(self, row: int, start: int, length: int) -> list[int]:
+        """The pages that hold tokens now and would hold none with this start and length."""
+        leaving: list[int] = []
+        for (arena, (first, end)), (_, (new_first, new_end)) in zip(self._used(row), self._spans(start, length)):
+            mapping = arena.rows[row]
+            front_end = min(max(new_first, first), end)
+            back_first = min(max(new_end, front_end), end)
+            leaving += islice(mapping.pages, first - mapping.first, front_end - mapping.first)
+            leaving += islice(mapping.pages, back_first - mapping.first, end - mapping.first)
+        return leaving
+
+    def _fence_after(self, streams: Iterable[Any]) -> Fence:
+        return Fence.after(self._driver, {self._driver.current_stream(), *streams})
+
+    def _zero_pages(self, row: int, old: int, new: int) -> None:
+        """Zeroes the pages that a row begins to use when it grows from `old` to `new` tokens."""
+        for (arena, (_, first)), (_, (_, end)) in zip(self._spans(0, old), self._spans(0, new)):
+            if end > first:
+                address = arena.address + row * arena.row_bytes + first * self._page_size
+                self._driver.fill(address, (end - first) * self._page_size, 0)
+
+    def _refresh(self, row: int) -> None:
+        """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
+        capacity = self.max_seq_len
+        for (arena, record), (_, (_, used)) in zip(self.ranges, self._used(row)):
+            mapping = arena.rows[row]
+            end = mapping.ready
+            if self.owner[row] < 0:
+                end = 0 if mapping.first else end
+            elif self._scrub:
+                end = min(end, used)  # behind it lie another sequence's bytes
+            capacity = min(capacity, end * self._page_size // record)
+        self.capacity[row] = capacity
+
+    # ------------------------------------------------------------------ reclaiming
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that hold tokens of live sequences."""
+        live = self.owner >= 0
+        start, length = self.start[live], self.length[live]
+        size = self._page_size
+        return sum(int((-(-length * record // size) - start * record // size).sum()) for _, record in self.ranges)
+
+    @property
+    def surplus_pages(self) -> int:
+        """Mapped pages that hold no tokens of live sequences."""
+        return self.pool.taken - self.used_pages
+
+    def _surplus(self, row: int) -> int:
+        return sum(len(arena.rows[row].pages) - (end - first) for arena, (first, end) in self._used(row))
+
+    def reclaim(self, count: int) -> int:
+        """Unmaps up to `count` surplus pages, those nobody can adopt first, the oldest first.
+
+        Takes idle pages where it can and waits for the GPU where it must. Returns how many.
+        """
+        live = np.flatnonzero(self.owner >= 0).tolist()
+        candidates = list(dict.fromkeys([*self.retired, *self.parked, *live]))
+        reclaimed = self._reclaim_from(candidates, count)
+        if reclaimed < count:
+            reclaimed += self._reclaim_from(candidates, count - reclaimed, wait=True)
+        return reclaimed
+
+    def _reclaim_from(self, rows: list[int], count: int, wait: bool = False) -> int:
+        reclaimed = 0
+        for row in rows:
+            if reclaimed >= count:
+                break
+            if not self._surplus(row):
+                continue
+            if wait:
+                self._fences[row].wait()
+            if self._fences[row].passed():
+                reclaimed += self._unmap_surplus(row, count - reclaimed)
+        return reclaimed
+
+    def _unmap_surplus(self, row: int, count: int) -> int:
+        """Unmaps up to `count` surplus pages of one row, whose fence has passed. Returns how many."""
+        live = self.owner[row] >= 0
+        unmapped = 0
+        try:
+            for arena, (first, end) in self._used(row):
+                mapping = arena.rows[row]
+                if live:
+                    unmapped += arena.unmap_front(row, min(first, mapping.first + count - unmapped))
+                unmapped += arena.unmap_back(row, max(end, mapping.end - (count - unmapped)))
+        finally:
+            if live:
+                self._refresh(row)
+                if all(arena.rows[row].first >= used[0] for arena, used in self._used(row)):
+                    self.retired.pop(row, None)
+            else:
+                self._settle(row)
+        return unmapped
+
+    def _supply(self, count: int) -> list[int]:
+        """`count` pages: free ones, then retired ones, then new ones, and under pressure any surplus."""
+        missing = count - self.pool.free
+        if missing > 0 and self.retired:
+            self._reclaim_from(list(self.retired), missing)
+        self._press(count, count - self.pool.available)
+        try:
+            return self.pool.take(count)
+        except DriverOutOfMemoryError as error:
+            self._press(count, count - self.pool.free, error)
+            return self.pool.take(count)
+
+    def _press(self, count: int, missing: int, cause: DriverOutOfMemoryError | None = None) -> None:
+        """Reclaims `missing` pages, or raises before it changes anything."""
+        if missing <= 0:
+            return
+        surplus = self.surplus_pages
+        if surplus < missing:
+            available = count - missing + surplus
+            limit = "the device has no memory left" if cause else f"the budget is {self.pool.budget} pages"
+            raise OutOfPagesError(
+                f"asked for {count} more pages of {self._page_size} bytes; {available} can be had: "
+                f"{limit}, of which {self.used_pages} hold tokens of live sequences. Free or truncate "
+                "sequences, or make the cache with a larger max_bytes",
+                requested=count,
+                available=available,
+            ) from cause
+        self.reclaim(missing)

@@ -1,0 +1,180 @@
+"""A sequence: what a user holds. Tokens that lie one after another at an address that never moves."""
+
+from __future__ import annotations
+
+import warnings
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch
+
+from .errors import DeviceError, DtypeError, SequenceTooLongError, ShapeError, StrideLimitWarning
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+class Sequence:
+    """One sequence of a `KVCache`; made by `KVCache.sequence`.
+
+    Free it with `free()` or a `with` block; garbage collection frees it too, but later.
+    Not for use from several threads at once (different sequences of one cache are).
+    """
+
+    __slots__ = ("__weakref__", "_cache", "_number", "_row")
+
+    def __init__(self, cache: KVCache, number: int, row: int) -> None:
+        self._cache = cache
+        self._number = number
+        self._row = row
+
+    @property
+    def cache(self) -> KVCache:
+        """The cache that it belongs to."""
+        return self._cache
+
+    @property
+    def number(self) -> int:
+        """Its number in the cache: 0 for the first sequence, never used twice."""
+        return self._number
+
+    @property
+    def row(self) -> int:
+        """Its index in the first dimension of `KVCache.kv`; the same for as long as it lives."""
+        self._cache._check_live(self)
+        return self._row
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, including those before `start`."""
+        self._cache._check_live(self)
+        return int(self._cache._rows.length[self._row])
+
+    @property
+    def start(self) -> int:
+        """The first token that can be read: 0, or what was last given to `release_before`."""
+        self._cache._check_live(self)
+        return int(self._cache._rows.start[self._row])
+
+    @property
+    def capacity(self) -> int:
+        """The length up to which growing costs no driver call."""
+        self._cache._check_live(self)
+        return int(self._cache._rows.capacity[self._row])
+
+    def extend(self, tokens: int) -> None:
+        """Makes room for `tokens` more tokens; maps the pages that they need.
+
+        What the new tokens hold is undefined until they are written (zero with `scrub=True`).
+
+        Raises:
+            SequenceTooLongError: it would be longer than `max_seq_len`.
+            OutOfPagesError: the budget, or the device, cannot supply the pages.
+            DriverError: a driver call failed.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        self._cache._extend_one(self, tokens)
+
+    def truncate(self, tokens: int) -> None:
+        """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle."""
+        self._cache._truncate(self, tokens)
+
+    def release_before(self, token: int) -> None:
+        """Drops the tokens before `token`, as for a sliding window; the others keep their positions.
+
+        Whole pages in front of it go to others when the GPU is done with them. Tokens before `token`
+        must not be read again: views start at `token` from now on.
+        """
+        self._cache._release_before(self, token)
+
+    def free(self) -> None:
+        """Ends the sequence. Its row goes to others after all work on the current stream, and on
+        the streams named with `record_stream`. A second call does nothing."""
+        if self._row >= 0:
+            self._cache.free([self])
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Says that work on `stream` uses the sequence: its pages wait for that work, too.
+
+        Raises:
+            DeviceError: the stream is on another device than the cache.
+        """
+        self._cache._record_stream(self, stream)
+
+    def k(self, layer: int) -> torch.Tensor:
+        """K of one layer, `[length - start, num_kv_heads, head_dim]`; a view that can be written."""
+        return self._view(layer, 0)
+
+    def v(self, layer: int) -> torch.Tensor:
+        """V of one layer, `[length - start, num_kv_heads, v_head_dim]`; a view that can be written."""
+        return self._view(layer, 1)
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Copies K and V of the last tokens into the cache.
+
+        Args:
+            layer: the layer.
+            k: `[tokens, num_kv_heads, head_dim]`, of the cache's dtype and device.
+            v: `[tokens, num_kv_heads, v_head_dim]`, likewise.
+
+        Raises:
+            ShapeError, DtypeError, DeviceError: they do not fit; nothing was written.
+        """
+        pairs = [(k, self.k(layer)), (v, self.v(layer))]
+        for source, target in pairs:
+            if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
+                raise ShapeError(
+                    f"got {list(source.shape)} for the last tokens of layer {layer}; it must be "
+                    f"[tokens <= {len(target)}, {target.shape[1]}, {target.shape[2]}]. Call extend first"
+                )
+            if source.dtype != target.dtype:
+                raise DtypeError(f"got {source.dtype}; this cache holds {target.dtype}. Convert with .to()")
+            if source.device != target.device:
+                raise DeviceError(f"got a tensor on {source.device}; this cache is on {target.device}")
+        if len(k) != len(v):
+            raise ShapeError(f"got K of {len(k)} tokens and V of {len(v)}; they must be as many")
+        for source, target in pairs:
+            target[len(target) - len(source) :].copy_(source)
+
+    def _view(self, layer: int, which: int) -> torch.Tensor:
+        start, length = self.start, self.length
+        limit = self._cache.layout.int32_token_limit
+        if length > limit:
+            warnings.warn(
+                f"a view of {length} tokens is longer than the {limit} that kernels with 32-bit strides can "
+                "address: do not give it to torch's memory-efficient SDPA. Flash, cuDNN and vmmkv.kernels are "
+                f"safe; KVLayout(layers_per_range=...) makes the stride smaller",
+                StrideLimitWarning,
+                stacklevel=3,
+            )
+        return self._cache.kv(layer)[which][self._row, start:length]
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __repr__(self) -> str:
+        if self._row < 0:
+            return f"<vmmkv.Sequence {self._number}: freed>"
+        return f"<vmmkv.Sequence {self._number}: row {self._row}, {self.length} tokens>"
+
+    def __enter__(self) -> Sequence:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.free()
+
+    def __del__(self) -> None:
+        # May run at any moment, in any thread: only leaves a note for the cache's next operation.
+        if self._row >= 0:
+            self._cache._abandoned.append(self._row)
+
+
+def check_length(length: int, max_seq_len: int) -> None:
+    """Raises `SequenceTooLongError` where a sequence would outgrow its row."""
+    if length > max_seq_len:
+        raise SequenceTooLongError(
+            f"asked for {length} tokens; a row is max_seq_len={max_seq_len} long. Make the cache with a larger one: "
+            "a longer row takes addresses, not memory"
+        )

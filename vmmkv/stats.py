@@ -1,0 +1,49 @@
+"""What a cache says of itself: one snapshot, physical bytes only, every page counted once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CallStats:
+    """One call of the memory system: how often, and how long in all."""
+
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """A snapshot of a `KVCache`.
+
+    Attributes:
+        budget_bytes: the most that the cache may take.
+        physical_bytes: what it takes now: pages that hold tokens, surplus pages and free pages.
+        tokens: tokens of live sequences, from each sequence's `start` on.
+        token_bytes: bytes of these tokens.
+        waste: the part of the used pages that holds no token, 0 without sequences.
+        pages: pages by state: `used` (hold tokens), `surplus` (mapped, ready to be adopted or
+            reclaimed), `free` (created, not mapped).
+        rows: rows by state: `live`, `parked` (mapped, to be adopted), `retired`, `empty`.
+        pages_created: pages created since the beginning.
+        page_uses: how often a page was part of a sequence since the beginning.
+        reuse_factor: `page_uses / pages_created`, 0 without pages.
+        adoptions: sequences that started on a row whose pages were mapped already.
+        driver_calls: calls of the memory system by name.
+        driver_seconds: time in all of them.
+    """
+
+    budget_bytes: int
+    physical_bytes: int
+    tokens: int
+    token_bytes: int
+    waste: float
+    pages: dict[str, int]
+    rows: dict[str, int]
+    pages_created: int
+    page_uses: int
+    reuse_factor: float
+    adoptions: int
+    driver_calls: dict[str, CallStats]
+    driver_seconds: float
