@@ -38,13 +38,19 @@ def parse_bytes(size: int | float | str, free: int | None = None) -> int:
     raise BudgetError(f"asked for a size of {size!r}; write bytes, '20GiB', or a share of free memory like '80%'")
 
 
-def budget_pages(driver: Driver, layout: KVLayout, max_bytes: int | float | str | None, max_tokens: int | None) -> int:
+def budget_pages(
+    driver: Driver,
+    layout: KVLayout,
+    max_sequences: int,
+    max_bytes: int | float | str | None,
+    max_tokens: int | None,
+) -> int:
     """The largest number of pages that a cache may have at a time.
 
     Args:
         max_bytes: see `parse_bytes`; rounded down to whole pages.
-        max_tokens: instead of bytes, what this many tokens take if they lie in one sequence; each further
-            sequence takes up to a page per range more.
+        max_tokens: instead of bytes, what this many tokens take however they are spread over
+            `max_sequences` sequences: of `n` sequences all but one may begin a page more per range.
 
     Raises:
         BudgetError: both or neither is given, or it is under one page per range or over the device's memory.
@@ -53,7 +59,8 @@ def budget_pages(driver: Driver, layout: KVLayout, max_bytes: int | float | str 
         raise BudgetError(f"got max_bytes={max_bytes} and max_tokens={max_tokens}; give one of the two")
     free, total = driver.memory_info()
     if max_tokens is not None:
-        pages = layout.pages(max_tokens, driver.page_size)
+        begun = max(min(max_sequences, max_tokens) - 1, 0) * len(layout.record_bytes)
+        pages = layout.pages(max_tokens, driver.page_size) + begun
         asked = f"max_tokens={max_tokens}"
     else:
         assert max_bytes is not None

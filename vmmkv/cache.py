@@ -46,7 +46,7 @@ class KVCache:
         max_seq_len: tokens of a row. Both take virtual addresses only, 100 TiB in all.
         max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` (the
             default) or `0.8`. Memory is taken when tokens come, not before.
-        max_tokens: the budget in tokens, instead of `max_bytes`.
+        max_tokens: the budget in tokens, instead of `max_bytes`: as many always fit, however they are spread.
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page; None is 2 MiB.
         scrub: zero pages before another sequence can read them; one memset per extension onto pages.
@@ -93,12 +93,13 @@ class KVCache:
         check_address_space(sum(row_bytes) * max_sequences, max_sequences, max_seq_len)
         if max_bytes is None and max_tokens is None:
             max_bytes = "80%"
-        pool = PagePool(self._driver, budget_pages(self._driver, layout, max_bytes, max_tokens))
+        pool = PagePool(self._driver, budget_pages(self._driver, layout, max_sequences, max_bytes, max_tokens))
         arenas = [Arena(pool, max_sequences, nbytes) for nbytes in row_bytes]
         self._pool = pool
         self._rows = Rows(pool, list(zip(arenas, layout.record_bytes)), max_sequences, max_seq_len, scrub)
-        ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
-        self._views = kv_views(ranges, layout, max_sequences, max_seq_len)
+        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
+            ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
+            self._views = kv_views(ranges, layout, max_sequences, max_seq_len)
         # One memory, two ways to look at it: whole numbers for one sequence, arrays for a batch.
         self._lengths = self._rows.length.data
         self._capacities = self._rows.capacity.data

@@ -51,9 +51,9 @@ class PagePool:
         return len(self._free)
 
     @property
-    def free_pages(self) -> tuple[int, ...]:
+    def free_pages(self) -> list[int]:
         """Their numbers."""
-        return tuple(self._free)
+        return list(self._free)
 
     @property
     def created(self) -> int:

@@ -344,13 +344,14 @@ class Rows:
         """Reclaims `missing` pages, or raises before it changes anything."""
         if missing <= 0:
             return
-        surplus = self.surplus_pages
+        used = self.used_pages - count  # `grow` counts those asked for among the used ones already
+        surplus = self.pool.taken - used
         if surplus < missing:
             available = count - missing + surplus
-            limit = "the device has no memory left" if cause else f"the budget is {self.pool.budget} pages"
+            limit = "the device has no memory left" if cause else f"the budget is {self.pool.budget}"
             raise OutOfPagesError(
                 f"asked for {count} more pages of {self._page_size} bytes; {available} can be had: "
-                f"{limit}, of which {self.used_pages} hold tokens of live sequences. Free or truncate "
+                f"{limit}, and {used} pages hold tokens of live sequences. Free or truncate "
                 "sequences, or make the cache with a larger max_bytes",
                 requested=count,
                 available=available,

@@ -153,8 +153,8 @@ class Sequence:
         return self.length
 
     def __repr__(self) -> str:
-        if self._row < 0:
-            return f"<vmmkv.Sequence {self._number}: freed>"
+        if self._row < 0 or self._cache._unusable:
+            return f"<vmmkv.Sequence {self._number}: gone>"
         return f"<vmmkv.Sequence {self._number}: row {self._row}, {self.length} tokens>"
 
     def __enter__(self) -> Sequence:

@@ -78,9 +78,7 @@ def export_range(address: int, nbytes: int, device: torch.device, owner: object)
     managed.tensor = _DLTensor(address, kind, device.index or 0, 1, KDLUINT, 8, 1, shape, None, 0)
     _exports[ctypes.addressof(managed)] = managed, (owner, shape)
     capsule = _new_capsule(ctypes.addressof(managed), b"dltensor", None)
-    # An inference tensor could not be written outside of inference mode.
-    with torch.inference_mode(False):
-        return torch.utils.dlpack.from_dlpack(capsule)
+    return torch.utils.dlpack.from_dlpack(capsule)
 
 
 def kv_views(

@@ -1,0 +1,32 @@
+# Two commands: `make demo` and `make test`. Each makes its environment first, and uses a GPU where there is one.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: demo test lint
+
+demo: .venv/demo
+	@echo "== Replaying requests through a vmmkv cache, checking attention against float64"
+	$(BIN)/vmmkv demo
+
+test: .venv/test
+	@echo "== Running the tests (those that need a GPU run where there is one)"
+	$(BIN)/python -m pytest
+
+lint: .venv/test
+	@echo "== Checking style and types"
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.venv/demo: pyproject.toml constraints.txt
+	@echo "== Installing vmmkv and what its demo needs into .venv"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
+	@touch $@
+
+.venv/test: pyproject.toml constraints.txt
+	@echo "== Installing vmmkv and what its tests need into .venv"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
+	@touch $@

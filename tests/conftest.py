@@ -1,0 +1,67 @@
+"""What tests share: devices, small geometries, and child processes for what kills a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+import vmmkv
+from vmmkv.driver import Driver, open_driver
+
+# `pytest --hypothesis-profile=long tests/test_state_machine.py` runs 200,000 operations.
+settings.register_profile("default", deadline=None)
+settings.register_profile("long", deadline=None, max_examples=2000, stateful_step_count=100)
+
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def small_driver(device: str) -> Driver:
+    """Pages as small as the device has them: 4 KiB on the host, 2 MiB on a GPU."""
+    return open_driver(device, 4096 if device == "cpu" else None)
+
+
+def small_layout(driver: Driver, **kwargs: object) -> vmmkv.KVLayout:
+    """A token record of 3/16 of a page, so that tokens straddle pages."""
+    head_dim = driver.page_size // 256
+    return vmmkv.KVLayout(num_layers=3, num_kv_heads=2, head_dim=head_dim, dtype=torch.float32, **kwargs)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
+    """Makes a cache of 4 rows of 100 tokens and 40 pages, unless asked otherwise."""
+
+    def make(
+        max_sequences: int = 4, max_seq_len: int = 100, pages: int = 40, layers_per_range: int | None = None, **kwargs
+    ):
+        driver = kwargs.pop("driver", None) or small_driver(device)
+        layout = kwargs.pop("layout", None) or small_layout(driver, layers_per_range=layers_per_range)
+        max_bytes = pages * driver.page_size
+        return vmmkv.KVCache(layout, max_sequences, max_seq_len, max_bytes=max_bytes, driver=driver, **kwargs)
+
+    return make
+
+
+def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own, with the tests' helpers importable."""
+    prelude = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+    script = prelude + textwrap.dedent(code)
+    return subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=300)

@@ -1,0 +1,101 @@
+"""A driver for tests: wraps another, fails any call on demand, and keeps books of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vmmkv.driver import Driver, Handle
+from vmmkv.errors import DriverError, DriverOutOfMemoryError
+
+CALLS = ("reserve", "free", "create", "release", "map", "set_access", "unmap", "fill", "copy")
+
+
+class FaultyDriver:
+    """Passes calls on to `inner`; refuses misuse that a real driver may let pass.
+
+    Attributes:
+        handles: pages that exist.
+        mapped: by address, the page mapped there.
+        accessible: addresses of pages that may be accessed.
+    """
+
+    def __init__(self, inner: Driver) -> None:
+        self.inner = inner
+        self.handles: list[Handle] = []
+        self.mapped: dict[int, Handle] = {}
+        self.accessible: set[int] = set()
+        self.ranges: dict[int, int] = {}
+        self._faults: list[tuple[str, int, bool]] = []
+
+    def fail(self, call: str = "any", skip: int = 0, out_of_memory: bool = False) -> None:
+        """Makes one call fail: the one named, or any, after `skip` of them have passed."""
+        self._faults.append((call, skip, out_of_memory))
+
+    def heal(self) -> bool:
+        """Forgets the faults still to come; returns whether there were any."""
+        pending, self._faults = bool(self._faults), []
+        return pending
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in CALLS:
+            return getattr(self.inner, name)
+        return lambda *args: self._call(name, *args)
+
+    def _call(self, name: str, *args: Any) -> Any:
+        waiting = []
+        failed = None
+        for call, skip, out_of_memory in self._faults:
+            if call not in ("any", name):
+                waiting.append((call, skip, out_of_memory))
+            elif skip:
+                waiting.append((call, skip - 1, out_of_memory))
+            else:
+                failed = DriverOutOfMemoryError if out_of_memory and name == "create" else DriverError
+        self._faults = waiting
+        if failed:
+            raise failed(name, "INJECTED")
+        getattr(self, f"_before_{name}", lambda *args: None)(*args)
+        result = getattr(self.inner, name)(*args)
+        getattr(self, f"_after_{name}", lambda *args: None)(result, *args)
+        return result
+
+    def _pages(self, address: int, nbytes: int) -> range:
+        assert nbytes > 0
+        assert nbytes % self.inner.page_size == 0
+        return range(address, address + nbytes, self.inner.page_size)
+
+    def _after_reserve(self, address: int, nbytes: int) -> None:
+        self.ranges[address] = nbytes
+
+    def _before_free(self, address: int, nbytes: int) -> None:
+        assert self.ranges.pop(address) == nbytes
+        assert not any(address <= page < address + nbytes for page in self.mapped), "freed a range with pages in it"
+
+    def _after_create(self, handle: Handle) -> None:
+        self.handles.append(handle)
+
+    def _before_release(self, handle: Handle) -> None:
+        assert handle not in self.mapped.values(), "released a page that is mapped"
+        self.handles.remove(handle)
+
+    def _before_map(self, address: int, handle: Handle) -> None:
+        assert address not in self.mapped, "mapped over a page"
+        assert handle in self.handles
+        assert any(start <= address < start + nbytes for start, nbytes in self.ranges.items())
+
+    def _after_map(self, _: None, address: int, handle: Handle) -> None:
+        self.mapped[address] = handle
+
+    def _before_set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
+        assert set(self._pages(address, nbytes)) <= self.mapped.keys(), "set access where nothing is mapped"
+
+    def _after_set_access(self, _: None, address: int, nbytes: int, writable: bool = True) -> None:
+        self.accessible.update(self._pages(address, nbytes))
+
+    def _before_unmap(self, address: int, nbytes: int) -> None:
+        for page in self._pages(address, nbytes):
+            del self.mapped[page]
+            self.accessible.discard(page)
+
+    def _before_fill(self, address: int, nbytes: int, value: int = 0) -> None:
+        assert set(self._pages(address, nbytes)) <= self.accessible, "filled a page that may not be accessed"

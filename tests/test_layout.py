@@ -1,0 +1,83 @@
+"""The arithmetic of the token record, against memory laid out by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmmkv import DtypeError, KVLayout, LayoutError
+from vmmkv.layout import DTYPES
+
+
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=7),
+    dtype=st.sampled_from(DTYPES),
+    layers_per_range=st.none() | st.integers(1, 8),
+)
+def test_planes_are_aligned_apart_and_in_order(shapes, dtype, layers_per_range) -> None:
+    heads, k_dims, v_dims = (list(column) for column in zip(*shapes))
+    layout = KVLayout(len(shapes), heads, k_dims, dtype, v_head_dim=v_dims, layers_per_range=layers_per_range)
+    per_range = layers_per_range or len(shapes)
+    taken: dict[int, set[int]] = {}
+    for index, layer in enumerate(layout.layers):
+        assert layer.range == index // per_range
+        record = taken.setdefault(layer.range, set())
+        for offset, width in ((layer.k_offset, layer.k_head_dim), (layer.v_offset, layer.v_head_dim)):
+            first = offset * dtype.itemsize
+            plane = set(range(first, first + layer.num_kv_heads * width * dtype.itemsize))
+            assert first % 16 == 0
+            assert not plane & record
+            assert not record or not plane or min(plane) > max(record)
+            record |= plane
+        assert (layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim) == shapes[index]
+    for index, nbytes in enumerate(layout.record_bytes):
+        assert nbytes % 16 == 0
+        assert max(taken[index]) < nbytes
+        assert nbytes <= len(taken[index]) + 16 * 2 * per_range
+
+
+def test_llama_3_1_8b_is_128_kib_a_token_16_tokens_a_page() -> None:
+    layout = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+    assert layout.record_bytes == (128 * 1024,)
+    assert layout.pages(16, 2 << 20) == 1
+    assert layout.pages(17, 2 << 20) == 2
+    assert layout.int32_token_limit == 32_768
+
+
+def test_llama_2_7b_wraps_at_8192_tokens() -> None:
+    layout = KVLayout(num_layers=32, num_kv_heads=32, head_dim=128, dtype=torch.float16)
+    assert layout.int32_token_limit == 8_192
+    assert KVLayout(32, 32, 128, torch.float16, layers_per_range=4).int32_token_limit == 65_536
+
+
+def test_int32_token_limit_is_the_last_length_whose_offsets_fit() -> None:
+    layout = KVLayout(num_layers=5, num_kv_heads=3, head_dim=24, dtype=torch.float16)
+    stride = layout.record_bytes[0] // 2
+    assert layout.int32_token_limit * stride <= 2**31 < (layout.int32_token_limit + 1) * stride
+
+
+def test_a_layout_can_be_a_key() -> None:
+    assert len({KVLayout(2, [4, 8], 64), KVLayout(2, (4, 8), 64), KVLayout(2, 8, 64)}) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"num_layers": 0}, "num_layers=0"),
+        ({"num_kv_heads": 0}, "num_kv_heads=0"),
+        ({"num_kv_heads": [1, 2, 3]}, "3 entries for 2 layers"),
+        ({"head_dim": -1}, "head_dim=-1"),
+        ({"v_head_dim": -1}, "v_head_dim=-1"),
+        ({"layers_per_range": 0}, "layers_per_range=0"),
+    ],
+)
+def test_impossible_geometry(arguments, says) -> None:
+    with pytest.raises(LayoutError, match=says):
+        KVLayout(**{"num_layers": 2, "num_kv_heads": 4, "head_dim": 64, **arguments})
+
+
+def test_unknown_dtype_names_the_known_ones() -> None:
+    with pytest.raises(DtypeError, match="bfloat16"):
+        KVLayout(2, 4, 64, torch.float64)

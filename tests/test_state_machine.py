@@ -1,0 +1,248 @@
+"""Every operation of the API in any order, with driver calls failing at random, against a plain model.
+
+After each step: the books add up, they equal what the driver was really asked for, and every token of every
+sequence holds what was written to it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import small_driver, small_layout
+from faulty import FaultyDriver
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+import vmmkv
+
+ROWS, MAX_SEQ_LEN, BUDGET = 4, 40, 24
+
+
+@dataclass
+class Model:
+    """A sequence as it should be. `content[layer, token, k or v]`; the last axis is all of a head vector."""
+
+    sequence: vmmkv.Sequence
+    content: torch.Tensor
+    start: int = 0
+    length: int = 0
+
+
+class CacheMachine(RuleBasedStateMachine):
+    device = "cpu"
+
+    @initialize(layers_per_range=st.sampled_from([None, 1, 2]), scrub=st.booleans())
+    def make(self, layers_per_range: int | None, scrub: bool) -> None:
+        self.driver = FaultyDriver(small_driver(self.device))
+        self.scrub = scrub
+        self.layout = small_layout(self.driver, layers_per_range=layers_per_range)
+        self.cache = vmmkv.KVCache(
+            self.layout,
+            ROWS,
+            MAX_SEQ_LEN,
+            max_bytes=BUDGET * self.driver.page_size,
+            driver=self.driver,
+            scrub=scrub,
+        )
+        self.live: list[Model] = []
+        self.addresses = [self.cache.kv(layer)[0].data_ptr() for layer in range(3)]
+
+    # ------------------------------------------------------------------ the model
+
+    def pages(self, start: int, length: int) -> int:
+        """Pages that tokens [start, length) take, counted byte by byte's page rather than by a formula."""
+        size = self.driver.page_size
+        return sum(
+            len({byte // size for token in range(start, length) for byte in (token * record, (token + 1) * record - 1)})
+            for record in self.layout.record_bytes
+        )
+
+    def fits(self, changes: dict[int, int]) -> bool:
+        """Whether the budget holds the live sequences with these new lengths (by index; -1 is a new one)."""
+        needed = self.pages(0, changes.get(-1, 0))
+        for index, model in enumerate(self.live):
+            length = changes.get(index, model.length)
+            # A sequence whose tokens were all dropped keeps the page that it would go on in.
+            keeps = model.start == length and any(length * r % self.driver.page_size for r in self.layout.record_bytes)
+            needed += self.partial_pages(length) if keeps else self.pages(model.start, length)
+        return needed <= BUDGET
+
+    def partial_pages(self, token: int) -> int:
+        return sum(token * record % self.driver.page_size > 0 for record in self.layout.record_bytes)
+
+    def write(self, model: Model, begin: int) -> None:
+        """Writes fresh random K and V to the tokens from `begin` on, and to the model."""
+        tokens = model.length - begin
+        new = torch.randn(3, MAX_SEQ_LEN, 2, 2, self.layout.head_dim)[:, :tokens].to(self.device)
+        for layer in range(3):
+            for which, view in enumerate((model.sequence.k(layer), model.sequence.v(layer))):
+                if self.scrub:
+                    found = view[begin - model.start :]
+                    own = model.content[layer, begin : model.length, which]
+                    assert ((found == 0) | (found == own)).all(), "another sequence's bytes"
+            if tokens:
+                model.sequence.write(layer, new[layer, :, 0], new[layer, :, 1])
+        model.content[:, begin : model.length] = new
+
+    def outcome(self, operation, expected: type[Exception] | None) -> bool:
+        """Runs an operation; it must raise what is expected, or what was injected. Returns whether it was done."""
+        armed = bool(self.driver._faults)
+        try:
+            operation()
+        except vmmkv.DriverError:
+            assert armed
+            return False
+        except vmmkv.VmmkvError as error:
+            assert type(error) is expected or (armed and isinstance(error, vmmkv.OutOfPagesError)), error
+            return False
+        assert expected is None
+        return True
+
+    # ------------------------------------------------------------------ operations
+
+    @rule(tokens=st.integers(0, MAX_SEQ_LEN + 1))
+    def start_sequence(self, tokens: int) -> None:
+        expected: type[Exception] | None = None
+        if tokens > MAX_SEQ_LEN:
+            expected = vmmkv.SequenceTooLongError
+        elif len(self.live) == ROWS:
+            expected = vmmkv.OutOfRowsError
+        elif not self.fits({-1: tokens}):
+            expected = vmmkv.OutOfPagesError
+        made: list[vmmkv.Sequence] = []
+        if self.outcome(lambda: made.append(self.cache.sequence(tokens)), expected):
+            content = torch.zeros(3, MAX_SEQ_LEN, 2, 2, self.layout.head_dim, device=self.device)
+            model = Model(made.pop(), content, 0, tokens)
+            self.live.append(model)
+            self.write(model, 0)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), tokens=st.integers(0, MAX_SEQ_LEN))
+    def extend(self, data: st.DataObject, tokens: int) -> None:
+        index = data.draw(st.integers(0, len(self.live) - 1))
+        self.grow({index: tokens}, lambda: self.live[index].sequence.extend(tokens))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def extend_batch(self, data: st.DataObject) -> None:
+        chosen = [index for index in range(len(self.live)) if data.draw(st.booleans())]
+        counts = {index: data.draw(st.sampled_from([0, 1, 1, 1, 5, 20])) for index in chosen}
+        sequences = [self.live[index].sequence for index in counts]
+        self.grow(counts, lambda: self.cache.extend(sequences, list(counts.values())))
+
+    def grow(self, counts: dict[int, int], operation) -> None:
+        lengths = {index: self.live[index].length + tokens for index, tokens in counts.items()}
+        expected: type[Exception] | None = None
+        if max(lengths.values(), default=0) > MAX_SEQ_LEN:
+            expected = vmmkv.SequenceTooLongError
+        elif not self.fits(lengths):
+            expected = vmmkv.OutOfPagesError
+        if self.outcome(operation, expected):
+            for index, length in lengths.items():
+                model = self.live[index]
+                begin, model.length = model.length, length
+                self.write(model, begin)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        model = self.live[data.draw(st.integers(0, len(self.live) - 1))]
+        length = data.draw(st.integers(model.start, model.length))
+        if self.outcome(lambda: model.sequence.truncate(length), None):
+            model.length = length
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def release_before(self, data: st.DataObject) -> None:
+        model = self.live[data.draw(st.integers(0, len(self.live) - 1))]
+        token = data.draw(st.integers(model.start, model.length))
+        if self.outcome(lambda: model.sequence.release_before(token), None):
+            model.start = token
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), how=st.sampled_from(["free", "abandon", "all"]))
+    def free(self, data: st.DataObject, how: str) -> None:
+        if how == "all":
+            gone, self.live = self.live, []
+            self.cache.free([model.sequence for model in gone])
+        else:
+            model = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+            if how == "free":
+                model.sequence.free()
+                with pytest.raises(vmmkv.UseAfterFreeError):
+                    model.sequence.extend(1)
+            del model  # the last reference: an abandoned sequence is freed by the cache's next operation
+
+    @rule()
+    def trim(self) -> None:
+        if self.outcome(self.cache.trim, None):
+            stats = self.cache.stats()
+            assert stats.pages["surplus"] == stats.pages["free"] == 0
+            assert stats.physical_bytes == stats.pages["used"] * self.driver.page_size
+
+    @rule(
+        call=st.sampled_from(["any", "create", "map", "set_access", "unmap", "release"]),
+        skip=st.integers(0, 6),
+        out_of_memory=st.booleans(),
+    )
+    def arm(self, call: str, skip: int, out_of_memory: bool) -> None:
+        self.driver.fail(call, skip, out_of_memory)
+
+    @rule()
+    def heal(self) -> None:
+        self.driver.heal()
+
+    # ------------------------------------------------------------------ after each step
+
+    @invariant()
+    def books_are_right(self) -> None:
+        if not hasattr(self, "cache"):
+            return
+        self.cache.check()
+        stats = self.cache.stats()
+        assert stats.pages["used"] + stats.pages["surplus"] == len(self.driver.mapped)
+        assert stats.physical_bytes == len(self.driver.handles) * self.driver.page_size <= stats.budget_bytes
+        assert stats.tokens == sum(model.length - model.start for model in self.live)
+        assert stats.rows["live"] == len(self.live)
+        assert len(set(map(id, self.driver.mapped.values()))) == len(self.driver.mapped), "one page at two addresses"
+        assert (self.cache.page_map() >= 0).sum() == stats.pages["used"]
+        if self.device == "cpu":
+            assert os.fstat(self.driver.inner._fd).st_blocks * 512 == stats.physical_bytes
+            assert self.mapped_by_linux() == len(self.driver.mapped) * self.driver.page_size
+
+    def mapped_by_linux(self) -> int:
+        """Bytes of the memfd that this process has mapped, by the kernel's own account."""
+        inode = os.fstat(self.driver.inner._fd).st_ino
+        total = 0
+        with open("/proc/self/maps") as maps:
+            for line in maps:
+                fields = line.split()
+                if "/memfd:vmmkv" in line and int(fields[4]) == inode:
+                    first, last = (int(end, 16) for end in fields[0].split("-"))
+                    total += last - first
+        return total
+
+    @invariant()
+    def contents_are_intact(self) -> None:
+        for model in getattr(self, "live", []):
+            assert (model.sequence.start, model.sequence.length) == (model.start, model.length)
+            for layer in range(3):
+                expected = model.content[layer, model.start : model.length]
+                assert torch.equal(model.sequence.k(layer), expected[:, 0])
+                assert torch.equal(model.sequence.v(layer), expected[:, 1])
+                assert self.cache.kv(layer)[0].data_ptr() == self.addresses[layer]
+
+    def teardown(self) -> None:
+        if hasattr(self, "cache"):
+            self.driver.heal()
+            self.cache.close()
+            assert not self.driver.mapped
+            assert not self.driver.handles
+
+
+def test_any_operations_in_any_order(device: str) -> None:
+    machine = type("Machine", (CacheMachine,), {"device": device})
+    run_state_machine_as_test(machine)

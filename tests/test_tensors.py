@@ -1,0 +1,214 @@
+"""Views: zero-copy, the right dtype, the same memory from every library, alive as long as needed."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_python
+
+import vmmkv
+from vmmkv.layout import DTYPES
+
+
+def random(shape: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:
+    return (torch.randn(shape) * 8).to(dtype).to(device)
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """Bytes, for dtypes that cannot be compared."""
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_what_is_written_through_one_view_is_read_through_another(device: str, dtype: torch.dtype) -> None:
+    layout = vmmkv.KVLayout(3, [1, 4, 2], [64, 32, 16], dtype, v_head_dim=[16, 32, 64], layers_per_range=2)
+    cache = vmmkv.KVCache(layout, 3, 500, max_tokens=5000, device=device)
+    sequences = [cache.sequence(n) for n in (1, 300, 77)]
+    written = {}
+    for sequence in sequences:
+        for layer in range(3):
+            k, v = (random(list(view.shape), dtype, device) for view in (sequence.k(layer), sequence.v(layer)))
+            sequence.k(layer)[...] = k
+            sequence.v(layer).copy_(v)
+            written[sequence, layer] = k, v
+    for (sequence, layer), (k, v) in written.items():
+        all_k, all_v = cache.kv(layer)
+        assert all_k.shape == (3, 500, layout.num_kv_heads[layer], layout.head_dim[layer])
+        assert all_k.dtype == all_v.dtype == dtype
+        assert torch.equal(raw(all_k[sequence.row, : sequence.length]), raw(k))
+        assert torch.equal(raw(all_v[sequence.row, : sequence.length]), raw(v))
+        assert sequence.k(layer).shape == k.shape
+        assert sequence.k(layer).data_ptr() % 16 == sequence.v(layer).data_ptr() % 16 == 0
+
+
+def test_views_are_the_cache_not_copies(make_cache) -> None:
+    cache = make_cache()
+    sequence = cache.sequence(5)
+    view = sequence.k(1)
+    sequence.extend(60)
+    sequence.k(1)[3] = 7
+    assert (view[3] == 7).all()
+    assert view.data_ptr() == sequence.k(1).data_ptr() == cache.kv(1)[0][sequence.row].data_ptr()
+
+
+def test_dlpack_gives_the_same_memory(make_cache) -> None:
+    view = make_cache().sequence(5).v(2)
+    again = torch.from_dlpack(view)
+    again.fill_(3)
+    assert again.data_ptr() == view.data_ptr()
+    assert (view == 3).all()
+
+
+def test_numpy_sees_the_same_memory() -> None:
+    cache = vmmkv.KVCache(vmmkv.KVLayout(2, 2, 8, torch.float16), 2, 64, max_tokens=128, device="cpu", page_size=4096)
+    sequence = cache.sequence(9)
+    array = sequence.k(1).numpy()
+    array[...] = np.arange(array.size).reshape(array.shape)
+    assert array.ctypes.data == sequence.k(1).data_ptr()
+    assert sequence.k(1)[8, 1, 7] == array.size - 1
+
+
+@pytest.mark.gpu
+def test_numba_and_the_cuda_array_interface_see_the_same_memory(make_cache) -> None:
+    from numba import cuda
+
+    view = make_cache(device="cuda", driver=vmmkv.driver.open_driver("cuda")).sequence(5).k(0)
+    assert view.__cuda_array_interface__["data"][0] == view.data_ptr()
+    array = cuda.as_cuda_array(view)
+
+    @cuda.jit
+    def set_all(a):
+        for token in range(a.shape[0]):
+            a[token, 0, 0] = token + 1.0
+
+    set_all[1, 1, cuda.external_stream(torch.cuda.current_stream().cuda_stream)](array)
+    assert view[:, 0, 0].tolist() == [1, 2, 3, 4, 5]
+
+
+def test_attention_on_rows_is_attention_on_copies(device: str) -> None:
+    layout = vmmkv.KVLayout(4, 2, 64, torch.float32)
+    cache = vmmkv.KVCache(layout, 4, 200, max_tokens=1000, device=device)
+    sequences = [cache.sequence(n) for n in (150, 3, 97)]
+    for sequence in sequences:
+        for layer in range(4):
+            sequence.write(layer, *(random([sequence.length, 2, 64], torch.float32, device) for _ in "kv"))
+    for sequence in sequences:
+        q = random([1, 8, 1, 64], torch.float32, device)
+        k, v = (view.transpose(0, 1).unsqueeze(0) for view in (sequence.k(2), sequence.v(2)))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        wide = [tensor.double().repeat_interleave(4, dim=1) for tensor in (k, v)]
+        weights = (q.double() @ wide[0].transpose(-1, -2) / 8).softmax(-1)
+        assert torch.allclose(out.double(), weights @ wide[1], atol=1e-4)
+
+
+def test_views_start_where_the_sequence_starts(make_cache) -> None:
+    sequence = make_cache().sequence(40)
+    sequence.k(0).copy_(torch.arange(40.0)[:, None, None].expand(sequence.k(0).shape))
+    sequence.release_before(30)
+    assert sequence.k(0)[:, 0, 0].tolist() == list(range(30, 40))
+
+
+def test_a_view_longer_than_32_bit_strides_reach_says_so() -> None:
+    layout = vmmkv.KVLayout(32, 32, 2048, torch.float32)  # 4 Mi elements a token: 512 tokens
+    assert layout.int32_token_limit == 512
+    cache = vmmkv.KVCache(layout, 1, 600, max_bytes="10GiB", device="cpu", page_size=64 << 10)
+    sequence = cache.sequence()
+    sequence._cache._rows.length[sequence._row] = 512  # as if grown; the pages do not matter here
+    sequence.k(0)
+    sequence._cache._rows.length[sequence._row] = 513
+    with pytest.warns(vmmkv.StrideLimitWarning, match=r"513 tokens.*512.*layers_per_range"):
+        sequence.k(0)
+    sequence._cache._rows.length[sequence._row] = 0
+    with pytest.raises(vmmkv.LayoutError, match="layers_per_range"):
+        vmmkv.KVCache(layout, 1, 600, max_bytes="10GiB", device="cpu", int32_strides=True)
+
+
+def test_a_cache_made_in_inference_mode_can_be_written_outside(device: str) -> None:
+    with torch.inference_mode():
+        sequence = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 8), 1, 8, max_bytes="4MiB", device=device).sequence(4)
+        sequence.k(0).fill_(1)
+    sequence.k(0).fill_(2)
+    assert (sequence.k(0) == 2).all()
+
+
+def test_a_view_keeps_its_memory_when_cache_and_sequence_are_gone(make_cache) -> None:
+    sequence = make_cache().sequence(20)
+    sequence.k(0).fill_(5)
+    view = sequence.k(0)
+    del sequence
+    gc.collect()
+    view += 1
+    assert (view == 6).all()
+
+
+LIFETIME = """
+    import gc, os, sys, torch, vmmkv
+    from conftest import small_driver, small_layout
+    device, what = sys.argv[1:]
+    driver = small_driver(device)
+    cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=30 * driver.page_size, driver=driver)
+    sequence = cache.sequence(20)
+    view = sequence.k(1)
+    view.fill_(1)
+    if what == "exit":
+        kept = [cache, sequence, view]
+        kept.append(kept)
+    elif what == "cycle at exit":
+        sys.view, sys.cache = view, cache
+        del cache, sequence
+    elif what == "close":
+        cache.close()
+        assert repr(sequence) and repr(cache)
+    elif what == "collect":
+        del cache, view
+        gc.collect()
+        sequence.extend(5)
+    elif what == "lost context":
+        other = cache.sequence(1)
+        try:
+            cache.kv(0)[0][other.row, -1].sum().item()
+        except RuntimeError:
+            del other, sequence, cache, view
+            gc.collect()
+        else:
+            sys.exit("the stray access was no fault")
+    elif what == "lost context, close":
+        try:
+            cache.kv(0)[0][cache.sequence(1).row, -1].sum().item()
+        except RuntimeError:
+            cache.close()
+    print("done")
+"""
+
+
+@pytest.mark.parametrize("what", ["exit", "cycle at exit", "close", "collect"])
+def test_the_end_is_silent(device: str, what: str) -> None:
+    child = run_python(LIFETIME, device, what)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "done\n", "")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("what", ["lost context", "lost context, close"])
+def test_the_end_is_silent_after_a_lost_context(what: str) -> None:
+    child = run_python(LIFETIME, "cuda", what)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "done\n", "")
+
+
+def test_memory_goes_back_when_the_last_view_dies() -> None:
+    def mapped() -> int:
+        with open("/proc/self/maps") as maps:
+            return sum("/memfd:vmmkv" in line for line in maps)
+
+    gc.collect()
+    before = mapped()
+    cache = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 512), 2, 100, max_bytes="1MiB", device="cpu", page_size=4096)
+    view = cache.sequence(100).k(0)
+    del cache
+    gc.collect()
+    assert mapped() > before
+    del view
+    gc.collect()
+    assert mapped() == before

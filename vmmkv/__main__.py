@@ -1,0 +1,5 @@
+"""`python -m vmmkv` is the command `vmmkv`."""
+
+from .cli import main
+
+main()

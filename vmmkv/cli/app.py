@@ -1,0 +1,30 @@
+"""The commands, and what becomes of an error in one of them."""
+
+from __future__ import annotations
+
+import typer
+
+from ..errors import VmmkvError
+from .demo import demo
+from .info import info
+from .output import errors
+from .plan import plan
+
+app = typer.Typer(
+    help="A KV cache that is one contiguous tensor, backed by memory only where tokens are.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+for command in (info, plan, demo):
+    app.command()(command)
+
+
+def run() -> None:
+    """Runs the command line; an error that vmmkv raises on purpose is one line and exit status 2."""
+    try:
+        app()
+    except VmmkvError as error:
+        errors.print(f"vmmkv: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise SystemExit(2) from None

@@ -1,0 +1,5 @@
+"""Temporary stub."""
+
+
+def demo() -> None:
+    """Stub."""

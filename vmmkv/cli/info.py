@@ -1,0 +1,127 @@
+"""The command `vmmkv info`: what this machine's memory system can do, and what a page costs on it."""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from ..driver import Driver, open_driver
+from .output import console, format_bytes, make_table, print_json
+
+PAGES = 64
+PAGE_LIFE = {
+    "create": "take one page of physical memory",
+    "map": "put it under an address",
+    "set_access": "let it be read and written",
+    "unmap": "take it away from the address",
+    "release": "give its memory back",
+}
+
+
+def info(
+    device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; cuda where there is a GPU.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what this machine's memory system can do, and what a page costs on it.
+
+    Takes 64 pages for a moment.
+    """
+    driver = open_driver(device)
+    free, total = driver.memory_info()
+    facts = {
+        "device": str(driver.device),
+        "cuda_device_seen": torch.cuda.is_available(),
+        "torch": torch.__version__,
+        **(_cuda_facts(driver) if driver.device.type == "cuda" else _host_facts()),
+        "page_size": driver.page_size,
+        "free_bytes": free,
+        "total_bytes": total,
+    }
+    page_life = measure_page_life(driver)
+    if json_output:
+        print_json({**facts, "page_life_us": page_life})
+        return
+    console.print(
+        make_table("Memory system", ("what", "value"), [(name, _format(name, facts[name])) for name in facts])
+    )
+    if not facts["cuda_device_seen"]:
+        console.print("No CUDA device was seen: this is the host driver, the same behaviour on ordinary memory.")
+    console.print(
+        make_table(
+            f"One page of {format_bytes(driver.page_size)}, median of {PAGES}",
+            ("call", "µs"),
+            [(f"{call}: {what}", f"{page_life[call]:.1f}") for call, what in PAGE_LIFE.items()],
+        )
+    )
+
+
+def measure_page_life(driver: Driver) -> dict[str, float]:
+    """Median microseconds of each call in a page's life, one page per call."""
+    times: dict[str, list[float]] = defaultdict(list)
+
+    def timed(call: Callable[..., Any], *args: Any) -> Any:
+        start = perf_counter_ns()
+        result = call(*args)
+        times[call.__name__].append((perf_counter_ns() - start) / 1e3)
+        return result
+
+    size = driver.page_size
+    # The second half of a page's life is what undoes the first: also where a call fails half way.
+    with ExitStack() as undo:
+        base = driver.reserve(PAGES * size)
+        undo.callback(driver.free, base, PAGES * size)
+        for address in range(base, base + PAGES * size, size):
+            page = timed(driver.create)
+            undo.callback(timed, driver.release, page)
+            timed(driver.map, address, page)
+            undo.callback(timed, driver.unmap, address, size)
+            timed(driver.set_access, address, size)
+    return {call: median(times[call]) for call in PAGE_LIFE}
+
+
+def _cuda_facts(driver: Driver) -> dict[str, Any]:
+    import cuda.bindings.driver as cu
+
+    from ..driver.cuda import SUCCESS, CudaDriver, check
+
+    assert isinstance(driver, CudaDriver)
+    status, version = cu.cuDriverGetVersion()
+    check("cuDriverGetVersion", status)
+    attribute = cu.CUdevice_attribute
+
+    def supports(name: Any) -> bool:
+        # A driver older than the attribute refuses the question.
+        status, value = cu.cuDeviceGetAttribute(name, driver.device.index)
+        return bool(status == SUCCESS and value)
+
+    return {
+        "kind": "cuda",
+        "name": torch.cuda.get_device_name(driver.device),
+        "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
+        **driver.features,
+        "host_numa_pages": supports(attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED),
+        "fabric_handles": supports(attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED),
+    }
+
+
+def _host_facts() -> dict[str, Any]:
+    return {
+        "kind": "host",
+        "name": platform.processor() or platform.machine(),
+        "max_map_count": int(Path("/proc/sys/vm/max_map_count").read_text()),
+    }
+
+
+def _format(name: str, value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return format_bytes(value) if name.endswith(("_bytes", "_size")) else str(value)

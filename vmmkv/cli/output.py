@@ -1,0 +1,35 @@
+"""How commands print: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+console = Console()
+errors = Console(stderr=True)
+
+
+def print_json(data: Any) -> None:
+    """Prints JSON and nothing else: never coloured, whatever the terminal or the environment says."""
+    print(json.dumps(data, indent=2))
+
+
+def make_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+    """A table of whatever `str` makes of the cells: names in the first column, values in those behind it."""
+    table = Table(title=title, title_justify="left")
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    for row in rows:
+        table.add_row(*map(str, row))
+    return table
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes to four digits in the largest binary unit that they fill: `2 GiB`, `139.8 GiB`, `96 B`."""
+    units = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+    unit = next((unit for unit, size in units.items() if nbytes >= size), "B")
+    return f"{nbytes / units[unit]:.4g} {unit}"

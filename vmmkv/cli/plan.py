@@ -1,0 +1,143 @@
+"""The command `vmmkv plan`: how much of a model's KV cache fits into some memory, by each scheme."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+
+from ..budget import parse_bytes
+from ..driver import DEFAULT_PAGE_SIZE, open_driver
+from ..errors import BudgetError, LayoutError
+from ..layout import KVLayout
+from ..model_config import MAX_SEQ_LEN, dtype_from_name, layout_from_config, text_config
+from ..schemes import SCHEMES, allocated_bytes
+from .output import console, format_bytes, make_table, print_json
+
+
+def plan(
+    config: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="A model's config.json, instead of its sizes.")
+    ] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers that keep K and V.")] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads per layer.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Width of a K head.")] = None,
+    v_head_dim: Annotated[int | None, typer.Option(min=0, help="Width of a V head; that of K by default.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float16, float8_e4m3fn, ...; the config's, else bfloat16.")] = None,
+    memory: Annotated[str, typer.Option(help="80GiB, or a share of what is free on this machine's device.")] = "80%",
+    max_seq_len: Annotated[int | None, typer.Option(min=1, help="The config's by default, else 8192.")] = None,
+    mean_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Mean live tokens of a sequence; a quarter of max-seq-len by default.")
+    ] = None,
+    batch: Annotated[int | None, typer.Option(min=1, help="With --tokens: the exact size of this cache.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each of its sequences.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say how much of a model's KV cache fits into some memory.
+
+    Compares a static reservation of max-seq-len, a block table with blocks of 16 tokens, a range of 2 MiB pages for
+    K and V of each layer, and vmmkv, whose pages hold all layers of a token. Their waste is that of sequences of all
+    lengths around the mean, as many shorter as longer.
+    """
+    if (batch is None) != (tokens is None):
+        raise typer.BadParameter("--batch and --tokens go together")
+    if config:
+        if any(size is not None for size in (layers, kv_heads, head_dim, v_head_dim)):
+            raise typer.BadParameter("give --config or sizes, not both")
+        model = _read_config(config)
+        layout = layout_from_config(model, dtype=dtype_from_name(dtype) if dtype else None)
+        text = text_config(model)
+        max_seq_len = max_seq_len or next((text[key] for key in MAX_SEQ_LEN if key in text), None)
+    elif layers and kv_heads and head_dim:
+        layout = KVLayout(layers, kv_heads, head_dim, dtype_from_name(dtype), v_head_dim)
+    else:
+        raise typer.BadParameter("give --config, or --layers, --kv-heads and --head-dim")
+    max_seq_len = max_seq_len or 8192
+    result = _plan(layout, _memory_bytes(memory), max_seq_len, mean_tokens or -(-max_seq_len // 4))
+    if batch and tokens:
+        result["cache"] = {"batch": batch, "tokens": tokens, "bytes": batch * tokens * layout.token_bytes}
+    if json_output:
+        print_json(result)
+    else:
+        _print(result)
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except ValueError as error:
+        raise LayoutError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise LayoutError(f"{path} holds a JSON {type(config).__name__}; a config.json holds an object")
+    return config
+
+
+def _memory_bytes(memory: str) -> int:
+    free = open_driver().memory_info()[0] if "%" in memory else None
+    nbytes = parse_bytes(memory, free)
+    if nbytes < DEFAULT_PAGE_SIZE:
+        raise BudgetError(f"asked for --memory {memory}, which is less than a page of {DEFAULT_PAGE_SIZE} bytes")
+    return nbytes
+
+
+def _plan(layout: KVLayout, memory: int, max_seq_len: int, mean_tokens: int) -> dict[str, Any]:
+    page_size = DEFAULT_PAGE_SIZE
+    # One length would flatter whatever it is a multiple of.
+    spread = min(mean_tokens - 1, max_seq_len - mean_tokens)
+    lengths = np.arange(mean_tokens - spread, mean_tokens + spread + 1)
+    schemes = {}
+    for scheme in SCHEMES:
+        nbytes = float(allocated_bytes(scheme, layout, lengths, max_seq_len).mean())
+        schemes[scheme] = {
+            "bytes_per_sequence": nbytes,
+            "sequences": int(memory // nbytes),
+            "waste": 1 - mean_tokens * layout.token_bytes / nbytes,
+        }
+    return {
+        "num_layers": layout.num_layers,
+        "num_kv_heads": layout.num_kv_heads,
+        "head_dim": layout.head_dim,
+        "v_head_dim": layout.head_dim if layout.v_head_dim is None else layout.v_head_dim,
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "token_bytes": layout.token_bytes,
+        "layer_bytes": layout.token_bytes / layout.num_layers,
+        "page_size": page_size,
+        "tokens_per_page": page_size / layout.token_bytes,
+        "max_seq_len": max_seq_len,
+        "row_bytes": layout.pages(max_seq_len, page_size) * page_size,
+        "int32_token_limit": layout.int32_token_limit,
+        "memory_bytes": memory,
+        "total_tokens": memory // page_size * page_size // layout.token_bytes,
+        "mean_tokens": mean_tokens,
+        "schemes": schemes,
+    }
+
+
+def _print(result: dict[str, Any]) -> None:
+    limit, max_seq_len = result["int32_token_limit"], result["max_seq_len"]
+    rows = [
+        ("K and V of a token", format_bytes(result["token_bytes"])),
+        ("of a token and layer", format_bytes(result["layer_bytes"])),
+        (f"tokens in a page of {format_bytes(result['page_size'])}", f"{result['tokens_per_page']:.4g}"),
+        (f"addresses of a row of {max_seq_len:,} tokens", format_bytes(result["row_bytes"])),
+        ("tokens that 32-bit strides reach", f"{limit:,}" + (" (less than a row)" if limit < max_seq_len else "")),
+        (f"tokens in {format_bytes(result['memory_bytes'])}", f"{result['total_tokens']:,}"),
+    ]
+    if cache := result.get("cache"):
+        what = f"{cache['batch']:,} sequences of {cache['tokens']:,} tokens"
+        rows.append((what, f"{format_bytes(cache['bytes'])} ({cache['bytes']:,} bytes)"))
+    layout = "{num_layers} layers, {num_kv_heads} KV heads, head_dim {head_dim}, {dtype}".format(**result)
+    console.print(make_table(layout, ("what", "how much"), rows))
+    console.print(
+        make_table(
+            f"Sequences of {result['mean_tokens']:,} tokens on average in {format_bytes(result['memory_bytes'])}",
+            ("scheme", "bytes of one", "fit", "waste"),
+            [
+                (name, format_bytes(of["bytes_per_sequence"]), f"{of['sequences']:,}", f"{of['waste']:.1%}")
+                for name, of in result["schemes"].items()
+            ],
+        )
+    )
