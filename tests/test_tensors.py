@@ -94,9 +94,9 @@ def test_attention_on_rows_is_attention_on_copies(device: str) -> None:
     sequences = [cache.sequence(n) for n in (150, 3, 97)]
     for sequence in sequences:
         for layer in range(4):
-            sequence.write(layer, *(random([sequence.length, 2, 64], torch.float32, device) for _ in "kv"))
+            sequence.write(layer, *torch.randn(2, sequence.length, 2, 64, device=device))
     for sequence in sequences:
-        q = random([1, 8, 1, 64], torch.float32, device)
+        q = torch.randn(1, 8, 1, 64, device=device)
         k, v = (view.transpose(0, 1).unsqueeze(0) for view in (sequence.k(2), sequence.v(2)))
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
         wide = [tensor.double().repeat_interleave(4, dim=1) for tensor in (k, v)]

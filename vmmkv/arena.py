@@ -18,11 +18,10 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
 from contextlib import suppress
 
 from .driver import Driver
-from .errors import DriverError, LayoutError
+from .errors import DriverError, LayoutError, VmmkvError
 from .pages import PagePool
 
 ADDRESS_LIMIT = 100 << 40
@@ -36,7 +35,7 @@ class Row:
 
     def __init__(self) -> None:
         self.first = 0
-        self.pages: deque[int] = deque()
+        self.pages: list[int] = []
         self.ready = 0
 
     @property
@@ -61,7 +60,10 @@ class Arena:
         self.nbytes = num_rows * row_bytes
         self.address = self.driver.reserve(self.nbytes)
         self.rows = [Row() for _ in range(num_rows)]
-        weakref.finalize(self, _free_range, self.driver, self.address, self.nbytes, row_bytes, self.rows, os.getpid())
+        # Not at exit: views may be read until the very end, and the process takes everything with it.
+        weakref.finalize(
+            self, _free_range, self.driver, self.address, self.nbytes, row_bytes, self.rows, os.getpid()
+        ).atexit = False
 
     def map_back(self, row: int, end: int, supply: list[int]) -> None:
         """Extends a row's mapped pages up to page `end`, with pages popped from `supply`.
@@ -88,7 +90,8 @@ class Arena:
         if count > 0:
             self._unmap(row, end, count)
             mapping.ready = min(mapping.ready, end)
-            self.pool.give([mapping.pages.pop() for _ in range(count)])
+            self.pool.give(mapping.pages[-count:])
+            del mapping.pages[-count:]
         return max(count, 0)
 
     def unmap_front(self, row: int, first: int) -> int:
@@ -98,11 +101,12 @@ class Arena:
         if count > 0:
             self._unmap(row, mapping.first, count)
             mapping.first += count
-            self.pool.give([mapping.pages.popleft() for _ in range(count)])
+            self.pool.give(mapping.pages[:count])
+            del mapping.pages[:count]
         return max(count, 0)
 
     def close(self) -> None:
-        """Unmaps everything after all work on the device, in whatever state the driver is."""
+        """Unmaps everything, in whatever state the driver is; all work must have finished."""
         _unmap_all(self.driver, self.address, self.row_bytes, self.rows)
 
     def _unmap(self, row: int, first: int, count: int) -> None:
@@ -120,8 +124,6 @@ def check_address_space(nbytes: int, max_sequences: int, max_seq_len: int) -> No
 
 
 def _unmap_all(driver: Driver, address: int, row_bytes: int, rows: list[Row]) -> None:
-    with suppress(Exception):  # a lost context fails every call, in torch's own types too
-        driver.synchronize()
     for index, row in enumerate(rows):
         if row.pages:
             with suppress(DriverError):
@@ -133,6 +135,10 @@ def _unmap_all(driver: Driver, address: int, row_bytes: int, rows: list[Row]) ->
 def _free_range(driver: Driver, address: int, nbytes: int, row_bytes: int, rows: list[Row], owner: int) -> None:
     if os.getpid() != owner:
         return
+    try:
+        driver.synchronize()
+    except VmmkvError:
+        return  # a lost context, or a capture: a leak is better than a page that vanishes under a kernel
     _unmap_all(driver, address, row_bytes, rows)
     with suppress(DriverError):
         driver.free(address, nbytes)

@@ -8,41 +8,33 @@ from .driver import Driver
 from .errors import BudgetError
 from .layout import KVLayout
 
-UNITS = {"B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-UNITS |= {f"{unit}B": size for unit, size in UNITS.items() if unit != "B"}
+UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+UNITS |= {f"{unit}B": size for unit, size in UNITS.items() if unit not in ("", "B")}
 UNITS |= {f"{unit}iB": 1 << (10 * power) for power, unit in enumerate("KMGT", start=1)}
 
 
-def parse_bytes(size: int | float | str, free: int | None = None) -> int:
+def parse_bytes(size: float | str, free: int) -> int:
     """Bytes from `20 * 2**30`, `"20GiB"`, `"20 GB"`, `"80%"` or `0.8` (a share of `free`).
 
     Raises:
-        BudgetError: it is none of these, or a share where nothing is known to be free.
+        BudgetError: it is none of these.
     """
-    share = size if isinstance(size, float) and 0 < size <= 1 else None
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*([\d.]+)\s*(%|[KMGT]?i?B?)\s*", size)
-        unit = match[2] if match else "?"
-        try:
-            number = float(match[1]) if match else 0.0
-        except ValueError:
-            unit = "?"
-        if unit == "%":
-            share = number / 100
-        elif unit in UNITS or unit == "":
-            return int(number * UNITS.get(unit, 1))
-    if share is not None and free is not None and 0 < share <= 1:
-        return int(share * free)
-    if isinstance(size, int):
-        return size
-    raise BudgetError(f"asked for a size of {size!r}; write bytes, '20GiB', or a share of free memory like '80%'")
+    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(%|[KMGT]?i?B?)\s*", str(size))
+    number, unit = (float(match[1]), match[2]) if match else (-1.0, "")
+    if unit == "" and "." in str(size) and 0 < number <= 1:
+        number, unit = number * 100, "%"
+    if unit == "%" and 0 <= number <= 100:
+        return int(number / 100 * free)
+    if unit in UNITS and number >= 0:
+        return int(number * UNITS[unit])
+    raise BudgetError(f"asked for a size of {size!r}; write bytes, '20GiB', or a share of free memory up to '100%'")
 
 
 def budget_pages(
     driver: Driver,
     layout: KVLayout,
     max_sequences: int,
-    max_bytes: int | float | str | None,
+    max_bytes: float | str | None,
     max_tokens: int | None,
 ) -> int:
     """The largest number of pages that a cache may have at a time.

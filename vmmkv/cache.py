@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import operator
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +21,15 @@ import torch
 from .arena import Arena, check_address_space
 from .budget import budget_pages
 from .driver import Driver, open_driver
-from .errors import DeviceError, ForkError, LayoutError, UseAfterFreeError, VmmkvError
+from .errors import (
+    DeviceError,
+    DriverError,
+    ForkError,
+    LayoutError,
+    StreamCaptureError,
+    UseAfterFreeError,
+    VmmkvError,
+)
 from .invariants import check_invariants
 from .layout import KVLayout
 from .pages import PagePool
@@ -66,7 +77,7 @@ class KVCache:
         max_sequences: int,
         max_seq_len: int,
         *,
-        max_bytes: int | float | str | None = None,
+        max_bytes: float | str | None = None,
         max_tokens: int | None = None,
         device: str | torch.device | None = None,
         page_size: int | None = None,
@@ -106,7 +117,7 @@ class KVCache:
         self._abandoned: deque[int] = deque()
         self._numbers = itertools.count()
         self._lock = threading.RLock()
-        self._unusable: VmmkvError | None = None
+        self._unusable: Callable[[], VmmkvError] | None = None
         _caches.add(self)
 
     # ------------------------------------------------------------------ sequences
@@ -132,6 +143,7 @@ class KVCache:
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
                 new sequence then.
         """
+        tokens = operator.index(tokens)
         with self._lock:
             self._check_usable()
             _check_tokens(tokens)
@@ -154,38 +166,37 @@ class KVCache:
                 `Sequence.extend`; no sequence has changed then.
             ValueError: a sequence is of another cache or named twice, or a number is negative.
         """
+        counts = tokens if isinstance(tokens, int) else _whole_numbers(tokens)
         with self._lock:
             rows = [sequence._row for sequence in sequences if sequence._cache is self]
             index = np.array(rows, np.int64)
             before = self._rows.length[index]
-            lengths = before + np.asarray(tokens)
+            lengths = before + counts
             fits = ((before <= lengths) & (lengths <= self._rows.capacity[index])).all()
             if fits and len(set(rows)) == len(rows) == len(sequences):
                 self._rows.length[index] = lengths
             else:
-                self._extend_batch(sequences, tokens)
+                self._extend_batch(sequences, counts)
 
-    def _extend_batch(
-        self, sequences: Collection[Sequence], tokens: int | Collection[int] | npt.NDArray[np.integer[Any]]
-    ) -> None:
+    def _extend_batch(self, sequences: Collection[Sequence], counts: int | npt.NDArray[np.int64]) -> None:
         """`extend` where something has to be mapped, or is wrong."""
         self._check_usable()
-        rows = [self._check_live(sequence) for sequence in sequences]
-        if len(set(rows)) != len(rows):
+        rows = np.array([self._check_live(sequence) for sequence in sequences], np.int64)
+        if len(set(rows.tolist())) != len(rows):
             raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
-        counts = np.broadcast_to(np.asarray(tokens), (len(rows),)).tolist()
-        for count in counts:
-            _check_tokens(count)
-        lengths = [self._lengths[row] + count for row, count in zip(rows, counts)]
-        check_length(max(lengths), self.max_seq_len)
+        lengths = self._rows.length[rows] + np.broadcast_to(counts, rows.shape)
+        _check_tokens(int(np.min(counts)))
+        check_length(int(np.max(lengths)), self.max_seq_len)
         self._free_abandoned()
-        self._rows.grow(rows, lengths)
+        self._rows.grow_batch(rows, lengths)
 
     def _extend_one(self, sequence: Sequence, tokens: int) -> None:
         """`Sequence.extend`: the same for one, without arrays."""
+        tokens = operator.index(tokens)
         with self._lock:
             row = sequence._row
-            length = self._lengths[row] + tokens
+            before = self._lengths[row]
+            length = before + tokens
             if tokens >= 0 and length <= self._capacities[row]:
                 self._lengths[row] = length
             else:
@@ -193,23 +204,24 @@ class KVCache:
                 _check_tokens(tokens)
                 check_length(length, self.max_seq_len)
                 self._free_abandoned()
-                self._rows.grow([row], [length])
+                self._rows.grow([row], [length], [before])
 
     def _truncate(self, sequence: Sequence, tokens: int) -> None:
         with self._lock:
-            row = self._check_live(sequence)
-            start, length = sequence.start, sequence.length
-            if not start <= tokens <= length:
-                raise ValueError(f"asked to truncate to {tokens} tokens; the sequence holds tokens {start} to {length}")
-            self._rows.shrink(row, start, tokens)
+            self._rows.shrink(*self._tokens_of(sequence, tokens), operator.index(tokens))
 
     def _release_before(self, sequence: Sequence, token: int) -> None:
         with self._lock:
-            row = self._check_live(sequence)
-            start, length = sequence.start, sequence.length
-            if not start <= token <= length:
-                raise ValueError(f"asked to release before {token}; the sequence holds tokens {start} to {length}")
-            self._rows.shrink(row, token, length)
+            row, _ = self._tokens_of(sequence, token)
+            self._rows.shrink(row, operator.index(token), self._lengths[row])
+
+    def _tokens_of(self, sequence: Sequence, token: int) -> tuple[int, int]:
+        """Row and start of a sequence that holds `token`, or ends with it."""
+        row = self._check_live(sequence)
+        start, length = int(self._rows.start[row]), self._lengths[row]
+        if not start <= token <= length:
+            raise ValueError(f"asked for token {token}; {sequence!r} holds tokens {start} to {length}")
+        return row, start
 
     def _record_stream(self, sequence: Sequence, stream: torch.cuda.Stream) -> None:
         with self._lock:
@@ -224,15 +236,19 @@ class KVCache:
         Raises:
             StreamCaptureError: a CUDA graph is being captured; nothing was freed.
         """
-        with self._lock:
-            if self._unusable:
-                return
-            live = [sequence for sequence in dict.fromkeys(sequences) if sequence._row >= 0]
-            rows = [self._check_live(sequence) for sequence in live]
-            if rows:
-                self._rows.release(rows)
-            for sequence in live:
-                sequence._row = -1
+        live = [sequence for sequence in dict.fromkeys(sequences) if sequence._row >= 0]
+        if self._lock._is_owned():  # type: ignore[attr-defined]
+            # A finalizer of the user's, run by garbage collection in the middle of another operation.
+            self._abandoned.extend(sequence._row for sequence in live)
+        else:
+            with self._lock:
+                if self._unusable:
+                    return
+                rows = [self._check_live(sequence) for sequence in live]
+                if rows:
+                    self._rows.release(rows)
+        for sequence in live:
+            sequence._row = -1
 
     def _free_abandoned(self) -> None:
         """Frees the rows of sequences that were garbage-collected."""
@@ -242,8 +258,11 @@ class KVCache:
         if rows:
             try:
                 self._rows.release(rows)
-            except VmmkvError:  # in a capture, say: they are freed later
+            except StreamCaptureError:
+                self._abandoned.extend(rows)  # later, then
+            except BaseException:
                 self._abandoned.extend(rows)
+                raise
 
     # ------------------------------------------------------------------ memory
 
@@ -275,11 +294,16 @@ class KVCache:
 
         The addresses stay reserved while a view lives: to touch one after this is a fault.
         Garbage collection does the same when nobody holds the cache, its sequences or views any more.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured; nothing was closed.
         """
         with self._lock:
             if self._unusable:
                 return
-            self._unusable = UseAfterFreeError("this KVCache was closed; make a new one")
+            with suppress(DriverError):  # a lost context has lost the memory, too
+                self._driver.synchronize()
+            self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")
             self._rows.capacity[:] = -1
             self._views = []
             for arena, _ in self._rows.ranges:
@@ -355,7 +379,7 @@ class KVCache:
 
     def _check_usable(self) -> None:
         if self._unusable:
-            raise self._unusable
+            raise self._unusable()
 
     def _check_live(self, sequence: Sequence) -> int:
         """The row of a live sequence of this cache."""
@@ -370,14 +394,15 @@ class KVCache:
         """In a forked child: the memory is the parent's, and a GPU cannot be used at all."""
         self._lock = threading.RLock()
         self._rows.capacity[:] = -1
-        self._unusable = ForkError(
+        self._unusable = functools.partial(
+            ForkError,
             "this KVCache was made before fork(); its memory belongs to the parent. Make a new one in the child, "
-            "or start processes with the 'spawn' method"
+            "or start processes with the 'spawn' method",
         )
 
     def __repr__(self) -> str:
         if self._unusable:
-            return "<vmmkv.KVCache: closed>"
+            return "<vmmkv.KVCache: gone>"
         stats = self.stats()
         return (
             f"<vmmkv.KVCache on {self.device}: {stats.rows['live']} sequences, {stats.tokens} tokens, "
@@ -385,7 +410,14 @@ class KVCache:
         )
 
 
-def _check_tokens(tokens: Any) -> None:
+def _whole_numbers(tokens: Collection[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+    counts = np.asarray(tokens)
+    if counts.size and counts.dtype.kind not in "iu":
+        raise TypeError(f"got tokens of type {counts.dtype}; they must be whole numbers")
+    return counts.astype(np.int64)
+
+
+def _check_tokens(tokens: int) -> None:
     if tokens < 0:
         raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
 

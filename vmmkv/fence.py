@@ -34,7 +34,8 @@ class Fence:
 
     def passed_for(self, stream: Any) -> bool:
         """Whether work submitted to `stream` from now on comes after all of that work."""
-        return self._events.keys() <= {stream} or self.passed() or self._events.keys() <= {stream}
+        self.passed()
+        return self._events.keys() <= {stream}
 
     def wait(self) -> None:
         """Waits until it has passed."""

@@ -60,10 +60,11 @@ def layout_from_config(
             f"not every layer of this model keeps K and V of one shape: its config has {', '.join(uneven)}. "
             "Make a KVLayout of the layers that do"
         )
+    # The last layers of Gemma 3n read the K and V of earlier ones.
+    num_layers = _find(text, NUM_LAYERS) - (text.get("num_kv_shared_layers") or 0)
     num_kv_heads, head_dim, v_head_dim = _heads(text, complete=text is whole or whole is not config)
     return KVLayout(
-        # The last layers of Gemma 3n read the K and V of earlier ones.
-        num_layers=_find(text, NUM_LAYERS) - (text.get("num_kv_shared_layers") or 0),
+        num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=dtype or dtype_from_name(_get(text, "dtype", "torch_dtype") or _get(whole, "dtype", "torch_dtype")),

@@ -43,7 +43,7 @@ class PagePool:
         """Pages that somebody has taken."""
         self._free: list[int] = []
         self._vacant: list[int] = []
-        weakref.finalize(self, _release_all, driver, self.handles, os.getpid())
+        weakref.finalize(self, _release_all, driver, self.handles, os.getpid()).atexit = False
 
     @property
     def free(self) -> int:

@@ -24,13 +24,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import islice
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .arena import Arena
-from .errors import DriverError, DriverOutOfMemoryError, OutOfPagesError, OutOfRowsError, VmmkvError
+from .errors import DriverError, DriverOutOfMemoryError, OutOfPagesError, OutOfRowsError
 from .fence import Fence
 from .pages import PagePool
 
@@ -61,7 +61,7 @@ class Rows:
         """Sequences that started on a row with mapped pages."""
         self._driver = pool.driver
         self._page_size = pool.driver.page_size
-        self._scrub = scrub
+        self.scrub = scrub
         # A freed sequence has row -1: the last, which has no capacity and belongs to nobody.
         self.start = np.zeros(num_rows + 1, np.int64)
         self.length = np.zeros(num_rows + 1, np.int64)
@@ -86,8 +86,7 @@ class Rows:
         pages = []
         for arena, (first, end) in self._used(row):
             mapping = arena.rows[row]
-            mapped = list(mapping.pages)
-            pages.append((mapped, mapped[first - mapping.first : end - mapping.first]))
+            pages.append((mapping.pages, mapping.pages[first - mapping.first : end - mapping.first]))
         return pages
 
     # ------------------------------------------------------------------ taking and leaving rows
@@ -105,11 +104,12 @@ class Rows:
         self._refresh(row)
         try:
             if tokens > self.capacity[row]:
-                self.grow([row], [tokens])
-        except VmmkvError:
+                self.grow([row], [tokens], [0])
+        except BaseException:
             self._vacate(row)
             raise
         self.length[row] = tokens
+        self._streams[row].add(self._driver.current_stream())
         self.adoptions += adopted
         return row
 
@@ -125,16 +125,22 @@ class Rows:
                 if self._fences[row].passed_for(stream):
                     del self.parked[row]
                     return int(row)
-        while not self.empty:
-            row = next((row for row in (*self.parked, *self.retired) if self.owner[row] < 0), None)
-            if row is None:
-                raise OutOfRowsError(
-                    f"all {len(self._fences)} rows belong to live sequences; free one, or make the cache with a "
-                    "larger max_sequences (a row without tokens takes addresses only)"
-                )
+        if self.empty:
+            return self.empty.pop()
+        if self.parked:
+            row = next(iter(self.parked))
             self._fences[row].wait()
-            self._unmap_surplus(row, self.pool.budget)
-        return self.empty.pop()
+            del self.parked[row]
+            return row
+        for row in self.retired:
+            if self.owner[row] < 0:
+                self._fences[row].wait()
+                self._unmap_surplus(row, self.pool.budget)
+                return self.empty.pop()
+        raise OutOfRowsError(
+            f"all {len(self._fences)} rows belong to live sequences; free one, or make the cache with a larger "
+            "max_sequences (a row without tokens takes addresses only)"
+        )
 
     def release(self, rows: list[int]) -> None:
         """Takes rows from their sequences, behind a fence on the current stream and those in use."""
@@ -172,41 +178,76 @@ class Rows:
 
     # ------------------------------------------------------------------ growing and shrinking
 
-    def grow(self, rows: list[int], lengths: list[int]) -> None:
-        """Sets new lengths, all at least the old ones, and maps the pages that they need.
+    def grow_batch(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
+        """`grow` for many rows, of which few need pages; the others cost one comparison in all."""
+        needing = lengths > self.capacity[rows]
+        before = self.length[rows]
+        self.length[rows] = lengths
+        try:
+            self.grow(rows[needing].tolist(), lengths[needing].tolist(), before[needing].tolist())
+        except BaseException:
+            self.length[rows] = before
+            for row in rows.tolist():
+                self._refresh(row)
+            raise
+
+    def grow(self, rows: list[int], lengths: list[int], before: list[int]) -> None:
+        """Sets new lengths in place of those `before`, and maps the pages that they need.
 
         Raises:
             OutOfPagesError: the budget, or the device, cannot supply the pages.
             DriverError: a driver call failed. In both cases the lengths are unchanged.
         """
+        size = self._page_size
         plan: list[tuple[Arena, int, int, int]] = []
         count = 0
         for row, length in zip(rows, lengths):
             for arena, record in self.ranges:
-                end = -(-length * record // self._page_size)
+                end = -(-length * record // size)
                 mapping = arena.rows[row]
                 if end > mapping.ready:
                     plan.append((arena, row, end, mapping.end))
                     count += max(end - mapping.end, 0)
-        before = self.length[rows]
-        self.length[rows] = lengths  # what is used from now on is no surplus that could be reclaimed
         supply: list[int] = []
+        zeroing = False
         try:
+            for row, length in zip(rows, lengths):
+                self.length[row] = length  # what is used from now on is no surplus that could be reclaimed
             if count:
                 supply = self._supply(count)
             for arena, row, end, _ in plan:
                 arena.map_back(row, end, supply)
-            if self._scrub:
-                for row, old, new in zip(rows, before.tolist(), lengths):
+            if self.scrub:
+                stream = self._driver.current_stream()
+                for row, old, new in zip(rows, before, lengths):
+                    self._streams[row].add(stream)
                     self._zero_pages(row, old, new)
-        except VmmkvError:
-            self.length[rows] = before
-            self.pool.give(supply)
-            for arena, row, _, old_end in plan:
-                with suppress(DriverError):  # what cannot be unmapped now is surplus, and stays in the books
-                    arena.unmap_back(row, old_end)
+                    zeroing = True
+        except BaseException:
+            self._undo(rows, before, plan, supply, zeroing)
             raise
         for row in rows:
+            self._refresh(row)
+
+    def _undo(
+        self,
+        rows: list[int],
+        before: list[int],
+        plan: list[tuple[Arena, int, int, int]],
+        supply: list[int],
+        zeroing: bool,
+    ) -> None:
+        """Takes a growth back. Pages that cannot be unmapped, or not yet, stay in the books as surplus."""
+        self.pool.give(supply)
+        fence = self._fence_after(()) if zeroing else None
+        for arena, row, _, old_end in plan:
+            if fence:
+                self._fences[row] |= fence
+            else:
+                with suppress(DriverError):
+                    arena.unmap_back(row, old_end)
+        for row, length in zip(rows, before):
+            self.length[row] = length
             self._refresh(row)
 
     def shrink(self, row: int, start: int, length: int) -> None:
@@ -239,8 +280,8 @@ class Rows:
             mapping = arena.rows[row]
             front_end = min(max(new_first, first), end)
             back_first = min(max(new_end, front_end), end)
-            leaving += islice(mapping.pages, first - mapping.first, front_end - mapping.first)
-            leaving += islice(mapping.pages, back_first - mapping.first, end - mapping.first)
+            leaving += mapping.pages[first - mapping.first : front_end - mapping.first]
+            leaving += mapping.pages[back_first - mapping.first : end - mapping.first]
         return leaving
 
     def _fence_after(self, streams: Iterable[Any]) -> Fence:
@@ -261,7 +302,7 @@ class Rows:
             end = mapping.ready
             if self.owner[row] < 0:
                 end = 0 if mapping.first else end
-            elif self._scrub:
+            elif self.scrub:
                 end = min(end, used)  # behind it lie another sequence's bytes
             capacity = min(capacity, end * self._page_size // record)
         self.capacity[row] = capacity
@@ -282,7 +323,12 @@ class Rows:
         return self.pool.taken - self.used_pages
 
     def _surplus(self, row: int) -> int:
-        return sum(len(arena.rows[row].pages) - (end - first) for arena, (first, end) in self._used(row))
+        """Surplus pages of one row. A row that is just growing may not have all of its used pages yet."""
+        surplus = 0
+        for arena, (first, end) in self._used(row):
+            mapping = arena.rows[row]
+            surplus += len(mapping.pages) - (min(end, mapping.end) - first)
+        return surplus
 
     def reclaim(self, count: int) -> int:
         """Unmaps up to `count` surplus pages, those nobody can adopt first, the oldest first.

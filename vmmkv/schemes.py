@@ -10,6 +10,7 @@ The last two take 2 MiB pages unless asked otherwise.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,8 @@ def allocated_bytes(
         strides = list(layout.record_bytes)
     else:
         raise ValueError(f"asked for the scheme {scheme!r}; there are {', '.join(SCHEMES)}")
-    return sum((_round_up(tokens * stride, page_size) for stride in strides), np.zeros_like(tokens))
+    ranges = Counter(strides).items()
+    return sum((count * _round_up(tokens * stride, page_size) for stride, count in ranges), np.zeros_like(tokens))
 
 
 def _round_up(values: npt.NDArray[np.int64], multiple: int) -> npt.NDArray[np.int64]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -65,7 +65,8 @@ class Sequence:
     def extend(self, tokens: int) -> None:
         """Makes room for `tokens` more tokens; maps the pages that they need.
 
-        What the new tokens hold is undefined until they are written (zero with `scrub=True`).
+        What the new tokens hold is undefined until they are written; with `scrub=True` it is never
+        another sequence's.
 
         Raises:
             SequenceTooLongError: it would be longer than `max_seq_len`.
@@ -102,11 +103,16 @@ class Sequence:
         self._cache._record_stream(self, stream)
 
     def k(self, layer: int) -> torch.Tensor:
-        """K of one layer, `[length - start, num_kv_heads, head_dim]`; a view that can be written."""
+        """K of one layer, `[length - start, num_kv_heads, head_dim]`: a view, to read and write.
+
+        It shows the sequence's memory for as long as the sequence lives, and whoever's it is then.
+        """
+        self._warn_of_stride()
         return self._view(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """V of one layer, `[length - start, num_kv_heads, v_head_dim]`; a view that can be written."""
+        """V of one layer, `[length - start, num_kv_heads, v_head_dim]`: a view like that of `k`."""
+        self._warn_of_stride()
         return self._view(layer, 1)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -120,7 +126,7 @@ class Sequence:
         Raises:
             ShapeError, DtypeError, DeviceError: they do not fit; nothing was written.
         """
-        pairs = [(k, self.k(layer)), (v, self.v(layer))]
+        pairs = [(k, self._view(layer, 0)), (v, self._view(layer, 1))]
         for source, target in pairs:
             if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
                 raise ShapeError(
@@ -134,23 +140,22 @@ class Sequence:
         if len(k) != len(v):
             raise ShapeError(f"got K of {len(k)} tokens and V of {len(v)}; they must be as many")
         for source, target in pairs:
-            target[len(target) - len(source) :].copy_(source)
+            target[len(target) - len(source) :].copy_(source.detach())  # the cache is no part of an autograd graph
 
     def _view(self, layer: int, which: int) -> torch.Tensor:
-        start, length = self.start, self.length
+        return self._cache.kv(layer)[which][self._row, self.start : self.length]
+
+    def _warn_of_stride(self) -> None:
+        """A view that is about to go to a kernel of somebody else's must not be read wrong silently."""
         limit = self._cache.layout.int32_token_limit
-        if length > limit:
+        if self.length > limit:
             warnings.warn(
-                f"a view of {length} tokens is longer than the {limit} that kernels with 32-bit strides can "
+                f"a view of {self.length} tokens is longer than the {limit} that kernels with 32-bit strides can "
                 "address: do not give it to torch's memory-efficient SDPA. Flash, cuDNN and vmmkv.kernels are "
-                f"safe; KVLayout(layers_per_range=...) makes the stride smaller",
+                "safe; KVLayout(layers_per_range=...) makes the stride smaller",
                 StrideLimitWarning,
                 stacklevel=3,
             )
-        return self._cache.kv(layer)[which][self._row, start:length]
-
-    def __len__(self) -> int:
-        return self.length
 
     def __repr__(self) -> str:
         if self._row < 0 or self._cache._unusable:
@@ -164,6 +169,9 @@ class Sequence:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.free()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a Sequence owns its row and cannot be copied or pickled; start another with cache.sequence()")
 
     def __del__(self) -> None:
         # May run at any moment, in any thread: only leaves a note for the cache's next operation.

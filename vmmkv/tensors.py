@@ -1,8 +1,8 @@
 """Zero-copy torch tensors over a virtual range.
 
 The range enters torch once, as bytes, through DLPack: the only way that takes any address, mapped or not,
-any dtype, and an owner. Everything else is a view of that tensor. A view keeps its arena alive: memory that
-a tensor still shows is not taken away by garbage collection.
+any dtype, and an owner. Everything else is a view of that tensor. A view keeps its arena alive (the whole
+cache's memory, that is, but not the sequence that it was made for).
 """
 
 from __future__ import annotations

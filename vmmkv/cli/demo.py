@@ -1,5 +1,200 @@
-"""Temporary stub."""
+"""The command `vmmkv demo`: the main job, on a laptop or a GPU, checked against float64."""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.progress import Progress
+
+from .. import InvariantError, KVCache, KVLayout
+from ..driver import open_driver
+from ..schemes import SCHEMES, allocated_bytes
+from ..workload import conversations, read_trace
+from .output import console, errors, format_bytes, make_table, print_json
+from .replay import Replay
+
+TRUE_LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+"""Llama-3.1-8B: 128 KiB a token, 16 tokens in a 2 MiB page."""
+SMALL_LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, dtype=torch.float32)
+"""The same at 1/32, for the host: 4 KiB a token, 16 tokens in a 64 KiB page."""
+SMALL_PAGE = 64 << 10
+ERROR_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+"""Relative errors of attention that rounding can explain."""
+STATIC_TOKENS = 8192
+"""What static reservation keeps for each sequence, or the longest request where that is more."""
+LABELS = ("static reservation", "block table, 16 tokens", "per layer, 2 MiB pages", "vmmkv, 2 MiB pages")
 
 
-def demo() -> None:
-    """Stub."""
+def demo(
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many requests to replay.")] = 300,
+    sequences: Annotated[int, typer.Option(min=1, help="How many may run at a time.")] = 48,
+    budget_tokens: Annotated[int, typer.Option(min=1024, help="The budget, in tokens.")] = 40_960,
+    check_every: Annotated[int, typer.Option(min=1, help="Steps between two checks of attention and books.")] = 25,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    seed: Annotated[int, typer.Option(help="Of lengths and contents.")] = 0,
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of the page map over time.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Replay requests with continuous batching under a budget, and check attention on the rows.
+
+    Sequences arrive, grow token by token, finish, and their pages are reused. K and V are written for real; at
+    regular steps ordinary attention on the rows is compared with float64. Exits with 1 where an error bound or an
+    invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
+    """
+    rng = np.random.default_rng(seed)
+    work = read_trace(trace)[:requests] if trace else conversations(requests, rng)
+    longest = max(request.total for request in work)
+    cache = _make_cache(device, sequences, max(longest, STATIC_TOKENS), max(budget_tokens, longest))
+    replay = Replay(cache, deque(work), check_every, rng)
+    start = perf_counter()
+    try:
+        with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+            task = progress.add_task("Replaying requests", total=len(work))
+            for finished in replay.run():
+                progress.update(task, completed=finished)
+    except InvariantError as error:
+        errors.print(f"An invariant broke: {error}", style="red")
+        raise typer.Exit(1) from None
+    result = _result(replay, len(work), perf_counter() - start)
+    if plot:
+        _plot(replay, plot)
+    if json_output:
+        print_json(result)
+    else:
+        _print(result, plot)
+    if not result["max_error"] <= result["error_bound"]:
+        errors.print(
+            f"Attention is wrong by {result['max_error']:.1e}; the bound is {result['error_bound']}", style="red"
+        )
+        raise typer.Exit(1)
+
+
+def _make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens: int) -> KVCache:
+    """A cache of the true geometry on a GPU, of the small one on the host."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    small = torch.device(device).type == "cpu"
+    layout = SMALL_LAYOUT if small else TRUE_LAYOUT
+    driver = open_driver(device, SMALL_PAGE if small else None)
+    max_bytes = layout.pages(max_tokens, driver.page_size) * driver.page_size
+    return KVCache(layout, sequences, max_seq_len, max_bytes=max_bytes, driver=driver)
+
+
+def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
+    """All figures of a run. Waste is that of the same live sequences, by each scheme, at true geometry."""
+    cache = replay.cache
+    stats = cache.stats()
+    peak = max(range(replay.steps), key=lambda step: replay.lengths[step].sum())
+    waste, waste_at_peak = {}, {}
+    for scheme in SCHEMES:
+        allocated = [
+            allocated_bytes(scheme, TRUE_LAYOUT, lengths, cache.max_seq_len).sum() for lengths in replay.lengths
+        ]
+        held = np.array([lengths.sum() for lengths in replay.lengths]) * TRUE_LAYOUT.token_bytes
+        waste[scheme] = float(1 - held.sum() / np.sum(allocated))
+        waste_at_peak[scheme] = float(1 - held[peak] / allocated[peak])
+    return {
+        "device": torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else str(cache.device),
+        "requests": requests,
+        "steps": replay.steps,
+        "preemptions": replay.preemptions,
+        "peak_sequences": max(map(len, replay.lengths)),
+        "peak_tokens": int(replay.lengths[peak].sum()),
+        "budget_bytes": stats.budget_bytes,
+        "token_bytes": cache.layout.token_bytes,
+        "page_size": cache.page_size,
+        "waste": waste,
+        "waste_at_peak": waste_at_peak,
+        "waste_measured": float(np.mean(replay.waste)),
+        "pages_created": stats.pages_created,
+        "page_uses": stats.page_uses,
+        "reuse_factor": stats.reuse_factor,
+        "adoptions": stats.adoptions,
+        "driver_calls": {name: call.count for name, call in stats.driver_calls.items()},
+        "driver_seconds": stats.driver_seconds,
+        "seconds": seconds,
+        "checks": replay.checks,
+        "max_error": replay.max_error,
+        "error_bound": ERROR_BOUNDS[cache.layout.dtype],
+    }
+
+
+def _print(result: dict[str, Any], plot: Path | None) -> None:
+    calls = sum(result["driver_calls"].values())
+    share = result["driver_seconds"] / result["seconds"]
+    console.print(
+        make_table(
+            "Waste: allocated bytes that hold no token (Llama-3.1-8B, bf16)",
+            ("scheme", "over time", "at the peak"),
+            [
+                (label, f"{result['waste'][scheme]:.1%}", f"{result['waste_at_peak'][scheme]:.1%}")
+                for label, scheme in zip(LABELS, SCHEMES)
+            ],
+        )
+    )
+    page, budget = format_bytes(result["page_size"]), format_bytes(result["budget_bytes"])
+    console.print(
+        make_table(
+            f"vmmkv on {result['device']}, pages of {page}, budget {budget}",
+            ("what", "this run"),
+            [
+                ("requests, decode steps", f"{result['requests']:,}, {result['steps']:,}"),
+                ("most sequences, tokens at a time", f"{result['peak_sequences']}, {result['peak_tokens']:,}"),
+                ("sequences preempted for want of pages", f"{result['preemptions']:,}"),
+                ("waste, measured", f"{result['waste_measured']:.1%}"),
+                ("pages created, page uses", f"{result['pages_created']:,}, {result['page_uses']:,}"),
+                ("reuse factor", f"{result['reuse_factor']:.1f}"),
+                ("sequences that adopted mapped pages", f"{result['adoptions']:,}"),
+                ("driver calls, share of the time", f"{calls:,}, {share:.1%} of {result['seconds']:.1f} s"),
+                ("attention checks", f"{result['checks']:,}"),
+                ("worst attention error against float64", f"{result['max_error']:.1e} (bound {result['error_bound']})"),
+            ],
+        )
+    )
+    if plot:
+        console.print(f"Page map over time: {plot}")
+
+
+def _plot(replay: Replay, path: Path) -> None:
+    """Time to the right, physical pages upwards, a colour per sequence."""
+    try:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        raise typer.BadParameter('--plot needs matplotlib: pip install "vmmkv[bench]"') from None
+    colours = 20
+    steps = [step for step, _ in replay.page_maps]
+    picture = np.full((max(len(pages) for _, pages in replay.page_maps), len(steps)), 0)
+    for column, (_, pages) in enumerate(replay.page_maps):
+        # 0 does not exist (yet), 1 free or surplus, from 2 on a colour that neighbours in time do not share
+        picture[: len(pages), column] = np.where(pages >= 0, 2 + pages * 7 % colours, np.where(pages == -3, 0, 1))
+    palette = ListedColormap(["white", "lightgrey", *(f"C{index}" for index in range(10)), *PALE])
+    figure = Figure(figsize=(10, 5), layout="constrained")
+    axes = figure.subplots()
+    extent = (steps[0], steps[-1] + 1, 0, len(picture))
+    axes.imshow(
+        picture,
+        cmap=palette,
+        vmin=0,
+        vmax=colours + 1,
+        aspect="auto",
+        interpolation="nearest",
+        origin="lower",
+        extent=extent,
+    )
+    axes.set(
+        xlabel="decode step", ylabel="physical page", title="Who has which page (a colour per sequence, grey: nobody)"
+    )
+    figure.savefig(path, dpi=150)
+
+
+PALE = ["#aec7e8", "#ffbb78", "#98df8a", "#ff9896", "#c5b0d5", "#c49c94", "#f7b6d2", "#dbdb8d", "#9edae5", "#393b79"]
+"""Ten more colours behind matplotlib's own ten."""

@@ -89,28 +89,11 @@ def measure_page_life(driver: Driver) -> dict[str, float]:
 
 
 def _cuda_facts(driver: Driver) -> dict[str, Any]:
-    import cuda.bindings.driver as cu
-
-    from ..driver.cuda import SUCCESS, CudaDriver, check
+    from ..driver.cuda import CudaDriver
 
     assert isinstance(driver, CudaDriver)
-    status, version = cu.cuDriverGetVersion()
-    check("cuDriverGetVersion", status)
-    attribute = cu.CUdevice_attribute
-
-    def supports(name: Any) -> bool:
-        # A driver older than the attribute refuses the question.
-        status, value = cu.cuDeviceGetAttribute(name, driver.device.index)
-        return bool(status == SUCCESS and value)
-
-    return {
-        "kind": "cuda",
-        "name": torch.cuda.get_device_name(driver.device),
-        "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
-        **driver.features,
-        "host_numa_pages": supports(attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED),
-        "fabric_handles": supports(attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED),
-    }
+    name = torch.cuda.get_device_name(driver.device)
+    return {"kind": "cuda", "name": name, "cuda_driver": driver.cuda_version, **driver.features}
 
 
 def _host_facts() -> dict[str, Any]:

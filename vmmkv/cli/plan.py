@@ -15,6 +15,7 @@ from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout
 from ..model_config import MAX_SEQ_LEN, dtype_from_name, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
+from ..sequence import check_length
 from .output import console, format_bytes, make_table, print_json
 
 
@@ -76,14 +77,14 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _memory_bytes(memory: str) -> int:
-    free = open_driver().memory_info()[0] if "%" in memory else None
-    nbytes = parse_bytes(memory, free)
+    nbytes = parse_bytes(memory, free=open_driver().memory_info()[0])
     if nbytes < DEFAULT_PAGE_SIZE:
         raise BudgetError(f"asked for --memory {memory}, which is less than a page of {DEFAULT_PAGE_SIZE} bytes")
     return nbytes
 
 
 def _plan(layout: KVLayout, memory: int, max_seq_len: int, mean_tokens: int) -> dict[str, Any]:
+    check_length(mean_tokens, max_seq_len)
     page_size = DEFAULT_PAGE_SIZE
     # One length would flatter whatever it is a multiple of.
     spread = min(mean_tokens - 1, max_seq_len - mean_tokens)

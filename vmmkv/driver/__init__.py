@@ -71,10 +71,10 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
-        """Whether the work before this point is known to have finished; does not wait."""
+        """Whether the work before this point has finished; does not wait."""
 
     def synchronize(self) -> None:
-        """Waits until it has; raises `StreamCaptureError` where a capture forbids waiting."""
+        """Waits until it has."""
 
 
 class Driver(Protocol):
@@ -134,7 +134,7 @@ class Driver(Protocol):
         """
 
     def synchronize(self) -> None:
-        """Waits for all work on the device."""
+        """Waits for all work on the device; raises `StreamCaptureError` while a graph is captured."""
 
 
 def open_driver(device: str | torch.device | None = None, page_size: int | None = None) -> Driver:
@@ -146,7 +146,10 @@ def open_driver(device: str | torch.device | None = None, page_size: int | None 
     """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(device)
+    try:
+        device = torch.device(device)
+    except RuntimeError:
+        raise DeviceError(f"asked for device {device!r}; vmmkv knows 'cuda', 'cuda:1' and 'cpu'") from None
     if device.type == "cuda":
         from .cuda import CudaDriver
 

@@ -5,6 +5,8 @@ Works in the primary context, the one that torch uses, so that torch's kernels s
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import cuda.bindings.driver as cu
@@ -25,35 +27,52 @@ def check(call: str, status: Any, detail: str = "") -> None:
         raise kind(call, cu.CUresult(status).name, detail)
 
 
-def refuse_capture(what: str) -> None:
-    """Raises `StreamCaptureError` while a CUDA graph is captured."""
-    if torch.cuda.is_current_stream_capturing():
-        raise StreamCaptureError(
-            f"{what} cannot be part of a CUDA graph: extend what the graph needs before the capture, "
-            "and truncate or free sequences after it"
-        )
+@contextmanager
+def typed_errors(call: str) -> Iterator[None]:
+    """Turns what torch raises for a failed CUDA call into `DriverError`, with the driver's name for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        (status,) = cu.cuCtxSynchronize()
+        raise DriverError(call, cu.CUresult(status).name, str(error).splitlines()[0]) from None
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Allows this thread calls that would break a graph capture, its own or another thread's.
+
+    Sound for events that are no part of the graph; torch's caching allocator does the same.
+    """
+    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    status, before = cu.cuThreadExchangeStreamCaptureMode(mode)
+    check("cuThreadExchangeStreamCaptureMode", status)
+    try:
+        yield
+    finally:
+        cu.cuThreadExchangeStreamCaptureMode(before)
 
 
 class _CudaEvent:
-    """A torch event that keeps its hands off while a graph is captured: a query would break the capture."""
+    """A point in a stream's work."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def query(self) -> bool:
-        return not torch.cuda.is_current_stream_capturing() and bool(self._event.query())
+        with typed_errors("cuEventQuery"), relaxed_capture():
+            return bool(self._event.query())
 
     def synchronize(self) -> None:
-        refuse_capture("waiting for pages that are still in use")
-        self._event.synchronize()
+        with typed_errors("cuEventSynchronize"), relaxed_capture():
+            self._event.synchronize()
 
 
 class CudaDriver:
     """Pages of GPU memory (see `vmmkv.driver.Driver`).
 
     Pages can be exported to other processes and read by other PCIe devices (GPUDirect RDMA) where
-    the device supports it: `features` says what a trial page was granted.
+    the device supports it: `features` says what a trial page was granted, and what else there is.
 
     Args:
         device: a CUDA device; without an index, torch's current one.
@@ -71,6 +90,9 @@ class CudaDriver:
         self.memory_info()  # makes torch's primary context, where there is none yet
         status, ordinal = cu.cuDeviceGet(index)
         check("cuDeviceGet", status)
+        status, version = cu.cuDriverGetVersion()
+        check("cuDriverGetVersion", status)
+        self.cuda_version = f"{version // 1000}.{version % 1000 // 10}"
         self.features, self._property, granularity = self._probe(ordinal)
         self.page_size = check_page_size(page_size, granularity)
         self._access = {writable: [self._access_description(writable)] for writable in (False, True)}
@@ -118,6 +140,10 @@ class CudaDriver:
             status, handle = cu.cuMemCreate(granularity, wanted, 0)
             if status == SUCCESS:
                 check("cuMemRelease", *cu.cuMemRelease(handle))
+                features["fabric_handles"] = supports(attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
+                features["host_numa_pages"] = supports(
+                    attribute.CU_DEVICE_ATTRIBUTE_HOST_NUMA_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
+                )
                 return features, wanted, granularity
         check("cuMemCreate", status, "not even a plain page could be made")
         raise AssertionError("check raises")
@@ -164,25 +190,32 @@ class CudaDriver:
 
     @metered
     def fill(self, address: int, nbytes: int, value: int = 0) -> None:
-        stream = self._stream_outside_capture("a memset")
-        check("cuMemsetD8Async", *cu.cuMemsetD8Async(address, value, nbytes, stream.cuda_stream))
+        with self._outside_capture("a memset") as stream:
+            check("cuMemsetD8Async", *cu.cuMemsetD8Async(address, value, nbytes, stream.cuda_stream))
 
     @metered
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        stream = self._stream_outside_capture("a page copy")
-        check("cuMemcpyDtoDAsync", *cu.cuMemcpyDtoDAsync(destination, source, nbytes, stream.cuda_stream))
+        with self._outside_capture("a page copy") as stream:
+            check("cuMemcpyDtoDAsync", *cu.cuMemcpyDtoDAsync(destination, source, nbytes, stream.cuda_stream))
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
     def record(self, stream: torch.cuda.Stream) -> Event:
-        refuse_capture("a fence")
-        return _CudaEvent(stream)
+        with self._outside_capture("a fence"), typed_errors("cuEventRecord"):
+            return _CudaEvent(stream)
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+        with self._outside_capture("a device synchronize"), typed_errors("cuCtxSynchronize"):
+            torch.cuda.synchronize(self.device)
 
-    def _stream_outside_capture(self, what: str) -> torch.cuda.Stream:
-        """The current stream; a captured call would run again at each replay, long after its reason."""
-        refuse_capture(what)
-        return self.current_stream()
+    @contextmanager
+    def _outside_capture(self, what: str) -> Iterator[torch.cuda.Stream]:
+        """This device's current stream; refused where a captured call would run again at each replay."""
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise StreamCaptureError(
+                    f"{what} cannot be part of a CUDA graph: extend what the graph needs before the capture, and "
+                    "truncate, free or close after it"
+                )
+            yield self.current_stream()

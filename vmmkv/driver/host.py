@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import weakref
+from pathlib import Path
 
 import torch
 
@@ -25,6 +26,7 @@ MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
 FALLOC_FL_KEEP_SIZE = 0x01
 FALLOC_FL_PUNCH_HOLE = 0x02
+CGROUP = Path("/sys/fs/cgroup")
 MAP_FAILED = ctypes.c_void_p(-1).value
 NOTHING_MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
@@ -71,7 +73,12 @@ class HostDriver:
     def memory_info(self) -> tuple[int, int]:
         with open("/proc/meminfo") as meminfo:
             kib = dict(re.findall(r"(\w+):\s+(\d+) kB", meminfo.read()))
-        return int(kib["MemAvailable"]) << 10, int(kib["MemTotal"]) << 10
+        free, total = int(kib["MemAvailable"]) << 10, int(kib["MemTotal"]) << 10
+        try:  # a container's own limit
+            limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+        except (OSError, ValueError):
+            return free, total
+        return max(min(free, limit - used), 0), min(total, limit)
 
     @metered
     def reserve(self, nbytes: int) -> int:

@@ -1,0 +1,449 @@
+"""What a user of the cache relies on: growth, adoption, reclaim, accounting, and errors that leave it usable."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_python, small_driver, small_layout
+from faulty import FaultyDriver
+
+import vmmkv
+
+
+def driver_calls(cache: vmmkv.KVCache) -> int:
+    return sum(call.count for call in cache.stats().driver_calls.values())
+
+
+# ---------------------------------------------------------------------- growth
+
+
+def test_a_new_sequence_takes_no_memory(make_cache) -> None:
+    cache = make_cache()
+    sequence = cache.sequence()
+    assert cache.stats().physical_bytes == 0
+    sequence.extend(1)
+    assert cache.stats().physical_bytes == cache.page_size
+
+
+def test_growing_inside_the_last_page_makes_no_driver_call(make_cache) -> None:
+    sequence = make_cache().sequence(1)
+    before = driver_calls(sequence.cache)
+    sequence.extend(sequence.capacity - 1)
+    assert driver_calls(sequence.cache) == before
+    sequence.extend(1)
+    assert driver_calls(sequence.cache) > before
+
+
+def test_a_batch_grows_each_by_its_own_number(make_cache) -> None:
+    cache = make_cache()
+    sequences = [cache.sequence(n) for n in (1, 2, 3)]
+    cache.extend(sequences, 1)
+    cache.extend(sequences[1:], [10, 20])
+    cache.extend(sequences, np.array([0, 0, 5], np.int32))
+    assert [sequence.length for sequence in sequences] == [2, 13, 29]
+    cache.extend([], 1)
+
+
+def test_a_batch_grows_whole_or_not_at_all(make_cache) -> None:
+    cache = make_cache(pages=10)
+    sequences = [cache.sequence(5) for _ in range(4)]
+    before = cache.page_map()
+    with pytest.raises(vmmkv.OutOfPagesError) as caught:
+        cache.extend(sequences, [0, 1, 60, 0])
+    assert caught.value.requested > caught.value.available
+    assert [sequence.length for sequence in sequences] == [5, 5, 5, 5]
+    assert np.array_equal(before, cache.page_map())
+    cache.extend(sequences, 5)
+
+
+@pytest.mark.parametrize("call", ["create", "map", "set_access"])
+@pytest.mark.parametrize("skip", [0, 2])
+def test_a_failed_driver_call_changes_nothing(device: str, make_cache, call: str, skip: int) -> None:
+    """The third of five creates fails, say."""
+    driver = FaultyDriver(small_driver(device))
+    cache = make_cache(driver=driver, layers_per_range=1)
+    sequences = [cache.sequence(20), cache.sequence(20)]
+    mapped = dict(driver.mapped)
+    driver.fail(call, skip)
+    with pytest.raises(vmmkv.DriverError, match="INJECTED"):
+        cache.extend(sequences, 40)
+    assert driver.mapped == mapped
+    assert [sequence.length for sequence in sequences] == [20, 20]
+    cache.check()
+    cache.extend(sequences, 40)
+
+
+def test_a_device_without_memory_is_pressure_first_and_an_error_last(device: str, make_cache) -> None:
+    driver = FaultyDriver(small_driver(device))
+    cache = make_cache(driver=driver)
+    cache.sequence(60).free()
+    other, sequence = cache.sequence(1), cache.sequence(1)
+    driver.fail("create", out_of_memory=True)
+    sequence.extend(30)
+    other.truncate(0)
+    for _ in range(2):
+        driver.fail("create", out_of_memory=True)
+    with pytest.raises(vmmkv.OutOfPagesError, match="device has no memory left"):
+        sequence.extend(69)
+    assert sequence.length == 31
+    cache.check()
+
+
+# ---------------------------------------------------------------------- shrinking
+
+
+def test_truncated_tokens_can_be_grown_again_without_a_driver_call(make_cache) -> None:
+    sequence = make_cache().sequence(100)
+    before = driver_calls(sequence.cache)
+    sequence.truncate(3)
+    sequence.extend(97)
+    assert driver_calls(sequence.cache) == before
+
+
+def test_pages_behind_a_truncated_end_serve_others_under_pressure(make_cache) -> None:
+    cache = make_cache(pages=20)
+    long = cache.sequence(100)
+    with pytest.raises(vmmkv.OutOfPagesError):
+        cache.sequence(10)
+    long.truncate(50)
+    cache.sequence(50)
+
+
+def test_a_sliding_window_needs_no_more_than_its_pages(make_cache) -> None:
+    cache = make_cache(max_seq_len=10_000, pages=40)
+    sequence = cache.sequence(16)
+    for token in range(16, 3000):
+        sequence.extend(1)
+        sequence.k(0)[-1] = token
+        sequence.release_before(token - 15)
+        if token % 50 == 0:
+            assert sequence.k(0)[:, 0, 0].tolist() == [*range(token - 15, token + 1)][: sequence.length]
+    stats = cache.stats()
+    assert stats.tokens == 16
+    assert stats.pages_created <= 6  # 16 tokens lie in 3 or 4 pages, and one or two wait to be used again
+    assert stats.reuse_factor > 50
+
+
+def test_a_row_with_a_hole_in_front_is_emptied_not_adopted(make_cache) -> None:
+    cache = make_cache(max_sequences=1)
+    with cache.sequence(60) as sequence:
+        sequence.release_before(50)
+        sequence.extend(20)  # takes the pages in front
+    assert cache.stats().rows["retired"] == 1
+    with cache.sequence(60) as sequence:
+        sequence.k(0).fill_(1)
+        assert sequence.k(0)[0].all()
+    cache.check()
+
+
+@pytest.mark.parametrize("tokens", [-1, 9, 31])
+def test_truncate_and_release_know_which_tokens_there_are(make_cache, tokens: int) -> None:
+    sequence = make_cache().sequence(30)
+    sequence.release_before(10)
+    for operation in (sequence.truncate, sequence.release_before):
+        with pytest.raises(ValueError, match="10 to 30"):
+            operation(tokens)
+
+
+# ---------------------------------------------------------------------- adoption and reclaim
+
+
+def test_adopting_a_parked_row_makes_no_driver_call(make_cache) -> None:
+    cache = make_cache()
+    for _ in range(3):
+        cache.free([cache.sequence(n) for n in (100, 20, 60)])
+    before = driver_calls(cache)
+    sequences = [cache.sequence(n) for n in (58, 95, 18)]
+    assert driver_calls(cache) == before
+    assert cache.stats().adoptions == 9
+    assert cache.stats().pages["used"] == sum(cache.layout.pages(s.length, cache.page_size) for s in sequences)
+
+
+def test_parked_pages_serve_others_under_pressure_oldest_first(make_cache) -> None:
+    cache = make_cache(pages=20)
+    old, new, busy = cache.sequence(30), cache.sequence(30), cache.sequence(1)
+    numbers = new.number
+    old_pages = np.flatnonzero(cache.page_map() == old.number)
+    old.free()
+    new.free()
+    busy.extend(60)
+    assert (cache.page_map()[old_pages] == busy.number).sum() > 0
+    assert cache.stats().pages_created == 20
+    assert numbers not in cache.page_map()
+    assert cache.stats().pages["surplus"] == 2 + 6  # four of the older row's pages went, none of the newer's
+
+
+def test_trim_gives_everything_unused_back(make_cache) -> None:
+    cache = make_cache()
+    kept = cache.sequence(30)
+    kept.k(0).fill_(4)
+    cache.sequence(100).free()
+    before = cache.stats()
+    assert cache.trim() == before.physical_bytes - before.pages["used"] * cache.page_size > 0
+    assert cache.stats().physical_bytes == before.pages["used"] * cache.page_size
+    assert (kept.k(0) == 4).all()
+    assert cache.trim() == 0
+
+
+def test_an_abandoned_sequence_is_freed(make_cache) -> None:
+    cache = make_cache(max_sequences=1)
+    cache.sequence(10)
+    gc.collect()
+    assert cache.stats().rows == {"live": 0, "parked": 1, "retired": 0, "empty": 0}
+    cache.sequence(10)
+
+
+def test_scrub_zeroes_what_another_sequence_left(make_cache) -> None:
+    cache = make_cache(max_sequences=2, pages=25, scrub=True)
+    for _ in range(4):
+        sequences = [cache.sequence(60), cache.sequence(1)]
+        sequences[1].extend(50)
+        for sequence in sequences:
+            for layer in range(3):
+                assert not sequence.k(layer).any()
+                assert not sequence.v(layer).any()
+                sequence.k(layer).fill_(float("nan"))
+                sequence.v(layer).fill_(float("nan"))
+        cache.free(sequences)
+
+
+# ---------------------------------------------------------------------- accounting
+
+
+def test_waste_is_what_no_token_fills(make_cache) -> None:
+    cache = make_cache()
+    kept = cache.sequence(1)
+    stats = cache.stats()
+    assert stats.waste == pytest.approx(1 - cache.layout.token_bytes / cache.page_size)
+    assert stats.token_bytes == kept.length * cache.layout.token_bytes
+
+
+def test_page_map_and_uses_tell_who_has_had_a_page(make_cache) -> None:
+    cache = make_cache()
+    first, second = cache.sequence(30), cache.sequence(10)
+    counts = {number: int((cache.page_map() == number).sum()) for number in (first.number, second.number)}
+    assert counts == {first.number: 6, second.number: 2}
+    first.free()
+    assert (cache.page_map() == vmmkv.SURPLUS_PAGE).sum() == 6
+    assert cache.page_uses().sum() == 6
+    assert cache.stats().page_uses == 8
+    cache.trim()
+    assert (cache.page_map() == vmmkv.VACANT_PAGE).sum() == 6
+
+
+@pytest.mark.parametrize(
+    ("size", "pages"), [(10 * 4096 + 1, 10), ("40KiB", 10), ("0.04096 MB", 10), ({"max_tokens": 100}, 19 + 3)]
+)
+def test_budgets(size, pages: int) -> None:
+    """100 tokens take 19 pages in one sequence, and up to a page more for each of three others."""
+    driver = small_driver("cpu")
+    budget = size if isinstance(size, dict) else {"max_bytes": size}
+    cache = vmmkv.KVCache(small_layout(driver), 4, 100, driver=driver, **budget)
+    assert cache.stats().budget_bytes == pages * 4096
+
+
+@pytest.mark.parametrize("share", ["50%", 0.5])
+def test_a_budget_can_be_a_share_of_free_memory(device: str, share) -> None:
+    driver = small_driver(device)
+    free, _ = driver.memory_info()
+    cache = vmmkv.KVCache(small_layout(driver), 4, 100, driver=driver, max_bytes=share)
+    assert cache.stats().budget_bytes == pytest.approx(free / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        {"max_bytes": 0},
+        {"max_bytes": "lots"},
+        {"max_bytes": "1000TB"},
+        {"max_bytes": "150%"},
+        {"max_tokens": 0},
+        {"max_bytes": 1 << 20, "max_tokens": 5},
+    ],
+)
+def test_impossible_budgets(device: str, budget) -> None:
+    with pytest.raises(vmmkv.BudgetError):
+        vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64), 4, 100, device=device, **budget)
+
+
+def test_max_tokens_fit_however_they_are_spread() -> None:
+    driver = small_driver("cpu")
+    for lengths in np.random.default_rng().multinomial(150, [0.25] * 4, size=20):
+        cache = vmmkv.KVCache(small_layout(driver, layers_per_range=1), 4, 150, driver=driver, max_tokens=150)
+        for tokens in lengths.tolist():
+            cache.sequence(tokens).extend(0)
+        kept = [cache.sequence(tokens) for tokens in lengths.tolist()]
+        assert sum(sequence.length for sequence in kept) == 150
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_more_sequences_than_rows(make_cache) -> None:
+    cache = make_cache(max_sequences=2)
+    kept = [cache.sequence(), cache.sequence()]
+    with pytest.raises(vmmkv.OutOfRowsError, match="max_sequences"):
+        cache.sequence()
+    kept.pop().free()
+    cache.sequence()
+
+
+def test_more_tokens_than_a_row(make_cache) -> None:
+    cache = make_cache()
+    sequence = cache.sequence(99)
+    for operation in (lambda: sequence.extend(2), lambda: cache.extend([sequence], 2), lambda: cache.sequence(101)):
+        with pytest.raises(vmmkv.SequenceTooLongError, match=r"101 tokens.*max_seq_len=100"):
+            operation()
+    sequence.extend(1)
+
+
+def test_use_after_free(make_cache) -> None:
+    cache = make_cache()
+    with cache.sequence(5) as sequence:
+        pass
+    for operation in (
+        lambda: sequence.extend(0),
+        lambda: cache.extend([sequence], 0),
+        lambda: sequence.k(0),
+        lambda: sequence.length,
+        lambda: sequence.truncate(0),
+        lambda: sequence.release_before(0),
+    ):
+        with pytest.raises(vmmkv.UseAfterFreeError, match="was freed"):
+            operation()
+    sequence.free()
+    assert "gone" in repr(sequence)
+
+
+def test_use_after_close(make_cache) -> None:
+    cache = make_cache()
+    sequence = cache.sequence(5)
+    cache.close()
+    for operation in (
+        lambda: sequence.extend(0),
+        lambda: cache.extend([sequence], 0),
+        lambda: cache.sequence(),
+        lambda: sequence.v(0),
+        lambda: cache.kv(0),
+        cache.stats,
+        cache.trim,
+    ):
+        with pytest.raises(vmmkv.UseAfterFreeError, match="closed"):
+            operation()
+    sequence.free()
+    cache.close()
+
+
+def test_a_sequence_of_another_cache(make_cache) -> None:
+    cache, stranger = make_cache(), make_cache().sequence(3)
+    for operation in (lambda: cache.extend([stranger], 1), lambda: cache.free([stranger])):
+        with pytest.raises(ValueError, match="another cache"):
+            operation()
+    assert stranger.length == 3
+
+
+def test_the_same_sequence_twice_and_negative_tokens(make_cache) -> None:
+    cache = make_cache()
+    sequence = cache.sequence(3)
+    with pytest.raises(ValueError, match="twice"):
+        cache.extend([sequence, sequence], 1)
+    for operation in (lambda: sequence.extend(-1), lambda: cache.extend([sequence], -1), lambda: cache.sequence(-1)):
+        with pytest.raises(ValueError, match="truncate"):
+            operation()
+    assert sequence.length == 3
+
+
+def test_write_checks_shape_dtype_and_device(make_cache) -> None:
+    sequence = make_cache().sequence(4)
+    good = torch.randn_like(sequence.k(0))
+    sequence.write(0, good, good)
+    for bad, error in (
+        (good[:, :1], vmmkv.ShapeError),
+        (good[0], vmmkv.ShapeError),
+        (torch.cat([good, good]), vmmkv.ShapeError),
+        (good[:2], vmmkv.ShapeError),
+        (good.half(), vmmkv.DtypeError),
+        (good.to("meta"), vmmkv.DeviceError),
+    ):
+        for k, v in ((bad, good), (good, bad)):
+            with pytest.raises(error):
+                sequence.write(0, k * 2, v * 2)
+    assert torch.equal(sequence.k(0), good)
+    sequence.write(0, good[:2] * 3, good[:2] * 3)
+    assert torch.equal(sequence.v(0), torch.cat([good[:2], good[:2] * 3]))
+
+
+@pytest.mark.parametrize("max_sequences", [0, -1])
+def test_impossible_rows(max_sequences: int) -> None:
+    with pytest.raises(vmmkv.LayoutError, match="at least 1"):
+        vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64), max_sequences, 100, device="cpu")
+
+
+def test_more_addresses_than_there_are(device: str) -> None:
+    layout = vmmkv.KVLayout(32, 8, 128)
+    with pytest.raises(vmmkv.LayoutError, match=r"max_sequences=8192.*max_seq_len=131072.*128\.0 TiB.*Lower"):
+        vmmkv.KVCache(layout, 8192, 131_072, max_bytes="64MiB", device=device)
+    vmmkv.KVCache(layout, 4096, 131_072, max_bytes="64MiB", device=device).sequence(1)
+
+
+FORK = """
+    import gc, os, sys, torch, vmmkv
+    from conftest import small_driver, small_layout
+    driver = small_driver(sys.argv[1])
+    cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=30 * driver.page_size, driver=driver)
+    sequence = cache.sequence(5)
+    sequence.k(0).fill_(3)
+    if (child := os.fork()) == 0:
+        tries = 0
+        for operation in (lambda: sequence.extend(1), lambda: cache.extend([sequence], 1), cache.sequence, cache.stats):
+            try:
+                operation()
+            except vmmkv.ForkError as error:
+                tries += "spawn" in str(error)
+        sequence.free()
+        cache.close()
+        del operation, sequence, cache
+        gc.collect()
+        sys.exit(tries)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), (sequence.k(0) == 3).all().item())
+    sequence.extend(50)
+    cache.check()
+"""
+
+
+def test_a_forked_child_cannot_use_the_cache_and_does_not_harm_it(device: str) -> None:
+    child = run_python(FORK, device)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "4 True\n", "")
+
+
+# ---------------------------------------------------------------------- threads
+
+
+def test_threads_may_share_a_cache(make_cache) -> None:
+    cache = make_cache(max_sequences=8, pages=150)
+    failures: list[BaseException] = []
+
+    def work(value: int) -> None:
+        try:
+            for _ in range(50):
+                with cache.sequence(value) as sequence:
+                    for _ in range(10):
+                        sequence.extend(value)
+                        sequence.v(1).fill_(value)
+                    if cache.device.type == "cuda":
+                        torch.cuda.synchronize()
+                    assert (sequence.v(1) == value).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(value,)) for value in range(1, 7)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    cache.check()

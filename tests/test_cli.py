@@ -1,0 +1,195 @@
+"""The command line as its users see it: exit status, stdout and stderr of a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, run_python
+from typer.testing import CliRunner, Result
+
+import vmmkv
+from vmmkv.cli.app import app
+from vmmkv.cli.info import measure_page_life
+
+LLAMA_3_1_8B = ["--layers", "32", "--kv-heads", "8", "--head-dim", "128"]
+CALLS = ["create", "map", "set_access", "unmap", "release"]
+
+
+def invoke(*args: str) -> Result:
+    return CliRunner().invoke(app, args)
+
+
+def plan(*args: str) -> dict:
+    result = invoke("plan", *args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def run_vmmkv(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """`python -m vmmkv` on a machine without a GPU."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
+    return subprocess.run(
+        [sys.executable, "-m", "vmmkv", *args],
+        env=clean | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_size_of_a_given_cache_is_exact():
+    sizes = ["--layers", "32", "--kv-heads", "32", "--head-dim", "64", "--dtype", "float16"]
+    result = plan(*sizes, "--batch", "4", "--tokens", "2048", "--memory", "8GiB")
+    assert result["cache"] == {"batch": 4, "tokens": 2048, "bytes": 2 << 30}
+    assert "2 GiB (2,147,483,648 bytes)" in invoke("plan", *sizes, "--batch", "4", "--tokens", "2048").stdout
+
+
+def test_plan_of_llama():
+    result = plan(*LLAMA_3_1_8B, "--memory", "80GiB", "--mean-tokens", "1366")
+    assert result["token_bytes"] == 128 << 10
+    assert result["layer_bytes"] == 4 << 10
+    assert result["tokens_per_page"] == 16
+    assert result["row_bytes"] == 1 << 30
+    assert result["int32_token_limit"] == 32768
+    assert result["total_tokens"] == 655_360
+    schemes = result["schemes"]
+    assert {name: scheme["sequences"] for name, scheme in schemes.items()} == {
+        "static": 80,
+        "block_table_16": 477,
+        "per_layer": 341,
+        "vmmkv": 477,
+    }
+    assert schemes["static"]["waste"] == pytest.approx(1 - 1366 / 8192)
+    assert schemes["vmmkv"]["waste"] < 0.01 < 0.25 < schemes["per_layer"]["waste"]
+
+
+def test_plan_reads_a_config(tmp_path: Path):
+    path = tmp_path / "config.json"
+    text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
+    path.write_text(json.dumps({"text_config": text | {"max_position_embeddings": 4096}, "dtype": "float32"}))
+    result = plan("--config", str(path), "--memory", "1GiB")
+    assert (result["token_bytes"], result["max_seq_len"], result["mean_tokens"]) == (2 * 2 * 64 * 4, 4096, 1024)
+    result = plan("--config", str(path), "--memory", "1GiB", "--dtype", "float8_e4m3fn", "--max-seq-len", "100")
+    assert (result["token_bytes"], result["max_seq_len"]) == (2 * 2 * 64, 100)
+
+
+def test_plan_takes_a_share_of_the_devices_memory():
+    whole, half = (plan(*LLAMA_3_1_8B, "--memory", share)["memory_bytes"] for share in ("100%", "50%"))
+    assert half == pytest.approx(whole / 2, rel=0.2)  # what is free changes while we look
+
+
+def test_plan_warns_where_a_row_is_longer_than_32_bit_strides_reach():
+    assert "less than a row" in invoke("plan", *LLAMA_3_1_8B, "--max-seq-len", "32769").stdout
+    assert "less than a row" not in invoke("plan", *LLAMA_3_1_8B, "--max-seq-len", "32768").stdout
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        [],
+        ["--layers", "2", "--kv-heads", "2"],
+        ["--layers", "0", "--kv-heads", "2", "--head-dim", "64"],
+        [*LLAMA_3_1_8B, "--batch", "4"],
+        [*LLAMA_3_1_8B, "--config", __file__],
+        ["--config", "no/such/config.json"],
+    ],
+)
+def test_plan_refuses_arguments_that_do_not_fit_together(args: list[str]):
+    result = invoke("plan", *args)
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        ([*LLAMA_3_1_8B, "--memory", "much"], vmmkv.BudgetError),
+        ([*LLAMA_3_1_8B, "--memory", "1MiB"], vmmkv.BudgetError),
+        ([*LLAMA_3_1_8B, "--mean-tokens", "8193"], vmmkv.SequenceTooLongError),
+        ([*LLAMA_3_1_8B, "--dtype", "float64"], vmmkv.DtypeError),
+        (["--config", __file__], vmmkv.LayoutError),
+    ],
+)
+def test_plan_raises_what_the_library_raises(args: list[str], error: type[Exception]):
+    assert type(invoke("plan", *args).exception) is error
+
+
+def test_config_that_is_no_object_is_an_error(tmp_path: Path):
+    path = tmp_path / "config.json"
+    path.write_text("[1, 2]")
+    assert isinstance(invoke("plan", "--config", str(path)).exception, vmmkv.LayoutError)
+
+
+def test_page_life_leaves_nothing_behind(device: str):
+    driver = vmmkv.driver.open_driver(device)
+    assert list(measure_page_life(driver)) == CALLS
+    counts = {name: calls.count for name, calls in driver.meter.items()}
+    assert counts == {"reserve": 1, "free": 1} | dict.fromkeys(CALLS, 64)
+
+
+def test_info_without_a_gpu_reports_the_host():
+    result = run_vmmkv("info", "--json")
+    assert (result.returncode, result.stderr) == (0, "")
+    facts = json.loads(result.stdout)
+    assert (facts["kind"], facts["device"], facts["cuda_device_seen"]) == ("host", "cpu", False)
+    assert facts["page_size"] == 2 << 20
+    assert 0 < facts["free_bytes"] <= facts["total_bytes"]
+    assert facts["max_map_count"] > 0
+    assert list(facts["page_life_us"]) == CALLS
+    assert all(microseconds > 0 for microseconds in facts["page_life_us"].values())
+
+
+@pytest.mark.gpu
+def test_info_on_a_gpu():
+    result = invoke("info", "--json")
+    facts = json.loads(result.stdout)
+    assert (facts["kind"], facts["cuda_device_seen"]) == ("cuda", True)
+    assert {"exportable", "rdma", "host_numa_pages", "fabric_handles", "cuda_driver"} <= facts.keys()
+    assert all(microseconds > 0 for microseconds in facts["page_life_us"].values())
+
+
+@pytest.mark.parametrize("args", [["info"], ["plan", *LLAMA_3_1_8B], ["--help"]])
+def test_no_escape_codes_where_nobody_can_see_colours(args: list[str]):
+    piped = run_vmmkv(*args)
+    assert piped.returncode == 0
+    assert "\x1b" not in piped.stdout + piped.stderr
+
+
+def test_info_says_that_no_gpu_was_seen():
+    assert "No CUDA device was seen" in run_vmmkv("info").stdout
+
+
+def test_no_color_is_honoured_and_json_is_never_coloured():
+    error = ["info", "--device", "cuda"]
+    assert "\x1b[31m" in run_vmmkv(*error, FORCE_COLOR="1").stderr
+    assert "\x1b[31m" not in run_vmmkv(*error, FORCE_COLOR="1", NO_COLOR="1").stderr
+    json.loads(run_vmmkv("plan", *LLAMA_3_1_8B, "--json", FORCE_COLOR="1").stdout)
+
+
+@pytest.mark.parametrize("args", [["info", "--device", "cuda"], ["plan", *LLAMA_3_1_8B, "--memory", "1.2.3GiB"]])
+def test_an_error_is_one_line_on_stderr_and_status_2(args: list[str]):
+    result = run_vmmkv(*args)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr.startswith("vmmkv: asked for ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_says_what_to_install_where_the_extra_is_missing(missing: str):
+    result = run_python(f"""
+        class Missing:
+            def find_spec(name, *_):
+                if name == {missing!r}:
+                    raise ModuleNotFoundError(name=name)
+
+        sys.meta_path.insert(0, Missing)
+        from vmmkv.cli import main
+        main()
+    """)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f'vmmkv: {missing} is not installed; run: pip install "vmmkv[cli]"\n'
