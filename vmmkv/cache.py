@@ -111,9 +111,6 @@ class KVCache:
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._views = kv_views(ranges, layout, max_sequences, max_seq_len)
-        # One memory, two ways to look at it: whole numbers for one sequence, arrays for a batch.
-        self._lengths = self._rows.length.data
-        self._capacities = self._rows.capacity.data
         self._abandoned: deque[int] = deque()
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -194,17 +191,18 @@ class KVCache:
         """`Sequence.extend`: the same for one, without arrays."""
         tokens = operator.index(tokens)
         with self._lock:
-            row = sequence._row
-            before = self._lengths[row]
+            row, rows = sequence._row, self._rows
+            before = rows.length_of[row]
             length = before + tokens
-            if tokens >= 0 and length <= self._capacities[row]:
-                self._lengths[row] = length
+            if tokens >= 0 and length <= rows.capacity_of[row]:
+                rows.length_of[row] = length
             else:
                 self._check_live(sequence)
                 _check_tokens(tokens)
                 check_length(length, self.max_seq_len)
-                self._free_abandoned()
-                self._rows.grow([row], [length], [before])
+                if self._abandoned:
+                    self._free_abandoned()
+                rows.grow([row], [length], [before])
 
     def _truncate(self, sequence: Sequence, tokens: int) -> None:
         with self._lock:
@@ -213,12 +211,12 @@ class KVCache:
     def _release_before(self, sequence: Sequence, token: int) -> None:
         with self._lock:
             row, _ = self._tokens_of(sequence, token)
-            self._rows.shrink(row, operator.index(token), self._lengths[row])
+            self._rows.shrink(row, operator.index(token), self._rows.length_of[row])
 
     def _tokens_of(self, sequence: Sequence, token: int) -> tuple[int, int]:
         """Row and start of a sequence that holds `token`, or ends with it."""
         row = self._check_live(sequence)
-        start, length = int(self._rows.start[row]), self._lengths[row]
+        start, length = int(self._rows.start[row]), self._rows.length_of[row]
         if not start <= token <= length:
             raise ValueError(f"asked for token {token}; {sequence!r} holds tokens {start} to {length}")
         return row, start

@@ -72,7 +72,7 @@ class PagePool:
             OutOfPagesError: the budget does not allow so many.
             DriverError: the driver could not create one; those created before it are free now.
         """
-        if count > self.available:
+        if count > self.budget - self.taken:
             raise OutOfPagesError(
                 f"asked for {count} pages of {self.driver.page_size} bytes; {self.available} are available "
                 f"of a budget of {self.budget}",

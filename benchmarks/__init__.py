@@ -1,0 +1,1 @@
+"""Benchmarks of vmmkv, each run as `python -m benchmarks.NAME`."""

@@ -1,0 +1,237 @@
+"""What the allocator costs: growth against the raw driver calls, a batch step, adoption, torch's allocator.
+
+    python -m benchmarks.allocator [--device cuda] [--json FILE]
+
+Each figure is a median; what is compared is measured in turn, in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from time import perf_counter_ns
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+from benchmarks.environment import environment
+from vmmkv import KVCache, KVLayout
+from vmmkv.cli.output import console, errors, make_table
+from vmmkv.driver import Driver, open_driver
+
+ROUNDS = 50
+BATCH = 256
+TOKENS_PER_PAGE = 16
+
+
+class RawCuda:
+    """The CUDA driver's calls with nothing around them, on pages like the driver's own."""
+
+    def __init__(self, driver: Any) -> None:
+        import cuda.bindings.driver as cu
+
+        self.cu, self.size = cu, driver.page_size
+        self.property, self.access = driver._property, driver._access[True]
+
+    def create(self) -> Any:
+        return self.cu.cuMemCreate(self.size, self.property, 0)[1]
+
+    def map(self, address: int, handle: Any) -> None:
+        self.cu.cuMemMap(address, self.size, 0, handle, 0)
+
+    def set_access(self, address: int, nbytes: int) -> None:
+        self.cu.cuMemSetAccess(address, nbytes, self.access, 1)
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        self.cu.cuMemUnmap(address, nbytes)
+
+    def release(self, handle: Any) -> None:
+        self.cu.cuMemRelease(handle)
+
+
+def microseconds(operation: Callable[..., Any], *args: Any) -> float:
+    start = perf_counter_ns()
+    operation(*args)
+    return (perf_counter_ns() - start) / 1e3
+
+
+def make_cache(driver: Driver, pages: int, max_sequences: int = 2) -> KVCache:
+    """A cache whose page holds 16 tokens."""
+    head_dim = driver.page_size // TOKENS_PER_PAGE // (32 * 2 * 2)
+    layout = KVLayout(num_layers=32, num_kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
+    return KVCache(layout, max_sequences, pages * TOKENS_PER_PAGE, max_bytes=pages * driver.page_size, driver=driver)
+
+
+def growth_onto_new_pages(driver: Driver, pages: int) -> dict[str, float]:
+    """Microseconds a page: `extend` that creates and maps its pages, and the same calls by hand."""
+    cache = make_cache(driver, pages)
+    raw = RawCuda(driver) if driver.device.type == "cuda" else driver
+    address = driver.reserve(pages * driver.page_size)
+    ours, theirs = [], []
+
+    def by_hand(handles: list[Any]) -> None:
+        for _ in range(pages):
+            handles.append(raw.create())
+        for index, handle in enumerate(handles):
+            raw.map(address + index * driver.page_size, handle)
+        raw.set_access(address, pages * driver.page_size)
+
+    for _ in range(ROUNDS):
+        with cache.sequence() as sequence:
+            ours.append(microseconds(sequence.extend, pages * TOKENS_PER_PAGE))
+        cache.trim()
+        handles: list[Any] = []
+        theirs.append(microseconds(by_hand, handles))
+        raw.unmap(address, pages * driver.page_size)
+        for handle in handles:
+            raw.release(handle)
+    driver.free(address, pages * driver.page_size)
+    return compared(ours, theirs, pages)
+
+
+def growth_onto_reclaimed_pages(driver: Driver, pages: int) -> dict[str, float]:
+    """Microseconds a page: `extend` that takes its pages from another row, and the same calls by hand."""
+    cache = make_cache(driver, pages)
+    raw = RawCuda(driver) if driver.device.type == "cuda" else driver
+    size = pages * driver.page_size
+    source, target = (driver.reserve(size) for _ in range(2))
+    handles = [raw.create() for _ in range(pages)]
+    for index, handle in enumerate(handles):
+        raw.map(source + index * driver.page_size, handle)
+    ours, theirs = [], []
+    full, empty = cache.sequence(pages * TOKENS_PER_PAGE), cache.sequence()
+
+    def by_hand() -> None:
+        raw.unmap(source, size)
+        for index, handle in enumerate(handles):
+            raw.map(target + index * driver.page_size, handle)
+        raw.set_access(target, size)
+
+    for _ in range(ROUNDS):
+        full.truncate(0)
+        driver.synchronize()
+        ours.append(microseconds(empty.extend, pages * TOKENS_PER_PAGE))
+        full, empty = empty, full
+        theirs.append(microseconds(by_hand))
+        source, target = target, source
+    raw.unmap(source, size)
+    for handle in handles:
+        raw.release(handle)
+    for address in (source, target):
+        driver.free(address, size)
+    return compared(ours, theirs, pages)
+
+
+def compared(ours: list[float], theirs: list[float], pages: int) -> dict[str, float]:
+    a, b = median(ours) / pages, median(theirs) / pages
+    return {"pages": pages, "extend_us": a, "raw_us": b, "ratio": a / b}
+
+
+def batch_step(driver: Driver, crossing: int) -> dict[str, float]:
+    """Microseconds of one decode step over 256 sequences, of which `crossing` need a page."""
+    cache = make_cache(driver, BATCH * 4, BATCH)
+    times, calls = [], []
+    for _ in range(ROUNDS):
+        sequences = [cache.sequence(TOKENS_PER_PAGE - 3 if index < crossing else 1) for index in range(BATCH)]
+        for _ in range(3):  # warm, as in a decode loop
+            cache.extend(sequences, 1)
+        before = driver_time(cache)
+        times.append(microseconds(cache.extend, sequences, 1))
+        calls.append(driver_time(cache) - before)
+        cache.free(sequences)
+        cache.trim()
+    return {"sequences": BATCH, "crossing": crossing, "step_us": median(times), "driver_us": median(calls)}
+
+
+def driver_time(cache: KVCache) -> float:
+    return cache.stats().driver_seconds * 1e6
+
+
+def free_and_adopt(driver: Driver, pages: int) -> dict[str, float]:
+    """Microseconds to free a sequence and to start one of the same length on its row; and driver calls."""
+    cache = make_cache(driver, pages * 2)
+    sequence = cache.sequence(pages * TOKENS_PER_PAGE)
+    before = driver_calls(cache)
+    frees, adoptions = [], []
+    for _ in range(ROUNDS):
+        frees.append(microseconds(sequence.free))
+        start = perf_counter_ns()
+        sequence = cache.sequence(pages * TOKENS_PER_PAGE)
+        adoptions.append((perf_counter_ns() - start) / 1e3)
+    return {
+        "pages": pages,
+        "free_us": median(frees),
+        "adopt_us": median(adoptions),
+        "driver_calls": driver_calls(cache) - before,
+    }
+
+
+def driver_calls(cache: KVCache) -> int:
+    return sum(call.count for call in cache.stats().driver_calls.values())
+
+
+def torch_empty(driver: Driver, pages: int) -> dict[str, float]:
+    """Microseconds for a tensor of as many bytes: from the system, and from torch's caching allocator.
+
+    On the host the system only promises the memory; what it costs comes with the first write.
+    """
+
+    def allocate(kept: list[torch.Tensor]) -> None:
+        kept.append(torch.empty(pages * driver.page_size, dtype=torch.uint8, device=driver.device))
+
+    fresh, cached = [], []
+    for _ in range(ROUNDS):
+        if driver.device.type == "cuda":
+            torch.cuda.empty_cache()
+        kept: list[torch.Tensor] = []
+        fresh.append(microseconds(allocate, kept))
+        kept.clear()
+        cached.append(microseconds(allocate, kept))
+        kept.clear()
+    return {"pages": pages, "fresh_us": median(fresh), "cached_us": median(cached)}
+
+
+def main(
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
+) -> None:
+    """Measure what the allocator costs."""
+    driver = open_driver(device)
+    sizes = (1, 16, 64)
+    work: list[tuple[str, Callable[[], dict[str, float]]]] = [
+        *(("growth_new", lambda n=n: growth_onto_new_pages(driver, n)) for n in sizes),
+        *(("growth_reclaimed", lambda n=n: growth_onto_reclaimed_pages(driver, n)) for n in sizes),
+        *(("batch_step", lambda n=n: batch_step(driver, n)) for n in (0, 1, BATCH)),
+        *(("adoption", lambda n=n: free_and_adopt(driver, n)) for n in sizes),
+        *(("torch_empty", lambda n=n: torch_empty(driver, n)) for n in sizes),
+    ]
+    result: dict[str, Any] = {"environment": environment(driver)}
+    for name, measure in track(work, "Measuring", console=errors, transient=True, disable=not errors.is_terminal):
+        result.setdefault(name, []).append(measure())
+    if json_file:
+        json_file.write_text(json.dumps(result, indent=2) + "\n")
+    show(result)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints one table per part."""
+    titles = {
+        "growth_new": "extend onto new pages, µs a page",
+        "growth_reclaimed": "extend onto pages of another row, µs a page",
+        "batch_step": "one decode step over 256 sequences, µs",
+        "adoption": "free, and a new sequence on the parked row, µs",
+        "torch_empty": "torch.empty of as many bytes, µs",
+    }
+    for name, title in titles.items():
+        rows = [
+            [f"{value:.2f}" if isinstance(value, float) else value for value in row.values()] for row in result[name]
+        ]
+        console.print(make_table(title, result[name][0], rows))
+
+
+if __name__ == "__main__":
+    typer.run(main)

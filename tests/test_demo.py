@@ -1,0 +1,102 @@
+"""The main job, and that it fails loudly when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import vmmkv
+from vmmkv.cli.app import app
+from vmmkv.workload import conversations, read_trace
+
+
+def demo(*args: str):
+    return CliRunner().invoke(app, ["demo", "--requests", "25", "--budget-tokens", "9000", *args])
+
+
+def test_demo(device: str) -> None:
+    result = demo("--device", device, "--json")
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert figures["requests"] == 25
+    waste = figures["waste"]
+    assert 0 < waste["vmmkv"] <= 0.02 < waste["per_layer"] < waste["static"] < 1
+    assert waste["block_table_16"] == pytest.approx(waste["vmmkv"], abs=1e-3)
+    assert figures["waste_measured"] == pytest.approx(waste["vmmkv"], abs=5e-3)
+    assert figures["reuse_factor"] == figures["page_uses"] / figures["pages_created"] > 1
+    assert 0 < figures["max_error"] < figures["error_bound"]
+    assert figures["driver_calls"]["map"] >= figures["pages_created"]
+    assert figures["device"] == ("cpu" if device == "cpu" else torch.cuda.get_device_name())
+
+
+def test_the_budget_holds_and_sequences_are_preempted_under_it() -> None:
+    figures = json.loads(demo("--device", "cpu", "--sequences", "16", "--json").stdout)
+    assert figures["preemptions"] > 0
+    assert figures["peak_tokens"] * figures["token_bytes"] <= figures["budget_bytes"]
+    assert figures["pages_created"] * figures["page_size"] <= figures["budget_bytes"]
+
+
+def test_demo_prints_tables_and_a_picture(tmp_path: Path) -> None:
+    result = demo("--device", "cpu", "--plot", str(tmp_path / "pages.png"))
+    assert result.exit_code == 0, result.output
+    for words in ("static reservation", "block table", "per layer", "vmmkv", "reuse factor", "worst attention error"):
+        assert words in result.stdout
+    assert (tmp_path / "pages.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_demo_replays_traces(tmp_path: Path, form: str) -> None:
+    path = tmp_path / f"trace.{form}"
+    if form == "csv":
+        path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.97,300,10\n2023-11-16,40,8\n")
+    else:
+        lines = [
+            {"timestamp": 0, "input_length": n, "output_length": m, "hash_ids": [0]} for n, m in ((300, 10), (40, 8))
+        ]
+        path.write_text("\n".join(map(json.dumps, lines)))
+    figures = json.loads(demo("--device", "cpu", "--trace", str(path), "--json").stdout)
+    assert (figures["requests"], figures["steps"], figures["peak_tokens"]) == (2, 10, 300 + 40 + 16)
+
+
+def test_what_is_no_trace_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(ValueError, match="ContextTokens"):
+        read_trace(path)
+
+
+def test_conversations_are_about_as_long_as_those_of_a_chat_service() -> None:
+    requests = conversations(5000, np.random.default_rng())
+    assert 1000 < np.mean([request.total for request in requests]) < 1600
+
+
+def test_wrong_pages_show_as_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two rows that share an address: the books are right, the contents are not."""
+    extend = vmmkv.KVCache.extend
+
+    def stray_write(cache, sequences, tokens):
+        extend(cache, sequences, tokens)
+        sequences[0].k(0)[0] += 1
+
+    monkeypatch.setattr(vmmkv.KVCache, "extend", stray_write)
+    result = demo("--device", "cpu", "--check-every", "1")
+    assert result.exit_code == 1
+    assert "Attention is wrong" in result.output
+
+
+def test_a_broken_invariant_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    grow = vmmkv.rows.Rows.grow
+
+    def leaky(rows, *args):
+        grow(rows, *args)
+        rows.pool.taken -= 1
+
+    monkeypatch.setattr(vmmkv.rows.Rows, "grow", leaky)
+    result = demo("--device", "cpu")
+    assert result.exit_code == 1
+    assert "An invariant broke" in result.output

@@ -1,0 +1,251 @@
+"""No page goes to somebody else while work that may read it is still running."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import small_driver
+from faulty import FaultyDriver
+
+import vmmkv
+from vmmkv.driver import Event
+from vmmkv.fence import Fence
+
+LONG = 400_000_000  # GPU cycles: a few tenths of a second
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.done = False
+        self.waited = False
+
+    def query(self) -> bool:
+        return self.done
+
+    def synchronize(self) -> None:
+        self.done = self.waited = True
+
+
+class StreamedDriver(FaultyDriver):
+    """A host driver that pretends to have streams: work on them ends when the test says so."""
+
+    stream = "main"
+
+    def __init__(self) -> None:
+        super().__init__(small_driver("cpu"))
+        self.events: list[tuple[str, FakeEvent]] = []
+
+    def current_stream(self) -> str:
+        return self.stream
+
+    def record(self, stream: str) -> Event:
+        self.events.append((stream, FakeEvent()))
+        return self.events[-1][1]
+
+    def finish(self) -> None:
+        for _, event in self.events:
+            event.done = True
+
+
+@pytest.fixture
+def driver() -> StreamedDriver:
+    return StreamedDriver()
+
+
+def test_a_fence_passes_when_all_its_events_have(driver) -> None:
+    fence = Fence.after(driver, ["a", "b"]) | Fence.after(driver, ["c"])
+    for _, event in driver.events:
+        assert not fence.passed()
+        event.done = True
+    assert fence.passed()
+    assert Fence().passed()
+
+
+def test_work_on_the_fences_own_stream_is_in_order(driver) -> None:
+    fence = Fence.after(driver, ["a", "b"])
+    assert not fence.passed_for("a")
+    driver.events[1][1].done = True
+    assert fence.passed_for("a")
+    assert not fence.passed_for("b")
+
+
+def test_the_same_stream_adopts_at_once_another_does_not(driver, make_cache) -> None:
+    cache = make_cache(driver=driver, device="cpu")
+    with cache.sequence(50) as sequence:
+        row = sequence.row
+    again = cache.sequence(50)
+    assert again.row == row
+    again.free()
+    driver.stream = "other"
+    assert cache.sequence(50).row != row
+    driver.finish()
+    assert cache.sequence(50).row == row
+
+
+def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, make_cache) -> None:
+    cache = make_cache(driver=driver, device="cpu", pages=20)
+    busy, idle = cache.sequence(50), cache.sequence(50)
+    idle.free()
+    driver.finish()
+    busy.free()
+    driver.stream = "other"
+    kept = [cache.sequence(50)]  # adopts the idle row
+    assert not any(event.waited for _, event in driver.events)
+    kept.append(cache.sequence(50))
+    assert [event.waited for stream, event in driver.events] == [False, True]
+    cache.check()
+
+
+def test_recorded_streams_and_the_first_stream_are_fenced(driver, make_cache) -> None:
+    cache = make_cache(driver=driver, device="cpu")
+    driver.stream = "first"
+    sequence = cache.sequence(5)
+    cache._rows.record_stream(sequence.row, "recorded")
+    driver.stream = "last"
+    sequence.free()
+    assert {stream for stream, _ in driver.events} == {"first", "recorded", "last"}
+
+
+def test_an_abandoned_sequence_is_fenced_on_its_own_stream(driver, make_cache) -> None:
+    cache = make_cache(driver=driver, device="cpu")
+    driver.stream = "side"
+    row = cache.sequence(50).row
+    driver.stream = "main"
+    assert cache.sequence(50).row != row
+    assert "side" in {stream for stream, _ in driver.events}
+
+
+def test_one_fence_serves_a_batch(driver, make_cache) -> None:
+    cache = make_cache(driver=driver, device="cpu")
+    cache.free([cache.sequence(5) for _ in range(4)])
+    assert len(driver.events) == 1
+
+
+def test_a_sliding_window_uses_only_pages_whose_fence_has_passed(driver, make_cache) -> None:
+    cache = make_cache(driver=driver, device="cpu", max_seq_len=1000, pages=40)
+    sequence = cache.sequence(32)
+    sequence.release_before(32)
+    sequence.extend(32)
+    assert cache.stats().pages_created == 12
+    driver.finish()
+    sequence.extend(32)
+    assert cache.stats().pages_created == 12
+    assert not any(event.waited for _, event in driver.events)
+
+
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.fixture
+def gpu_cache(make_cache):
+    return lambda **kwargs: make_cache(driver=small_driver("cuda"), **kwargs)
+
+
+def reader(sequence: vmmkv.Sequence, stream: torch.cuda.Stream) -> torch.Tensor:
+    """Reads the sequence on a stream, much later."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(LONG)
+        return sequence.k(0).clone()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("then", ["adopt", "reclaim", "trim", "close"])
+def test_a_reader_on_a_side_stream_sees_its_data(gpu_cache, device: str, then: str) -> None:
+    cache = gpu_cache(max_sequences=2, pages=20)
+    side = torch.cuda.Stream()
+    sequence = cache.sequence(100)
+    sequence.k(0).fill_(3)
+    sequence.record_stream(side)
+    read = reader(sequence, side)
+    sequence.free()
+    if then == "trim":
+        cache.trim()
+    elif then == "close":
+        cache.close()
+    else:
+        other = cache.sequence(100 if then == "adopt" else 1)
+        other.extend(0 if then == "adopt" else 99)
+        other.k(0).fill_(9)
+    torch.cuda.synchronize()
+    assert (read == 3).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_a_captured_graph_reads_what_was_mapped_after_the_capture(gpu_cache, device: str) -> None:
+    cache = gpu_cache()
+    sequence = cache.sequence(10)
+    keys, _ = cache.kv(0)
+    row = sequence.row
+    length = torch.zeros(1, dtype=torch.int64, device="cuda")
+    out = torch.zeros(100, device="cuda")
+    positions = torch.arange(100, device="cuda")
+
+    def read() -> None:
+        inside = torch.minimum(positions, length - 1)
+        out.copy_(keys[row, :, 0, 0].gather(0, inside))
+
+    def step(tokens: int) -> torch.Tensor:
+        sequence.k(0)[...] = torch.rand_like(sequence.k(0))
+        length.fill_(tokens)
+        graph.replay()
+        torch.cuda.synchronize()
+        return out[:tokens]
+
+    length.fill_(10)
+    read()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        read()
+    assert torch.equal(step(10), sequence.k(0)[:, 0, 0])
+    sequence.extend(90)
+    assert torch.equal(step(100), sequence.k(0)[:, 0, 0])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_during_a_capture_growth_works_and_fences_are_refused(gpu_cache, device: str) -> None:
+    cache = gpu_cache(pages=25)
+    kept, gone = cache.sequence(10), cache.sequence(60)
+    gone.free()
+    value = torch.zeros(1, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        value += 1
+        kept.extend(90)  # has to reclaim, which asks an event
+        for operation in (kept.free, cache.close, lambda: kept.truncate(1)):
+            with pytest.raises(vmmkv.StreamCaptureError, match="before the capture"):
+                operation()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert value.item() == 1
+    assert kept.length == 100
+    kept.k(0).fill_(1)
+    cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_scrubbing_is_refused_in_a_capture_and_nothing_changes(gpu_cache, device: str) -> None:
+    cache = gpu_cache(scrub=True)
+    sequence = cache.sequence(10)
+    graph = torch.cuda.CUDAGraph()
+    value = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        value += 1
+        with pytest.raises(vmmkv.StreamCaptureError):
+            sequence.extend(50)
+    assert sequence.length == 10
+    sequence.extend(50)
+    assert not sequence.k(0)[10:].any()
+    cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_streams_of_another_device_are_refused(gpu_cache, make_cache, device: str) -> None:
+    host = make_cache(driver=small_driver("cpu")).sequence(1)
+    with pytest.raises(vmmkv.DeviceError, match="cache is on cpu"):
+        host.record_stream(torch.cuda.Stream())
