@@ -19,13 +19,14 @@ import typer
 from rich.progress import track
 
 from benchmarks.environment import environment
-from vmmkv import KVCache, KVLayout
+from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.output import console, errors, make_table
 from vmmkv.driver import Driver, open_driver
 
 ROUNDS = 50
 BATCH = 256
 TOKENS_PER_PAGE = 16
+MOST_PAGES = 64
 
 
 class RawCuda:
@@ -67,30 +68,36 @@ def make_cache(driver: Driver, pages: int, max_sequences: int = 2) -> KVCache:
 
 
 def growth_onto_new_pages(driver: Driver, pages: int) -> dict[str, float]:
-    """Microseconds a page: `extend` that creates and maps its pages, and the same calls by hand."""
-    cache = make_cache(driver, pages)
+    """Microseconds a page: `extend` by `pages` pages until there are 64, and the same calls by hand."""
+    cache = make_cache(driver, MOST_PAGES)
     raw = RawCuda(driver) if driver.device.type == "cuda" else driver
-    address = driver.reserve(pages * driver.page_size)
+    nbytes = MOST_PAGES * driver.page_size
+    base = driver.reserve(nbytes)
     ours, theirs = [], []
 
-    def by_hand(handles: list[Any]) -> None:
-        for _ in range(pages):
-            handles.append(raw.create())
-        for index, handle in enumerate(handles):
-            raw.map(address + index * driver.page_size, handle)
-        raw.set_access(address, pages * driver.page_size)
+    def grow(sequence: Sequence) -> None:
+        for _ in range(MOST_PAGES // pages):
+            sequence.extend(pages * TOKENS_PER_PAGE)
+
+    def grow_by_hand(handles: list[Any]) -> None:
+        for address in range(base, base + nbytes, pages * driver.page_size):
+            for _ in range(pages):
+                handles.append(raw.create())
+            for index in range(pages):
+                raw.map(address + index * driver.page_size, handles[index - pages])
+            raw.set_access(address, pages * driver.page_size)
 
     for _ in range(ROUNDS):
         with cache.sequence() as sequence:
-            ours.append(microseconds(sequence.extend, pages * TOKENS_PER_PAGE))
+            ours.append(microseconds(grow, sequence))
         cache.trim()
         handles: list[Any] = []
-        theirs.append(microseconds(by_hand, handles))
-        raw.unmap(address, pages * driver.page_size)
+        theirs.append(microseconds(grow_by_hand, handles))
+        raw.unmap(base, nbytes)
         for handle in handles:
             raw.release(handle)
-    driver.free(address, pages * driver.page_size)
-    return compared(ours, theirs, pages)
+    driver.free(base, nbytes)
+    return compared(pages, ours, theirs, MOST_PAGES)
 
 
 def growth_onto_reclaimed_pages(driver: Driver, pages: int) -> dict[str, float]:
@@ -123,12 +130,12 @@ def growth_onto_reclaimed_pages(driver: Driver, pages: int) -> dict[str, float]:
         raw.release(handle)
     for address in (source, target):
         driver.free(address, size)
-    return compared(ours, theirs, pages)
+    return compared(pages, ours, theirs, pages)
 
 
-def compared(ours: list[float], theirs: list[float], pages: int) -> dict[str, float]:
+def compared(step: int, ours: list[float], theirs: list[float], pages: int) -> dict[str, float]:
     a, b = median(ours) / pages, median(theirs) / pages
-    return {"pages": pages, "extend_us": a, "raw_us": b, "ratio": a / b}
+    return {"pages_a_step": step, "extend_us": a, "raw_us": b, "ratio": a / b}
 
 
 def batch_step(driver: Driver, crossing: int) -> dict[str, float]:
@@ -201,7 +208,7 @@ def main(
 ) -> None:
     """Measure what the allocator costs."""
     driver = open_driver(device)
-    sizes = (1, 16, 64)
+    sizes = (1, 4, 16, MOST_PAGES)
     work: list[tuple[str, Callable[[], dict[str, float]]]] = [
         *(("growth_new", lambda n=n: growth_onto_new_pages(driver, n)) for n in sizes),
         *(("growth_reclaimed", lambda n=n: growth_onto_reclaimed_pages(driver, n)) for n in sizes),

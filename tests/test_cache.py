@@ -235,6 +235,24 @@ def test_page_map_and_uses_tell_who_has_had_a_page(make_cache) -> None:
     assert (cache.page_map() == vmmkv.VACANT_PAGE).sum() == 6
 
 
+def test_driver_calls_are_counted_and_timed(device: str, make_cache) -> None:
+    class Counting(FaultyDriver):
+        def _call(self, name, *args):
+            result = super()._call(name, *args)
+            counts[name] = counts.get(name, 0) + 1
+            return result
+
+    counts: dict[str, int] = {}
+    cache = make_cache(driver=Counting(small_driver(device)), layers_per_range=2)
+    sequences = [cache.sequence(40), cache.sequence(1)]
+    sequences[0].free()
+    cache.trim()
+    cache.extend(sequences[1:], 50)
+    stats = cache.stats()
+    assert {name: call.count for name, call in stats.driver_calls.items()} == counts
+    assert stats.driver_seconds == sum(call.seconds for call in stats.driver_calls.values()) > 0
+
+
 @pytest.mark.parametrize(
     ("size", "pages"), [(10 * 4096 + 1, 10), ("40KiB", 10), ("0.04096 MB", 10), ({"max_tokens": 100}, 19 + 3)]
 )
@@ -391,8 +409,9 @@ def test_more_addresses_than_there_are(device: str) -> None:
 
 
 FORK = """
-    import gc, os, sys, torch, vmmkv
+    import gc, os, sys, torch, vmmkv, warnings
     from conftest import small_driver, small_layout
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork() beside threads
     driver = small_driver(sys.argv[1])
     cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=30 * driver.page_size, driver=driver)
     sequence = cache.sequence(5)

@@ -119,14 +119,6 @@ def test_memory_info(driver: Driver) -> None:
     assert 0 < free <= total
 
 
-def test_every_call_is_counted_and_timed(driver: Driver, address: int) -> None:
-    before = {name: calls.count for name, calls in driver.meter.items()}
-    drop(driver, address, put(driver, address))
-    for name in ("create", "map", "set_access", "unmap", "release"):
-        assert driver.meter[name].count == before.get(name, 0) + 1
-        assert driver.meter[name].nanoseconds > 0
-
-
 def test_works_from_a_thread_that_is_new_to_the_device(driver: Driver, address: int) -> None:
     failures: list[BaseException] = []
 

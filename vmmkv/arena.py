@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import suppress
+from time import perf_counter_ns
 
 from .driver import Driver
 from .errors import DriverError, LayoutError, VmmkvError
@@ -55,10 +56,13 @@ class Arena:
     def __init__(self, pool: PagePool, num_rows: int, row_bytes: int) -> None:
         self.pool = pool
         self.driver = pool.driver
+        self.meter = pool.meter
         self.page_size = pool.driver.page_size
         self.row_bytes = row_bytes
         self.nbytes = num_rows * row_bytes
+        start = perf_counter_ns()
         self.address = self.driver.reserve(self.nbytes)
+        self.meter.reserve.add(1, perf_counter_ns() - start)
         self.rows = [Row() for _ in range(num_rows)]
         # Not at exit: views may be read until the very end, and the process takes everything with it.
         weakref.finalize(
@@ -74,13 +78,17 @@ class Arena:
         mapping = self.rows[row]
         base = self.address + row * self.row_bytes
         size = self.page_size
-        driver_map = self.driver.map
-        handles = self.pool.handles
-        for index in range(mapping.end, end):
-            driver_map(base + index * size, handles[supply[-1]])  # type: ignore[arg-type]
-            mapping.pages.append(supply.pop())
+        driver_map, handles, pages = self.driver.map, self.pool.handles, mapping.pages
+        old_end = mapping.end
+        start = perf_counter_ns()
+        for address in range(base + old_end * size, base + end * size, size):
+            driver_map(address, handles[supply[-1]])  # type: ignore[arg-type]
+            pages.append(supply.pop())
+        mapped = perf_counter_ns()
         self.driver.set_access(base + mapping.ready * size, (end - mapping.ready) * size)
         mapping.ready = end
+        self.meter.map.add(end - old_end, mapped - start)
+        self.meter.set_access.add(1, perf_counter_ns() - mapped)
 
     def unmap_back(self, row: int, end: int) -> int:
         """Unmaps a row's pages from page `end` on and gives them to the pool; returns how many."""
@@ -111,7 +119,9 @@ class Arena:
 
     def _unmap(self, row: int, first: int, count: int) -> None:
         address = self.address + row * self.row_bytes + first * self.page_size
+        start = perf_counter_ns()
         self.driver.unmap(address, count * self.page_size)
+        self.meter.unmap.add(1, perf_counter_ns() - start)
 
 
 def check_address_space(nbytes: int, max_sequences: int, max_seq_len: int) -> None:

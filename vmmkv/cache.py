@@ -169,23 +169,16 @@ class KVCache:
             index = np.array(rows, np.int64)
             before = self._rows.length[index]
             lengths = before + counts
-            fits = ((before <= lengths) & (lengths <= self._rows.capacity[index])).all()
-            if fits and len(set(rows)) == len(rows) == len(sequences):
+            if (before > lengths).any() or not len(set(rows)) == len(rows) == len(sequences):
+                self._refuse(sequences, counts)
+            if (lengths <= self._rows.capacity[index]).all():
                 self._rows.length[index] = lengths
             else:
-                self._extend_batch(sequences, counts)
-
-    def _extend_batch(self, sequences: Collection[Sequence], counts: int | npt.NDArray[np.int64]) -> None:
-        """`extend` where something has to be mapped, or is wrong."""
-        self._check_usable()
-        rows = np.array([self._check_live(sequence) for sequence in sequences], np.int64)
-        if len(set(rows.tolist())) != len(rows):
-            raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
-        lengths = self._rows.length[rows] + np.broadcast_to(counts, rows.shape)
-        _check_tokens(int(np.min(counts)))
-        check_length(int(np.max(lengths)), self.max_seq_len)
-        self._free_abandoned()
-        self._rows.grow_batch(rows, lengths)
+                longest = int(lengths.max())
+                if self._unusable or index.min() < 0 or longest > self.max_seq_len:
+                    self._refuse(sequences, counts, longest)
+                self._free_abandoned()
+                self._rows.grow_batch(index, lengths, before)
 
     def _extend_one(self, sequence: Sequence, tokens: int) -> None:
         """`Sequence.extend`: the same for one, without arrays."""
@@ -197,12 +190,21 @@ class KVCache:
             if tokens >= 0 and length <= rows.capacity_of[row]:
                 rows.length_of[row] = length
             else:
-                self._check_live(sequence)
-                _check_tokens(tokens)
-                check_length(length, self.max_seq_len)
+                if self._unusable or row < 0 or tokens < 0 or length > self.max_seq_len:
+                    self._refuse([sequence], tokens, length)
                 if self._abandoned:
                     self._free_abandoned()
                 rows.grow([row], [length], [before])
+
+    def _refuse(self, sequences: Collection[Sequence], tokens: int | npt.NDArray[np.int64], longest: int = 0) -> None:
+        """Raises what is wrong with an `extend`, if anything is."""
+        self._check_usable()
+        for sequence in sequences:
+            self._check_live(sequence)
+        if len(set(sequences)) != len(sequences):
+            raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
+        _check_tokens(int(np.min(tokens, initial=0)))
+        check_length(longest, self.max_seq_len)
 
     def _truncate(self, sequence: Sequence, tokens: int) -> None:
         with self._lock:
@@ -328,9 +330,8 @@ class KVCache:
             tokens = int((rows.length[live] - rows.start[live]).sum())
             used = rows.used_pages
             uses = pool.page_uses + used
-            calls = {
-                name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in self._driver.meter.items()
-            }
+            meter = vars(pool.meter).items()
+            calls = {name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in meter if calls.count}
             return CacheStats(
                 budget_bytes=pool.budget * self.page_size,
                 physical_bytes=pool.created * self.page_size,

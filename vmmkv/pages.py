@@ -15,9 +15,11 @@ from __future__ import annotations
 import os
 import weakref
 from contextlib import suppress
+from time import perf_counter_ns
 
 from .driver import Driver, Handle
 from .errors import DriverError, OutOfPagesError
+from .meter import Meter
 
 
 class PagePool:
@@ -31,6 +33,8 @@ class PagePool:
     def __init__(self, driver: Driver, budget: int) -> None:
         self.driver = driver
         self.budget = budget
+        self.meter = Meter()
+        """Calls that the pool, and whoever maps its pages, have made."""
         self.handles: list[Handle | None] = []
         """By page number: the driver's handle; None while vacant."""
         self.uses: list[int] = []
@@ -79,11 +83,19 @@ class PagePool:
                 requested=count,
                 available=self.available,
             )
-        while len(self._free) < count:
-            self._create()
-        keep = len(self._free) - count
+        keep = max(len(self._free) - count, 0)
         pages = self._free[keep:]
         del self._free[keep:]
+        if len(pages) < count:
+            start = perf_counter_ns()
+            created = count - len(pages)
+            try:
+                for _ in range(created):
+                    pages.append(self._create())
+            except BaseException:
+                self._free += pages
+                raise
+            self.meter.create.add(created, perf_counter_ns() - start)
         self.taken += count
         return pages
 
@@ -100,7 +112,8 @@ class PagePool:
 
     def release_free(self) -> int:
         """Gives the memory of all free pages back to the system; returns how many pages that were."""
-        count = 0
+        count = len(self._free)
+        start = perf_counter_ns()
         while self._free:
             page = self._free[-1]
             handle = self.handles[page]
@@ -108,7 +121,8 @@ class PagePool:
             self.driver.release(handle)
             self.handles[page] = None
             self._vacant.append(self._free.pop())
-            count += 1
+        if count:
+            self.meter.release.add(count, perf_counter_ns() - start)
         return count
 
     def close(self) -> None:
@@ -116,18 +130,16 @@ class PagePool:
         _release_all(self.driver, self.handles, os.getpid())
         self._free.clear()
 
-    def _create(self) -> None:
+    def _create(self) -> int:
         handle = self.driver.create()
         self.pages_created += 1
         if self._vacant:
             page = self._vacant.pop()
-            self.handles[page] = handle
-            self.uses[page] = 0
-        else:
-            page = len(self.handles)
-            self.handles.append(handle)
-            self.uses.append(0)
-        self._free.append(page)
+            self.handles[page], self.uses[page] = handle, 0
+            return page
+        self.handles.append(handle)
+        self.uses.append(0)
+        return len(self.handles) - 1
 
 
 def _release_all(driver: Driver, handles: list[Handle | None], owner: int) -> None:

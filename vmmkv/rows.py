@@ -181,10 +181,11 @@ class Rows:
 
     # ------------------------------------------------------------------ growing and shrinking
 
-    def grow_batch(self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> None:
+    def grow_batch(
+        self, rows: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], before: npt.NDArray[np.int64]
+    ) -> None:
         """`grow` for many rows, of which few need pages; the others cost one comparison in all."""
         needing = lengths > self.capacity[rows]
-        before = self.length[rows]
         self.length[rows] = lengths
         try:
             self.grow(rows[needing].tolist(), lengths[needing].tolist(), before[needing].tolist())
@@ -205,6 +206,7 @@ class Rows:
         plan: list[tuple[Arena, int, int, int]] = []
         count = 0
         for row, length in zip(rows, lengths):
+            self.length_of[row] = length  # what is used from now on is no surplus that could be reclaimed
             for arena, record in self.ranges:
                 end = -(-length * record // size)
                 mapping = arena.rows[row]
@@ -215,8 +217,6 @@ class Rows:
         supply: list[int] = []
         zeroing = False
         try:
-            for row, length in zip(rows, lengths):
-                self.length_of[row] = length  # what is used from now on is no surplus that could be reclaimed
             if count:
                 supply = self._supply(count)
             for arena, row, end, _ in plan:
@@ -341,10 +341,10 @@ class Rows:
         Takes idle pages where it can and waits for the GPU where it must. Returns how many.
         """
         live = np.flatnonzero(self.owner >= 0).tolist()
-        candidates = list(dict.fromkeys([*self.retired, *self.parked, *live]))
-        reclaimed = self._reclaim_from(candidates, count)
-        if reclaimed < count:
-            reclaimed += self._reclaim_from(candidates, count - reclaimed, wait=True)
+        reclaimed = 0
+        for wait in (False, True):
+            for rows in (self.retired, self.parked, live):
+                reclaimed += self._reclaim_from(list(rows), count - reclaimed, wait)
         return reclaimed
 
     def _reclaim_from(self, rows: list[int], count: int, wait: bool = False) -> int:
@@ -388,14 +388,11 @@ class Rows:
         try:
             return self.pool.take(count)
         except DriverOutOfMemoryError as error:
-            self._press(count, count - self.pool.free, error)
+            self._press(count, count - self.pool.free, error)  # the device has less left than the budget allows
             return self.pool.take(count)
 
     def _press(self, count: int, missing: int, cause: DriverOutOfMemoryError | None = None) -> None:
-        """Reclaims `missing` pages, from parked rows if they do, or raises where there are not so many."""
-        missing -= self._reclaim_from(list(self.parked), missing)
-        if missing <= 0:
-            return
+        """Reclaims `missing` pages, or raises before it changes anything."""
         used = self.used_pages - count  # `grow` counts those asked for among the used ones already
         surplus = self.pool.taken - used
         if surplus < missing:

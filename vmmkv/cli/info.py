@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 from collections import defaultdict
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
@@ -68,10 +67,11 @@ def measure_page_life(driver: Driver) -> dict[str, float]:
     """Median microseconds of each call in a page's life, one page per call."""
     times: dict[str, list[float]] = defaultdict(list)
 
-    def timed(call: Callable[..., Any], *args: Any) -> Any:
+    def timed(name: str, *args: Any) -> Any:
+        call = getattr(driver, name)
         start = perf_counter_ns()
         result = call(*args)
-        times[call.__name__].append((perf_counter_ns() - start) / 1e3)
+        times[name].append((perf_counter_ns() - start) / 1e3)
         return result
 
     size = driver.page_size
@@ -80,11 +80,11 @@ def measure_page_life(driver: Driver) -> dict[str, float]:
         base = driver.reserve(PAGES * size)
         undo.callback(driver.free, base, PAGES * size)
         for address in range(base, base + PAGES * size, size):
-            page = timed(driver.create)
-            undo.callback(timed, driver.release, page)
-            timed(driver.map, address, page)
-            undo.callback(timed, driver.unmap, address, size)
-            timed(driver.set_access, address, size)
+            page = timed("create")
+            undo.callback(timed, "release", page)
+            timed("map", address, page)
+            undo.callback(timed, "unmap", address, size)
+            timed("set_access", address, size)
     return {call: median(times[call]) for call in PAGE_LIFE}
 
 

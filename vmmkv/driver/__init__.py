@@ -18,53 +18,16 @@ The contract:
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
-from collections.abc import Callable
-from time import perf_counter_ns
-from typing import Any, Concatenate, NewType, ParamSpec, Protocol, TypeVar
+from typing import Any, NewType, Protocol
 
 import torch
 
 from ..errors import DeviceError, LayoutError
 
-P = ParamSpec("P")
-R = TypeVar("R")
-S = TypeVar("S")
-
 Handle = NewType("Handle", object)
 """A page's physical memory, as the memory system names it."""
 
 DEFAULT_PAGE_SIZE = 2 << 20
-
-
-class Calls:
-    """How often one call of the memory system was made, and how long all of them took."""
-
-    __slots__ = ("count", "nanoseconds")
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.nanoseconds = 0
-
-
-Meter = defaultdict[str, Calls]
-
-
-def metered(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """Counts and times a driver's method in its `meter`, under the method's name."""
-    name = method.__name__
-
-    @functools.wraps(method)
-    def call(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        start = perf_counter_ns()
-        result = method(self, *args, **kwargs)
-        calls = self.meter[name]  # type: ignore[attr-defined]
-        calls.nanoseconds += perf_counter_ns() - start
-        calls.count += 1
-        return result
-
-    return call
 
 
 class Event(Protocol):
@@ -87,10 +50,6 @@ class Driver(Protocol):
     @property
     def page_size(self) -> int:
         """Bytes of one page, a multiple of the memory system's granularity."""
-
-    @property
-    def meter(self) -> Meter:
-        """The calls that succeeded so far, by the names of the methods below."""
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total physical bytes of the device, now."""

@@ -5,7 +5,7 @@ Works in the primary context, the one that torch uses, so that torch's kernels s
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,10 +13,12 @@ import cuda.bindings.driver as cu
 import torch
 
 from ..errors import DeviceError, DriverError, DriverOutOfMemoryError, StreamCaptureError
-from . import Calls, Event, Handle, Meter, check_page_size, metered
+from . import Event, Handle, check_page_size
 
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 MINIMUM = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
+RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 OUT_OF_MEMORY = cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
 
 
@@ -27,45 +29,33 @@ def check(call: str, status: Any, detail: str = "") -> None:
         raise kind(call, cu.CUresult(status).name, detail)
 
 
-@contextmanager
-def typed_errors(call: str) -> Iterator[None]:
-    """Turns what torch raises for a failed CUDA call into `DriverError`, with the driver's name for it."""
-    try:
-        yield
-    except RuntimeError as error:
-        (status,) = cu.cuCtxSynchronize()
-        raise DriverError(call, cu.CUresult(status).name, str(error).splitlines()[0]) from None
-
-
-@contextmanager
-def relaxed_capture() -> Iterator[None]:
-    """Allows this thread calls that would break a graph capture, its own or another thread's.
-
-    Sound for events that are no part of the graph; torch's caching allocator does the same.
-    """
-    mode = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    status, before = cu.cuThreadExchangeStreamCaptureMode(mode)
-    check("cuThreadExchangeStreamCaptureMode", status)
-    try:
-        yield
-    finally:
-        cu.cuThreadExchangeStreamCaptureMode(before)
-
-
 class _CudaEvent:
-    """A point in a stream's work."""
+    """A point in a stream's work.
+
+    Asking an ordinary event would break a graph capture, this thread's or another's, unless the thread says
+    that it knows what it does; torch's caching allocator does the same.
+    """
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def query(self) -> bool:
-        with typed_errors("cuEventQuery"), relaxed_capture():
-            return bool(self._event.query())
+        status = self._relaxed(cu.cuEventQuery)
+        if status == NOT_READY:
+            return False
+        check("cuEventQuery", status)
+        return True
 
     def synchronize(self) -> None:
-        with typed_errors("cuEventSynchronize"), relaxed_capture():
-            self._event.synchronize()
+        check("cuEventSynchronize", self._relaxed(cu.cuEventSynchronize))
+
+    def _relaxed(self, call: Callable[[int], tuple[Any]]) -> Any:
+        _, mode = cu.cuThreadExchangeStreamCaptureMode(RELAXED)
+        try:
+            return call(self._event.cuda_event)[0]
+        finally:
+            cu.cuThreadExchangeStreamCaptureMode(mode)
 
 
 class CudaDriver:
@@ -86,7 +76,6 @@ class CudaDriver:
         if index >= torch.cuda.device_count():
             raise DeviceError(f"asked for cuda:{index}; torch sees {torch.cuda.device_count()} CUDA device(s)")
         self.device = torch.device("cuda", index)
-        self.meter = Meter(Calls)
         self.memory_info()  # makes torch's primary context, where there is none yet
         status, ordinal = cu.cuDeviceGet(index)
         check("cuDeviceGet", status)
@@ -151,49 +140,40 @@ class CudaDriver:
     def memory_info(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)
 
-    @metered
     def reserve(self, nbytes: int) -> int:
         status, address = cu.cuMemAddressReserve(nbytes, 0, 0, 0)
         check("cuMemAddressReserve", status, f"reserving {nbytes} bytes of addresses")
         return int(address)
 
-    @metered
     def free(self, address: int, nbytes: int) -> None:
         check("cuMemAddressFree", *cu.cuMemAddressFree(address, nbytes))
 
-    @metered
     def create(self) -> Handle:
         status, handle = cu.cuMemCreate(self.page_size, self._property, 0)
         if status != SUCCESS:
             check("cuMemCreate", status, f"one page of {self.page_size} bytes on {self.device}")
         return Handle(handle)
 
-    @metered
     def release(self, handle: Handle) -> None:
         check("cuMemRelease", *cu.cuMemRelease(handle))
 
-    @metered
     def map(self, address: int, handle: Handle) -> None:
         (status,) = cu.cuMemMap(address, self.page_size, 0, handle, 0)
         if status != SUCCESS:
             check("cuMemMap", status)
 
-    @metered
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
         (status,) = cu.cuMemSetAccess(address, nbytes, self._access[writable], 1)
         if status != SUCCESS:
             check("cuMemSetAccess", status)
 
-    @metered
     def unmap(self, address: int, nbytes: int) -> None:
         check("cuMemUnmap", *cu.cuMemUnmap(address, nbytes))
 
-    @metered
     def fill(self, address: int, nbytes: int, value: int = 0) -> None:
         with self._outside_capture("a memset") as stream:
             check("cuMemsetD8Async", *cu.cuMemsetD8Async(address, value, nbytes, stream.cuda_stream))
 
-    @metered
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         with self._outside_capture("a page copy") as stream:
             check("cuMemcpyDtoDAsync", *cu.cuMemcpyDtoDAsync(destination, source, nbytes, stream.cuda_stream))
@@ -202,20 +182,29 @@ class CudaDriver:
         return torch.cuda.current_stream(self.device)
 
     def record(self, stream: torch.cuda.Stream) -> Event:
-        with self._outside_capture("a fence"), typed_errors("cuEventRecord"):
+        with self._outside_capture("a fence"):
             return _CudaEvent(stream)
 
     def synchronize(self) -> None:
-        with self._outside_capture("a device synchronize"), typed_errors("cuCtxSynchronize"):
+        with self._outside_capture("a device synchronize"):
             torch.cuda.synchronize(self.device)
 
     @contextmanager
     def _outside_capture(self, what: str) -> Iterator[torch.cuda.Stream]:
-        """This device's current stream; refused where a captured call would run again at each replay."""
-        with torch.cuda.device(self.device):
-            if torch.cuda.is_current_stream_capturing():
-                raise StreamCaptureError(
-                    f"{what} cannot be part of a CUDA graph: extend what the graph needs before the capture, and "
-                    "truncate, free or close after it"
-                )
-            yield self.current_stream()
+        """This device's current stream; refused where a captured call would run again at each replay.
+
+        What torch raises for a failed call becomes a `DriverError` with the driver's name for it.
+        """
+        try:
+            with torch.cuda.device(self.device):
+                if torch.cuda.is_current_stream_capturing():
+                    raise StreamCaptureError(
+                        f"{what} cannot be part of a CUDA graph: extend what the graph needs before the capture, and "
+                        "truncate, free or close after it"
+                    )
+                yield self.current_stream()
+        except DriverError:
+            raise
+        except RuntimeError as error:
+            (status,) = cu.cuCtxSynchronize()
+            raise DriverError(what, cu.CUresult(status).name, str(error).splitlines()[0]) from None

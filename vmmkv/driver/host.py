@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from ..errors import DeviceError, DriverError, DriverOutOfMemoryError
-from . import Calls, Event, Handle, Meter, check_page_size, metered
+from . import Event, Handle, check_page_size
 
 # mmap(2) and fallocate(2): the constants that Python's mmap module does not name.
 PROT_NONE = 0
@@ -63,7 +63,6 @@ class HostDriver:
             raise DeviceError(f"device='cpu' needs Linux (memfd and MAP_FIXED); this is {sys.platform}")
         self.device = torch.device("cpu")
         self.page_size = check_page_size(page_size, mmap.PAGESIZE)
-        self.meter = Meter(Calls)
         self._libc = _libc()
         self._fd = os.memfd_create("vmmkv")
         self._end = 0
@@ -80,17 +79,14 @@ class HostDriver:
             return free, total
         return max(min(free, limit - used), 0), min(total, limit)
 
-    @metered
     def reserve(self, nbytes: int) -> int:
         address = self._libc.mmap(None, nbytes, PROT_NONE, NOTHING_MAPPED, -1, 0)
         self._check("mmap", address != MAP_FAILED, f"reserving {nbytes} bytes of addresses")
         return int(address)
 
-    @metered
     def free(self, address: int, nbytes: int) -> None:
         self._check("munmap", self._libc.munmap(address, nbytes) == 0, "")
 
-    @metered
     def create(self) -> Handle:
         offset = self._holes[-1] if self._holes else self._end
         try:
@@ -105,35 +101,29 @@ class HostDriver:
             self._end += self.page_size
         return Handle(offset)
 
-    @metered
     def release(self, handle: Handle) -> None:
         mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
         done = self._libc.fallocate(self._fd, mode, handle, self.page_size)
         self._check("fallocate", done == 0, "punching a hole into the memfd")
         self._holes.append(int(handle))  # type: ignore[call-overload]
 
-    @metered
     def map(self, address: int, handle: Handle) -> None:
         flags = mmap.MAP_SHARED | MAP_FIXED
         at = self._libc.mmap(address, self.page_size, PROT_NONE, flags, self._fd, handle)
         self._check("mmap", at == address, "the kernel's limit is /proc/sys/vm/max_map_count mappings")
 
-    @metered
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self._check("mprotect", self._libc.mprotect(address, nbytes, access) == 0, "")
 
-    @metered
     def unmap(self, address: int, nbytes: int) -> None:
         flags = NOTHING_MAPPED | MAP_FIXED
         at = self._libc.mmap(address, nbytes, PROT_NONE, flags, -1, 0)
         self._check("mmap", at == address, "the kernel's limit is /proc/sys/vm/max_map_count mappings")
 
-    @metered
     def fill(self, address: int, nbytes: int, value: int = 0) -> None:
         ctypes.memset(address, value, nbytes)
 
-    @metered
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         ctypes.memmove(destination, source, nbytes)
 
