@@ -18,10 +18,10 @@ import torch
 import typer
 from rich.progress import track
 
-from benchmarks.environment import environment
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.output import console, errors, make_table
 from vmmkv.driver import Driver, open_driver
+from vmmkv.environment import environment
 
 ROUNDS = 50
 BATCH = 256
@@ -216,7 +216,7 @@ def main(
         *(("adoption", lambda n=n: free_and_adopt(driver, n)) for n in sizes),
         *(("torch_empty", lambda n=n: torch_empty(driver, n)) for n in sizes),
     ]
-    result: dict[str, Any] = {"environment": environment(driver)}
+    result: dict[str, Any] = {"environment": environment(driver.device)}
     for name, measure in track(work, "Measuring", console=errors, transient=True, disable=not errors.is_terminal):
         result.setdefault(name, []).append(measure())
     if json_file:

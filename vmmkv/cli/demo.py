@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from .. import InvariantError, KVCache, KVLayout
 from ..driver import open_driver
+from ..environment import environment
 from ..schemes import SCHEMES, allocated_bytes
 from ..workload import conversations, read_trace
 from .output import console, errors, format_bytes, make_table, print_json
@@ -103,6 +104,7 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
         waste_at_peak[scheme] = float(1 - held[peak] / allocated[peak])
     return {
         "device": torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else str(cache.device),
+        "environment": environment(cache.device),
         "requests": requests,
         "steps": replay.steps,
         "preemptions": replay.preemptions,

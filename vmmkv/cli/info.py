@@ -89,11 +89,11 @@ def measure_page_life(driver: Driver) -> dict[str, float]:
 
 
 def _cuda_facts(driver: Driver) -> dict[str, Any]:
-    from ..driver.cuda import CudaDriver
+    from ..driver.cuda import CudaDriver, cuda_version
 
     assert isinstance(driver, CudaDriver)
     name = torch.cuda.get_device_name(driver.device)
-    return {"kind": "cuda", "name": name, "cuda_driver": driver.cuda_version, **driver.features}
+    return {"kind": "cuda", "name": name, "cuda_driver": cuda_version(), **driver.features}
 
 
 def _host_facts() -> dict[str, Any]:

@@ -29,6 +29,13 @@ def check(call: str, status: Any, detail: str = "") -> None:
         raise kind(call, cu.CUresult(status).name, detail)
 
 
+def cuda_version() -> str:
+    """The newest CUDA that the installed driver supports."""
+    status, version = cu.cuDriverGetVersion()
+    check("cuDriverGetVersion", status)
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
 class _CudaEvent:
     """A point in a stream's work.
 
@@ -79,9 +86,6 @@ class CudaDriver:
         self.memory_info()  # makes torch's primary context, where there is none yet
         status, ordinal = cu.cuDeviceGet(index)
         check("cuDeviceGet", status)
-        status, version = cu.cuDriverGetVersion()
-        check("cuDriverGetVersion", status)
-        self.cuda_version = f"{version // 1000}.{version % 1000 // 10}"
         self.features, self._property, granularity = self._probe(ordinal)
         self.page_size = check_page_size(page_size, granularity)
         self._access = {writable: [self._access_description(writable)] for writable in (False, True)}
