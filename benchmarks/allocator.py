@@ -138,24 +138,37 @@ def compared(step: int, ours: list[float], theirs: list[float], pages: int) -> d
     return {"pages_a_step": step, "extend_us": a, "raw_us": b, "ratio": a / b}
 
 
-def batch_step(driver: Driver, crossing: int) -> dict[str, float]:
-    """Microseconds of one decode step over 256 sequences, of which `crossing` need a page."""
+def batch_step(driver: Driver, crossing: int) -> dict[str, float | None]:
+    """Microseconds of one decode step over 256 sequences, of which `crossing` need a page, and of the same
+    driver calls by hand."""
     cache = make_cache(driver, BATCH * 4, BATCH)
-    times, calls = [], []
+    raw = RawCuda(driver) if driver.device.type == "cuda" else driver
+    stride = 4 * driver.page_size
+    base = driver.reserve(BATCH * stride)
+    ours, theirs = [], []
+
+    def grow_by_hand(handles: list[Any]) -> None:
+        for _ in range(crossing):
+            handles.append(raw.create())
+        for index, handle in enumerate(handles):
+            raw.map(base + index * stride, handle)
+            raw.set_access(base + index * stride, driver.page_size)
+
     for _ in range(ROUNDS):
         sequences = [cache.sequence(TOKENS_PER_PAGE - 3 if index < crossing else 1) for index in range(BATCH)]
         for _ in range(3):  # warm, as in a decode loop
             cache.extend(sequences, 1)
-        before = driver_time(cache)
-        times.append(microseconds(cache.extend, sequences, 1))
-        calls.append(driver_time(cache) - before)
+        ours.append(microseconds(cache.extend, sequences, 1))
         cache.free(sequences)
         cache.trim()
-    return {"sequences": BATCH, "crossing": crossing, "step_us": median(times), "driver_us": median(calls)}
-
-
-def driver_time(cache: KVCache) -> float:
-    return cache.stats().driver_seconds * 1e6
+        handles: list[Any] = []
+        theirs.append(microseconds(grow_by_hand, handles))
+        for index, handle in enumerate(handles):
+            raw.unmap(base + index * stride, driver.page_size)
+            raw.release(handle)
+    driver.free(base, BATCH * stride)
+    a, b = median(ours), median(theirs)
+    return {"crossing": crossing, "step_us": a, "raw_us": b, "ratio": a / b if crossing else None}
 
 
 def free_and_adopt(driver: Driver, pages: int) -> dict[str, float]:
@@ -209,10 +222,10 @@ def main(
     """Measure what the allocator costs."""
     driver = open_driver(device)
     sizes = (1, 4, 16, MOST_PAGES)
-    work: list[tuple[str, Callable[[], dict[str, float]]]] = [
+    work: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         *(("growth_new", lambda n=n: growth_onto_new_pages(driver, n)) for n in sizes),
         *(("growth_reclaimed", lambda n=n: growth_onto_reclaimed_pages(driver, n)) for n in sizes),
-        *(("batch_step", lambda n=n: batch_step(driver, n)) for n in (0, 1, BATCH)),
+        *(("batch_step", lambda n=n: batch_step(driver, n)) for n in (0, 1, BATCH // TOKENS_PER_PAGE, BATCH)),
         *(("adoption", lambda n=n: free_and_adopt(driver, n)) for n in sizes),
         *(("torch_empty", lambda n=n: torch_empty(driver, n)) for n in sizes),
     ]

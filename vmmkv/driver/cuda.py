@@ -154,7 +154,7 @@ class CudaDriver:
 
     def create(self) -> Handle:
         status, handle = cu.cuMemCreate(self.page_size, self._property, 0)
-        if status != SUCCESS:
+        if status:
             check("cuMemCreate", status, f"one page of {self.page_size} bytes on {self.device}")
         return Handle(handle)
 
@@ -163,12 +163,12 @@ class CudaDriver:
 
     def map(self, address: int, handle: Handle) -> None:
         (status,) = cu.cuMemMap(address, self.page_size, 0, handle, 0)
-        if status != SUCCESS:
+        if status:
             check("cuMemMap", status)
 
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
         (status,) = cu.cuMemSetAccess(address, nbytes, self._access[writable], 1)
-        if status != SUCCESS:
+        if status:
             check("cuMemSetAccess", status)
 
     def unmap(self, address: int, nbytes: int) -> None:
