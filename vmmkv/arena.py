@@ -32,9 +32,10 @@ ADDRESS_LIMIT = 100 << 40
 class Row:
     """What is mapped under one row, counted in pages from the row's address."""
 
-    __slots__ = ("first", "pages", "ready")
+    __slots__ = ("address", "first", "pages", "ready")
 
-    def __init__(self) -> None:
+    def __init__(self, address: int) -> None:
+        self.address = address
         self.first = 0
         self.pages: list[int] = []
         self.ready = 0
@@ -63,10 +64,10 @@ class Arena:
         start = perf_counter_ns()
         self.address = self.driver.reserve(self.nbytes)
         self.meter.reserve.add(1, perf_counter_ns() - start)
-        self.rows = [Row() for _ in range(num_rows)]
+        self.rows = [Row(self.address + index * row_bytes) for index in range(num_rows)]
         # Not at exit: views may be read until the very end, and the process takes everything with it.
         weakref.finalize(
-            self, _free_range, self.driver, self.address, self.nbytes, row_bytes, self.rows, os.getpid()
+            self, _free_range, self.driver, self.address, self.nbytes, self.rows, os.getpid()
         ).atexit = False
 
     def map_back(self, row: int, end: int, supply: list[int]) -> None:
@@ -75,11 +76,9 @@ class Arena:
         Raises:
             DriverError: what was mapped before it stays mapped; `unmap_back` undoes it.
         """
-        mapping = self.rows[row]
-        base = self.address + row * self.row_bytes
-        size = self.page_size
+        mapping, size = self.rows[row], self.page_size
         driver_map, handles, pages = self.driver.map, self.pool.handles, mapping.pages
-        old_end = mapping.end
+        base, old_end = mapping.address, mapping.end
         start = perf_counter_ns()
         for address in range(base + old_end * size, base + end * size, size):
             driver_map(address, handles[supply[-1]])  # type: ignore[arg-type]
@@ -96,7 +95,7 @@ class Arena:
         end = max(end, mapping.first)
         count = mapping.end - end
         if count > 0:
-            self._unmap(row, end, count)
+            self._unmap(mapping, end, count)
             mapping.ready = min(mapping.ready, end)
             self.pool.give(mapping.pages[-count:])
             del mapping.pages[-count:]
@@ -107,7 +106,7 @@ class Arena:
         mapping = self.rows[row]
         count = min(first, mapping.end) - mapping.first
         if count > 0:
-            self._unmap(row, mapping.first, count)
+            self._unmap(mapping, mapping.first, count)
             mapping.first += count
             self.pool.give(mapping.pages[:count])
             del mapping.pages[:count]
@@ -115,12 +114,11 @@ class Arena:
 
     def close(self) -> None:
         """Unmaps everything, in whatever state the driver is; all work must have finished."""
-        _unmap_all(self.driver, self.address, self.row_bytes, self.rows)
+        _unmap_all(self.driver, self.rows)
 
-    def _unmap(self, row: int, first: int, count: int) -> None:
-        address = self.address + row * self.row_bytes + first * self.page_size
+    def _unmap(self, row: Row, first: int, count: int) -> None:
         start = perf_counter_ns()
-        self.driver.unmap(address, count * self.page_size)
+        self.driver.unmap(row.address + first * self.page_size, count * self.page_size)
         self.meter.unmap.add(1, perf_counter_ns() - start)
 
 
@@ -133,22 +131,21 @@ def check_address_space(nbytes: int, max_sequences: int, max_seq_len: int) -> No
         )
 
 
-def _unmap_all(driver: Driver, address: int, row_bytes: int, rows: list[Row]) -> None:
-    for index, row in enumerate(rows):
+def _unmap_all(driver: Driver, rows: list[Row]) -> None:
+    for row in rows:
         if row.pages:
             with suppress(DriverError):
-                start = address + index * row_bytes + row.first * driver.page_size
-                driver.unmap(start, len(row.pages) * driver.page_size)
+                driver.unmap(row.address + row.first * driver.page_size, len(row.pages) * driver.page_size)
                 row.pages.clear()
 
 
-def _free_range(driver: Driver, address: int, nbytes: int, row_bytes: int, rows: list[Row], owner: int) -> None:
+def _free_range(driver: Driver, address: int, nbytes: int, rows: list[Row], owner: int) -> None:
     if os.getpid() != owner:
         return
     try:
         driver.synchronize()
     except VmmkvError:
         return  # a lost context, or a capture: a leak is better than a page that vanishes under a kernel
-    _unmap_all(driver, address, row_bytes, rows)
+    _unmap_all(driver, rows)
     with suppress(DriverError):
         driver.free(address, nbytes)

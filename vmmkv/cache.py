@@ -132,8 +132,9 @@ class KVCache:
     def sequence(self, tokens: int = 0) -> Sequence:
         """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one.
 
-        Without tokens it takes no memory. Naming the prompt's length here, rather than in a first
-        `extend`, finds the parked row that fits best.
+        It belongs to the current stream: order work on other streams behind it, and name them with
+        `Sequence.record_stream`. Without tokens it takes no memory. Naming the prompt's length here, rather
+        than in a first `extend`, finds the parked row that fits best.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.

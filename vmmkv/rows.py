@@ -295,7 +295,7 @@ class Rows:
         """Zeroes the pages that a row begins to use when it grows from `old` to `new` tokens."""
         for (arena, (_, first)), (_, (_, end)) in zip(self._spans(0, old), self._spans(0, new)):
             if end > first:
-                address = arena.address + row * arena.row_bytes + first * self._page_size
+                address = arena.rows[row].address + first * self._page_size
                 self._driver.fill(address, (end - first) * self._page_size, 0)
 
     def _refresh(self, row: int) -> None:
