@@ -101,7 +101,7 @@ def growth_onto_new_pages(driver: Driver, pages: int) -> dict[str, float]:
 
 
 def growth_onto_reclaimed_pages(driver: Driver, pages: int) -> dict[str, float]:
-    """Microseconds a page: `extend` that takes its pages from another row, and the same calls by hand."""
+    """Microseconds a page: `extend` that takes its pages from a parked row, and the same calls by hand."""
     cache = make_cache(driver, pages)
     raw = RawCuda(driver) if driver.device.type == "cuda" else driver
     size = pages * driver.page_size
@@ -110,7 +110,6 @@ def growth_onto_reclaimed_pages(driver: Driver, pages: int) -> dict[str, float]:
     for index, handle in enumerate(handles):
         raw.map(source + index * driver.page_size, handle)
     ours, theirs = [], []
-    full, empty = cache.sequence(pages * TOKENS_PER_PAGE), cache.sequence()
 
     def by_hand() -> None:
         raw.unmap(source, size)
@@ -119,10 +118,11 @@ def growth_onto_reclaimed_pages(driver: Driver, pages: int) -> dict[str, float]:
         raw.set_access(target, size)
 
     for _ in range(ROUNDS):
-        full.truncate(0)
+        gone, growing = cache.sequence(pages * TOKENS_PER_PAGE), cache.sequence()
+        gone.free()
         driver.synchronize()
-        ours.append(microseconds(empty.extend, pages * TOKENS_PER_PAGE))
-        full, empty = empty, full
+        ours.append(microseconds(growing.extend, pages * TOKENS_PER_PAGE))
+        growing.free()
         theirs.append(microseconds(by_hand))
         source, target = target, source
     raw.unmap(source, size)
@@ -241,7 +241,7 @@ def show(result: dict[str, Any]) -> None:
     """Prints one table per part."""
     titles = {
         "growth_new": "extend onto new pages, µs a page",
-        "growth_reclaimed": "extend onto pages of another row, µs a page",
+        "growth_reclaimed": "extend onto pages of a parked row, µs a page",
         "batch_step": "one decode step over 256 sequences, µs",
         "adoption": "free, and a new sequence on the parked row, µs",
         "torch_empty": "torch.empty of as many bytes, µs",

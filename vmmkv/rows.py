@@ -22,7 +22,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -340,24 +340,28 @@ class Rows:
 
         Takes idle pages where it can and waits for the GPU where it must. Returns how many.
         """
-        live = np.flatnonzero(self.owner >= 0).tolist()
-        reclaimed = 0
-        for wait in (False, True):
-            for rows in (self.retired, self.parked, live):
-                reclaimed += self._reclaim_from(list(rows), count - reclaimed, wait)
+        reclaimed = self._reclaim_from(self._candidates(), count)
+        if reclaimed < count:
+            reclaimed += self._reclaim_from(self._candidates(), count - reclaimed, wait=True)
         return reclaimed
 
-    def _reclaim_from(self, rows: list[int], count: int, wait: bool = False) -> int:
+    def _candidates(self) -> Iterator[int]:
+        """Rows that may have surplus pages."""
+        yield from list(self.retired)
+        yield from list(self.parked)
+        yield from np.flatnonzero(self.owner >= 0).tolist()
+
+    def _reclaim_from(self, rows: Iterable[int], count: int, wait: bool = False) -> int:
         reclaimed = 0
         for row in rows:
-            if reclaimed >= count:
-                break
             if not self._surplus(row):
                 continue
             if wait:
                 self._fences[row].wait()
             if self._fences[row].passed():
                 reclaimed += self._unmap_surplus(row, count - reclaimed)
+            if reclaimed >= count:
+                break
         return reclaimed
 
     def _unmap_surplus(self, row: int, count: int) -> int:
@@ -379,6 +383,16 @@ class Rows:
                 self._settle(row)
         return unmapped
 
+    def _parked_pages(self, enough: int) -> int:
+        """Pages of parked rows, counted up to `enough`: what is usually there to be reclaimed."""
+        count = 0
+        for row in self.parked:
+            for arena, _ in self.ranges:
+                count += len(arena.rows[row].pages)
+            if count >= enough:
+                break
+        return count
+
     def _supply(self, count: int) -> list[int]:
         """`count` pages: free ones, then retired ones, then new ones, and under pressure any surplus."""
         if self.retired and count > self.pool.free:
@@ -393,6 +407,9 @@ class Rows:
 
     def _press(self, count: int, missing: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Reclaims `missing` pages, or raises before it changes anything."""
+        if self._parked_pages(missing) >= missing:
+            self.reclaim(missing)
+            return
         used = self.used_pages - count  # `grow` counts those asked for among the used ones already
         surplus = self.pool.taken - used
         if surplus < missing:
