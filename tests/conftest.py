@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -18,6 +19,9 @@ from vmmkv.driver import Driver, open_driver
 # `pytest --hypothesis-profile=long tests/test_state_machine.py` runs 200,000 operations.
 settings.register_profile("default", deadline=None)
 settings.register_profile("long", deadline=None, max_examples=2000, stateful_step_count=100)
+
+if not torch.cuda.is_available():
+    os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # kernels run in Numba's simulator, on host memory
 
 ROOT = Path(__file__).parent.parent
 

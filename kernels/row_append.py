@@ -1,0 +1,146 @@
+"""append: writes the K and V of new tokens into rows, or into the blocks of a block table.
+
+One block of threads per token. With a block table only the token's address differs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from numba import cuda
+
+from .checks import check_cache, check_indices, check_new
+from .compiler import Kernel
+from .ptx import load_i32
+from .vectors import THREADS, move_heads
+
+
+def append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+) -> None:
+    """Writes K and V of new tokens to their places, on the current stream.
+
+    Args:
+        k: `[tokens, num_kv_heads, head_dim]`, fp32, fp16 or bf16 (or any dtype: bytes are copied).
+        v: `[tokens, num_kv_heads, v_head_dim]`.
+        k_cache: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a
+            block table `[num_blocks, block_size, num_kv_heads, head_dim]`.
+        v_cache: likewise with `v_head_dim`.
+        rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one).
+        starts: int32 `[batch]`, the position of each sequence's first new token.
+        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; None: one token each.
+        block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is written.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.vmmkv.append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table)
+    else:
+        _append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table)
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+) -> None:
+    check_new(k, v)
+    check_cache("k_cache", k_cache, like=k)
+    check_cache("v_cache", v_cache, like=v)
+    (tokens, heads, k_dim), v_dim = k.shape, v.shape[2]
+    device, size = k.device, k.element_size()
+    batch = tokens if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_indices(device, rows=(rows, batch), starts=(starts, batch))
+    if cu_seqlens is not None:
+        check_indices(device, cu_seqlens=(cu_seqlens, batch + 1))
+    if block_table is not None:
+        check_indices(device, block_table=(block_table, None))
+    kernel = append_kernel(
+        heads * k_dim * size // 16,
+        k_dim * size // 16,
+        heads * v_dim * size // 16,
+        v_dim * size // 16,
+        cu_seqlens is not None,
+        0 if block_table is None else k_cache.shape[1],
+    )
+    kernel.launch(
+        tokens,
+        device,
+        k.data_ptr(),
+        v.data_ptr(),
+        k_cache.data_ptr(),
+        v_cache.data_ptr(),
+        rows.data_ptr(),
+        starts.data_ptr(),
+        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
+        0 if block_table is None else block_table.data_ptr(),
+        batch,
+        0 if block_table is None else block_table.stride(0) * 4,
+        *(stride * size for stride in (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])),
+    )
+
+
+torch.library.custom_op("vmmkv::append", _append, mutates_args=("k_cache", "v_cache"))
+
+
+@cache
+def append_kernel(
+    k_vectors: int, k_head_vectors: int, v_vectors: int, v_head_vectors: int, ragged: bool, block_size: int
+) -> Kernel:
+    """The kernel for a geometry, in vectors of 16 bytes; `block_size` 0 is without a block table."""
+    constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size)
+    return Kernel(make_append, constants, num_arguments=20, threads=THREADS)
+
+
+def make_append(
+    k_vectors: int, k_head_vectors: int, v_vectors: int, v_head_vectors: int, ragged: int, block_size: int
+) -> Any:
+    """The kernel as a Python function; the arguments are constants to the compiler."""
+
+    def kernel(  # type: ignore[no-untyped-def]
+        k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, batch, table_stride,
+        k_token, k_head, v_token, v_head,
+        k_cache_row, k_cache_token, k_cache_head, v_cache_row, v_cache_token, v_cache_head,
+    ):  # fmt: skip
+        token = cuda.blockIdx.x
+        sequence = token
+        position = load_i32(starts + sequence * 4)
+        if ragged:
+            # The sequence whose tokens include this one: the last that begins at it or before.
+            sequence = 0
+            end = batch
+            while end - sequence > 1:
+                middle = (sequence + end) // 2
+                if load_i32(cu_seqlens + middle * 4) <= token:
+                    sequence = middle
+                else:
+                    end = middle
+            position = load_i32(starts + sequence * 4) + token - load_i32(cu_seqlens + sequence * 4)
+        row = load_i32(rows + sequence * 4)
+        if block_size:
+            row = load_i32(block_table + row * table_stride + position // block_size * 4)
+            position = position % block_size
+        k_from = k + token * k_token
+        v_from = v + token * v_token
+        k_to = k_cache + row * k_cache_row + position * k_cache_token
+        v_to = v_cache + row * v_cache_row + position * v_cache_token
+
+        move_heads(k_from, k_to, k_head, k_cache_head, k_vectors, k_head_vectors)
+        move_heads(v_from, v_to, v_head, v_cache_head, v_vectors, v_head_vectors)
+
+    return kernel

@@ -1,0 +1,112 @@
+"""copy_tokens: copies token ranges between rows, as for copy-on-write tails and beam reordering."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from numba import cuda
+
+from .checks import check_cache, check_indices
+from .compiler import Kernel
+from .ptx import load_i32
+from .vectors import THREADS, move_heads
+
+
+def copy_tokens(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_rows: torch.Tensor,
+    source_starts: torch.Tensor,
+    target_rows: torch.Tensor,
+    target_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    max_length: int,
+) -> None:
+    """Copies ranges of tokens between rows, on the current stream.
+
+    Range `i` is the `lengths[i]` tokens of row `source_rows[i]` from `source_starts[i]` on. Ranges that are written
+    must overlap neither each other nor any that is read.
+
+    Args:
+        source: `[rows, tokens, num_kv_heads, head_dim]`, any dtype, any strides of rows, tokens and heads.
+        target: likewise, with the same heads and widths; may be `source`.
+        source_rows, source_starts, target_rows, target_starts, lengths: int32 `[ranges]`, on the device.
+        max_length: none of `lengths` is greater; tokens behind it are not copied.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is copied.
+    """
+    if torch.compiler.is_compiling():
+        torch.ops.vmmkv.copy_tokens(
+            source, target, source_rows, source_starts, target_rows, target_starts, lengths, max_length
+        )
+    else:
+        _copy_tokens(source, target, source_rows, source_starts, target_rows, target_starts, lengths, max_length)
+
+
+def _copy_tokens(
+    source: torch.Tensor,
+    target: torch.Tensor,
+    source_rows: torch.Tensor,
+    source_starts: torch.Tensor,
+    target_rows: torch.Tensor,
+    target_starts: torch.Tensor,
+    lengths: torch.Tensor,
+    max_length: int,
+) -> None:
+    ranges = lengths.shape[0]
+    check_cache("source", source)
+    check_cache("target", target, like=source)
+    check_indices(
+        source.device,
+        source_rows=(source_rows, ranges),
+        source_starts=(source_starts, ranges),
+        target_rows=(target_rows, ranges),
+        target_starts=(target_starts, ranges),
+        lengths=(lengths, ranges),
+    )
+    size = source.element_size()
+    head_vectors = source.shape[3] * size // 16
+    copy_kernel(source.shape[2] * head_vectors, head_vectors).launch(
+        ranges * max_length,
+        source.device,
+        source.data_ptr(),
+        target.data_ptr(),
+        source_rows.data_ptr(),
+        source_starts.data_ptr(),
+        target_rows.data_ptr(),
+        target_starts.data_ptr(),
+        lengths.data_ptr(),
+        max_length,
+        *(stride * size for stride in (*source.stride()[:3], *target.stride()[:3])),
+    )
+
+
+torch.library.custom_op("vmmkv::copy_tokens", _copy_tokens, mutates_args=("target",))
+
+
+@cache
+def copy_kernel(vectors: int, head_vectors: int) -> Kernel:
+    """The kernel for a geometry, in vectors of 16 bytes."""
+    return Kernel(make_copy, (vectors, head_vectors), num_arguments=14, threads=THREADS)
+
+
+def make_copy(vectors: int, head_vectors: int) -> Any:
+    """The kernel as a Python function; the arguments are constants to the compiler."""
+
+    def kernel(  # type: ignore[no-untyped-def]
+        source, target, source_rows, source_starts, target_rows, target_starts, lengths, max_length,
+        source_row, source_token, source_head, target_row, target_token, target_head,
+    ):  # fmt: skip
+        copied = cuda.blockIdx.x // max_length * 4
+        token = cuda.blockIdx.x % max_length
+        if token < load_i32(lengths + copied):
+            first = load_i32(source_rows + copied) * source_row
+            second = load_i32(target_rows + copied) * target_row
+            first += (load_i32(source_starts + copied) + token) * source_token
+            second += (load_i32(target_starts + copied) + token) * target_token
+            move_heads(source + first, target + second, source_head, target_head, vectors, head_vectors)
+
+    return kernel

@@ -1,0 +1,27 @@
+"""Moving the heads of one token, 16 bytes per thread and turn."""
+
+from __future__ import annotations
+
+from numba import cuda
+
+from .ptx import load_16, store_16
+
+THREADS = 128
+"""Threads of a block that moves a token."""
+
+
+@cuda.jit(device=True, inline="always")
+def move_heads(source, target, source_head, target_head, vectors, head_vectors):  # type: ignore[no-untyped-def]
+    """Copies one token's heads from address `source` to address `target`.
+
+    Args:
+        source_head, target_head: bytes from one head to the next.
+        vectors, head_vectors: 16-byte vectors of the token and of a head; constants.
+    """
+    vector = cuda.threadIdx.x
+    while vector < vectors:
+        head = vector // head_vectors
+        inside = (vector - head * head_vectors) * 16
+        a, b, c, d = load_16(source + head * source_head + inside)
+        store_16(target + head * target_head + inside, a, b, c, d)
+        vector += THREADS

@@ -1,0 +1,167 @@
+"""append and copy_tokens against plain indexing: in Numba's simulator on host memory, or on a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import run_python
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vmmkv
+from vmmkv.kernels import append, copy_tokens
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
+
+
+def int32(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape, device=DEVICE).to(dtype)
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+@settings(max_examples=40)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 6)), min_size=1, max_size=4),
+    heads=st.sampled_from([1, 2, 5]),
+    dims=st.sampled_from([(64, 64), (80, 80), (16, 256), (192, 128)]),
+    dtype=st.sampled_from(DTYPES),
+    ragged=st.booleans(),
+    block_size=st.sampled_from([0, 16, 32]),
+    data=st.data(),
+)
+def test_append(lengths, heads, dims, dtype, ragged, block_size, data) -> None:
+    """New tokens land where they belong, and nothing else changes, in rows of a cache and in blocks."""
+    starts = [start for start, _ in lengths]
+    counts = [count if ragged else 1 for _, count in lengths]
+    total = sum(counts)
+    # A slice of a fused projection: tokens are not contiguous.
+    fused = random(total, heads, dims[0] + dims[1], dtype=dtype)
+    k, v = fused[..., : dims[0]], fused[..., dims[0] :]
+    rows = data.draw(st.permutations(range(len(lengths))))
+    cu_seqlens = int32([sum(counts[:index]) for index in range(len(counts) + 1)]) if ragged else None
+    if block_size:
+        blocks = data.draw(st.permutations(range(2 * len(lengths))))
+        block_table = int32(blocks).view(len(lengths), 2)
+        caches = [random(2 * len(lengths), block_size, heads, width, dtype=dtype) for width in dims]
+        expected = [cache.clone() for cache in caches]
+    else:
+        layout = vmmkv.KVLayout(3, heads, dims[0], dtype, v_head_dim=dims[1])
+        cache = vmmkv.KVCache(layout, len(lengths), 32, max_bytes="64MiB", device=DEVICE)
+        sequences = [cache.sequence(32) for _ in lengths]
+        for layer in range(3):
+            for sequence in sequences:
+                sequence.write(layer, *(random(32, heads, width, dtype=dtype) for width in dims))
+        block_table, caches = None, list(cache.kv(1))
+        everything = [view.clone() for layer in range(3) for view in cache.kv(layer)]
+        expected = everything[2:4]
+    first = 0
+    for row, start, count in zip(rows, starts, counts):
+        for index in range(count):
+            position = start + index
+            place = (blocks[2 * row + position // block_size], position % block_size) if block_size else (row, position)
+            expected[0][place], expected[1][place] = k[first], v[first]
+            first += 1
+    append(k, v, *caches, int32(rows), int32(starts), cu_seqlens, block_table)
+    if not block_size:
+        caches = [view for layer in range(3) for view in cache.kv(layer)]
+        expected = everything
+    assert all(map(equal, caches, expected))
+
+
+@settings(max_examples=25)
+@given(
+    heads=st.sampled_from([1, 3]),
+    width=st.sampled_from([64, 80]),
+    dtype=st.sampled_from(DTYPES),
+    lengths=st.lists(st.integers(0, 5), max_size=4),
+    data=st.data(),
+)
+def test_copy_tokens(heads, width, dtype, lengths, data) -> None:
+    source = random(4, 10, heads, width, dtype=dtype)
+    target = random(3, 40, heads, 2 * width, dtype=dtype)[..., :width]
+    expected = target.clone()
+    rows = [(data.draw(st.integers(0, 3)), data.draw(st.integers(0, 2))) for _ in lengths]
+    starts = [(data.draw(st.integers(0, 5)), 10 * index) for index in range(len(lengths))]  # apart from each other
+    for (row, to_row), (start, to_start), length in zip(rows, starts, lengths):
+        expected[to_row, to_start : to_start + length] = source[row, start : start + length]
+    columns = [*zip(*rows), *zip(*starts)] if lengths else [(), (), (), ()]
+    source_rows, target_rows, source_starts, target_starts = map(int32, columns)
+    copy_tokens(source, target, source_rows, source_starts, target_rows, target_starts, int32(lengths), 5)
+    assert equal(target, expected)
+
+
+def test_what_does_not_fit_is_refused_before_any_launch() -> None:
+    k = random(2, 2, 64, dtype=torch.float16)
+    cache = random(2, 8, 2, 64, dtype=torch.float16)
+    before = cache.clone()
+    rows, starts = int32([0, 1]), int32([0, 0])
+    for error, arguments in (
+        (ValueError, (k, k[:1], cache, cache, rows, starts)),
+        (ValueError, (k, k, cache[..., :32], cache, rows, starts)),
+        (ValueError, (k[..., ::2], k[..., ::2], cache[..., ::2], cache[..., ::2], rows, starts)),
+        (ValueError, (k[..., 1:57], k[..., 1:57], cache[..., 1:57], cache[..., 1:57], rows, starts)),
+        (ValueError, (k[..., :60], k[..., :60], cache[..., :60], cache[..., :60], rows, starts)),
+        (ValueError, (k, k, cache[0], cache, rows, starts)),
+        (ValueError, (k, k, cache.to("meta"), cache, rows, starts)),
+        (TypeError, (k, k, cache.float(), cache, rows, starts)),
+        (TypeError, (k, k, cache, cache, rows.long(), starts)),
+        (ValueError, (k, k, cache, cache, rows[:1], starts)),
+        (ValueError, (k, k, cache, cache, rows, starts, int32([0, 1]))),
+    ):
+        with pytest.raises(error, match=r"must|differ|on "):
+            append(*arguments)
+    assert equal(cache, before)
+
+
+COMPILE = """
+    import os, tempfile
+    os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
+    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()
+    from vmmkv.kernels import compiler
+    from vmmkv.kernels.row_append import append_kernel
+    from vmmkv.kernels.row_copy import copy_kernel
+    kernels = append_kernel(128, 16, 128, 16, True, 0), append_kernel(128, 16, 128, 16, True, 16), copy_kernel(80, 10)
+    devices = (8, 0), (9, 0)
+    made = []
+    for kernel in kernels:
+        for device in devices:
+            ptx = kernel.ptx(device)
+            made.append(kernel.cubin(device))
+            wide = [line in ptx for line in ("ld.global.nc.L1::no_allocate.v4.u32", "st.global.v4.u32")]
+            print(wide, b".nv.local" in made[-1], ".f64" in ptx)
+    compiler.to_ptx = compiler.to_cubin = None  # from now on only the disk can help
+    print(made == [kernel.cubin(device) for kernel in kernels for device in devices])
+"""
+
+
+def test_kernels_compile_without_a_gpu_and_are_kept_on_disk() -> None:
+    """16-byte loads and stores, no local memory, no double precision."""
+    child = run_python(COMPILE)
+    assert child.stdout.splitlines() == ["[True, True] False False"] * 6 + ["True"], child.stderr
+
+
+@pytest.mark.gpu
+def test_append_can_be_captured_and_compiled() -> None:
+    k, v = (random(3, 2, 64, dtype=torch.bfloat16) for _ in "kv")
+    k_cache, v_cache = (random(3, 8, 2, 64, dtype=torch.bfloat16) for _ in "kv")
+    rows, starts = int32([2, 0, 1]), int32([1, 2, 3])
+    append(k, v, k_cache, v_cache, rows, starts)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append(k, v, k_cache, v_cache, rows, starts)
+    k.normal_()
+    starts += 1
+    graph.replay()
+    assert equal(k_cache[rows.long(), starts.long()], k)
+    starts += 1
+    torch.compile(append, fullgraph=True)(k, v, k_cache, v_cache, rows, starts)
+    assert equal(k_cache[rows.long(), starts.long()], k)
+    assert equal(v_cache[rows.long(), starts.long()], v)
