@@ -20,6 +20,9 @@ from typing import Any
 
 import torch
 
+ENTRY = "kernel"
+"""What every kernel is called in its machine code."""
+
 SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 
@@ -47,18 +50,17 @@ class Kernel:
         self._pointers = (ctypes.c_void_p * num_arguments)(*range(first, first + 8 * num_arguments, 8))
         self._parameters = ctypes.addressof(self._pointers)
 
-    def launch(self, blocks: int, device: torch.device, *arguments: int) -> None:
-        """Runs `blocks` blocks on the current stream of `device`."""
-        if blocks == 0:
+    def launch(self, blocks: tuple[int, int], index: int, arguments: tuple[int, ...]) -> None:
+        """Runs a grid of blocks on the current stream of the CUDA device `index`."""
+        if 0 in blocks:
             return
         if SIMULATED:
             self._simulated[blocks, self.threads](*arguments)
             return
-        index = device.index
         handle = self._handles.get(index) or self._load(index)
         self._pack(self._values, 0, *arguments)  # the driver copies the values during the call
         stream = torch._C._cuda_getCurrentRawStream(index)
-        (status,) = _driver().cuLaunchKernel(handle, blocks, 1, 1, self.threads, 1, 1, 0, stream, self._parameters, 0)
+        (status,) = _driver().cuLaunchKernel(handle, *blocks, 1, self.threads, 1, 1, 0, stream, self._parameters, 0)
         if status:
             raise RuntimeError(f"cuLaunchKernel failed with {status.name} for {self.factory.__name__}{self.constants}")
 
@@ -89,9 +91,7 @@ class Kernel:
             torch.cuda.current_stream().query()  # makes the context that the kernel is loaded into
             status, module = cu.cuModuleLoadData(code)
             if not status:
-                name = re.search(rb"\.text\.([\w$]+)", code)
-                assert name
-                status, self._handles[index] = cu.cuModuleGetFunction(module, name[1])
+                status, self._handles[index] = cu.cuModuleGetFunction(module, ENTRY.encode())
         if status:
             raise RuntimeError(f"loading {self.factory.__name__}{self.constants} failed with {status.name}")
         return self._handles[index]
@@ -110,7 +110,9 @@ def to_ptx(function: Any, num_arguments: int, threads: int, capability: tuple[in
     signature = types.void(*[types.int64] * num_arguments)
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": threads}
     ptx: str = cuda.compile(function, signature, cc=capability, **options)[0]
-    return ptx
+    mangled = re.search(r"\.entry\s+(\w+)", ptx)
+    assert mangled
+    return ptx.replace(mangled[1], ENTRY)
 
 
 def to_cubin(ptx: str, capability: tuple[int, int]) -> bytes:

@@ -5,13 +5,13 @@ One block of threads per token. With a block table only the token's address diff
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from numba import cuda
 
-from .checks import check_cache, check_indices, check_new
+from .checks import Geometry, aligned_pointers, check_cache, check_indices, check_new, geometry
 from .compiler import Kernel
 from .ptx import load_i32
 from .vectors import THREADS, move_heads
@@ -59,40 +59,55 @@ def _append(
     cu_seqlens: torch.Tensor | None,
     block_table: torch.Tensor | None,
 ) -> None:
+    kernel, table_stride, strides = _plan(
+        geometry(k),
+        geometry(v),
+        geometry(k_cache),
+        geometry(v_cache),
+        geometry(rows),
+        geometry(starts),
+        geometry(cu_seqlens) if cu_seqlens is not None else None,
+        geometry(block_table) if block_table is not None else None,
+    )
+    arguments = (
+        *aligned_pointers(k, v, k_cache, v_cache),
+        rows.data_ptr(),
+        starts.data_ptr(),
+        cu_seqlens.data_ptr() if cu_seqlens is not None else 0,
+        block_table.data_ptr() if block_table is not None else 0,
+        rows.shape[0],
+        table_stride,
+    )
+    kernel.launch((k.shape[0], 1), k.get_device(), arguments + strides)
+
+
+@lru_cache(1024)  # prompts have many lengths
+def _plan(
+    k: Geometry,
+    v: Geometry,
+    k_cache: Geometry,
+    v_cache: Geometry,
+    rows: Geometry,
+    starts: Geometry,
+    cu_seqlens: Geometry | None,
+    block_table: Geometry | None,
+) -> tuple[Kernel, int, tuple[int, ...]]:
+    """Checks a call's geometry; its kernel, and the strides that this takes."""
     check_new(k, v)
     check_cache("k_cache", k_cache, like=k)
     check_cache("v_cache", v_cache, like=v)
-    (tokens, heads, k_dim), v_dim = k.shape, v.shape[2]
-    device, size = k.device, k.element_size()
-    batch = tokens if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    check_indices(device, rows=(rows, batch), starts=(starts, batch))
+    batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    check_indices(k.device, (batch,), rows=rows, starts=starts)
     if cu_seqlens is not None:
-        check_indices(device, cu_seqlens=(cu_seqlens, batch + 1))
+        check_indices(k.device, (batch + 1,), cu_seqlens=cu_seqlens)
     if block_table is not None:
-        check_indices(device, block_table=(block_table, None))
-    kernel = append_kernel(
-        heads * k_dim * size // 16,
-        k_dim * size // 16,
-        heads * v_dim * size // 16,
-        v_dim * size // 16,
-        cu_seqlens is not None,
-        0 if block_table is None else k_cache.shape[1],
-    )
-    kernel.launch(
-        tokens,
-        device,
-        k.data_ptr(),
-        v.data_ptr(),
-        k_cache.data_ptr(),
-        v_cache.data_ptr(),
-        rows.data_ptr(),
-        starts.data_ptr(),
-        0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-        0 if block_table is None else block_table.data_ptr(),
-        batch,
-        0 if block_table is None else block_table.stride(0) * 4,
-        *(stride * size for stride in (*k.stride()[:2], *v.stride()[:2], *k_cache.stride()[:3], *v_cache.stride()[:3])),
-    )
+        check_indices(k.device, None, block_table=block_table)
+    heads, size = k.shape[1], k.dtype.itemsize
+    k_head, v_head = k.shape[2] * size // 16, v.shape[2] * size // 16
+    block_size = 0 if block_table is None else k_cache.shape[1]
+    kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, cu_seqlens is not None, block_size)
+    strides = (*k.strides[:2], *v.strides[:2], *k_cache.strides[:3], *v_cache.strides[:3])
+    return kernel, block_table.strides[0] * 4 if block_table else 0, tuple(stride * size for stride in strides)
 
 
 torch.library.custom_op("vmmkv::append", _append, mutates_args=("k_cache", "v_cache"))

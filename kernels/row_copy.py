@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from numba import cuda
 
-from .checks import check_cache, check_indices
+from .checks import Geometry, aligned_pointers, check_cache, check_indices, geometry
 from .compiler import Kernel
 from .ptx import load_i32
 from .vectors import THREADS, move_heads
@@ -56,32 +56,23 @@ def _copy_tokens(
     lengths: torch.Tensor,
     max_length: int,
 ) -> None:
-    ranges = lengths.shape[0]
+    indices = (source_rows, source_starts, target_rows, target_starts, lengths)
+    kernel, strides = _plan(geometry(source), geometry(target), *map(geometry, indices))
+    pointers = aligned_pointers(source, target) + tuple(tensor.data_ptr() for tensor in indices)
+    kernel.launch((max_length, lengths.shape[0]), source.get_device(), pointers + strides)
+
+
+@lru_cache(1024)  # prompts have many lengths
+def _plan(source: Geometry, target: Geometry, *indices: Geometry) -> tuple[Kernel, tuple[int, ...]]:
+    """Checks a call's geometry; its kernel, and the strides that this takes."""
     check_cache("source", source)
     check_cache("target", target, like=source)
-    check_indices(
-        source.device,
-        source_rows=(source_rows, ranges),
-        source_starts=(source_starts, ranges),
-        target_rows=(target_rows, ranges),
-        target_starts=(target_starts, ranges),
-        lengths=(lengths, ranges),
-    )
-    size = source.element_size()
+    names = ("source_rows", "source_starts", "target_rows", "target_starts", "lengths")
+    check_indices(source.device, indices[-1].shape, **dict(zip(names, indices)))
+    size = source.dtype.itemsize
     head_vectors = source.shape[3] * size // 16
-    copy_kernel(source.shape[2] * head_vectors, head_vectors).launch(
-        ranges * max_length,
-        source.device,
-        source.data_ptr(),
-        target.data_ptr(),
-        source_rows.data_ptr(),
-        source_starts.data_ptr(),
-        target_rows.data_ptr(),
-        target_starts.data_ptr(),
-        lengths.data_ptr(),
-        max_length,
-        *(stride * size for stride in (*source.stride()[:3], *target.stride()[:3])),
-    )
+    strides = (*source.strides[:3], *target.strides[:3])
+    return copy_kernel(source.shape[2] * head_vectors, head_vectors), tuple(stride * size for stride in strides)
 
 
 torch.library.custom_op("vmmkv::copy_tokens", _copy_tokens, mutates_args=("target",))
@@ -90,18 +81,17 @@ torch.library.custom_op("vmmkv::copy_tokens", _copy_tokens, mutates_args=("targe
 @cache
 def copy_kernel(vectors: int, head_vectors: int) -> Kernel:
     """The kernel for a geometry, in vectors of 16 bytes."""
-    return Kernel(make_copy, (vectors, head_vectors), num_arguments=14, threads=THREADS)
+    return Kernel(make_copy, (vectors, head_vectors), num_arguments=13, threads=THREADS)
 
 
 def make_copy(vectors: int, head_vectors: int) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
 
     def kernel(  # type: ignore[no-untyped-def]
-        source, target, source_rows, source_starts, target_rows, target_starts, lengths, max_length,
+        source, target, source_rows, source_starts, target_rows, target_starts, lengths,
         source_row, source_token, source_head, target_row, target_token, target_head,
     ):  # fmt: skip
-        copied = cuda.blockIdx.x // max_length * 4
-        token = cuda.blockIdx.x % max_length
+        token, copied = cuda.blockIdx.x, cuda.blockIdx.y * 4
         if token < load_i32(lengths + copied):
             first = load_i32(source_rows + copied) * source_row
             second = load_i32(target_rows + copied) * target_row

@@ -66,6 +66,6 @@ def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
 
 def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own, with the tests' helpers importable."""
-    prelude = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+    prelude = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
     script = prelude + textwrap.dedent(code)
     return subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=300)

@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import pytest
 from conftest import ROOT, run_python
@@ -65,7 +66,7 @@ def test_transformers_works_from_the_repository_root() -> None:
         model = LlamaForCausalLM(config)
         print(model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, min_new_tokens=4).shape)
     """
-    child = run_python("import os; os.chdir(sys.path[0])\n" + __import__("textwrap").dedent(code))
+    child = subprocess.run([sys.executable, "-c", dedent(code)], cwd=ROOT, capture_output=True, text=True)
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
