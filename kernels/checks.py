@@ -22,17 +22,19 @@ class Geometry(NamedTuple):
     device: torch.device
 
 
-def geometry(tensor: torch.Tensor) -> Geometry:
-    return Geometry(tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+Key = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
+"""What a `Geometry` is made of: a plain tuple is made in half the time."""
 
 
-def aligned_pointers(*tensors: torch.Tensor) -> tuple[int, ...]:
-    """The addresses of tensors; raises `ValueError` unless they are multiples of 16 bytes."""
-    pointers = tuple(tensor.data_ptr() for tensor in tensors)
+def key(tensor: torch.Tensor) -> Key:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def check_alignment(*pointers: int) -> None:
+    """Raises `ValueError` unless addresses are multiples of 16 bytes."""
     for pointer in pointers:
         if pointer % ALIGNMENT:
             raise ValueError(f"got a tensor at {pointer:#x}; its address must be a multiple of {ALIGNMENT} bytes")
-    return pointers
 
 
 def check_new(k: Geometry, v: Geometry) -> None:

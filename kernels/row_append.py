@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from numba import cuda
 
-from .checks import Geometry, aligned_pointers, check_cache, check_indices, check_new, geometry
+from .checks import Geometry, Key, check_alignment, check_cache, check_indices, check_new, key
 from .compiler import Kernel
 from .ptx import load_i32
 from .vectors import THREADS, move_heads
@@ -60,39 +60,35 @@ def _append(
     block_table: torch.Tensor | None,
 ) -> None:
     kernel, table_stride, strides = _plan(
-        geometry(k),
-        geometry(v),
-        geometry(k_cache),
-        geometry(v_cache),
-        geometry(rows),
-        geometry(starts),
-        geometry(cu_seqlens) if cu_seqlens is not None else None,
-        geometry(block_table) if block_table is not None else None,
+        key(k),
+        key(v),
+        key(k_cache),
+        key(v_cache),
+        key(rows),
+        key(starts),
+        key(cu_seqlens) if cu_seqlens is not None else None,
+        key(block_table) if block_table is not None else None,
     )
+    pointers = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
+    check_alignment(*pointers)
     arguments = (
-        *aligned_pointers(k, v, k_cache, v_cache),
+        *pointers,
         rows.data_ptr(),
         starts.data_ptr(),
         cu_seqlens.data_ptr() if cu_seqlens is not None else 0,
         block_table.data_ptr() if block_table is not None else 0,
         rows.shape[0],
         table_stride,
+        *strides,
     )
-    kernel.launch((k.shape[0], 1), k.get_device(), arguments + strides)
+    kernel.launch((k.shape[0], 1), k.get_device(), arguments)
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(
-    k: Geometry,
-    v: Geometry,
-    k_cache: Geometry,
-    v_cache: Geometry,
-    rows: Geometry,
-    starts: Geometry,
-    cu_seqlens: Geometry | None,
-    block_table: Geometry | None,
-) -> tuple[Kernel, int, tuple[int, ...]]:
+def _plan(*keys: Key | None) -> tuple[Kernel, int, tuple[int, ...]]:
     """Checks a call's geometry; its kernel, and the strides that this takes."""
+    k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in keys[:6] if key)
+    cu_seqlens, block_table = (Geometry._make(key) if key else None for key in keys[6:])
     check_new(k, v)
     check_cache("k_cache", k_cache, like=k)
     check_cache("v_cache", v_cache, like=v)
@@ -133,11 +129,10 @@ def make_append(
         k_cache_row, k_cache_token, k_cache_head, v_cache_row, v_cache_token, v_cache_head,
     ):  # fmt: skip
         token = cuda.blockIdx.x
-        sequence = token
-        position = load_i32(starts + sequence * 4)
+        sequence = 0
+        first = token
         if ragged:
             # The sequence whose tokens include this one: the last that begins at it or before.
-            sequence = 0
             end = batch
             while end - sequence > 1:
                 middle = (sequence + end) // 2
@@ -145,7 +140,10 @@ def make_append(
                     sequence = middle
                 else:
                     end = middle
-            position = load_i32(starts + sequence * 4) + token - load_i32(cu_seqlens + sequence * 4)
+            first = load_i32(cu_seqlens + sequence * 4)
+        else:
+            sequence = token
+        position = load_i32(starts + sequence * 4) + token - first
         row = load_i32(rows + sequence * 4)
         if block_size:
             row = load_i32(block_table + row * table_stride + position // block_size * 4)

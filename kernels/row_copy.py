@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from numba import cuda
 
-from .checks import Geometry, aligned_pointers, check_cache, check_indices, geometry
+from .checks import Geometry, Key, check_alignment, check_cache, check_indices, key
 from .compiler import Kernel
 from .ptx import load_i32
 from .vectors import THREADS, move_heads
@@ -57,14 +57,16 @@ def _copy_tokens(
     max_length: int,
 ) -> None:
     indices = (source_rows, source_starts, target_rows, target_starts, lengths)
-    kernel, strides = _plan(geometry(source), geometry(target), *map(geometry, indices))
-    pointers = aligned_pointers(source, target) + tuple(tensor.data_ptr() for tensor in indices)
-    kernel.launch((max_length, lengths.shape[0]), source.get_device(), pointers + strides)
+    kernel, strides = _plan(key(source), key(target), *map(key, indices))
+    check_alignment(source.data_ptr(), target.data_ptr())
+    pointers = [tensor.data_ptr() for tensor in (source, target, *indices)]
+    kernel.launch((max_length, lengths.shape[0]), source.get_device(), (*pointers, *strides))
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(source: Geometry, target: Geometry, *indices: Geometry) -> tuple[Kernel, tuple[int, ...]]:
+def _plan(*keys: Key) -> tuple[Kernel, tuple[int, ...]]:
     """Checks a call's geometry; its kernel, and the strides that this takes."""
+    source, target, *indices = map(Geometry._make, keys)
     check_cache("source", source)
     check_cache("target", target, like=source)
     names = ("source_rows", "source_starts", "target_rows", "target_starts", "lengths")
