@@ -1,15 +1,13 @@
 """What the allocator costs: growth against the raw driver calls, a batch step, adoption, torch's allocator.
 
-    python -m benchmarks.allocator [--device cuda] [--json FILE]
+    python -m benchmarks.allocator [--device cuda] [--json]
 
 Each figure is a median; what is compared is measured in turn, in the same run.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from statistics import median
 from time import perf_counter_ns
 from typing import Annotated, Any
@@ -19,7 +17,7 @@ import typer
 from rich.progress import track
 
 from vmmkv import KVCache, KVLayout, Sequence
-from vmmkv.cli.output import console, errors, make_table
+from vmmkv.cli.output import console, errors, make_table, print_json
 from vmmkv.driver import Driver, open_driver
 from vmmkv.environment import environment
 
@@ -217,7 +215,7 @@ def torch_empty(driver: Driver, pages: int) -> dict[str, float]:
 
 def main(
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the results here.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure what the allocator costs."""
     driver = open_driver(device)
@@ -232,9 +230,10 @@ def main(
     result: dict[str, Any] = {"environment": environment(driver.device)}
     for name, measure in track(work, "Measuring", console=errors, transient=True, disable=not errors.is_terminal):
         result.setdefault(name, []).append(measure())
-    if json_file:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
-    show(result)
+    if json_output:
+        print_json(result)
+    else:
+        show(result)
 
 
 def show(result: dict[str, Any]) -> None:

@@ -364,6 +364,44 @@ def test_a_sequence_of_another_cache(make_cache) -> None:
     assert stranger.length == 3
 
 
+def test_tokens_that_are_no_whole_numbers_or_not_one_for_each(make_cache) -> None:
+    cache = make_cache()
+    sequences = [cache.sequence(3), cache.sequence(4)]
+    for tokens, error in (
+        (2**63 - 1, vmmkv.SequenceTooLongError),
+        (2**70, vmmkv.SequenceTooLongError),
+        ([1], ValueError),
+        ([[1, 2]], ValueError),
+        ([1, 2, 3], ValueError),
+        (1.5, TypeError),
+        ([0.5, 1], TypeError),
+    ):
+        with pytest.raises(error):
+            cache.extend(sequences, tokens)
+    assert [sequence.length for sequence in sequences] == [3, 4]
+    cache.extend(sequences, np.int32(2))
+    assert [sequence.length for sequence in sequences] == [5, 6]
+
+
+def test_a_finalizer_may_free_in_the_middle_of_another_operation(device: str, make_cache) -> None:
+    """Garbage collection runs anywhere; here it runs inside a driver call."""
+
+    class Collecting(FaultyDriver):
+        def _before_map(self, address, handle):
+            super()._before_map(address, handle)
+            while doomed:
+                doomed.pop().free()
+
+    doomed: list[vmmkv.Sequence] = []
+    cache = make_cache(driver=Collecting(small_driver(device)))
+    doomed.append(cache.sequence(0))
+    doomed.append(cache.sequence(0))
+    cache.sequence(50)
+    assert not doomed
+    cache.check()
+    assert cache.stats().rows["live"] == 0
+
+
 def test_the_same_sequence_twice_and_negative_tokens(make_cache) -> None:
     cache = make_cache()
     sequence = cache.sequence(3)

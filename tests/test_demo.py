@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import vmmkv
 from vmmkv.cli.app import app
-from vmmkv.workload import conversations, read_trace
+from vmmkv.workload import TraceError, conversations, read_trace
 
 
 def demo(*args: str):
@@ -63,11 +63,26 @@ def test_demo_replays_traces(tmp_path: Path, form: str) -> None:
     assert (figures["requests"], figures["steps"], figures["peak_tokens"]) == (2, 10, 300 + 40 + 16)
 
 
-def test_what_is_no_trace_says_so(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("a,b\n1,2\n")
-    with pytest.raises(ValueError, match="ContextTokens"):
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("trace.csv", b"a,b\n1,2\n", "ContextTokens"),
+        ("trace.csv", b"ContextTokens,GeneratedTokens\n", "no requests"),
+        ("trace.csv", b"\xff\x00\xfe", "is no trace"),
+        ("trace.jsonl", b"[1, 2]\n", "input_length"),
+        ("trace.jsonl", b"what\n", "input_length"),
+    ],
+)
+def test_what_is_no_trace_says_so(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(TraceError, match=says):
         read_trace(path)
+
+
+@pytest.mark.parametrize("plot", ["missing/folder.png", "pages.doc"])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(plot: str) -> None:
+    assert demo("--device", "cpu", "--plot", plot).exit_code == 2
 
 
 def test_conversations_are_about_as_long_as_those_of_a_chat_service() -> None:
@@ -75,13 +90,15 @@ def test_conversations_are_about_as_long_as_those_of_a_chat_service() -> None:
     assert 1000 < np.mean([request.total for request in requests]) < 1600
 
 
-def test_wrong_pages_show_as_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two rows that share an address: the books are right, the contents are not."""
+@pytest.mark.parametrize("stray", [1.0, float("nan")])
+def test_wrong_contents_show_as_a_wrong_answer(monkeypatch: pytest.MonkeyPatch, stray: float) -> None:
+    """The books are right, the contents are not."""
     extend = vmmkv.KVCache.extend
 
     def stray_write(cache, sequences, tokens):
         extend(cache, sequences, tokens)
-        sequences[0].k(0)[0] += 1
+        for layer in range(4):
+            sequences[0].v(layer)[:] += stray
 
     monkeypatch.setattr(vmmkv.KVCache, "extend", stray_write)
     result = demo("--device", "cpu", "--check-every", "1")

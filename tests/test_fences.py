@@ -70,7 +70,7 @@ def test_work_on_the_fences_own_stream_is_in_order(driver) -> None:
 
 
 def test_the_same_stream_adopts_at_once_another_does_not(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, device="cpu")
+    cache = make_cache(driver=driver)
     with cache.sequence(50) as sequence:
         row = sequence.row
     again = cache.sequence(50)
@@ -83,7 +83,7 @@ def test_the_same_stream_adopts_at_once_another_does_not(driver, make_cache) -> 
 
 
 def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, device="cpu", pages=20)
+    cache = make_cache(driver=driver, pages=20)
     busy, idle = cache.sequence(50), cache.sequence(50)
     idle.free()
     driver.finish()
@@ -97,7 +97,7 @@ def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, ma
 
 
 def test_recorded_streams_and_the_first_stream_are_fenced(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, device="cpu")
+    cache = make_cache(driver=driver)
     driver.stream = "first"
     sequence = cache.sequence(5)
     cache._rows.record_stream(sequence.row, "recorded")
@@ -107,7 +107,7 @@ def test_recorded_streams_and_the_first_stream_are_fenced(driver, make_cache) ->
 
 
 def test_an_abandoned_sequence_is_fenced_on_its_own_stream(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, device="cpu")
+    cache = make_cache(driver=driver)
     driver.stream = "side"
     row = cache.sequence(50).row
     driver.stream = "main"
@@ -116,13 +116,13 @@ def test_an_abandoned_sequence_is_fenced_on_its_own_stream(driver, make_cache) -
 
 
 def test_one_fence_serves_a_batch(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, device="cpu")
+    cache = make_cache(driver=driver)
     cache.free([cache.sequence(5) for _ in range(4)])
     assert len(driver.events) == 1
 
 
 def test_a_sliding_window_uses_only_pages_whose_fence_has_passed(driver, make_cache) -> None:
-    cache = make_cache(driver=driver, device="cpu", max_seq_len=1000, pages=40)
+    cache = make_cache(driver=driver, max_seq_len=1000, pages=40)
     sequence = cache.sequence(32)
     sequence.release_before(32)
     sequence.extend(32)

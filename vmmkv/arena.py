@@ -80,13 +80,15 @@ class Arena:
         driver_map, handles, pages = self.driver.map, self.pool.handles, mapping.pages
         base, old_end = mapping.address, mapping.end
         start = perf_counter_ns()
-        for address in range(base + old_end * size, base + end * size, size):
-            driver_map(address, handles[supply[-1]])  # type: ignore[arg-type]
-            pages.append(supply.pop())
-        mapped = perf_counter_ns()
+        try:
+            for address in range(base + old_end * size, base + end * size, size):
+                driver_map(address, handles[supply[-1]])  # type: ignore[arg-type]
+                pages.append(supply.pop())
+        finally:
+            mapped = perf_counter_ns()
+            self.meter.map.add(mapping.end - old_end, mapped - start)
         self.driver.set_access(base + mapping.ready * size, (end - mapping.ready) * size)
         mapping.ready = end
-        self.meter.map.add(end - old_end, mapped - start)
         self.meter.set_access.add(1, perf_counter_ns() - mapped)
 
     def unmap_back(self, row: int, end: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 
 from .driver import Driver
@@ -51,6 +52,7 @@ def budget_pages(
         raise BudgetError(f"got max_bytes={max_bytes} and max_tokens={max_tokens}; give one of the two")
     free, total = driver.memory_info()
     if max_tokens is not None:
+        max_tokens = operator.index(max_tokens)
         begun = max(min(max_sequences, max_tokens) - 1, 0) * len(layout.record_bytes)
         pages = layout.pages(max_tokens, driver.page_size) + begun
         asked = f"max_tokens={max_tokens}"

@@ -85,6 +85,9 @@ class KVCache:
         int32_strides: bool = False,
         driver: Driver | None = None,
     ) -> None:
+        max_sequences, max_seq_len = operator.index(max_sequences), operator.index(max_seq_len)
+        if driver is not None and (device is not None or page_size is not None):
+            raise ValueError("give a driver, or device and page_size; a driver has its own")
         if max_sequences < 1 or max_seq_len < 1:
             raise LayoutError(
                 f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1"
@@ -164,20 +167,25 @@ class KVCache:
                 `Sequence.extend`; no sequence has changed then.
             ValueError: a sequence is of another cache or named twice, or a number is negative.
         """
-        counts = tokens if isinstance(tokens, int) else _whole_numbers(tokens)
+        counts = _whole_numbers(tokens, len(sequences))
         with self._lock:
             rows = [sequence._row for sequence in sequences if sequence._cache is self]
+            distinct = len(set(rows)) == len(rows) == len(sequences)
+            if isinstance(counts, int):
+                sensible = 0 <= counts <= self.max_seq_len
+            else:
+                sensible = bool(((counts >= 0) & (counts <= self.max_seq_len)).all())
+            if not distinct or not sensible:
+                self._refuse(sequences, counts)
             index = np.array(rows, np.int64)
             before = self._rows.length[index]
             lengths = before + counts
-            if (before > lengths).any() or not len(set(rows)) == len(rows) == len(sequences):
-                self._refuse(sequences, counts)
             if (lengths <= self._rows.capacity[index]).all():
                 self._rows.length[index] = lengths
             else:
                 longest = int(lengths.max())
                 if self._unusable or index.min() < 0 or longest > self.max_seq_len:
-                    self._refuse(sequences, counts, longest)
+                    self._refuse(sequences, longest)
                 self._free_abandoned()
                 self._rows.grow_batch(index, lengths, before)
 
@@ -192,20 +200,20 @@ class KVCache:
                 rows.length_of[row] = length
             else:
                 if self._unusable or row < 0 or tokens < 0 or length > self.max_seq_len:
-                    self._refuse([sequence], tokens, length)
+                    self._refuse([sequence], length if tokens >= 0 else tokens)
                 if self._abandoned:
                     self._free_abandoned()
                 rows.grow([row], [length], [before])
 
-    def _refuse(self, sequences: Collection[Sequence], tokens: int | npt.NDArray[np.int64], longest: int = 0) -> None:
-        """Raises what is wrong with an `extend`, if anything is."""
+    def _refuse(self, sequences: Collection[Sequence], tokens: int | npt.NDArray[np.int64]) -> None:
+        """Raises what is wrong with an `extend` by, or to, so many tokens."""
         self._check_usable()
         for sequence in sequences:
             self._check_live(sequence)
         if len(set(sequences)) != len(sequences):
             raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
         _check_tokens(int(np.min(tokens, initial=0)))
-        check_length(longest, self.max_seq_len)
+        check_length(int(np.max(tokens, initial=0)), self.max_seq_len)
 
     def _truncate(self, sequence: Sequence, tokens: int) -> None:
         with self._lock:
@@ -237,19 +245,22 @@ class KVCache:
         Raises:
             StreamCaptureError: a CUDA graph is being captured; nothing was freed.
         """
-        live = [sequence for sequence in dict.fromkeys(sequences) if sequence._row >= 0]
         if self._lock._is_owned():  # type: ignore[attr-defined]
             # A finalizer of the user's, run by garbage collection in the middle of another operation.
-            self._abandoned.extend(sequence._row for sequence in live)
-        else:
-            with self._lock:
-                if self._unusable:
-                    return
-                rows = [self._check_live(sequence) for sequence in live]
-                if rows:
-                    self._rows.release(rows)
-        for sequence in live:
-            sequence._row = -1
+            for sequence in sequences:
+                if sequence._row >= 0:
+                    sequence._cache._abandoned.append(sequence._row)
+                    sequence._row = -1
+            return
+        with self._lock:
+            if self._unusable:
+                return
+            live = [sequence for sequence in dict.fromkeys(sequences) if sequence._row >= 0]
+            rows = [self._check_live(sequence) for sequence in live]
+            if rows:
+                self._rows.release(rows)
+            for sequence in live:
+                sequence._row = -1
 
     def _free_abandoned(self) -> None:
         """Frees the rows of sequences that were garbage-collected."""
@@ -410,11 +421,18 @@ class KVCache:
         )
 
 
-def _whole_numbers(tokens: Collection[int] | npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
-    counts = np.asarray(tokens)
-    if counts.size and counts.dtype.kind not in "iu":
-        raise TypeError(f"got tokens of type {counts.dtype}; they must be whole numbers")
-    return counts.astype(np.int64)
+def _whole_numbers(
+    tokens: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int
+) -> int | npt.NDArray[np.int64]:
+    """One number, or an array of `count`."""
+    if isinstance(tokens, int):
+        return tokens
+    numbers = np.asarray(tokens)
+    if numbers.size and numbers.dtype.kind not in "iu":
+        raise TypeError(f"got tokens {tokens!r}; they must be whole numbers")
+    if numbers.shape not in ((), (count,)):
+        raise ValueError(f"got tokens of shape {numbers.shape} for {count} sequences; give one number or one for each")
+    return numbers.astype(np.int64)
 
 
 def _check_tokens(tokens: int) -> None:

@@ -20,7 +20,7 @@ def environment(device: torch.device) -> dict[str, str]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.orig_argv[0]).name, *sys.orig_argv[1:]]),
+        "command": " ".join(Path(word).name if word.startswith("/") else word for word in sys.orig_argv),
     }
     if device.type == "cuda":
         from .driver.cuda import cuda_version

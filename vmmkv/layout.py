@@ -7,6 +7,7 @@ tokens of one. A layer is an offset into the record; all layers of a range share
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -78,9 +79,12 @@ class KVLayout:
         for name, smallest in (("num_kv_heads", 1), ("head_dim", 1), ("v_head_dim", 0)):
             value = getattr(self, name)
             if isinstance(value, Sequence):
-                object.__setattr__(self, name, tuple(value))  # a frozen layout is hashable
+                value = tuple(map(operator.index, value))
+                object.__setattr__(self, name, value)  # a frozen layout is hashable
                 if len(value) != self.num_layers:
                     raise LayoutError(f"{name} has {len(value)} entries for {self.num_layers} layers")
+            elif value is not None:
+                operator.index(value)
             if value is not None and min(self._per_layer(value)) < smallest:
                 raise LayoutError(f"asked for {name}={value}; it must be at least {smallest}")
 

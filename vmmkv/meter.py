@@ -13,7 +13,7 @@ class Calls:
     nanoseconds: int = 0
 
     def add(self, count: int, nanoseconds: int) -> None:
-        """Adds a run of calls: a clock reading for each would cost as much as the code around it."""
+        """Adds a run of calls; a clock reading for each would cost as much as the code around it."""
         self.count += count
         self.nanoseconds += nanoseconds
 

@@ -12,6 +12,7 @@ from .layout import DTYPES, KVLayout
 
 NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 NUM_HEADS = ("num_attention_heads", "n_head", "num_heads")
+NUM_KV_HEADS = ("num_key_value_heads_per_layer", "num_key_value_heads", "multi_query_group_num")
 HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
 MAX_SEQ_LEN = ("max_position_embeddings", "n_positions")
 
@@ -24,6 +25,7 @@ EVEN_LAYER_TYPES = {"full_attention", "attention", "sliding_attention", "chunked
 UNEVEN_KEYS = (
     "attn_layer_indices",
     "attn_layer_period",
+    "block_configs",
     "full_attention_interval",
     "global_head_dim",
     "hybrid_override_pattern",
@@ -100,7 +102,7 @@ def _heads(text: Mapping[str, Any], complete: bool) -> tuple[Any, Any, Any]:
             f"own; it has {', '.join(sorted(text))}. Give the config that transformers.AutoConfig loads, or the sizes"
         )
     num_heads = _find(text, NUM_HEADS)
-    num_kv_heads = _get(text, "num_key_value_heads") or num_heads
+    num_kv_heads = _get(text, *NUM_KV_HEADS) or num_heads
     if text.get("multi_query") and not text.get("new_decoder_architecture"):
         num_kv_heads = 1
     return num_kv_heads, _get(text, "head_dim") or _find(text, HIDDEN_SIZE) // num_heads, text.get("v_head_dim")

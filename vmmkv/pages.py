@@ -88,14 +88,15 @@ class PagePool:
         del self._free[keep:]
         if len(pages) < count:
             start = perf_counter_ns()
-            created = count - len(pages)
+            created = len(pages)
             try:
-                for _ in range(created):
+                while len(pages) < count:
                     pages.append(self._create())
             except BaseException:
                 self._free += pages
                 raise
-            self.meter.create.add(created, perf_counter_ns() - start)
+            finally:
+                self.meter.create.add(len(pages) - created, perf_counter_ns() - start)
         self.taken += count
         return pages
 
@@ -114,15 +115,16 @@ class PagePool:
         """Gives the memory of all free pages back to the system; returns how many pages that were."""
         count = len(self._free)
         start = perf_counter_ns()
-        while self._free:
-            page = self._free[-1]
-            handle = self.handles[page]
-            assert handle is not None
-            self.driver.release(handle)
-            self.handles[page] = None
-            self._vacant.append(self._free.pop())
-        if count:
-            self.meter.release.add(count, perf_counter_ns() - start)
+        try:
+            while self._free:
+                page = self._free[-1]
+                handle = self.handles[page]
+                assert handle is not None
+                self.driver.release(handle)
+                self.handles[page] = None
+                self._vacant.append(self._free.pop())
+        finally:
+            self.meter.release.add(count - len(self._free), perf_counter_ns() - start)
         return count
 
     def close(self) -> None:

@@ -225,8 +225,8 @@ class Rows:
                 stream = self._driver.current_stream()
                 for row, old, new in zip(rows, before, lengths):
                     self._streams[row].add(stream)
-                    self._zero_pages(row, old, new)
                     zeroing = True
+                    self._zero_pages(row, old, new)
         except BaseException:
             self._undo(rows, before, plan, supply, zeroing)
             raise

@@ -148,11 +148,12 @@ class Sequence:
     def _warn_of_stride(self) -> None:
         """A view that is about to go to a kernel of somebody else's must not be read wrong silently."""
         limit = self._cache.layout.int32_token_limit
-        if self.length > limit:
+        tokens = self.length - self.start
+        if tokens > limit:
             warnings.warn(
-                f"a view of {self.length} tokens is longer than the {limit} that kernels with 32-bit strides can "
-                "address: do not give it to torch's memory-efficient SDPA. Flash, cuDNN and vmmkv.kernels are "
-                "safe; KVLayout(layers_per_range=...) makes the stride smaller",
+                f"a view of {tokens} tokens is longer than the {limit} that kernels with 32-bit strides can address: "
+                "do not give it to torch's memory-efficient SDPA. Flash and cuDNN are safe; "
+                "KVLayout(layers_per_range=...) makes the stride smaller",
                 StrideLimitWarning,
                 stacklevel=3,
             )

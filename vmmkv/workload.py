@@ -9,6 +9,12 @@ from pathlib import Path
 
 import numpy as np
 
+from .errors import VmmkvError
+
+
+class TraceError(VmmkvError, ValueError):
+    """A file that is no request trace."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -30,18 +36,23 @@ def read_trace(path: Path) -> list[Request]:
             with `input_length` and `output_length` (Mooncake's).
 
     Raises:
-        ValueError: it is neither.
+        TraceError: it is neither, or empty.
     """
-    with path.open(newline="") as file:
-        rows = map(json.loads, file) if path.suffix == ".jsonl" else csv.DictReader(file)
-        keys = ("input_length", "output_length") if path.suffix == ".jsonl" else ("ContextTokens", "GeneratedTokens")
-        try:
-            return [Request(max(int(row[keys[0]]), 1), max(int(row[keys[1]]), 1)) for row in rows]
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"{path} is no trace: {error!r}. It must be CSV with ContextTokens and GeneratedTokens, or .jsonl with "
-                "input_length and output_length"
-            ) from None
+    prompt, output = (
+        ("input_length", "output_length") if path.suffix == ".jsonl" else ("ContextTokens", "GeneratedTokens")
+    )
+    try:
+        with path.open(newline="") as file:
+            rows = map(json.loads, file) if path.suffix == ".jsonl" else csv.DictReader(file)
+            requests = [Request(max(int(row[prompt]), 1), max(int(row[output]), 1)) for row in rows]
+    except (KeyError, TypeError, ValueError, csv.Error) as error:
+        raise TraceError(
+            f"{path} is no trace ({type(error).__name__}): it must be CSV with ContextTokens and GeneratedTokens, or "
+            ".jsonl with input_length and output_length"
+        ) from None
+    if not requests:
+        raise TraceError(f"{path} holds no requests")
+    return requests
 
 
 def conversations(count: int, rng: np.random.Generator) -> list[Request]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -12,7 +13,7 @@ import torch
 import typer
 from rich.progress import Progress
 
-from .. import InvariantError, KVCache, KVLayout
+from .. import VACANT_PAGE, InvariantError, KVCache, KVLayout
 from ..driver import open_driver
 from ..environment import environment
 from ..schemes import SCHEMES, allocated_bytes
@@ -41,7 +42,7 @@ def demo(
     budget_tokens: Annotated[int, typer.Option(min=1024, help="The budget, in tokens.")] = 40_960,
     check_every: Annotated[int, typer.Option(min=1, help="Steps between two checks of attention and books.")] = 25,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
-    seed: Annotated[int, typer.Option(help="Of lengths and contents.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths and contents.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the page map over time.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
@@ -51,6 +52,8 @@ def demo(
     regular steps ordinary attention on the rows is compared with float64. Exits with 1 where an error bound or an
     invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
     """
+    if plot:
+        _check_plot(plot)
     rng = np.random.default_rng(seed)
     work = read_trace(trace)[:requests] if trace else conversations(requests, rng)
     longest = max(request.total for request in work)
@@ -81,10 +84,10 @@ def demo(
 
 def _make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens: int) -> KVCache:
     """A cache of the true geometry on a GPU, of the small one on the host."""
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    small = torch.device(device).type == "cpu"
-    layout = SMALL_LAYOUT if small else TRUE_LAYOUT
-    driver = open_driver(device, SMALL_PAGE if small else None)
+    driver = open_driver(device)
+    layout = TRUE_LAYOUT
+    if driver.device.type == "cpu":
+        driver, layout = open_driver("cpu", SMALL_PAGE), SMALL_LAYOUT
     max_bytes = layout.pages(max_tokens, driver.page_size) * driver.page_size
     return KVCache(layout, sequences, max_seq_len, max_bytes=max_bytes, driver=driver)
 
@@ -165,19 +168,27 @@ def _print(result: dict[str, Any], plot: Path | None) -> None:
         console.print(f"Page map over time: {plot}")
 
 
+def _check_plot(path: Path) -> None:
+    """Refuses, before the work, what could not be drawn after it."""
+    if not find_spec("matplotlib"):
+        raise typer.BadParameter('--plot needs matplotlib: pip install "vmmkv[bench]"')
+    if path.suffix not in (".png", ".pdf", ".svg") or not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--plot {path}: write a .png, .pdf or .svg file in a folder that exists")
+
+
 def _plot(replay: Replay, path: Path) -> None:
     """Time to the right, physical pages upwards, a colour per sequence."""
-    try:
-        from matplotlib.colors import ListedColormap
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise typer.BadParameter('--plot needs matplotlib: pip install "vmmkv[bench]"') from None
+    from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
+
     colours = 20
     steps = [step for step, _ in replay.page_maps]
     picture = np.full((max(len(pages) for _, pages in replay.page_maps), len(steps)), 0)
     for column, (_, pages) in enumerate(replay.page_maps):
         # 0 does not exist (yet), 1 free or surplus, from 2 on a colour that neighbours in time do not share
-        picture[: len(pages), column] = np.where(pages >= 0, 2 + pages * 7 % colours, np.where(pages == -3, 0, 1))
+        picture[: len(pages), column] = np.where(
+            pages >= 0, 2 + pages * 7 % colours, np.where(pages == VACANT_PAGE, 0, 1)
+        )
     palette = ListedColormap(["white", "lightgrey", *(f"C{index}" for index in range(10)), *PALE])
     figure = Figure(figsize=(10, 5), layout="constrained")
     axes = figure.subplots()

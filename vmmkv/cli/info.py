@@ -41,6 +41,7 @@ def info(
         "cuda_device_seen": torch.cuda.is_available(),
         "torch": torch.__version__,
         **(_cuda_facts(driver) if driver.device.type == "cuda" else _host_facts()),
+        "granularity_size": driver.granularity,
         "page_size": driver.page_size,
         "free_bytes": free,
         "total_bytes": total,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .. import KVCache, OutOfPagesError, Sequence
 from ..errors import InvariantError
@@ -21,6 +22,8 @@ from ..schemes import allocated_bytes
 from ..workload import Request
 
 TABLE_SIZE = 4093
+CHUNK = 1024
+"""Tokens of a prompt that are written at a time."""
 GROUP = 4
 """Query heads per KV head."""
 
@@ -42,9 +45,9 @@ class Replay:
         steps: decode steps so far.
         preemptions: sequences that were freed to make room, to be computed again.
         lengths: per step the lengths of all running sequences.
-        waste: per step the waste that the cache reports of itself.
+        waste: at each check the waste that the cache reports of itself.
         max_error: the worst attention error, |out - reference| / |reference|.
-        page_maps: `(step, KVCache.page_map())` at regular steps.
+        page_maps: at each check the step and `KVCache.page_map()`.
     """
 
     cache: KVCache
@@ -65,8 +68,8 @@ class Replay:
             {layer.num_kv_heads for layer in layout.layers},
             {layer.k_head_dim for layer in layout.layers},
         )
-        generator = torch.Generator().manual_seed(int(self.rng.integers(2**31)))
-        self._table = torch.randn(TABLE_SIZE, layout.num_layers, 2, heads, width, generator=generator)
+        self._generator = torch.Generator().manual_seed(int(self.rng.integers(2**31)))
+        self._table = torch.randn(TABLE_SIZE, layout.num_layers, 2, heads, width, generator=self._generator)
         self._table = self._table.to(layout.dtype).to(self.cache.device)
         self._running: list[Running] = []
         self._waiting = deque((request, 0) for request in self.requests)
@@ -97,10 +100,11 @@ class Replay:
                 return
             self._waiting.popleft()
             self._running.append(Running(request, sequence, generated))
-            positions = torch.arange(sequence.length, device=self.cache.device)
-            records = self._records(sequence.number, positions)
-            for layer in range(self.cache.layout.num_layers):
-                sequence.write(layer, records[:, layer, 0], records[:, layer, 1])
+            for positions in torch.split(torch.arange(sequence.length, device=self.cache.device), CHUNK):
+                records = self._table[self._indices(sequence.number, positions)]
+                for layer in range(self.cache.layout.num_layers):
+                    for which, cache in enumerate(self.cache.kv(layer)):
+                        cache[sequence.row, positions] = records[:, layer, which]
 
     def _decode(self) -> None:
         """One more token for every running sequence; the newest make room where pages are short."""
@@ -120,11 +124,10 @@ class Replay:
             torch.tensor(values, device=device)
             for values in zip(*((r.sequence.number, r.sequence.row, r.sequence.length - 1) for r in self._running))
         )
-        records = self._records(numbers, positions)
+        records = self._table[self._indices(numbers, positions)]
         for layer in range(self.cache.layout.num_layers):
-            k, v = self.cache.kv(layer)
-            k[rows, positions] = records[:, layer, 0]
-            v[rows, positions] = records[:, layer, 1]
+            for which, cache in enumerate(self.cache.kv(layer)):
+                cache[rows, positions] = records[:, layer, which]
         for running in self._running:
             running.generated += 1
 
@@ -148,21 +151,25 @@ class Replay:
         self.cache.check()
         for index in self.rng.choice(len(self._running), min(4, len(self._running)), replace=False):
             layer = int(self.rng.integers(self.cache.layout.num_layers))
-            self.max_error = max(self.max_error, self._attention_error(self._running[index].sequence, layer))
+            error = self._attention_error(self._running[index].sequence, layer)
+            self.max_error = float(np.maximum(self.max_error, error))  # NaN stays
             self.checks += 1
 
     def _attention_error(self, sequence: Sequence, layer: int) -> float:
         """Relative error of attention of one random query over a sequence's row, against float64."""
-        k, v = (view.transpose(0, 1).unsqueeze(0) for view in (sequence.k(layer), sequence.v(layer)))
-        q = torch.randn(1, GROUP * k.shape[1], 1, k.shape[3]).to(k)
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        positions = torch.arange(sequence.length, device=k.device)
-        records = self._records(sequence.number, positions)[:, layer].double()
-        wide_k, wide_v = (records[:, which].transpose(0, 1).repeat_interleave(GROUP, 0) for which in (0, 1))
-        weights = (q[0].double() @ wide_k.transpose(1, 2) / k.shape[3] ** 0.5).softmax(-1)
-        reference = weights @ wide_v
-        return float((out[0].double() - reference).norm() / reference.norm())
+        row, length = sequence.row, sequence.length
+        k, v = (cache[row, :length].transpose(0, 1) for cache in self.cache.kv(layer))
+        q = torch.randn(k.shape[0], GROUP, k.shape[2], generator=self._generator).to(k)
+        # Not the memory-efficient kernel, which would wrap behind `int32_token_limit` tokens.
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]):
+            heads_first = q.view(1, -1, 1, k.shape[2]), k.unsqueeze(0), v.unsqueeze(0)
+            out = torch.nn.functional.scaled_dot_product_attention(*heads_first, enable_gqa=True)
+        indices = self._indices(sequence.number, torch.arange(length, device=k.device))
+        true_k, true_v = self._table[:, layer][indices].double().permute(1, 2, 0, 3)
+        weights = (q.double() @ true_k.transpose(1, 2) / k.shape[2] ** 0.5).softmax(-1)
+        reference = weights @ true_v
+        return float((out.view(q.shape).double() - reference).norm() / reference.norm())
 
-    def _records(self, number: int | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """K and V of tokens, `[tokens, layers, 2, heads, width]`."""
-        return self._table[(number * 2_654_435_761 ^ positions * 40_503) % TABLE_SIZE]
+    def _indices(self, number: int | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where in the table K and V of tokens are."""
+        return (number * 2_654_435_761 ^ positions * 40_503) % TABLE_SIZE

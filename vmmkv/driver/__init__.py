@@ -48,8 +48,12 @@ class Driver(Protocol):
         """Where the pages are."""
 
     @property
+    def granularity(self) -> int:
+        """Bytes of the smallest page that the memory system has."""
+
+    @property
     def page_size(self) -> int:
-        """Bytes of one page, a multiple of the memory system's granularity."""
+        """Bytes of one page, a multiple of the granularity."""
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total physical bytes of the device, now."""

@@ -86,8 +86,8 @@ class CudaDriver:
         self.memory_info()  # makes torch's primary context, where there is none yet
         status, ordinal = cu.cuDeviceGet(index)
         check("cuDeviceGet", status)
-        self.features, self._property, granularity = self._probe(ordinal)
-        self.page_size = check_page_size(page_size, granularity)
+        self.features, self._property, self.granularity = self._probe(ordinal)
+        self.page_size = check_page_size(page_size, self.granularity)
         self._access = {writable: [self._access_description(writable)] for writable in (False, True)}
 
     def _allocation_property(self, exportable: bool, rdma: bool) -> Any:

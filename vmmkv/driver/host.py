@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import mmap
 import os
 import re
@@ -26,6 +27,7 @@ MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
 FALLOC_FL_KEEP_SIZE = 0x01
 FALLOC_FL_PUNCH_HOLE = 0x02
+MAPPINGS_HINT = "a larger page_size takes fewer, /proc/sys/vm/max_map_count allows more"
 CGROUP = Path("/sys/fs/cgroup")
 MAP_FAILED = ctypes.c_void_p(-1).value
 NOTHING_MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
@@ -62,11 +64,14 @@ class HostDriver:
         if sys.platform != "linux":
             raise DeviceError(f"device='cpu' needs Linux (memfd and MAP_FIXED); this is {sys.platform}")
         self.device = torch.device("cpu")
-        self.page_size = check_page_size(page_size, mmap.PAGESIZE)
+        self.granularity = mmap.PAGESIZE
+        self.page_size = check_page_size(page_size, self.granularity)
         self._libc = _libc()
         self._fd = os.memfd_create("vmmkv")
-        self._end = 0
+        self._ends = itertools.count(step=self.page_size)
         self._holes: list[int] = []
+        # One mapping per page, as pages are scattered in the file; the rest of the process needs some, too.
+        self._mappings_left = int(Path("/proc/sys/vm/max_map_count").read_text()) * 3 // 4
         weakref.finalize(self, os.close, self._fd)
 
     def memory_info(self) -> tuple[int, int]:
@@ -88,17 +93,17 @@ class HostDriver:
         self._check("munmap", self._libc.munmap(address, nbytes) == 0, "")
 
     def create(self) -> Handle:
-        offset = self._holes[-1] if self._holes else self._end
+        try:
+            offset = self._holes.pop()
+        except IndexError:
+            offset = next(self._ends)
         try:
             # Takes the memory now: a page that is only promised would kill the process when written.
             os.posix_fallocate(self._fd, offset, self.page_size)
         except OSError as error:
+            self._holes.append(offset)
             name = errno.errorcode.get(error.errno or 0, str(error.errno))
             raise DriverOutOfMemoryError("posix_fallocate", name, "the host has no memory left") from None
-        if self._holes:
-            self._holes.pop()
-        else:
-            self._end += self.page_size
         return Handle(offset)
 
     def release(self, handle: Handle) -> None:
@@ -108,9 +113,12 @@ class HostDriver:
         self._holes.append(int(handle))  # type: ignore[call-overload]
 
     def map(self, address: int, handle: Handle) -> None:
+        if self._mappings_left <= 0:
+            raise DriverError("mmap", "ENOMEM", f"too many mappings of {self.page_size} bytes; {MAPPINGS_HINT}")
         flags = mmap.MAP_SHARED | MAP_FIXED
         at = self._libc.mmap(address, self.page_size, PROT_NONE, flags, self._fd, handle)
-        self._check("mmap", at == address, "the kernel's limit is /proc/sys/vm/max_map_count mappings")
+        self._check("mmap", at == address, MAPPINGS_HINT)
+        self._mappings_left -= 1
 
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -119,7 +127,8 @@ class HostDriver:
     def unmap(self, address: int, nbytes: int) -> None:
         flags = NOTHING_MAPPED | MAP_FIXED
         at = self._libc.mmap(address, nbytes, PROT_NONE, flags, -1, 0)
-        self._check("mmap", at == address, "the kernel's limit is /proc/sys/vm/max_map_count mappings")
+        self._check("mmap", at == address, MAPPINGS_HINT)
+        self._mappings_left += nbytes // self.page_size
 
     def fill(self, address: int, nbytes: int, value: int = 0) -> None:
         ctypes.memset(address, value, nbytes)
