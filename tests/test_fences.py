@@ -52,6 +52,24 @@ def driver() -> StreamedDriver:
     return StreamedDriver()
 
 
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("fills", [0, 1, 2])
+def test_a_failed_memset_leaves_no_page_unmapped_under_another(driver, make_cache, device: str, fills: int) -> None:
+    cache = make_cache(driver=driver, layers_per_range=1, scrub=True)
+    sequence = cache.sequence(1)
+    mapped = len(driver.mapped)
+    driver.fail("fill", skip=fills)
+    with pytest.raises(vmmkv.DriverError):
+        sequence.extend(80)
+    assert sequence.length == 1
+    cache.check()
+    assert len(driver.mapped) > mapped, "pages may still be written to"
+    driver.stream = "other"
+    cache.trim()
+    assert any(event.waited for _, event in driver.events)
+    sequence.extend(80)
+
+
 def test_a_fence_passes_when_all_its_events_have(driver) -> None:
     fence = Fence.after(driver, ["a", "b"]) | Fence.after(driver, ["c"])
     for _, event in driver.events:

@@ -72,10 +72,11 @@ def test_numpy_sees_the_same_memory() -> None:
 
 
 @pytest.mark.gpu
-def test_numba_and_the_cuda_array_interface_see_the_same_memory(make_cache) -> None:
+@pytest.mark.parametrize("device", ["cuda"])
+def test_numba_and_the_cuda_array_interface_see_the_same_memory(make_cache, device: str) -> None:
     from numba import cuda
 
-    view = make_cache(device="cuda", driver=vmmkv.driver.open_driver("cuda")).sequence(5).k(0)
+    view = make_cache().sequence(5).k(0)
     assert view.__cuda_array_interface__["data"][0] == view.data_ptr()
     array = cuda.as_cuda_array(view)
 

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .arena import Arena
-from .errors import DriverError, DriverOutOfMemoryError, OutOfPagesError, OutOfRowsError
+from .errors import DriverError, DriverOutOfMemoryError, OutOfPagesError, OutOfRowsError, StreamCaptureError
 from .fence import Fence
 from .pages import PagePool
 
@@ -242,16 +242,20 @@ class Rows:
         zeroing: bool,
     ) -> None:
         """Takes a growth back. Pages that cannot be unmapped, or not yet, stay in the books as surplus."""
+        for row, length in zip(rows, before):
+            self.length_of[row] = length
         self.pool.give(supply)
-        fence = self._fence_after(()) if zeroing else None
+        fence = None
+        if zeroing:
+            with suppress(StreamCaptureError):  # which has refused the first memset already
+                fence = self._fence_after(())
         for arena, row, _, old_end in plan:
             if fence:
                 self._fences[row] |= fence
             else:
                 with suppress(DriverError):
                     arena.unmap_back(row, old_end)
-        for row, length in zip(rows, before):
-            self.length_of[row] = length
+        for row in rows:
             self._refresh(row)
 
     def shrink(self, row: int, start: int, length: int) -> None:
