@@ -45,20 +45,7 @@ def append(
     """
     if torch.compiler.is_compiling():
         torch.ops.vmmkv.append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table)
-    else:
-        _append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table)
-
-
-def _append(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-) -> None:
+        return
     kernel, table_stride, strides = _plan(
         key(k),
         key(v),
@@ -106,7 +93,7 @@ def _plan(*keys: Key | None) -> tuple[Kernel, int, tuple[int, ...]]:
     return kernel, block_table.strides[0] * 4 if block_table else 0, tuple(stride * size for stride in strides)
 
 
-torch.library.custom_op("vmmkv::append", _append, mutates_args=("k_cache", "v_cache"))
+torch.library.custom_op("vmmkv::append", append, mutates_args=("k_cache", "v_cache"))
 
 
 @cache

@@ -42,20 +42,7 @@ def copy_tokens(
         torch.ops.vmmkv.copy_tokens(
             source, target, source_rows, source_starts, target_rows, target_starts, lengths, max_length
         )
-    else:
-        _copy_tokens(source, target, source_rows, source_starts, target_rows, target_starts, lengths, max_length)
-
-
-def _copy_tokens(
-    source: torch.Tensor,
-    target: torch.Tensor,
-    source_rows: torch.Tensor,
-    source_starts: torch.Tensor,
-    target_rows: torch.Tensor,
-    target_starts: torch.Tensor,
-    lengths: torch.Tensor,
-    max_length: int,
-) -> None:
+        return
     indices = (source_rows, source_starts, target_rows, target_starts, lengths)
     kernel, strides = _plan(key(source), key(target), *map(key, indices))
     check_alignment(source.data_ptr(), target.data_ptr())
@@ -77,7 +64,7 @@ def _plan(*keys: Key) -> tuple[Kernel, tuple[int, ...]]:
     return copy_kernel(source.shape[2] * head_vectors, head_vectors), tuple(stride * size for stride in strides)
 
 
-torch.library.custom_op("vmmkv::copy_tokens", _copy_tokens, mutates_args=("target",))
+torch.library.custom_op("vmmkv::copy_tokens", copy_tokens, mutates_args=("target",))
 
 
 @cache
