@@ -1,4 +1,4 @@
-"""Attention kernels over ordinary strided tensors; installed as `vmmkv.kernels`.
+"""Kernels over ordinary strided tensors; installed as `vmmkv.kernels`.
 
 They know nothing of vmmkv: a row of a `vmmkv.KVCache` is a strided tensor like any other.
 

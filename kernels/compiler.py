@@ -1,4 +1,4 @@
-"""From a Python function to a loaded kernel: all that touches Numba's internals and the CUDA driver.
+"""From a Python function to a loaded kernel: with `ptx`, all that touches Numba's internals and the CUDA driver.
 
 A kernel is compiled for the device at hand, kept on disk, and launched by the driver with packed arguments: Numba's own
 dispatcher spends tens of microseconds on looking at them. Every argument is a 64-bit integer: an address, a
@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import struct
+import threading
 from collections.abc import Callable
 from functools import cache, cached_property
 from importlib.metadata import version
@@ -19,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from numba import cuda, types
+
+from .ptx import SIMULATED
 
 ENTRY = "kernel"
 """What every kernel is called in its machine code."""
-
-SIMULATED = os.environ.get("NUMBA_ENABLE_CUDASIM") == "1"
 
 
 class Kernel:
@@ -44,6 +46,7 @@ class Kernel:
         self.num_arguments = num_arguments
         self.threads = threads
         self._handles: dict[int, Any] = {}
+        self._lock = threading.Lock()  # of the values, between packing and the launch that reads them
         self._pack = struct.Struct(f"{num_arguments}q").pack_into
         self._values = ctypes.create_string_buffer(8 * num_arguments)
         first = ctypes.addressof(self._values)
@@ -58,9 +61,10 @@ class Kernel:
             self._simulated[blocks, self.threads](*arguments)
             return
         handle = self._handles.get(index) or self._load(index)
-        self._pack(self._values, 0, *arguments)  # the driver copies the values during the call
         stream = torch._C._cuda_getCurrentRawStream(index)
-        (status,) = _driver().cuLaunchKernel(handle, *blocks, 1, self.threads, 1, 1, 0, stream, self._parameters, 0)
+        with self._lock:
+            self._pack(self._values, 0, *arguments)  # the driver copies the values during the call
+            (status,) = _driver().cuLaunchKernel(handle, *blocks, 1, self.threads, 1, 1, 0, stream, self._parameters, 0)
         if status:
             raise RuntimeError(f"cuLaunchKernel failed with {status.name} for {self.factory.__name__}{self.constants}")
 
@@ -98,15 +102,11 @@ class Kernel:
 
     @cached_property
     def _simulated(self) -> Any:
-        from numba import cuda
-
         return cuda.jit(self.factory(*self.constants))
 
 
 def to_ptx(function: Any, num_arguments: int, threads: int, capability: tuple[int, int]) -> str:
     """Compiles a kernel whose arguments are all int64."""
-    from numba import cuda, types
-
     signature = types.void(*[types.int64] * num_arguments)
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": threads}
     ptx: str = cuda.compile(function, signature, cc=capability, **options)[0]

@@ -16,9 +16,9 @@ from hypothesis import settings
 import vmmkv
 from vmmkv.driver import Driver, open_driver
 
-# `pytest --hypothesis-profile=long tests/test_state_machine.py` runs 200,000 operations.
+# `pytest --hypothesis-profile=long tests/test_state_machine.py` runs over 200,000 operations.
 settings.register_profile("default", deadline=None)
-settings.register_profile("long", deadline=None, max_examples=2000, stateful_step_count=100)
+settings.register_profile("long", deadline=None, max_examples=2500, stateful_step_count=100)
 
 if not torch.cuda.is_available():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # kernels run in Numba's simulator, on host memory

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from conftest import run_python
@@ -164,6 +166,30 @@ def test_kernels_can_be_part_of_a_compiled_graph() -> None:
     torch.compile(step, fullgraph=True, backend="aot_eager")(k, v, k_cache, v_cache, rows, starts)
     assert equal(k_cache[rows.long(), starts.long()], k)
     assert equal(v_cache[rows.long(), 0], k)
+
+
+@pytest.mark.gpu
+def test_threads_may_launch_the_same_kernel() -> None:
+    """Each on a cache and a stream of its own; the arguments of one launch must not become another's."""
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                k, v, k_cache, v_cache, rows, starts = new_and_cache()
+                for _ in range(300):
+                    k.normal_()
+                    append(k, v, k_cache, v_cache, rows, starts)
+                    assert equal(k_cache[rows.long(), starts.long()], k)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
 
 
 @pytest.mark.gpu

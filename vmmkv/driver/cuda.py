@@ -175,26 +175,26 @@ class CudaDriver:
         check("cuMemUnmap", *cu.cuMemUnmap(address, nbytes))
 
     def fill(self, address: int, nbytes: int, value: int = 0) -> None:
-        with self._outside_capture("a memset") as stream:
+        with self._outside_capture("cuMemsetD8Async") as stream:
             check("cuMemsetD8Async", *cu.cuMemsetD8Async(address, value, nbytes, stream.cuda_stream))
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        with self._outside_capture("a page copy") as stream:
+        with self._outside_capture("cuMemcpyDtoDAsync") as stream:
             check("cuMemcpyDtoDAsync", *cu.cuMemcpyDtoDAsync(destination, source, nbytes, stream.cuda_stream))
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
     def record(self, stream: torch.cuda.Stream) -> Event:
-        with self._outside_capture("a fence"):
+        with self._outside_capture("cuEventRecord"):
             return _CudaEvent(stream)
 
     def synchronize(self) -> None:
-        with self._outside_capture("a device synchronize"):
+        with self._outside_capture("cuCtxSynchronize"):
             torch.cuda.synchronize(self.device)
 
     @contextmanager
-    def _outside_capture(self, what: str) -> Iterator[torch.cuda.Stream]:
+    def _outside_capture(self, call: str) -> Iterator[torch.cuda.Stream]:
         """This device's current stream; refused where a captured call would run again at each replay.
 
         What torch raises for a failed call becomes a `DriverError` with the driver's name for it.
@@ -203,7 +203,7 @@ class CudaDriver:
             with torch.cuda.device(self.device):
                 if torch.cuda.is_current_stream_capturing():
                     raise StreamCaptureError(
-                        f"{what} cannot be part of a CUDA graph: extend what the graph needs before the capture, and "
+                        f"{call} cannot be part of a CUDA graph: extend what the graph needs before the capture, and "
                         "truncate, free or close after it"
                     )
                 yield self.current_stream()
@@ -211,4 +211,4 @@ class CudaDriver:
             raise
         except RuntimeError as error:
             (status,) = cu.cuCtxSynchronize()
-            raise DriverError(what, cu.CUresult(status).name, str(error).splitlines()[0]) from None
+            raise DriverError(call, cu.CUresult(status).name, str(error).splitlines()[0]) from None

@@ -27,10 +27,11 @@ MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
 FALLOC_FL_KEEP_SIZE = 0x01
 FALLOC_FL_PUNCH_HOLE = 0x02
-MAPPINGS_HINT = "a larger page_size takes fewer, /proc/sys/vm/max_map_count allows more"
-CGROUP = Path("/sys/fs/cgroup")
 MAP_FAILED = ctypes.c_void_p(-1).value
 NOTHING_MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+
+MAPPINGS_HINT = "a larger page_size takes fewer, /proc/sys/vm/max_map_count allows more"
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def _libc() -> ctypes.CDLL:
