@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .row_append import append
     from .row_copy import copy_tokens
+    from .row_decode import decode
+    from .row_prefill import prefill
 
-__all__ = ["append", "copy_tokens"]
+__all__ = ["append", "copy_tokens", "decode", "prefill"]
 
-_MODULES = {"append": "row_append", "copy_tokens": "row_copy"}
+_MODULES = {
+    "append": "row_append",
+    "copy_tokens": "row_copy",
+    "decode": "row_decode",
+    "prefill": "row_prefill",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -78,3 +78,53 @@ def _check_vectors(name: str, tensor: Geometry) -> None:
             f"{name} has strides {tensor.strides} and a last dimension of {tensor.shape[-1]}: the last stride must be "
             f"1, its width and other strides multiples of {ALIGNMENT} bytes"
         )
+
+
+HEAD_DIMS = 64, 80, 96, 128, 192, 256
+"""Widths of heads that attention kernels are made for."""
+
+ATTENTION_DTYPES = torch.float32, torch.float16, torch.bfloat16
+
+
+def check_attention(q: Geometry, k: Geometry, v: Geometry, out: Geometry) -> None:
+    """Queries `[..., num_heads, head_dim]` and a cache that they can attend to."""
+    if q.dtype not in ATTENTION_DTYPES:
+        raise TypeError(f"got q of {q.dtype}; attention takes {', '.join(map(str, ATTENTION_DTYPES))}")
+    if q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"got heads of {q.shape[-1]}; head_dim must be one of {', '.join(map(str, HEAD_DIMS))}")
+    if len(q.shape) < 3:
+        raise ValueError(f"got q {list(q.shape)}; it must end in num_heads and head_dim")
+    if len(k.shape) != 4 or k.shape != v.shape:
+        raise ValueError(
+            f"got k {list(k.shape)} and v {list(v.shape)}; both must be [rows, tokens, num_kv_heads, head_dim]"
+        )
+    if q.shape[-1] != k.shape[3] or k.shape[2] == 0 or q.shape[-2] % k.shape[2]:
+        raise ValueError(
+            f"got q {list(q.shape)} for k {list(k.shape)}; "
+            "head_dim must be the same, and num_heads a multiple of num_kv_heads"
+        )
+    if out.shape != q.shape:
+        raise ValueError(f"got out {list(out.shape)} for q {list(q.shape)}; it must be the same")
+    for name, tensor in {"k": k, "v": v, "out": out}.items():
+        if tensor.dtype != q.dtype:
+            raise TypeError(f"got {name} of {tensor.dtype} for q of {q.dtype}; it must be the same")
+        if tensor.device != q.device:
+            raise ValueError(f"got {name} on {tensor.device}; q is on {q.device}")
+    for name, tensor in {"q": q, "k": k, "v": v, "out": out}.items():
+        _check_vectors(name, tensor)
+
+
+def check_block_size(k: Geometry) -> None:
+    """Kernels look a block up for 16 tokens at a time."""
+    if k.shape[1] % 16:
+        raise ValueError(f"got blocks of {k.shape[1]} tokens; the block size must be a multiple of 16")
+
+
+def check_sinks(sinks: Geometry, q: Geometry) -> None:
+    """A logit for each query head."""
+    if sinks.dtype != torch.float32:
+        raise TypeError(f"got sinks of {sinks.dtype}; it must be torch.float32")
+    if sinks.device != q.device:
+        raise ValueError(f"got sinks on {sinks.device}; q is on {q.device}")
+    if sinks.shape != q.shape[-2:-1] or sinks.strides != (1,):
+        raise ValueError(f"got sinks {list(sinks.shape)}; it must be contiguous {list(q.shape[-2:-1])}")

@@ -1,8 +1,7 @@
 """From a Python function to a loaded kernel: with `ptx`, all that touches Numba's internals and the CUDA driver.
 
 A kernel is compiled for the device at hand, kept on disk, and launched by the driver with packed arguments: Numba's own
-dispatcher spends tens of microseconds on looking at them. Every argument is a 64-bit integer: an address, a
-stride in bytes, or a count.
+dispatcher spends tens of microseconds on looking at them.
 """
 
 from __future__ import annotations
@@ -24,8 +23,14 @@ from numba import cuda, types
 
 from .ptx import SIMULATED
 
+if SIMULATED:
+    from . import simulator  # noqa: F401  (gives the simulator its warps)
+
 ENTRY = "kernel"
 """What every kernel is called in its machine code."""
+
+FORMATS = {"q": "q", "f": "f4x", "m": "128s"}
+"""How arguments are packed, by kind: 64-bit integers, floats, and tensor maps, which must come first."""
 
 
 class Kernel:
@@ -34,58 +39,97 @@ class Kernel:
     Args:
         factory: makes the kernel, a plain Python function, from `constants`.
         constants: what is fixed at compile time.
-        num_arguments: arguments of the kernel.
+        arguments: a letter for each argument: q a 64-bit integer (an address, a stride in bytes, a count), f a float,
+            m a tensor map.
         threads: threads of a block.
+        blocks_per_sm: as many blocks are to fit on a multiprocessor; bounds the registers.
+        shared_bytes: dynamic shared memory of a block.
+        hopper: it uses instructions that only compute capability 9.0 has.
     """
 
     def __init__(
-        self, factory: Callable[..., Any], constants: tuple[int, ...], num_arguments: int, threads: int
+        self,
+        factory: Callable[..., Any],
+        constants: tuple[Any, ...],
+        arguments: str,
+        threads: int,
+        *,
+        blocks_per_sm: int = 1,
+        shared_bytes: int = 0,
+        hopper: bool = False,
     ) -> None:
         self.factory = factory
         self.constants = constants
-        self.num_arguments = num_arguments
+        self.arguments = arguments
         self.threads = threads
+        self.blocks_per_sm = blocks_per_sm
+        self.shared_bytes = shared_bytes
+        self.hopper = hopper
         self._handles: dict[int, Any] = {}
         self._lock = threading.Lock()  # of the values, between packing and the launch that reads them
-        self._pack = struct.Struct(f"{num_arguments}q").pack_into
-        self._values = ctypes.create_string_buffer(8 * num_arguments)
-        first = ctypes.addressof(self._values)
-        self._pointers = (ctypes.c_void_p * num_arguments)(*range(first, first + 8 * num_arguments, 8))
+        layout = struct.Struct("=" + "".join(FORMATS[kind] for kind in arguments))
+        self._pack = layout.pack_into
+        self._memory = ctypes.create_string_buffer(layout.size + 64)
+        first = -(-ctypes.addressof(self._memory) // 64) * 64  # where tensor maps may lie
+        self._values = (ctypes.c_char * layout.size).from_address(first)
+        sizes = [struct.calcsize("=" + FORMATS[kind]) for kind in arguments]
+        places = [first + sum(sizes[:index]) for index in range(len(sizes))]
+        self._pointers = (ctypes.c_void_p * len(places))(*places)
         self._parameters = ctypes.addressof(self._pointers)
 
-    def launch(self, blocks: tuple[int, int], index: int, arguments: tuple[int, ...]) -> None:
+    def launch(self, blocks: tuple[int, int], index: int, arguments: tuple[Any, ...]) -> None:
         """Runs a grid of blocks on the current stream of the CUDA device `index`."""
         if 0 in blocks:
             return
         if SIMULATED:
-            self._simulated[blocks, self.threads](*arguments)
+            self._simulated[blocks, self.threads, 0, self.shared_bytes](*arguments)
             return
         handle = self._handles.get(index) or self._load(index)
         stream = torch._C._cuda_getCurrentRawStream(index)
+        launch = _driver().cuLaunchKernel
         with self._lock:
             self._pack(self._values, 0, *arguments)  # the driver copies the values during the call
-            (status,) = _driver().cuLaunchKernel(handle, *blocks, 1, self.threads, 1, 1, 0, stream, self._parameters, 0)
+            (status,) = launch(
+                handle, *blocks, 1, self.threads, 1, 1, self.shared_bytes, stream, self._parameters, 0
+            )  # fmt: skip
         if status:
-            raise RuntimeError(f"cuLaunchKernel failed with {status.name} for {self.factory.__name__}{self.constants}")
+            raise RuntimeError(f"cuLaunchKernel failed with {status.name} for {self}")
+
+    def __str__(self) -> str:
+        return f"{self.factory.__name__}{self.constants}"
 
     def cubin(self, capability: tuple[int, int]) -> bytes:
         """Machine code for a compute capability, from disk or from the compiler. Needs no GPU."""
         path = _cache_folder() / f"{self._key(capability)}.cubin"
         if path.exists():
             return path.read_bytes()
-        code = to_cubin(self.ptx(capability), capability)
+        code, _ = to_cubin(self.ptx(capability), self._target(capability))
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
         unfinished.write_bytes(code)
         unfinished.replace(path)  # another process may be doing the same
         return code
 
+    def report(self, capability: tuple[int, int]) -> dict[str, int]:
+        """Registers of a thread, bytes that it spills, and static shared memory of a block. Needs no GPU."""
+        _, log = to_cubin(self.ptx(capability), self._target(capability))
+        facts = {
+            "registers": r"Used (\d+) registers",
+            "spilled": r"(\d+) bytes spill stores",
+            "shared": r"(\d+) bytes smem",
+        }
+        return {name: int(found[1]) if (found := re.search(what, log)) else 0 for name, what in facts.items()}
+
     def ptx(self, capability: tuple[int, int]) -> str:
         """What the compiler makes of it. Needs no GPU."""
-        return to_ptx(self.factory(*self.constants), self.num_arguments, self.threads, capability)
+        bounds = self.threads, self.blocks_per_sm
+        return to_ptx(self.factory(*self.constants), self.arguments, bounds, self._target(capability))
+
+    def _target(self, capability: tuple[int, int]) -> tuple[Any, ...]:
+        return (*capability, "a") if self.hopper else capability
 
     def _key(self, capability: tuple[int, int]) -> str:
-        name = f"{self.factory.__module__}.{self.factory.__name__}{self.constants} {self.threads} {capability}"
+        name = f"{self.factory.__module__}.{self} {self.threads} {self.blocks_per_sm} {capability}"
         return hashlib.sha256(f"{name} {_sources()} {version('numba-cuda')}".encode()).hexdigest()
 
     def _load(self, index: int) -> Any:
@@ -95,32 +139,53 @@ class Kernel:
             torch.cuda.current_stream().query()  # makes the context that the kernel is loaded into
             status, module = cu.cuModuleLoadData(code)
             if not status:
-                status, self._handles[index] = cu.cuModuleGetFunction(module, ENTRY.encode())
+                status, handle = cu.cuModuleGetFunction(module, ENTRY.encode())
+            if not status and self.shared_bytes:
+                limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                (status,) = cu.cuFuncSetAttribute(handle, limit, self.shared_bytes)
         if status:
-            raise RuntimeError(f"loading {self.factory.__name__}{self.constants} failed with {status.name}")
-        return self._handles[index]
+            raise RuntimeError(f"loading {self} failed with {status.name}")
+        self._handles[index] = handle
+        return handle
 
     @cached_property
     def _simulated(self) -> Any:
         return cuda.jit(self.factory(*self.constants))
 
 
-def to_ptx(function: Any, num_arguments: int, threads: int, capability: tuple[int, int]) -> str:
-    """Compiles a kernel whose arguments are all int64."""
-    signature = types.void(*[types.int64] * num_arguments)
-    options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": threads}
-    ptx: str = cuda.compile(function, signature, cc=capability, **options)[0]
+def to_ptx(function: Any, arguments: str, launch_bounds: tuple[int, int], target: tuple[Any, ...]) -> str:
+    """Compiles a kernel. In its code a tensor map is an address like others."""
+    kinds = {"q": types.int64, "f": types.float32, "m": types.int64}
+    signature = types.void(*[kinds[kind] for kind in arguments])
+    options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": launch_bounds}
+    ptx: str = cuda.compile(function, signature, cc=target, **options)[0]
     mangled = re.search(r"\.entry\s+(\w+)", ptx)
     assert mangled
-    return ptx.replace(mangled[1], ENTRY)
+    ptx = ptx.replace(mangled[1], ENTRY)
+    for index in range(arguments.count("m")):
+        ptx = _pass_by_value(ptx, f"{ENTRY}_param_{index}")
+    return ptx
 
 
-def to_cubin(ptx: str, capability: tuple[int, int]) -> bytes:
-    """Assembles PTX for one compute capability."""
+def _pass_by_value(ptx: str, parameter: str) -> str:
+    """Makes an integer parameter 128 bytes of constant memory, and its value their address."""
+    ptx, declared = re.subn(rf"\.param \.u64 {parameter}\b", f".param .align 64 .b8 {parameter}[128]", ptx)
+    ptx, loaded = re.subn(
+        rf"ld\.param\.u64\s+(%rd\d+), \[{parameter}\];",
+        rf"mov.b64 \1, {parameter};\n\tcvta.param.u64 \1, \1;",
+        ptx,
+    )
+    assert (declared, loaded) == (1, 1), f"the compiler reads {parameter} in a way that is not known here"
+    return ptx
+
+
+def to_cubin(ptx: str, target: tuple[Any, ...]) -> tuple[bytes, str]:
+    """Assembles PTX; the machine code, and what the assembler says of it."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
-    options = LinkerOptions(arch=f"sm_{capability[0]}{capability[1]}")
-    return bytes(Linker(ObjectCode.from_ptx(ptx.encode()), options=options).link("cubin").code)
+    options = LinkerOptions(arch="sm_" + "".join(map(str, target)), ptxas_options=["-v"], verbose=True)
+    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
+    return bytes(linker.link("cubin").code), linker.get_info_log()
 
 
 @cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -11,11 +10,20 @@ from numba.cuda.core import config
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
-REGISTERS = {"r": types.uint32, "l": types.int64}
-"""Register classes of inline assembly: 32-bit and 64-bit integers."""
+REGISTERS = {"r": types.uint32, "l": types.int64, "f": types.float32}
+"""Register classes of inline assembly: 32-bit and 64-bit integers, 32-bit floats."""
 
 
-def instruction(asm: str, outputs: str, inputs: str, meaning: Callable[..., Any], reads_only: bool = False) -> Any:
+def instruction(
+    asm: str,
+    outputs: str,
+    inputs: str,
+    meaning: Callable[..., Any],
+    *,
+    pure: bool = False,
+    reads_only: bool = False,
+    convergent: bool = False,
+) -> Any:
     """A function for kernels that is one PTX instruction.
 
     Args:
@@ -23,17 +31,20 @@ def instruction(asm: str, outputs: str, inputs: str, meaning: Callable[..., Any]
         outputs: a register class for each output; several come back as a tuple.
         inputs: a register class for each input.
         meaning: what the instruction does, in Python, for the simulator.
-        reads_only: the compiler may move it over other memory accesses.
+        pure: its outputs follow from its inputs; the compiler may move it, merge it or leave it out.
+        reads_only: it stays, in order with other instructions, but ordinary memory accesses may pass it.
+        convergent: threads execute it together; the compiler must not move it into a branch.
     """
     if SIMULATED:
         return meaning
     from llvmlite import ir
     from numba.cuda.extending import intrinsic
 
-    integer = {"r": ir.IntType(32), "l": ir.IntType(64)}
-    results = [integer[kind] for kind in outputs]
+    llvm = {"r": ir.IntType(32), "l": ir.IntType(64), "f": ir.FloatType()}
+    results = [llvm[kind] for kind in outputs]
     result = ir.VoidType() if not results else results[0] if len(results) == 1 else ir.LiteralStructType(results)
-    constraints = ",".join([f"={kind}" for kind in outputs] + list(inputs) + ["~{memory}"] * (not reads_only))
+    clobbers = [] if pure or reads_only else ["~{memory}"]
+    constraints = ",".join([f"={kind}" for kind in outputs] + list(inputs) + clobbers)
     if not outputs:
         returned = types.void
     elif len(outputs) == 1:
@@ -42,8 +53,9 @@ def instruction(asm: str, outputs: str, inputs: str, meaning: Callable[..., Any]
         returned = types.UniTuple(REGISTERS[outputs[0]], len(outputs))
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        kind = ir.FunctionType(result, [integer[register] for register in inputs])
-        value = builder.call(ir.InlineAsm(kind, asm, constraints, side_effect=True), list(arguments))
+        kind = ir.FunctionType(result, [llvm[register] for register in inputs])
+        assembly = ir.InlineAsm(kind, asm, constraints, side_effect=not pure)
+        value = builder.call(assembly, list(arguments), attrs=("convergent",) if convergent else ())
         if not outputs:
             return context.get_dummy_value()
         if len(outputs) == 1:
@@ -53,31 +65,7 @@ def instruction(asm: str, outputs: str, inputs: str, meaning: Callable[..., Any]
 
     signature = returned(*[REGISTERS[register] for register in inputs])
     # Numba reads the number of parameters off the function.
-    parameters = ", ".join(f"argument{index}" for index in range(len(inputs)))
+    parameters = ", ".join(["context", *(f"argument{index}" for index in range(len(inputs)))])
     scope: dict[str, Any] = {"signature": signature, "codegen": codegen}
-    exec(f"def typing(context, {parameters}):\n    return signature, codegen", scope)
+    exec(f"def typing({parameters}):\n    return signature, codegen", scope)
     return intrinsic(scope["typing"])
-
-
-def _load_i32(address: int) -> int:
-    return ctypes.c_int32.from_address(address).value
-
-
-def _load_16(address: int) -> tuple[int, ...]:
-    assert address % 16 == 0, "misaligned"
-    return tuple((ctypes.c_uint32 * 4).from_address(address))
-
-
-def _store_16(address: int, *words: int) -> None:
-    assert address % 16 == 0, "misaligned"
-    (ctypes.c_uint32 * 4).from_address(address)[:] = list(words)
-
-
-load_i32 = instruction("{ .reg .s32 t; ld.global.nc.s32 t, [$1]; cvt.s64.s32 $0, t; }", "l", "l", _load_i32, True)
-"""A 32-bit integer at an address."""
-
-load_16 = instruction("ld.global.nc.L1::no_allocate.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, True)
-"""16 bytes at a 16-byte aligned address, read once: they bypass the first cache."""
-
-store_16 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", "", "lrrrr", _store_16)
-"""Puts 16 bytes to a 16-byte aligned address."""

@@ -13,7 +13,8 @@ from numba import cuda
 
 from .checks import Geometry, Key, check_alignment, check_cache, check_indices, check_new, key
 from .compiler import Kernel
-from .ptx import load_i32
+from .memory import load_i32
+from .ragged import sequence_of
 from .vectors import THREADS, move_heads
 
 
@@ -102,7 +103,7 @@ def append_kernel(
 ) -> Kernel:
     """The kernel for a geometry, in vectors of 16 bytes; `block_size` 0 is without a block table."""
     constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size)
-    return Kernel(make_append, constants, num_arguments=20, threads=THREADS)
+    return Kernel(make_append, constants, "q" * 20, THREADS)
 
 
 def make_append(
@@ -116,20 +117,11 @@ def make_append(
         k_cache_row, k_cache_token, k_cache_head, v_cache_row, v_cache_token, v_cache_head,
     ):  # fmt: skip
         token = cuda.blockIdx.x
-        sequence = 0
+        sequence = token
         first = token
         if ragged:
-            # The sequence whose tokens include this one: the last that begins at it or before.
-            end = batch
-            while end - sequence > 1:
-                middle = (sequence + end) // 2
-                if load_i32(cu_seqlens + middle * 4) <= token:
-                    sequence = middle
-                else:
-                    end = middle
+            sequence = sequence_of(token, cu_seqlens, batch)
             first = load_i32(cu_seqlens + sequence * 4)
-        else:
-            sequence = token
         position = load_i32(starts + sequence * 4) + token - first
         row = load_i32(rows + sequence * 4)
         if block_size:

@@ -10,7 +10,7 @@ from numba import cuda
 
 from .checks import Geometry, Key, check_alignment, check_cache, check_indices, key
 from .compiler import Kernel
-from .ptx import load_i32
+from .memory import load_i32
 from .vectors import THREADS, move_heads
 
 
@@ -70,7 +70,7 @@ torch.library.custom_op("vmmkv::copy_tokens", copy_tokens, mutates_args=("target
 @cache
 def copy_kernel(vectors: int, head_vectors: int) -> Kernel:
     """The kernel for a geometry, in vectors of 16 bytes."""
-    return Kernel(make_copy, (vectors, head_vectors), num_arguments=13, threads=THREADS)
+    return Kernel(make_copy, (vectors, head_vectors), "q" * 13, THREADS)
 
 
 def make_copy(vectors: int, head_vectors: int) -> Any:

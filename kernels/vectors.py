@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numba import cuda
 
-from .ptx import load_16, store_16
+from .memory import load_16, store_16
 
 THREADS = 128
 """Threads of a block that moves a token."""

@@ -8,6 +8,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,14 @@ settings.register_profile("long", deadline=None, max_examples=2500, stateful_ste
 
 if not torch.cuda.is_available():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # kernels run in Numba's simulator, on host memory
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+"""Where kernels are tested."""
+
+
+def int32(values: Any) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
 
 ROOT = Path(__file__).parent.parent
 

@@ -6,19 +6,14 @@ import threading
 
 import pytest
 import torch
-from conftest import run_python
+from conftest import DEVICE, int32, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vmmkv
 from vmmkv.kernels import append, copy_tokens
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
-
-
-def int32(values) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
 def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -1,0 +1,144 @@
+"""Numbers: exponentials as the hardware has them, and two 16-bit floats in a 32-bit word."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numba import cuda, float32
+
+from .ptx import instruction
+
+
+def _bfloat16_bits(*values: float) -> Any:
+    """Rounds to nearest even, as the hardware does."""
+    bits = np.array(values, np.float32).view(np.uint32).astype(np.uint64)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(np.array(values)), np.uint16(0x7FFF), rounded).view(np.uint32)[0]
+
+
+def _float16_bits(*values: float) -> Any:
+    with np.errstate(over="ignore"):
+        return np.array(values, np.float32).astype(np.float16).view(np.uint32)[0]
+
+
+def bfloat16_values(bits: Any) -> Any:
+    """Of an array of uint16."""
+    return (np.asarray(bits, np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def float16_values(bits: Any) -> Any:
+    """Of an array of uint16."""
+    return np.asarray(bits, np.uint16).view(np.float16).astype(np.float32)
+
+
+def _exp2(x: float) -> Any:
+    with np.errstate(over="ignore", under="ignore"):
+        return np.exp2(np.float32(x))
+
+
+def _reciprocal(x: float) -> Any:
+    with np.errstate(divide="ignore"):
+        return np.float32(1) / np.float32(x)
+
+
+def _pick_bytes(a: int, b: int, selector: int) -> Any:
+    available = np.array([a, b], np.uint32).view(np.uint8)
+    return np.array([available[(int(selector) >> 4 * i) & 7] for i in range(4)], np.uint8).view(np.uint32)[0]
+
+
+exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f", _exp2, pure=True)
+"""2 to the power of x, to 2 units in the last place."""
+
+reciprocal = instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", _reciprocal, pure=True)
+"""1 / x, to one unit in the last place."""
+
+maximum = instruction("max.f32 $0, $1, $2;", "f", "ff", lambda a, b: np.float32(max(a, b)), pure=True)
+"""The greater of two."""
+
+fma = instruction(
+    "fma.rn.f32 $0, $1, $2, $3;", "f", "fff", lambda a, b, c: np.float32(np.float64(a) * b + c), pure=True
+)
+"""a * b + c, rounded once."""
+
+divide = instruction(
+    "{ .reg .u32 a, b; cvt.u32.u64 a, $1; cvt.u32.u64 b, $2; div.u32 a, a, b; cvt.u64.u32 $0, a; }",
+    "l", "ll", lambda a, b: a // b, pure=True,
+)  # fmt: skip
+"""a // b of counts below 2**32: a fifth of the instructions of a 64-bit division."""
+
+pick_bytes = instruction("prmt.b32 $0, $1, $2, $3;", "r", "rrr", _pick_bytes, pure=True)
+"""Four bytes out of the eight of two words; one hexadecimal digit of the selector for each."""
+
+
+class Format(NamedTuple):
+    """A format of numbers in memory: how they get into 32-bit words and out again."""
+
+    name: str
+    """As instructions call it."""
+    per_word: int
+    """Numbers in a word of 32 bits."""
+    pack: Any
+    """Two floats as one word, the first in its lower half; of fp32 the first alone."""
+    low: Any
+    """The lower half of a word as a float; of fp32 the word."""
+    high: Any
+    """The upper half of a word as a float."""
+    values: Any
+    """The floats that an array of uint16 stands for, in the simulator."""
+
+
+def _low(values: Any) -> Any:
+    return lambda word: np.float32(values(np.uint16(int(word) & 0xFFFF)))
+
+
+def _high(values: Any) -> Any:
+    return lambda word: np.float32(values(np.uint16(int(word) >> 16)))
+
+
+def _float(word: int) -> Any:
+    return np.uint32(word).view(np.float32)
+
+
+FORMATS = {
+    torch.float32: Format(
+        "f32",
+        1,
+        instruction("mov.b32 $0, $1;", "r", "ff", lambda value, _: np.float32(value).view(np.uint32), pure=True),
+        instruction("mov.b32 $0, $1;", "f", "r", _float, pure=True),
+        None,
+        None,
+    ),
+    torch.bfloat16: Format(
+        "bf16",
+        2,
+        instruction("cvt.rn.bf16x2.f32 $0, $2, $1;", "r", "ff", _bfloat16_bits, pure=True),
+        instruction("{ .reg .b32 t; shl.b32 t, $1, 16; mov.b32 $0, t; }", "f", "r", _low(bfloat16_values), pure=True),
+        instruction(
+            "{ .reg .b32 t; and.b32 t, $1, 0xffff0000; mov.b32 $0, t; }", "f", "r", _high(bfloat16_values), pure=True
+        ),
+        bfloat16_values,
+    ),
+    torch.float16: Format(
+        "f16",
+        2,
+        instruction("cvt.rn.f16x2.f32 $0, $2, $1;", "r", "ff", _float16_bits, pure=True),
+        instruction(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, l; }", "f", "r", _low(float16_values), pure=True
+        ),
+        instruction(
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $1; cvt.f32.f16 $0, h; }", "f", "r", _high(float16_values), pure=True
+        ),
+        float16_values,
+    ),
+}
+
+HALVES = {dtype: number for dtype, number in FORMATS.items() if number.per_word == 2}
+"""The formats that tensor cores multiply without loss."""
+
+
+@cuda.jit(device=True, inline="always")
+def tanh(x):  # type: ignore[no-untyped-def]
+    """From the exponential: the hardware's own tanh has 11 bits."""
+    return float32(1) - float32(2) * reciprocal(exp2(x * float32(2.8853900817779268)) + float32(1))

@@ -1,0 +1,105 @@
+"""What decode and prefill share: the arguments of every attention kernel, their checks, and the launch."""
+
+from __future__ import annotations
+
+from math import e, log2
+from typing import NamedTuple
+
+import torch
+
+from .checks import Geometry, Key, check_alignment, check_attention, check_block_size, check_indices, check_sinks, key
+from .compiler import Kernel
+from .workspace import workspace
+
+ARGUMENTS = "q" * 28 + "ff"
+"""The same for all: 12 addresses, batch, num_kv_heads, the table's stride, the window, 12 strides, two factors.
+
+The softmax is `exp2(outer * x)` of `x = q k`, or of `x = tanh(inner * q k)` with a soft cap.
+"""
+
+
+class Tensors(NamedTuple):
+    """What a call is given."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    out: torch.Tensor
+    cu_seqlens: torch.Tensor | None
+    seq_lens: torch.Tensor
+    rows: torch.Tensor | None
+    starts: torch.Tensor | None
+    block_table: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+
+class Geometries(NamedTuple):
+    """The same without data."""
+
+    q: Geometry
+    k: Geometry
+    v: Geometry
+    out: Geometry
+    cu_seqlens: Geometry | None
+    seq_lens: Geometry
+    rows: Geometry | None
+    starts: Geometry | None
+    block_table: Geometry | None
+    sinks: Geometry | None
+
+
+class Plan(NamedTuple):
+    """What a geometry comes to: a kernel, its grid and workspace, and the arguments that stay the same."""
+
+    kernel: Kernel
+    blocks: tuple[int, int]
+    partial_bytes: int
+    counters: int
+    sizes: tuple[int, int, int]
+    strides: tuple[int, ...]
+
+
+def keys(tensors: Tensors) -> tuple[Key | None, ...]:
+    """What a plan is kept under."""
+    return tuple([key(tensor) if tensor is not None else None for tensor in tensors])
+
+
+def check(keys: tuple[Key | None, ...]) -> Geometries:
+    """Raises `ValueError` or `TypeError` where tensors do not fit together."""
+    geometries = Geometries(*[Geometry._make(key) if key else None for key in keys])  # type: ignore[arg-type]
+    q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks = geometries
+    check_attention(q, k, v, out)
+    given = {"seq_lens": seq_lens, "rows": rows, "starts": starts}
+    check_indices(q.device, seq_lens.shape, **{name: tensor for name, tensor in given.items() if tensor})
+    if cu_seqlens:
+        check_indices(q.device, (seq_lens.shape[0] + 1,), cu_seqlens=cu_seqlens)
+    if block_table:
+        check_indices(q.device, None, block_table=block_table)
+        check_block_size(k)
+    if sinks:
+        check_sinks(sinks, q)
+    return geometries
+
+
+def make_plan(
+    given: Geometries, kernel: Kernel, blocks: tuple[int, int], partial_bytes: int = 0, counters: int = 0
+) -> Plan:
+    """The plan of a geometry, once its kernel is chosen."""
+    q, k, v, out = given[:4]
+    size = q.dtype.itemsize
+    ragged = (0,) if given.cu_seqlens else ()  # then q has no dimension of sequences
+    strides = (*ragged, *q.strides[:-1], *k.strides[:3], *v.strides[:3], *ragged, *out.strides[:-1])
+    table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
+    sizes = given.seq_lens.shape[0], k.shape[2], table_stride
+    return Plan(kernel, blocks, partial_bytes, counters, sizes, tuple(stride * size for stride in strides))
+
+
+def launch(plan: Plan, tensors: Tensors, scale: float, window: int, softcap: float) -> None:
+    """Runs a plan on the current stream."""
+    pointers = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
+    check_alignment(*pointers[:4])
+    index = tensors.q.get_device()
+    room = workspace(index, plan.partial_bytes, plan.counters) if plan.counters else (0, 0)
+    inner = scale / softcap if softcap else 1.0
+    outer = (softcap or scale) * log2(e)
+    plan.kernel.launch(plan.blocks, index, (*pointers, *room, *plan.sizes, window, *plan.strides, inner, outer))

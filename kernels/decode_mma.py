@@ -1,0 +1,460 @@
+"""decode on tensor cores: K and V go straight from memory into the registers that are multiplied.
+
+Transposed, a step of attention is two products of matrices whose 8 columns are queries that share a KV head:
+
+    S = K q        [16 tokens x head_dim] [head_dim x 8 queries]
+    O = V^T P      [head_dim x 16 tokens] [16 tokens x 8 queries]
+
+The dims are summed in the first product and label the rows of the second, so their order is free: each lane
+takes 16 bytes of K and of V as they lie. No shared memory, and no waiting for other warps, while tokens stream past.
+P comes out of the first product as the second wants it but for a transposition in registers.
+
+The work is cut into equal shares (see `ragged`). Where a share ends within a sequence, its block leaves sums of its
+part in `partials`; the last block to do so adds the parts up.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from numba import cuda, float32, int64, uint32
+
+from .arithmetic import HALVES, divide, exp2, fma, maximum, pick_bytes, reciprocal, tanh
+from .memory import (
+    increment,
+    load_16,
+    load_16_cached,
+    load_f32,
+    load_fresh_f32,
+    load_fresh_f32x4,
+    load_i32,
+    store_8,
+    store_f32,
+    store_f32x4,
+)
+from .ragged import make_ragged
+from .warp import multiply as multiplications
+from .warp import shuffle_xor, transpose
+
+WARPS = 4
+THREADS = 32 * WARPS
+UNIT = 16
+"""Tokens of a unit of work."""
+LEAST = 8
+"""Units that a block takes at least, so that short sequences are not cut to crumbs."""
+LOG2E = 1.4426950408889634
+NEGATIVE_INFINITY = float("-inf")
+FLOOR = -1e30
+"""A maximum below all scores; infinite ones would have no difference."""
+
+
+def tiles_of(queries: int) -> int:
+    """How many tiles of 8 queries a block works on: 1, 2 or 4, of as many as there are."""
+    return min(WARPS, 1 << (-(-queries // 8) - 1).bit_length())
+
+
+def part_bytes(head_dim: int, queries: int) -> int:
+    """What a block leaves of its part of a sequence: sums of V, a maximum and a sum of weights for each query."""
+    return 8 * tiles_of(queries) * (head_dim + 2) * 4
+
+
+def make_decode(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    q_len: int,
+    block_size: int,
+    windowed: bool,
+    softcapped: bool,
+    depth: int,
+) -> Any:
+    """The kernel as a Python function; the arguments are constants to the compiler.
+
+    Args:
+        group: query heads that share a KV head.
+        block_size: tokens of a block in the block table; 0 without one.
+        depth: units that a warp has in flight.
+    """
+    multiply, pack = multiplications[dtype], HALVES[dtype].pack
+    queries = group * q_len
+    tiles = tiles_of(queries)
+    token_warps = WARPS // tiles
+    columns = 8 * tiles
+    k_chunks, v_chunks = -(-head_dim // 32), -(-head_dim // 64)
+    q_words, k_words, v_words = 4 * k_chunks, 8 * k_chunks * depth, 16 * v_chunks * depth
+    num_sums, num_scores = 16 * v_chunks, 4 * depth
+    shared_sums, shared_columns = WARPS * 8 * head_dim, WARPS * 8
+    bytes_of_part = part_bytes(head_dim, queries)
+    quarter = head_dim // 4
+    items = columns * quarter
+    stride = token_warps * UNIT * depth
+
+    @cuda.jit(device=True, inline="always")
+    def span(sequence, seq_lens, starts, window):  # type: ignore[no-untyped-def]
+        """The first token that a sequence's queries see, and its length."""
+        length = load_i32(seq_lens + sequence * 4)
+        first = 0
+        if starts != 0:
+            first = load_i32(starts + sequence * 4)
+        if windowed:
+            first = max(first, length - q_len + 1 - window)
+        return first, length
+
+    @cuda.jit(device=True, inline="always")
+    def units_of(sequence, lengths):  # type: ignore[no-untyped-def]
+        """An empty sequence has a unit as well: somebody must write its output."""
+        seq_lens, starts, window, heads = lengths
+        first, length = span(sequence, seq_lens, starts, window)
+        return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * heads
+
+    total, locate = make_ragged(units_of)
+
+    @cuda.jit(device=True, inline="always")
+    def find(token, last, row, table):  # type: ignore[no-untyped-def]
+        """Where the 16 tokens from `token` on lie: a row or a block, and its first token."""
+        home = row
+        origin = 0
+        if block_size:
+            block = min(token, last) // block_size
+            home = load_i32(table + block * 4)
+            origin = block * block_size
+        return home, origin
+
+    @cuda.jit(device=True, inline="always")
+    def load_k(words, token, first, last, homes, origins, k, k_row, k_token, lane):  # type: ignore[no-untyped-def]
+        for unit in range(depth):
+            base = k + homes[unit] * k_row
+            for r in range(2):
+                position = max(min(token + unit * UNIT + r * 8 + (lane >> 2), last), first) - origins[unit]
+                for c in range(k_chunks):
+                    offset = c * 64 + (lane & 3) * 16
+                    if head_dim % 32 and offset >= head_dim * 2:
+                        offset = 0  # the query is 0 there
+                    loaded = load_16(base + position * k_token + offset)
+                    for i in range(4):
+                        words[((unit * 2 + r) * k_chunks + c) * 4 + i] = loaded[i]
+
+    @cuda.jit(device=True, inline="always")
+    def load_v(words, token, first, last, homes, origins, v, v_row, v_token, lane):  # type: ignore[no-untyped-def]
+        for unit in range(depth):
+            base = v + homes[unit] * v_row
+            for r in range(4):
+                row = token + unit * UNIT + (lane & 3) * 2 + (r & 1) + (r >> 1) * 8
+                position = max(min(row, last), first) - origins[unit]
+                for c in range(v_chunks):
+                    offset = c * 128 + (lane >> 2) * 16
+                    if head_dim % 64 and offset >= head_dim * 2:
+                        offset = 0  # these sums are not stored
+                    loaded = load_16(base + position * v_token + offset)
+                    for i in range(4):
+                        words[((unit * 4 + r) * v_chunks + c) * 4 + i] = loaded[i]
+
+    @cuda.jit(device=True, inline="always")
+    def score(scores, unit, k_words, q_words, inner):  # type: ignore[no-untyped-def]
+        """Of 16 tokens and 8 queries: a lane has tokens g and g + 8 for each of two queries."""
+        d = (float32(0), float32(0), float32(0), float32(0))
+        for c in range(k_chunks):
+            for x in range(2):
+                low = (unit * 2 * k_chunks + c) * 4 + 2 * x
+                high = ((unit * 2 + 1) * k_chunks + c) * 4 + 2 * x
+                d = multiply(
+                    d[0], d[1], d[2], d[3],
+                    k_words[low], k_words[high], k_words[low + 1], k_words[high + 1],
+                    q_words[c * 4 + 2 * x], q_words[c * 4 + 2 * x + 1],
+                )  # fmt: skip
+        for i in range(4):
+            scores[4 * unit + i] = tanh(d[i] * inner) if softcapped else d[i]
+
+    @cuda.jit(device=True, inline="always")
+    def accumulate(sums, unit, v_words, p0, p1):  # type: ignore[no-untyped-def]
+        """Adds V^T P of 16 tokens. Pairs of tokens are put together as the multiplication wants them."""
+        for c in range(v_chunks):
+            for w in range(4):
+                e0 = v_words[((unit * 4) * v_chunks + c) * 4 + w]
+                e1 = v_words[((unit * 4 + 1) * v_chunks + c) * 4 + w]
+                e2 = v_words[((unit * 4 + 2) * v_chunks + c) * 4 + w]
+                e3 = v_words[((unit * 4 + 3) * v_chunks + c) * 4 + w]
+                o = (c * 4 + w) * 4
+                d = multiply(
+                    sums[o], sums[o + 1], sums[o + 2], sums[o + 3],
+                    pick_bytes(e0, e1, 0x5410), pick_bytes(e0, e1, 0x7632),
+                    pick_bytes(e2, e3, 0x5410), pick_bytes(e2, e3, 0x7632),
+                    p0, p1,
+                )  # fmt: skip
+                for i in range(4):
+                    sums[o + i] = d[i]
+
+    @cuda.jit(device=True, inline="always")
+    def add_warps(shared_o, shared_m, shared_l, item, outer):  # type: ignore[no-untyped-def]
+        """Of a column and four dims: the greatest score, the weights' sum, and the weighted sums of V."""
+        column = item // quarter
+        dim = item % quarter * 4
+        top = float32(FLOOR)
+        for w in range(token_warps):
+            top = maximum(top, shared_m[w * columns + column])
+        norm = float32(0)
+        o0 = float32(0)
+        o1 = float32(0)
+        o2 = float32(0)
+        o3 = float32(0)
+        for w in range(token_warps):
+            at = w * columns + column
+            weight = exp2((shared_m[at] - top) * outer)
+            norm += weight * shared_l[at]
+            o0 += weight * shared_o[at * head_dim + dim]
+            o1 += weight * shared_o[at * head_dim + dim + 1]
+            o2 += weight * shared_o[at * head_dim + dim + 2]
+            o3 += weight * shared_o[at * head_dim + dim + 3]
+        return top, norm, o0, o1, o2, o3
+
+    @cuda.jit(device=True, inline="always")
+    def put_part(part, to, item):  # type: ignore[no-untyped-def]
+        store_f32x4(to + item * 16, part[2], part[3], part[4], part[5])
+        if item % quarter == 0:
+            store_f32(to + (columns * head_dim + item // quarter) * 4, part[0])
+            store_f32(to + (columns * head_dim + columns + item // quarter) * 4, part[1])
+
+    @cuda.jit(device=True, inline="always")
+    def add_parts(first_part, others, num_parts, item, outer):  # type: ignore[no-untyped-def]
+        """The same of all blocks' parts, eight at a time so that they come together."""
+        column = item // quarter
+        top = float32(FLOOR)
+        norm = float32(0)
+        o0 = float32(0)
+        o1 = float32(0)
+        o2 = float32(0)
+        o3 = float32(0)
+        parts_m = cuda.local.array(8, float32)
+        parts_l = cuda.local.array(8, float32)
+        parts_o = cuda.local.array(32, float32)
+        index = 0
+        while index < num_parts:
+            higher = top
+            for i in range(8):
+                at = first_part
+                if index + i > 0:
+                    at = others + (min(index + i, num_parts - 1) - 1) * 2 * bytes_of_part
+                parts_m[i] = load_fresh_f32(at + (columns * head_dim + column) * 4)
+                parts_l[i] = load_fresh_f32(at + (columns * head_dim + columns + column) * 4)
+                loaded = load_fresh_f32x4(at + item * 16)
+                for j in range(4):
+                    parts_o[4 * i + j] = loaded[j]
+            for i in range(8):
+                higher = maximum(higher, parts_m[i])
+            old = exp2((top - higher) * outer)
+            top = higher
+            norm *= old
+            o0 *= old
+            o1 *= old
+            o2 *= old
+            o3 *= old
+            for i in range(8):
+                weight = exp2((parts_m[i] - top) * outer) if index + i < num_parts else float32(0)
+                norm += weight * parts_l[i]
+                o0 += weight * parts_o[4 * i]
+                o1 += weight * parts_o[4 * i + 1]
+                o2 += weight * parts_o[4 * i + 2]
+                o3 += weight * parts_o[4 * i + 3]
+            index += 8
+        return top, norm, o0, o1, o2, o3
+
+    @cuda.jit(device=True, inline="always")
+    def finish(part, first_column, item, to, out_token, out_head, sinks, kv_head, outer):  # type: ignore[no-untyped-def]
+        """Divides by the weights' sum, to which a sink adds one weight without a V, and stores."""
+        query = first_column + item // quarter
+        if query < queries:
+            weights = part[1]
+            if sinks != 0:
+                sink = load_f32(sinks + (kv_head * group + query % group) * 4)
+                weights += exp2(sink * float32(LOG2E) - part[0] * outer)
+            scale = reciprocal(weights) if weights > float32(0) else float32(0)
+            to += query // group * out_token + query % group * out_head + item % quarter * 8
+            store_8(to, pack(part[2] * scale, part[3] * scale), pack(part[4] * scale, part[5] * scale))
+
+    def kernel(  # type: ignore[no-untyped-def]
+        q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, partials, counters,
+        batch, kv_heads, table_stride, window,
+        q_batch, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, out_batch, out_token, out_head,
+        inner, outer,
+    ):  # fmt: skip
+        thread = cuda.threadIdx.x
+        lane = thread & 31
+        warp = thread >> 5
+        pair = lane & 3
+        tile = warp % tiles
+        heads = kv_heads * ((queries + columns - 1) // columns)
+        shared_o = cuda.shared.array(shared_sums, float32)
+        shared_m = cuda.shared.array(shared_columns, float32)
+        shared_l = cuda.shared.array(shared_columns, float32)
+        shared_arrived = cuda.shared.array(1, uint32)
+        q_fragment = cuda.local.array(q_words, uint32)
+        k_fragment = cuda.local.array(k_words, uint32)
+        v_fragment = cuda.local.array(v_words, uint32)
+        sums = cuda.local.array(num_sums, float32)
+        scores = cuda.local.array(num_scores, float32)
+        homes = cuda.local.array(depth, int64)
+        origins = cuda.local.array(depth, int64)
+        lengths = (seq_lens, starts, window, heads)
+
+        units = total(batch, lengths, lane)
+        share = max(divide(units + cuda.gridDim.x - 1, cuda.gridDim.x), LEAST)
+        unit = cuda.blockIdx.x * share
+        end = min(unit + share, units)
+        sequence, before = locate(unit, batch, lengths, lane)
+
+        while unit < end:
+            # The piece: from this unit on, as much as there is of one sequence and head.
+            first, length = span(sequence, seq_lens, starts, window)
+            head_units = divide(units_of(sequence, lengths), heads)
+            head = divide(unit - before, head_units)
+            head_begin = before + head * head_units
+            piece_end = min(head_begin + head_units, end)
+            origin = (first // UNIT) * UNIT
+            token = origin + (unit - head_begin) * UNIT + (warp // tiles) * UNIT * depth
+            token_end = min(origin + (piece_end - head_begin) * UNIT, length)
+            last = length - 1
+            kv_head = divide(head, heads // kv_heads) if queries > columns else head
+            column = (head - kv_head * (heads // kv_heads)) * columns + tile * 8
+            row = sequence
+            if rows != 0:
+                row = load_i32(rows + sequence * 4)
+            table = block_table + row * table_stride
+
+            # What this lane's two queries see: tokens from `low` on, before `high`.
+            high0 = length - q_len + min((column + 2 * pair) // group, q_len - 1) + 1
+            high1 = length - q_len + min((column + 2 * pair + 1) // group, q_len - 1) + 1
+            low0 = max(first, high0 - window) if windowed else first
+            low1 = max(first, high1 - window) if windowed else first
+            high0 = min(high0, token_end)
+            high1 = min(high1, token_end)
+
+            # A lane's part of the queries: 16 bytes of every 64, of query g.
+            query = min(column + (lane >> 2), queries - 1)
+            q_from = q + sequence * q_batch + (query // group) * q_token
+            q_from += (kv_head * group + query % group) * q_head + pair * 16
+            for c in range(k_chunks):
+                inside = column + (lane >> 2) < queries and c * 64 + pair * 16 < head_dim * 2
+                loaded = load_16_cached(q_from + (c * 64 if inside else 0))
+                for i in range(4):
+                    q_fragment[c * 4 + i] = loaded[i] if inside else uint32(0)
+
+            for i in range(num_sums):
+                sums[i] = float32(0)
+            m0 = float32(FLOOR)
+            m1 = float32(FLOOR)
+            l0 = float32(0)
+            l1 = float32(0)
+            k_from = k + kv_head * k_head
+            v_from = v + kv_head * v_head
+            if token < token_end:
+                for u in range(depth):
+                    homes[u], origins[u] = find(token + u * UNIT, last, row, table)
+                load_k(k_fragment, token, first, last, homes, origins, k_from, k_row, k_token, lane)
+                load_v(v_fragment, token, first, last, homes, origins, v_from, v_row, v_token, lane)
+                for u in range(depth):
+                    homes[u], origins[u] = find(token + stride + u * UNIT, last, row, table)
+            while token < token_end:
+                for u in range(depth):
+                    score(scores, u, k_fragment, q_fragment, inner)
+                    t = token + u * UNIT + (lane >> 2)
+                    for r in range(2):
+                        at = 4 * u + 2 * r
+                        scores[at] = scores[at] if low0 <= t + 8 * r < high0 else float32(NEGATIVE_INFINITY)
+                        scores[at + 1] = scores[at + 1] if low1 <= t + 8 * r < high1 else float32(NEGATIVE_INFINITY)
+                # K of the next tokens is on its way while V is multiplied, and V while K is.
+                following = token + stride
+                if following < token_end:
+                    load_k(k_fragment, following, first, last, homes, origins, k_from, k_row, k_token, lane)
+                n0 = m0
+                n1 = m1
+                for i in range(2 * depth):
+                    n0 = maximum(n0, scores[2 * i])
+                    n1 = maximum(n1, scores[2 * i + 1])
+                for step in range(3):
+                    n0 = maximum(n0, shuffle_xor(n0, 4 << step))
+                    n1 = maximum(n1, shuffle_xor(n1, 4 << step))
+                a0 = exp2((m0 - n0) * outer)
+                a1 = exp2((m1 - n1) * outer)
+                m0 = n0
+                m1 = n1
+                l0 *= a0
+                l1 *= a1
+                for i in range(num_sums // 2):
+                    sums[2 * i] *= a0
+                    sums[2 * i + 1] *= a1
+                for u in range(depth):
+                    p0 = exp2(fma(scores[4 * u], outer, -m0 * outer))
+                    p1 = exp2(fma(scores[4 * u + 1], outer, -m1 * outer))
+                    p2 = exp2(fma(scores[4 * u + 2], outer, -m0 * outer))
+                    p3 = exp2(fma(scores[4 * u + 3], outer, -m1 * outer))
+                    l0 += p0 + p2
+                    l1 += p1 + p3
+                    accumulate(sums, u, v_fragment, transpose(pack(p0, p1)), transpose(pack(p2, p3)))
+                if following < token_end:
+                    load_v(v_fragment, following, first, last, homes, origins, v_from, v_row, v_token, lane)
+                    if block_size:
+                        for u in range(depth):
+                            homes[u], origins[u] = find(following + stride + u * UNIT, last, row, table)
+                token = following
+
+            # The warps' results meet in shared memory, and those of other blocks' parts in `partials`.
+            for step in range(3):
+                l0 += shuffle_xor(l0, 4 << step)
+                l1 += shuffle_xor(l1, 4 << step)
+            if lane < 4:
+                shared_m[warp * 8 + 2 * pair] = m0
+                shared_m[warp * 8 + 2 * pair + 1] = m1
+                shared_l[warp * 8 + 2 * pair] = l0
+                shared_l[warp * 8 + 2 * pair + 1] = l1
+            for c in range(v_chunks):
+                dim = c * 64 + (lane >> 2) * 8
+                if dim < head_dim:
+                    for w in range(4):
+                        for i in range(4):
+                            at = (warp * 8 + 2 * pair + (i & 1)) * head_dim + dim + 2 * w + (i >> 1)
+                            shared_o[at] = sums[(c * 4 + w) * 4 + i]
+            cuda.syncthreads()
+
+            to = out + sequence * out_batch + kv_head * group * out_head
+            first_column = column - tile * 8
+            whole = piece_end - unit == head_units
+            slot = cuda.blockIdx.x * 2 + (1 if cuda.blockIdx.x * share < head_begin else 0)
+            item = thread
+            while item < items:
+                part = add_warps(shared_o, shared_m, shared_l, item, outer)
+                if whole:
+                    finish(part, first_column, item, to, out_token, out_head, sinks, kv_head, outer)
+                else:
+                    put_part(part, partials + slot * bytes_of_part, item)
+                item += THREADS
+            cuda.syncthreads()
+
+            if not whole:
+                first_block = divide(head_begin, share)
+                num_parts = divide(head_begin + head_units - 1, share) - first_block + 1
+                if thread == 0:
+                    cuda.threadfence()
+                    shared_arrived[0] = increment(counters + (sequence * heads + head) * 4, num_parts - 1)
+                cuda.syncthreads()
+                if shared_arrived[0] == num_parts - 1:
+                    cuda.threadfence()
+                    slot = first_block * 2 + (1 if first_block * share < head_begin else 0)
+                    item = thread
+                    while item < items:
+                        part = add_parts(
+                            partials + slot * bytes_of_part,
+                            partials + (first_block + 1) * 2 * bytes_of_part,
+                            num_parts,
+                            item,
+                            outer,
+                        )
+                        finish(part, first_column, item, to, out_token, out_head, sinks, kv_head, outer)
+                        item += THREADS
+
+            unit += piece_end - unit
+            if head == heads - 1 and piece_end == head_begin + head_units:
+                before = unit
+                sequence += 1
+
+    return kernel

@@ -1,0 +1,254 @@
+"""prefill on the tensor cores of any GPU since Ampere: tiles of K and V come through shared memory.
+
+A block of threads has `16 * warps` queries of one head, a warp 16 of them. For every tile of keys:
+
+    scores    S = Q K^T, with Q and K read from shared memory as fragments,
+    softmax   within four lanes, which share a row of S,
+    sums      O += P V, where P is S in the registers it came in.
+
+K of the next tile is copied while V is used, and V while K is. Rows in shared memory are 16 bytes longer than their
+data: an odd number of 16-byte columns lets eight rows be read at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from numba import cuda, float32, uint32
+
+from .addressing import make_place
+from .arithmetic import HALVES, exp2, fma, maximum, reciprocal, tanh
+from .memory import load_f32, load_i32, store_4
+from .ragged import make_ragged
+from .shared import copy_16, shared_address, wait_copies
+from .warp import load_matrices, load_matrices_transposed, shuffle_xor
+from .warp import multiply as multiplications
+
+LOG2E = 1.4426950408889634
+NEGATIVE_INFINITY = float("-inf")
+FLOOR = -1e30
+"""A maximum below all scores; infinite ones would have no difference."""
+
+
+def shared_bytes(head_dim: int, warps: int, tile: int) -> int:
+    """Of the queries, and of one tile of K and V."""
+    return (16 * warps + 2 * tile) * (head_dim * 2 + 16)
+
+
+def make_copy(place: Any, count: int, head_dim: int, threads: int) -> Any:
+    """A function for kernels: a block's threads begin to copy `count` tokens of one head to shared memory."""
+    pitch = head_dim * 2 + 16
+    vectors = head_dim // 8  # of 16 bytes in a token
+    turns = -(-count * vectors // threads)
+
+    @cuda.jit(device=True, inline="always")
+    def copy(to, source, row, table, row_stride, token_stride, token, low, high, thread):  # type: ignore[no-untyped-def]
+        """From `token` on; those before `low` or from `high` on repeat one in between."""
+        for turn in range(turns):
+            vector = thread + turn * threads
+            if vector < count * vectors:
+                position = max(min(token + vector // vectors, high - 1), low)
+                column = vector % vectors * 16
+                at = source + place(position, row, table, row_stride, token_stride)
+                copy_16(to + vector // vectors * pitch + column, at + column)
+
+    return copy
+
+
+def make_prefill(
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    causal: bool,
+    windowed: bool,
+    softcapped: bool,
+    warps: int,
+    tile: int,
+) -> Any:
+    """The kernel as a Python function; the arguments are constants to the compiler.
+
+    Args:
+        group: query heads that share a KV head.
+        block_size: tokens of a block in the block table; 0 without one.
+        tile: keys that are worked on at a time.
+    """
+    multiply, pack = multiplications[dtype], HALVES[dtype].pack
+    threads = 32 * warps
+    queries_per_block = 16 * warps
+    pitch = head_dim * 2 + 16
+    steps, score_tiles, sum_tiles = head_dim // 16, tile // 8, head_dim // 8
+    num_scores, num_sums = 4 * score_tiles, 4 * sum_tiles
+
+    @cuda.jit(device=True, inline="always")
+    def units_of(sequence, cu_seqlens):  # type: ignore[no-untyped-def]
+        """Blocks of queries."""
+        count = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
+        return (count + queries_per_block - 1) // queries_per_block
+
+    _, locate = make_ragged(units_of)
+
+    place = make_place(block_size)
+    copy_queries = make_copy(make_place(0), queries_per_block, head_dim, threads)
+    copy_tile = make_copy(place, tile, head_dim, threads)
+
+    def kernel(  # type: ignore[no-untyped-def]
+        q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, partials, counters,
+        batch, kv_heads, table_stride, window,
+        q_batch, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, out_batch, out_token, out_head,
+        inner, outer,
+    ):  # fmt: skip
+        thread = cuda.threadIdx.x
+        lane = thread & 31
+        warp = thread >> 5
+        head = cuda.blockIdx.x
+        q_shared = shared_address(cuda.shared.array(0, uint32))
+        k_shared = q_shared + queries_per_block * pitch
+        v_shared = k_shared + tile * pitch
+        scores = cuda.local.array(num_scores, float32)
+        sums = cuda.local.array(num_sums, float32)
+
+        # The last queries of a prompt see most keys: they go first.
+        unit = cuda.gridDim.y - 1 - cuda.blockIdx.y
+        sequence, before = locate(unit, batch, cu_seqlens, lane)
+        first_token = load_i32(cu_seqlens + sequence * 4)
+        count = load_i32(cu_seqlens + sequence * 4 + 4) - first_token
+        first_query = (unit - before) * queries_per_block
+        length = load_i32(seq_lens + sequence * 4)
+        if first_query >= count:
+            return
+
+        row = load_i32(rows + sequence * 4) if rows != 0 else sequence
+        table = block_table + row * table_stride
+        k_from = k + head // group * k_head
+        v_from = v + head // group * v_head
+
+        # The keys that some query here sees, and those that this lane's rows g and g + 8 see.
+        begin = load_i32(starts + sequence * 4) if starts != 0 else 0
+        position = length - count + first_query
+        key = begin
+        end = length
+        if causal:
+            end = min(end, position + queries_per_block)
+        if windowed:
+            key = max(key, position + 1 - window)
+        key = key // tile * tile
+        position += warp * 16 + (lane >> 2)
+        high0 = min(position + 1, length) if causal else length
+        high1 = min(position + 9, length) if causal else length
+        low0 = max(begin, position + 1 - window) if windowed else begin
+        low1 = max(begin, position + 9 - window) if windowed else begin
+
+        for i in range(num_sums):
+            sums[i] = float32(0)
+        m0 = float32(FLOOR)
+        m1 = float32(FLOOR)
+        l0 = float32(0)
+        l1 = float32(0)
+        if key < end:
+            q_from = q + first_token * q_token + head * q_head
+            copy_queries(q_shared, q_from, 0, 0, 0, q_token, first_query, 0, count, thread)
+            copy_tile(k_shared, k_from, row, table, k_row, k_token, key, begin, length, thread)
+        while key < end:
+            wait_copies()
+            cuda.syncthreads()  # K is there, and nobody needs the V before
+            copy_tile(v_shared, v_from, row, table, v_row, v_token, key, begin, length, thread)
+            for i in range(num_scores):
+                scores[i] = float32(0)
+            for step in range(steps):
+                a = load_matrices(q_shared + (warp * 16 + (lane & 15)) * pitch + step * 32 + (lane >> 4) * 16)
+                for j in range(score_tiles // 2):
+                    token = j * 16 + (lane & 7) + (lane >> 4) * 8
+                    b = load_matrices(k_shared + token * pitch + step * 32 + (lane >> 3 & 1) * 16)
+                    for half in range(2):
+                        at = (2 * j + half) * 4
+                        d = multiply(
+                            scores[at], scores[at + 1], scores[at + 2], scores[at + 3],
+                            a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1],
+                        )  # fmt: skip
+                        for i in range(4):
+                            scores[at + i] = d[i]
+            wait_copies()
+            cuda.syncthreads()  # V is there, and nobody needs this K
+            if key + tile < end:
+                copy_tile(k_shared, k_from, row, table, k_row, k_token, key + tile, begin, length, thread)
+
+            if softcapped:
+                for i in range(num_scores):
+                    scores[i] = tanh(scores[i] * inner)
+            if key + tile > high0 or key < low1:
+                for j in range(score_tiles):
+                    for i in range(2):
+                        token = key + 8 * j + 2 * (lane & 3) + i
+                        at = 4 * j + i
+                        scores[at] = scores[at] if low0 <= token < high0 else float32(NEGATIVE_INFINITY)
+                        scores[at + 2] = scores[at + 2] if low1 <= token < high1 else float32(NEGATIVE_INFINITY)
+            n0 = m0
+            n1 = m1
+            for j in range(score_tiles):
+                n0 = maximum(n0, maximum(scores[4 * j], scores[4 * j + 1]))
+                n1 = maximum(n1, maximum(scores[4 * j + 2], scores[4 * j + 3]))
+            for step in range(2):
+                n0 = maximum(n0, shuffle_xor(n0, 1 << step))
+                n1 = maximum(n1, shuffle_xor(n1, 1 << step))
+            a0 = exp2((m0 - n0) * outer)
+            a1 = exp2((m1 - n1) * outer)
+            m0 = n0
+            m1 = n1
+            l0 *= a0
+            l1 *= a1
+            for j in range(score_tiles):
+                for i in range(2):
+                    scores[4 * j + i] = exp2(fma(scores[4 * j + i], outer, -m0 * outer))
+                    scores[4 * j + 2 + i] = exp2(fma(scores[4 * j + 2 + i], outer, -m1 * outer))
+                    l0 += scores[4 * j + i]
+                    l1 += scores[4 * j + 2 + i]
+            for j in range(sum_tiles):
+                sums[4 * j] *= a0
+                sums[4 * j + 1] *= a0
+                sums[4 * j + 2] *= a1
+                sums[4 * j + 3] *= a1
+            for j in range(score_tiles // 2):
+                p0 = pack(scores[8 * j], scores[8 * j + 1])
+                p1 = pack(scores[8 * j + 2], scores[8 * j + 3])
+                p2 = pack(scores[8 * j + 4], scores[8 * j + 5])
+                p3 = pack(scores[8 * j + 6], scores[8 * j + 7])
+                for i in range(sum_tiles // 2):
+                    b = load_matrices_transposed(v_shared + (j * 16 + (lane & 15)) * pitch + i * 32 + (lane >> 4) * 16)
+                    for half in range(2):
+                        at = (2 * i + half) * 4
+                        d = multiply(
+                            sums[at],
+                            sums[at + 1],
+                            sums[at + 2],
+                            sums[at + 3],
+                            p0,
+                            p1,
+                            p2,
+                            p3,
+                            b[2 * half],
+                            b[2 * half + 1],
+                        )
+                        for x in range(4):
+                            sums[at + x] = d[x]
+            key += tile
+
+        for step in range(2):
+            l0 += shuffle_xor(l0, 1 << step)
+            l1 += shuffle_xor(l1, 1 << step)
+        if sinks != 0:
+            sink = load_f32(sinks + head * 4) * float32(LOG2E)
+            l0 += exp2(sink - m0 * outer)
+            l1 += exp2(sink - m1 * outer)
+        l0 = reciprocal(l0) if l0 > float32(0) else float32(0)
+        l1 = reciprocal(l1) if l1 > float32(0) else float32(0)
+        query = first_query + warp * 16 + (lane >> 2)
+        to = out + (first_token + query) * out_token + head * out_head + (lane & 3) * 4
+        for j in range(sum_tiles):
+            if query < count:
+                store_4(to + j * 16, pack(sums[4 * j] * l0, sums[4 * j + 1] * l0))
+            if query + 8 < count:
+                store_4(to + 8 * out_token + j * 16, pack(sums[4 * j + 2] * l1, sums[4 * j + 3] * l1))
+
+    return kernel

@@ -1,0 +1,122 @@
+"""decode: attention of the newest tokens of each sequence to all of its tokens, in rows or by a block table."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import torch
+
+from . import attention, plain
+from .attention import Plan, Tensors
+from .checks import Key
+from .compiler import Kernel
+from .decode_mma import THREADS, make_decode, part_bytes
+from .workspace import num_multiprocessors
+
+MAX_QUERIES = 8
+"""Tokens of a sequence that `decode` takes; more are a prompt."""
+
+
+def decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    tensor_cores: bool = True,
+) -> torch.Tensor:
+    """Attention of one to eight new tokens per sequence, causal among them, on the current stream.
+
+    K and V of the new tokens are in the cache already. Lengths stay on the device: one captured graph serves all.
+
+    Args:
+        q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8.
+        k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
+            table `[num_blocks, block_size, num_kv_heads, head_dim]`.
+        v: like `k`, with strides of its own.
+        seq_lens: int32 `[batch]`, tokens of each sequence, the new ones included; an empty sequence gives zeros.
+        rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one); None: 0, 1, 2, ...
+        starts: int32 `[batch]`, the first token of each sequence that may be read, as behind left padding; None: 0.
+        block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
+            multiple of 16.
+        sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V.
+        scale: of the scores; None: `head_dim ** -0.5`.
+        window: each token sees itself and the `window - 1` tokens before it; 0: all before it.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
+        out: like `q`, takes the result.
+        tensor_cores: False: the plain kernel, as always for fp32, which tensor cores would round.
+
+    Returns:
+        `out`, or a new tensor like `q`.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
+    """
+    out = torch.empty_like(q) if out is None else out
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    run = torch.ops.vmmkv.decode if torch.compiler.is_compiling() else _decode
+    run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, scale, window, softcap, tensor_cores)
+    return out
+
+
+def _decode(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    tensor_cores: bool,
+) -> None:
+    tensors = Tensors(q, k, v, out, None, seq_lens, rows, starts, block_table, sinks)
+    plan = _plan(window > 0, softcap > 0, tensor_cores, attention.keys(tensors))
+    attention.launch(plan, tensors, scale, window, softcap)
+
+
+torch.library.custom_op("vmmkv::decode", _decode, mutates_args=("out",))
+
+
+@lru_cache(1024)
+def _plan(windowed: bool, softcapped: bool, tensor_cores: bool, keys: tuple[Key | None, ...]) -> Plan:
+    """Checks a call's geometry and chooses the kernel."""
+    given = attention.check(keys)
+    q, k = given.q, given.k
+    if len(q.shape) != 4 or not 1 <= q.shape[1] <= MAX_QUERIES or q.shape[:1] != given.seq_lens.shape:
+        raise ValueError(
+            f"got q {list(q.shape)} for {list(given.seq_lens.shape)} sequences; "
+            f"it must be [batch, 1 to {MAX_QUERIES}, num_heads, head_dim]"
+        )
+    batch, q_len, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[2]
+    block_size = k.shape[1] if given.block_table else 0
+    if q.dtype == torch.float32 or not tensor_cores:
+        kernel = plain.plain_kernel(q.dtype, head_dim, group, q_len, block_size, True, windowed, softcapped)
+        return attention.make_plan(given, kernel, (batch * q_len, num_heads))
+    kernel = decode_kernel(q.dtype, head_dim, group, q_len, block_size, windowed, softcapped)
+    blocks = num_multiprocessors(q.device) * kernel.blocks_per_sm
+    partial_bytes = 2 * blocks * part_bytes(head_dim, group * q_len)
+    return attention.make_plan(given, kernel, (blocks, 1), partial_bytes, batch * num_heads * q_len)
+
+
+@cache
+def decode_kernel(
+    dtype: torch.dtype, head_dim: int, group: int, q_len: int, block_size: int, windowed: bool, softcapped: bool
+) -> Kernel:
+    """The kernel for a geometry: `group` query heads share a KV head, and `block_size` 0 is without a block table."""
+    depth = 1 if head_dim > 128 else 2
+    constants = (dtype, head_dim, group, q_len, block_size, windowed, softcapped, depth)
+    return Kernel(make_decode, constants, attention.ARGUMENTS, THREADS, blocks_per_sm=2)

@@ -1,0 +1,141 @@
+"""prefill: attention of prompts, or of chunks of them, to all of their tokens, in rows or by a block table."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+
+import torch
+
+from . import attention, plain
+from .attention import Plan, Tensors
+from .checks import Key
+from .compiler import Kernel
+from .prefill_mma import make_prefill, shared_bytes
+
+
+def prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    tensor_cores: bool = True,
+) -> torch.Tensor:
+    """Attention of many new tokens per sequence, which are the last of it, on the current stream.
+
+    K and V of the new tokens are in the cache already, behind those of earlier chunks or of a shared prefix.
+
+    Args:
+        q: `[tokens, num_heads, head_dim]`, fp32, fp16 or bf16: the new tokens of all sequences, one after the other.
+        k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
+            table `[num_blocks, block_size, num_kv_heads, head_dim]`.
+        v: like `k`, with strides of its own.
+        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `q`.
+        seq_lens: int32 `[batch]`, tokens of each sequence, cached ones and new ones.
+        rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one); None: 0, 1, 2, ...
+        starts: int32 `[batch]`, the first token of each sequence that may be read, as behind left padding; None: 0.
+        block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
+            multiple of 16.
+        sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V.
+        causal: each token sees itself and those before it; False: all tokens of its sequence.
+        scale: of the scores; None: `head_dim ** -0.5`.
+        window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
+        softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
+        out: like `q`, takes the result.
+        tensor_cores: False: the plain kernel, as always for fp32, which tensor cores would round.
+
+    Returns:
+        `out`, or a new tensor like `q`.
+
+    Raises:
+        ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
+    """
+    out = torch.empty_like(q) if out is None else out
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    run = torch.ops.vmmkv.prefill if torch.compiler.is_compiling() else _prefill
+    run(
+        q,
+        k,
+        v,
+        out,
+        cu_seqlens,
+        seq_lens,
+        rows,
+        starts,
+        block_table,
+        sinks,
+        causal,
+        scale,
+        window,
+        softcap,
+        tensor_cores,
+    )
+    return out
+
+
+def _prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int,
+    softcap: float,
+    tensor_cores: bool,
+) -> None:
+    tensors = Tensors(q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks)
+    plan = _plan(causal, window > 0, softcap > 0, tensor_cores, attention.keys(tensors))
+    attention.launch(plan, tensors, scale, window, softcap)
+
+
+torch.library.custom_op("vmmkv::prefill", _prefill, mutates_args=("out",))
+
+
+@lru_cache(1024)  # prompts have many lengths
+def _plan(causal: bool, windowed: bool, softcapped: bool, tensor_cores: bool, keys: tuple[Key | None, ...]) -> Plan:
+    """Checks a call's geometry and chooses the kernel."""
+    given = attention.check(keys)
+    q, k = given.q, given.k
+    if len(q.shape) != 3:
+        raise ValueError(f"got q {list(q.shape)}; it must be [tokens, num_heads, head_dim]")
+    if windowed and not causal:
+        raise ValueError("got a window without causal; a window reaches back from each token")
+    tokens, num_heads, head_dim = q.shape
+    group = num_heads // k.shape[2]
+    block_size = k.shape[1] if given.block_table else 0
+    if q.dtype == torch.float32 or not tensor_cores:
+        kernel = plain.plain_kernel(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped)
+        return attention.make_plan(given, kernel, (tokens, num_heads))
+    kernel = prefill_kernel(q.dtype, head_dim, group, block_size, causal, windowed, softcapped)
+    # Blocks of queries: no batch has more, however its tokens are spread.
+    most = tokens // (kernel.threads // 2) + given.seq_lens.shape[0]
+    return attention.make_plan(given, kernel, (num_heads, most))
+
+
+@cache
+def prefill_kernel(
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, causal: bool, windowed: bool, softcapped: bool
+) -> Kernel:
+    """The kernel for a geometry: `group` query heads share a KV head, and `block_size` 0 is without a block table."""
+    warps, tile = (8, 64) if head_dim <= 128 else (4, 32)
+    constants = (dtype, head_dim, group, block_size, causal, windowed, softcapped, warps, tile)
+    return Kernel(
+        make_prefill, constants, attention.ARGUMENTS, 32 * warps, shared_bytes=shared_bytes(head_dim, warps, tile)
+    )

@@ -1,0 +1,45 @@
+"""Shared memory by address: copies into it that run on while threads compute."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from .ptx import SIMULATED, instruction
+
+
+def _make_shared_address() -> Any:
+    if SIMULATED:
+        return lambda array: array.ctypes.data
+    from llvmlite import ir
+    from numba import types
+    from numba.cuda.extending import intrinsic
+
+    @intrinsic
+    def shared_address(context, array):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
+            integer = ir.IntType(64)
+            window = ir.InlineAsm(ir.FunctionType(integer, [integer]), "cvta.to.shared.u64 $0, $1;", "=l,l")
+            return builder.call(window, [builder.ptrtoint(data, integer)])
+
+        return types.int64(array), codegen
+
+    return shared_address
+
+
+def _copy_16(target: int, source: int) -> None:
+    assert (target | source) % 16 == 0, "misaligned"
+    ctypes.memmove(int(target), int(source), 16)
+
+
+shared_address = _make_shared_address()
+"""The address of a shared array, as instructions on shared memory want it."""
+
+copy_16 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $0; cp.async.cg.shared.global.L2::256B [a], [$1], 16; }", "", "ll", _copy_16
+)
+"""Begins to copy 16 bytes from global to shared memory; both addresses are multiples of 16."""
+
+wait_copies = instruction("cp.async.wait_all;", "", "", lambda: None)
+"""Waits until this thread's copies are there. Other threads see them after a barrier."""

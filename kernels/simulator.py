@@ -1,0 +1,186 @@
+"""Numba's simulator, with warps: threads take turns, and wait for each other where a GPU's threads would.
+
+Numba's own simulator runs every CUDA thread as a thread of the system and knows no warps. Here they are greenlets of
+one thread, so that a block runs in one order, always the same. Importing this module replaces the simulator's block.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import greenlet
+import numpy as np
+from numba import types
+from numba.cuda.simulator import kernel, kernelapi
+from numba.np import numpy_support
+
+WARP = 32
+WARPGROUP = 128
+
+
+class Meeting:
+    """Threads that wait for each other: each brings a value, the last to come works out what each of them gets."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.name = ""
+        self.brought: dict[int, Any] = {}
+        self.results: dict[int, Any] = {}
+
+    def attend(self, name: str, value: Any, work_out: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Waits for the others; they must come for the same thing."""
+        thread = current()
+        if self.brought and self.name != name:
+            raise RuntimeError(f"threads that must act together are at {self.name} and at {name}")
+        self.name = name
+        self.brought[thread.index] = value
+        if len(self.brought) < self.size:
+            thread.pause()
+        else:
+            order = sorted(self.brought)
+            self.results = dict(zip(order, work_out([self.brought[index] for index in order])))
+            self.brought = {}
+            thread.block.wake(index for index in order if index != thread.index)
+        return self.results[thread.index]
+
+
+class Thread:
+    """A CUDA thread: a greenlet that pauses where it must wait."""
+
+    def __init__(self, block: Block, index: int, function: Callable[[], Any]) -> None:
+        self.block = block
+        self.index = index
+        self.lane = index % WARP
+        self.warp = block.meeting(("warp", index // WARP), WARP)
+        self.warpgroup = block.meeting(("warpgroup", index // WARPGROUP), WARPGROUP)
+        self.greenlet = greenlet.greenlet(function)
+
+    def pause(self) -> None:
+        """Lets others run until something wakes this thread."""
+        self.block.scheduler.switch()
+
+
+class Block:
+    """Runs the threads of one block; takes the place of Numba's BlockManager."""
+
+    def __init__(self, function: Callable[..., Any], grid_dim: Any, block_dim: Any, debug: bool) -> None:
+        self.function = function
+        self.num_threads = int(np.prod(block_dim))
+        self.meetings: dict[Any, Meeting] = {}
+        self.barriers: dict[int, list[int]] = {}  # of memory barriers by address: phase, pending arrivals and bytes
+        self.ready: deque[Thread] = deque()
+
+    def meeting(self, key: Any, size: int) -> Meeting:
+        return self.meetings.setdefault(key, Meeting(size))
+
+    def wake(self, indices: Any) -> None:
+        self.ready.extend(self.threads[index] for index in indices)
+
+    def run(self, grid_point: Any, *arguments: Any) -> None:
+        global _running
+        self.index = kernelapi.Dim3(*grid_point)
+        self.scheduler = greenlet.getcurrent()
+        function = partial(self.function, *arguments)
+        self.threads = [Thread(self, index, function) for index in range(self.num_threads)]
+        self.ready.extend(self.threads)
+        idle = 0
+        try:
+            while self.ready:
+                _running = self.ready.popleft()
+                _running.greenlet.switch()
+                idle = 0 if self.progress else idle + 1
+                self.progress = True
+                if idle > 2 * self.num_threads:
+                    raise RuntimeError("simulated deadlock: every thread waits for another")
+        finally:
+            _running = None
+        if not all(thread.greenlet.dead for thread in self.threads):
+            raise RuntimeError("simulated deadlock: some threads wait for threads that have left")
+
+    progress = True
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Lets other threads run until a condition holds."""
+        thread = current()
+        while not condition():
+            self.progress = False
+            self.ready.append(thread)
+            thread.pause()
+
+
+_running: Thread | None = None
+
+
+def current() -> Thread:
+    """The thread that runs now."""
+    assert _running
+    return _running
+
+
+def warp_meets(name: str, value: Any, work_out: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    """What a warp instruction gives this thread: `work_out` makes 32 results of 32 values."""
+    return current().warp.attend(name, value, work_out)
+
+
+def warpgroup_meets(name: str, value: Any, work_out: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    """The same for four warps."""
+    return current().warpgroup.attend(name, value, work_out)
+
+
+class SharedMemory:
+    """Shared arrays of a block, aligned as a GPU's are."""
+
+    def __init__(self, dynamic_bytes: int) -> None:
+        self.dynamic = aligned(dynamic_bytes)
+        self.arrays: dict[Any, Any] = {}
+
+    def array(self, shape: int, dtype: Any) -> Any:
+        if isinstance(dtype, types.Type):
+            dtype = numpy_support.as_dtype(dtype)
+        if shape == 0:
+            return self.dynamic.view(dtype)
+        import sys
+
+        caller = sys._getframe(1)
+        key = caller.f_code, caller.f_lineno
+        if key not in self.arrays:
+            self.arrays[key] = aligned(shape * np.dtype(dtype).itemsize).view(dtype)
+        return self.arrays[key]
+
+
+def aligned(nbytes: int) -> Any:
+    """Bytes that start at a multiple of 1024, full of NaN."""
+    memory = np.full(nbytes + 1024, 0xFF, np.uint8)
+    start = -memory.ctypes.data % 1024
+    return memory[start : start + nbytes]
+
+
+class Cuda(kernelapi.FakeCUDAModule):  # type: ignore[misc]
+    """What `cuda` is inside a kernel."""
+
+    def __init__(self, grid_dim: Any, block_dim: Any, dynshared_size: int) -> None:
+        super().__init__(grid_dim, block_dim, dynshared_size)
+        self._shared = SharedMemory(dynshared_size)
+
+    @property
+    def threadIdx(self) -> Any:  # noqa: N802
+        return kernelapi.Dim3(current().index, 0, 0)
+
+    @property
+    def blockIdx(self) -> Any:  # noqa: N802
+        return current().block.index
+
+    @property
+    def laneid(self) -> int:
+        return current().lane
+
+    def syncthreads(self) -> None:
+        block = current().block
+        block.meeting("block", block.num_threads).attend("syncthreads", None, lambda values: values)
+
+
+kernel.FakeCUDAModule = Cuda
+kernel.BlockManager = Block

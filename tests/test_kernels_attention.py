@@ -1,0 +1,212 @@
+"""decode and prefill against float64: in Numba's simulator on host memory, or on a GPU.
+
+Everything outside the tokens that a query may see is NaN, in the cache's rows and in unused blocks, and so is the
+output before the call.
+"""
+
+from __future__ import annotations
+
+import random as python_random
+from typing import NamedTuple
+
+import pytest
+import torch
+from conftest import DEVICE, int32
+
+import vmmkv
+from vmmkv.kernels import decode, prefill
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+
+
+class Case(NamedTuple):
+    """A geometry; lengths and data are random."""
+
+    dtype: torch.dtype
+    head_dim: int
+    heads: int
+    kv_heads: int
+    q_len: int = 0
+    block_size: int = 0
+    window: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    starts: bool = False
+    causal: bool = True
+    tensor_cores: bool = True
+
+
+class Inputs(NamedTuple):
+    """What kernels are called with, and the same K and V without holes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    counts: list[int]
+    lengths: list[int]
+    rows: torch.Tensor
+    starts: torch.Tensor | None
+    block_table: torch.Tensor | None
+    sinks: torch.Tensor | None
+    live_k: list[torch.Tensor]
+    live_v: list[torch.Tensor]
+
+
+def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
+    """Random data in shuffled rows of a cache, or in shuffled blocks."""
+    shapes = [(length, case.kv_heads, case.head_dim) for length in lengths]
+    live_k, live_v = ([torch.randn(shape, device=DEVICE).to(case.dtype) for shape in shapes] for _ in "kv")
+    starts = [python_random.randint(0, min(20, length - count)) for count, length in zip(counts, lengths)]
+    rows = python_random.sample(range(len(lengths)), len(lengths))
+    if case.block_size:
+        blocks = -(-max(lengths) // case.block_size)
+        names = torch.randperm(blocks * len(lengths)).view(len(lengths), blocks)
+        shape = (names.numel(), case.block_size, case.kv_heads, case.head_dim)
+        k, v = (torch.full(shape, torch.nan, device=DEVICE, dtype=case.dtype) for _ in "kv")
+        block_table = names.to(DEVICE, torch.int32)
+    else:
+        k, v = rows_of_a_cache(case, rows, lengths)
+        block_table = None
+    for row, length, new_k, new_v in zip(rows, lengths, live_k, live_v):
+        for position in range(starts[rows.index(row)] if case.starts else 0, length):
+            at = (row, position)
+            if case.block_size:
+                at = (int(names[row, position // case.block_size]), position % case.block_size)
+            k[at], v[at] = new_k[position], new_v[position]
+    return Inputs(
+        torch.randn(sum(counts), case.heads, case.head_dim, device=DEVICE).to(case.dtype),
+        k,
+        v,
+        counts,
+        lengths,
+        int32(rows),
+        int32(starts) if case.starts else None,
+        block_table,
+        torch.randn(case.heads, device=DEVICE) if case.sinks else None,
+        live_k,
+        live_v,
+    )
+
+
+def rows_of_a_cache(case: Case, rows: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the middle layer of three; all that is mapped is NaN, the rest is not mapped."""
+    layout = vmmkv.KVLayout(3, case.kv_heads, case.head_dim, case.dtype)
+    cache = vmmkv.KVCache(layout, len(rows), max(max(lengths), 1), max_bytes="256MiB", device=DEVICE)
+    sequences = {sequence.row: sequence for sequence in [cache.sequence() for _ in rows]}
+    for row, length in zip(rows, lengths):
+        sequences[row].extend(length)
+        for layer in range(3):
+            for view in cache.kv(layer):
+                view[row, : sequences[row].capacity] = torch.nan
+    return cache.kv(1)
+
+
+def attend(case: Case, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    """The same in plain torch, in another precision."""
+    outputs = []
+    for index, (count, length) in enumerate(zip(inputs.counts, inputs.lengths)):
+        q = inputs.q[sum(inputs.counts[:index]) :][:count].to(dtype)
+        group = case.heads // case.kv_heads
+        k, v = (live[index].to(dtype).repeat_interleave(group, 1) for live in (inputs.live_k, inputs.live_v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * case.head_dim**-0.5
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        position = torch.arange(length - count, length, device=DEVICE)[:, None]
+        key = torch.arange(length, device=DEVICE)
+        visible = torch.ones(count, length, dtype=torch.bool, device=DEVICE)
+        if case.causal:
+            visible &= key <= position
+        if case.window:
+            visible &= key > position - case.window
+        if inputs.starts is not None:
+            visible &= key >= inputs.starts[index]
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if inputs.sinks is not None:
+            sinks = inputs.sinks.to(dtype)[:, None, None].expand(-1, count, 1)
+            scores = torch.cat([scores, sinks], 2)
+        weights = torch.softmax(scores.float() if dtype.itemsize < 4 else scores, 2).to(dtype)[..., :length]
+        outputs.append(torch.einsum("hqk,khd->qhd", weights, v))
+    return torch.cat(outputs)
+
+
+def check(case: Case, inputs: Inputs, ours: torch.Tensor) -> None:
+    """Our error is at most twice that of the same formulas in torch, in the dtype of the inputs."""
+    exact = attend(case, inputs, torch.float64)
+    assert ours.isfinite().all()
+    error, peer = (
+        (result.double() - exact).square().mean().sqrt() for result in (ours, attend(case, inputs, case.dtype))
+    )
+    assert error <= 2 * peer, f"error {error:.2e}, torch's {peer:.2e}"
+
+
+DECODE = [
+    Case(bf16, 128, 8, 2, q_len=1),
+    Case(fp16, 64, 4, 4, q_len=1),
+    Case(bf16, 80, 6, 2, q_len=1, starts=True),
+    Case(fp16, 96, 7, 1, q_len=2, window=30),
+    Case(bf16, 192, 2, 1, q_len=1, softcap=3.0),
+    Case(bf16, 256, 16, 1, q_len=1, sinks=True, window=40),
+    Case(fp16, 64, 12, 2, q_len=4, starts=True, sinks=True),
+    Case(bf16, 128, 20, 1, q_len=5),
+    Case(bf16, 64, 10, 1, q_len=8, window=17),
+    Case(bf16, 128, 8, 2, q_len=1, block_size=16),
+    Case(fp16, 64, 4, 2, q_len=3, block_size=32, window=50, starts=True),
+    Case(bf16, 256, 2, 1, q_len=1, block_size=64),
+    Case(fp16, 96, 4, 4, q_len=1, block_size=128),
+    Case(bf16, 80, 4, 2, q_len=1, block_size=256),
+    Case(fp32, 64, 4, 2, q_len=1, sinks=True),
+    Case(fp32, 80, 4, 2, q_len=3, window=20, block_size=16),
+    Case(fp32, 256, 2, 2, q_len=1, softcap=5.0),
+    Case(bf16, 96, 4, 2, q_len=2, starts=True, tensor_cores=False),
+    Case(fp16, 192, 4, 1, q_len=1, block_size=32, tensor_cores=False),
+]
+
+
+@pytest.mark.parametrize("case", DECODE, ids=str)
+@pytest.mark.parametrize("longest", [70, 400])
+def test_decode(case: Case, longest: int) -> None:
+    lengths = [python_random.randint(case.q_len, longest) for _ in range(python_random.randint(1, 4))]
+    lengths.append(longest)
+    counts = [case.q_len] * len(lengths)
+    inputs = make_inputs(case, counts, lengths)
+    q = inputs.q.view(len(lengths), case.q_len, case.heads, case.head_dim)
+    out = torch.full_like(q, torch.nan)
+    decode(
+        q, inputs.k, inputs.v, int32(lengths), inputs.rows, inputs.starts, inputs.block_table, inputs.sinks,
+        window=case.window, softcap=case.softcap, out=out, tensor_cores=case.tensor_cores,
+    )  # fmt: skip
+    check(case, inputs, out.flatten(0, 1))
+
+
+PREFILL = [
+    Case(bf16, 128, 4, 2),
+    Case(fp16, 64, 2, 2, causal=False),
+    Case(bf16, 80, 3, 1, starts=True),
+    Case(fp16, 96, 2, 1, window=30),
+    Case(bf16, 192, 2, 1, softcap=3.0),
+    Case(bf16, 256, 2, 2, sinks=True, window=40),
+    Case(bf16, 128, 2, 1, block_size=16),
+    Case(fp16, 64, 4, 2, block_size=32, window=50, starts=True),
+    Case(bf16, 256, 2, 1, block_size=64, causal=False),
+    Case(fp16, 96, 2, 2, block_size=128),
+    Case(bf16, 80, 2, 1, block_size=256),
+    Case(fp32, 64, 2, 1, sinks=True),
+    Case(fp32, 80, 2, 1, window=20, block_size=16),
+    Case(bf16, 96, 2, 1, causal=False, tensor_cores=False),
+]
+
+
+@pytest.mark.parametrize("case", PREFILL, ids=str)
+@pytest.mark.parametrize("cached", [0, 90])
+def test_prefill(case: Case, cached: int) -> None:
+    counts = [python_random.randint(1, 150), 1, python_random.randint(1, 40)]
+    lengths = [count + python_random.randint(0, cached) for count in counts]
+    inputs = make_inputs(case, counts, lengths)
+    out = torch.full_like(inputs.q, torch.nan)
+    cu_seqlens = int32([sum(counts[:index]) for index in range(len(counts) + 1)])
+    prefill(
+        inputs.q, inputs.k, inputs.v, cu_seqlens, int32(lengths), inputs.rows, inputs.starts, inputs.block_table,
+        inputs.sinks, causal=case.causal, window=case.window, softcap=case.softcap, out=out,
+        tensor_cores=case.tensor_cores,
+    )  # fmt: skip
+    check(case, inputs, out)
