@@ -15,6 +15,7 @@ part in `partials`; the last block to do so adds the parts up.
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -49,14 +50,14 @@ FLOOR = -1e30
 """A maximum below all scores; infinite ones would have no difference."""
 
 
-def tiles_of(queries: int) -> int:
-    """How many tiles of 8 queries a block works on: 1, 2 or 4, of as many as there are."""
-    return min(WARPS, 1 << (-(-queries // 8) - 1).bit_length())
+def slots_of(kv_heads: int, queries: int) -> int:
+    """How many slots, of 8 queries of one KV head, a block works on: as many as its warps, if that divides them."""
+    return gcd(WARPS, kv_heads * -(-queries // 8))
 
 
-def part_bytes(head_dim: int, queries: int) -> int:
+def part_bytes(head_dim: int, slots: int) -> int:
     """What a block leaves of its part of a sequence: sums of V, a maximum and a sum of weights for each query."""
-    return 8 * tiles_of(queries) * (head_dim + 2) * 4
+    return 8 * slots * (head_dim + 2) * 4
 
 
 def make_decode(
@@ -67,6 +68,7 @@ def make_decode(
     block_size: int,
     windowed: bool,
     softcapped: bool,
+    slots: int,
     depth: int,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler.
@@ -74,18 +76,19 @@ def make_decode(
     Args:
         group: query heads that share a KV head.
         block_size: tokens of a block in the block table; 0 without one.
+        slots: of 8 queries of one KV head, that a block works on; the other warps take other tokens.
         depth: units that a warp has in flight.
     """
     multiply, pack = multiplications[dtype], HALVES[dtype].pack
     queries = group * q_len
-    tiles = tiles_of(queries)
-    token_warps = WARPS // tiles
-    columns = 8 * tiles
+    tiles = -(-queries // 8)  # slots of a KV head
+    token_warps = WARPS // slots
+    columns = 8 * slots
     k_chunks, v_chunks = -(-head_dim // 32), -(-head_dim // 64)
     q_words, k_words, v_words = 4 * k_chunks, 8 * k_chunks * depth, 16 * v_chunks * depth
     num_sums, num_scores = 16 * v_chunks, 4 * depth
     shared_sums, shared_columns = WARPS * 8 * head_dim, WARPS * 8
-    bytes_of_part = part_bytes(head_dim, queries)
+    bytes_of_part = part_bytes(head_dim, slots)
     quarter = head_dim // 4
     items = columns * quarter
     stride = token_warps * UNIT * depth
@@ -104,9 +107,9 @@ def make_decode(
     @cuda.jit(device=True, inline="always")
     def units_of(sequence, lengths):  # type: ignore[no-untyped-def]
         """An empty sequence has a unit as well: somebody must write its output."""
-        seq_lens, starts, window, heads = lengths
+        seq_lens, starts, window, groups = lengths
         first, length = span(sequence, seq_lens, starts, window)
-        return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * heads
+        return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * groups
 
     total, locate = make_ragged(units_of)
 
@@ -260,17 +263,21 @@ def make_decode(
         return top, norm, o0, o1, o2, o3
 
     @cuda.jit(device=True, inline="always")
-    def finish(part, first_column, item, to, out_token, out_head, sinks, kv_head, outer):  # type: ignore[no-untyped-def]
+    def query_of(item, slot):  # type: ignore[no-untyped-def]
+        """The query of a column, among those that share its KV head, and that head."""
+        slot += item // (8 * quarter)
+        return slot % tiles * 8 + item // quarter % 8, slot // tiles
+
+    @cuda.jit(device=True, inline="always")
+    def finish(part, query, kv_head, to, out_token, out_head, sinks, outer):  # type: ignore[no-untyped-def]
         """Divides by the weights' sum, to which a sink adds one weight without a V, and stores."""
-        query = first_column + item // quarter
-        if query < queries:
-            weights = part[1]
-            if sinks != 0:
-                sink = load_f32(sinks + (kv_head * group + query % group) * 4)
-                weights += exp2(sink * float32(LOG2E) - part[0] * outer)
-            scale = reciprocal(weights) if weights > float32(0) else float32(0)
-            to += query // group * out_token + query % group * out_head + item % quarter * 8
-            store_8(to, pack(part[2] * scale, part[3] * scale), pack(part[4] * scale, part[5] * scale))
+        weights = part[1]
+        head = kv_head * group + query % group
+        if sinks != 0:
+            weights += exp2(load_f32(sinks + head * 4) * float32(LOG2E) - part[0] * outer)
+        scale = reciprocal(weights) if weights > float32(0) else float32(0)
+        to += query // group * out_token + head * out_head
+        store_8(to, pack(part[2] * scale, part[3] * scale), pack(part[4] * scale, part[5] * scale))
 
     def kernel(  # type: ignore[no-untyped-def]
         q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, partials, counters,
@@ -282,8 +289,7 @@ def make_decode(
         lane = thread & 31
         warp = thread >> 5
         pair = lane & 3
-        tile = warp % tiles
-        heads = kv_heads * ((queries + columns - 1) // columns)
+        groups = kv_heads * tiles // slots  # of slots
         shared_o = cuda.shared.array(shared_sums, float32)
         shared_m = cuda.shared.array(shared_columns, float32)
         shared_l = cuda.shared.array(shared_columns, float32)
@@ -295,7 +301,7 @@ def make_decode(
         scores = cuda.local.array(num_scores, float32)
         homes = cuda.local.array(depth, int64)
         origins = cuda.local.array(depth, int64)
-        lengths = (seq_lens, starts, window, heads)
+        lengths = (seq_lens, starts, window, groups)
 
         units = total(batch, lengths, lane)
         share = max(divide(units + cuda.gridDim.x - 1, cuda.gridDim.x), LEAST)
@@ -304,18 +310,20 @@ def make_decode(
         sequence, before = locate(unit, batch, lengths, lane)
 
         while unit < end:
-            # The piece: from this unit on, as much as there is of one sequence and head.
+            # The piece: from this unit on, as much as there is of one sequence and group of slots.
             first, length = span(sequence, seq_lens, starts, window)
-            head_units = divide(units_of(sequence, lengths), heads)
-            head = divide(unit - before, head_units)
-            head_begin = before + head * head_units
-            piece_end = min(head_begin + head_units, end)
-            origin = (first // UNIT) * UNIT
-            token = origin + (unit - head_begin) * UNIT + (warp // tiles) * UNIT * depth
-            token_end = min(origin + (piece_end - head_begin) * UNIT, length)
             last = length - 1
-            kv_head = divide(head, heads // kv_heads) if queries > columns else head
-            column = (head - kv_head * (heads // kv_heads)) * columns + tile * 8
+            group_units = divide(units_of(sequence, lengths), groups)
+            group_index = divide(unit - before, group_units)
+            group_begin = before + group_index * group_units
+            group_end = group_begin + group_units
+            piece_end = min(group_end, end)
+            origin = first // UNIT * UNIT
+            token = origin + (unit - group_begin + warp // slots * depth) * UNIT
+            token_end = min(origin + (piece_end - group_begin) * UNIT, length)
+            slot = group_index * slots + warp % slots
+            kv_head = slot // tiles
+            column = slot % tiles * 8
             row = sequence
             if rows != 0:
                 row = load_i32(rows + sequence * 4)
@@ -416,44 +424,45 @@ def make_decode(
                             shared_o[at] = sums[(c * 4 + w) * 4 + i]
             cuda.syncthreads()
 
-            to = out + sequence * out_batch + kv_head * group * out_head
-            first_column = column - tile * 8
-            whole = piece_end - unit == head_units
-            slot = cuda.blockIdx.x * 2 + (1 if cuda.blockIdx.x * share < head_begin else 0)
+            to = out + sequence * out_batch
+            whole = piece_end - unit == group_units
+            part_of = (
+                partials + (cuda.blockIdx.x * 2 + (1 if cuda.blockIdx.x * share < group_begin else 0)) * bytes_of_part
+            )
             item = thread
             while item < items:
-                part = add_warps(shared_o, shared_m, shared_l, item, outer)
-                if whole:
-                    finish(part, first_column, item, to, out_token, out_head, sinks, kv_head, outer)
-                else:
-                    put_part(part, partials + slot * bytes_of_part, item)
+                query, its_head = query_of(item, group_index * slots)
+                if query < queries:
+                    part = add_warps(shared_o, shared_m, shared_l, item, outer)
+                    if whole:
+                        finish(part, query, its_head, to + item % quarter * 8, out_token, out_head, sinks, outer)
+                    else:
+                        put_part(part, part_of, item)
                 item += THREADS
             cuda.syncthreads()
 
             if not whole:
-                first_block = divide(head_begin, share)
-                num_parts = divide(head_begin + head_units - 1, share) - first_block + 1
+                first_block = divide(group_begin, share)
+                num_parts = divide(group_end - 1, share) - first_block + 1
                 if thread == 0:
                     cuda.threadfence()
-                    shared_arrived[0] = increment(counters + (sequence * heads + head) * 4, num_parts - 1)
+                    shared_arrived[0] = increment(counters + (sequence * groups + group_index) * 4, num_parts - 1)
                 cuda.syncthreads()
                 if shared_arrived[0] == num_parts - 1:
                     cuda.threadfence()
-                    slot = first_block * 2 + (1 if first_block * share < head_begin else 0)
+                    part_of = first_block * 2 + (1 if first_block * share < group_begin else 0)
+                    part_of = partials + part_of * bytes_of_part
+                    others = partials + (first_block + 1) * 2 * bytes_of_part
                     item = thread
                     while item < items:
-                        part = add_parts(
-                            partials + slot * bytes_of_part,
-                            partials + (first_block + 1) * 2 * bytes_of_part,
-                            num_parts,
-                            item,
-                            outer,
-                        )
-                        finish(part, first_column, item, to, out_token, out_head, sinks, kv_head, outer)
+                        query, its_head = query_of(item, group_index * slots)
+                        if query < queries:
+                            part = add_parts(part_of, others, num_parts, item, outer)
+                            finish(part, query, its_head, to + item % quarter * 8, out_token, out_head, sinks, outer)
                         item += THREADS
 
-            unit += piece_end - unit
-            if head == heads - 1 and piece_end == head_begin + head_units:
+            unit = piece_end
+            if unit == before + group_units * groups:
                 before = unit
                 sequence += 1
 

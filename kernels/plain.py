@@ -12,13 +12,14 @@ At the end the warps' sums are scaled to one maximum and added. Fast kernels do 
 from __future__ import annotations
 
 from functools import cache
+from math import tanh
 from typing import Any
 
 import torch
 from numba import cuda, float32
 
 from .addressing import make_place
-from .arithmetic import FORMATS, exp2, fma, maximum, reciprocal, tanh
+from .arithmetic import FORMATS, exp2, fma, maximum, reciprocal
 from .attention import ARGUMENTS
 from .compiler import Kernel
 from .memory import load_4, load_16_cached, load_f32, load_i32, store_4
@@ -140,7 +141,7 @@ def make_plain(
             mine = first + lane
             score = dot(shared_q, k_from + place(min(mine, high - 1), row, table, k_row, k_token))
             if softcapped:
-                score = tanh(score * inner)
+                score = float32(tanh(score * inner))
             score = score if mine < high else float32(NEGATIVE_INFINITY)
             higher = maximum(top, score)
             for step in range(5):

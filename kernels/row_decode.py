@@ -10,7 +10,7 @@ from . import attention, plain
 from .attention import Plan, Tensors
 from .checks import Key
 from .compiler import Kernel
-from .decode_mma import THREADS, make_decode, part_bytes
+from .decode_mma import THREADS, make_decode, part_bytes, slots_of
 from .workspace import num_multiprocessors
 
 MAX_QUERIES = 8
@@ -106,17 +106,24 @@ def _plan(windowed: bool, softcapped: bool, tensor_cores: bool, keys: tuple[Key 
     if q.dtype == torch.float32 or not tensor_cores:
         kernel = plain.plain_kernel(q.dtype, head_dim, group, q_len, block_size, True, windowed, softcapped)
         return attention.make_plan(given, kernel, (batch * q_len, num_heads))
-    kernel = decode_kernel(q.dtype, head_dim, group, q_len, block_size, windowed, softcapped)
+    kernel = decode_kernel(q.dtype, head_dim, group, q_len, k.shape[2], block_size, windowed, softcapped)
     blocks = num_multiprocessors(q.device) * kernel.blocks_per_sm
-    partial_bytes = 2 * blocks * part_bytes(head_dim, group * q_len)
+    partial_bytes = 2 * blocks * part_bytes(head_dim, slots_of(k.shape[2], group * q_len))
     return attention.make_plan(given, kernel, (blocks, 1), partial_bytes, batch * num_heads * q_len)
 
 
 @cache
 def decode_kernel(
-    dtype: torch.dtype, head_dim: int, group: int, q_len: int, block_size: int, windowed: bool, softcapped: bool
+    dtype: torch.dtype,
+    head_dim: int,
+    group: int,
+    q_len: int,
+    kv_heads: int,
+    block_size: int,
+    windowed: bool,
+    softcapped: bool,
 ) -> Kernel:
     """The kernel for a geometry: `group` query heads share a KV head, and `block_size` 0 is without a block table."""
-    depth = 1 if head_dim > 128 else 2
-    constants = (dtype, head_dim, group, q_len, block_size, windowed, softcapped, depth)
+    slots = slots_of(kv_heads, group * q_len)
+    constants = (dtype, head_dim, group, q_len, block_size, windowed, softcapped, slots, 1)
     return Kernel(make_decode, constants, attention.ARGUMENTS, THREADS, blocks_per_sm=2)
