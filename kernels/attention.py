@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from math import e, log2
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .checks import Geometry, Key, check_alignment, check_attention, check_block_size, check_indices, check_sinks, key
 from .compiler import Kernel
+from .tensor_map import tensor_maps
 from .workspace import workspace
 
 ARGUMENTS = "q" * 28 + "ff"
@@ -57,11 +58,28 @@ class Plan(NamedTuple):
     counters: int
     sizes: tuple[int, int, int]
     strides: tuple[int, ...]
+    box_tokens: int = 0
+    """Of a copy by tensor map; 0: the kernel takes no tensor maps."""
 
 
 def keys(tensors: Tensors) -> tuple[Key | None, ...]:
     """What a plan is kept under."""
     return tuple([key(tensor) if tensor is not None else None for tensor in tensors])
+
+
+def choose(kernel: str, dtype: torch.dtype, device: torch.device, best: tuple[str, ...]) -> str:
+    """The kernel to use: what was asked for, or else the best that the device has; `ValueError` if it cannot be."""
+    possible = ["plain"]
+    if dtype != torch.float32:  # tensor cores would round it
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        possible = [name for name in best if name != "wgmma" or capability == (9, 0)] + possible
+    if kernel == "auto":
+        return possible[0]
+    if kernel not in possible:
+        raise ValueError(
+            f"got kernel {kernel!r} for {dtype} on {device}; it must be one of auto, {', '.join(possible)}"
+        )
+    return kernel
 
 
 def check(keys: tuple[Key | None, ...]) -> Geometries:
@@ -82,7 +100,13 @@ def check(keys: tuple[Key | None, ...]) -> Geometries:
 
 
 def make_plan(
-    given: Geometries, kernel: Kernel, blocks: tuple[int, int], partial_bytes: int = 0, counters: int = 0
+    given: Geometries,
+    kernel: Kernel,
+    blocks: tuple[int, int],
+    *,
+    partial_bytes: int = 0,
+    counters: int = 0,
+    box_tokens: int = 0,
 ) -> Plan:
     """The plan of a geometry, once its kernel is chosen."""
     q, k, v, out = given[:4]
@@ -91,15 +115,20 @@ def make_plan(
     strides = (*ragged, *q.strides[:-1], *k.strides[:3], *v.strides[:3], *ragged, *out.strides[:-1])
     table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
     sizes = given.seq_lens.shape[0], k.shape[2], table_stride
-    return Plan(kernel, blocks, partial_bytes, counters, sizes, tuple(stride * size for stride in strides))
+    return Plan(kernel, blocks, partial_bytes, counters, sizes, tuple(stride * size for stride in strides), box_tokens)
 
 
-def launch(plan: Plan, tensors: Tensors, scale: float, window: int, softcap: float) -> None:
+def launch(
+    plan: Plan, tensors: Tensors, keys: tuple[Key | None, ...], scale: float, window: int, softcap: float
+) -> None:
     """Runs a plan on the current stream."""
     pointers = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
     check_alignment(*pointers[:4])
     index = tensors.q.get_device()
+    maps: tuple[Any, ...] = ()
+    if plan.box_tokens:
+        maps = tensor_maps(*pointers[1:3], *keys[1:3], plan.box_tokens)  # type: ignore[arg-type]
     room = workspace(index, plan.partial_bytes, plan.counters) if plan.counters else (0, 0)
     inner = scale / softcap if softcap else 1.0
     outer = (softcap or scale) * log2(e)
-    plan.kernel.launch(plan.blocks, index, (*pointers, *room, *plan.sizes, window, *plan.strides, inner, outer))
+    plan.kernel.launch(plan.blocks, index, (*maps, *pointers, *room, *plan.sizes, window, *plan.strides, inner, outer))

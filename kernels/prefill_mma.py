@@ -18,22 +18,28 @@ import torch
 from numba import cuda, float32, uint32
 
 from .addressing import make_place
-from .arithmetic import HALVES, exp2, fma, maximum, reciprocal, tanh
-from .memory import load_f32, load_i32, store_4
+from .arithmetic import HALVES, exp2, tanh
+from .memory import load_i32
 from .ragged import make_ragged
 from .shared import copy_16, shared_address, wait_copies
-from .warp import load_matrices, load_matrices_transposed, shuffle_xor
+from .softmax import FLOOR, divisors, first_token, hide, make_ranges, make_store, maxima, rescale, weigh
+from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 
-LOG2E = 1.4426950408889634
-NEGATIVE_INFINITY = float("-inf")
-FLOOR = -1e30
-"""A maximum below all scores; infinite ones would have no difference."""
+
+def warps_of(head_dim: int) -> int:
+    """Of 16 queries each, in a block of threads."""
+    return 8 if head_dim <= 128 else 4
 
 
-def shared_bytes(head_dim: int, warps: int, tile: int) -> int:
+def tile_of(head_dim: int) -> int:
+    """Keys that are worked on at a time: what shared memory and registers have room for."""
+    return 64 if head_dim <= 128 else 32
+
+
+def shared_bytes(head_dim: int) -> int:
     """Of the queries, and of one tile of K and V."""
-    return (16 * warps + 2 * tile) * (head_dim * 2 + 16)
+    return (16 * warps_of(head_dim) + 2 * tile_of(head_dim)) * (head_dim * 2 + 16)
 
 
 def make_copy(place: Any, count: int, head_dim: int, threads: int) -> Any:
@@ -64,17 +70,15 @@ def make_prefill(
     causal: bool,
     windowed: bool,
     softcapped: bool,
-    warps: int,
-    tile: int,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler.
 
     Args:
         group: query heads that share a KV head.
         block_size: tokens of a block in the block table; 0 without one.
-        tile: keys that are worked on at a time.
     """
     multiply, pack = multiplications[dtype], HALVES[dtype].pack
+    warps, tile = warps_of(head_dim), tile_of(head_dim)
     threads = 32 * warps
     queries_per_block = 16 * warps
     pitch = head_dim * 2 + 16
@@ -89,6 +93,8 @@ def make_prefill(
 
     _, locate = make_ragged(units_of)
 
+    keys_of_block, keys_of_rows = make_ranges(queries_per_block, tile, causal, windowed)
+    store = make_store(dtype, num_sums)
     place = make_place(block_size)
     copy_queries = make_copy(make_place(0), queries_per_block, head_dim, threads)
     copy_tile = make_copy(place, tile, head_dim, threads)
@@ -112,8 +118,8 @@ def make_prefill(
         # The last queries of a prompt see most keys: they go first.
         unit = cuda.gridDim.y - 1 - cuda.blockIdx.y
         sequence, before = locate(unit, batch, cu_seqlens, lane)
-        first_token = load_i32(cu_seqlens + sequence * 4)
-        count = load_i32(cu_seqlens + sequence * 4 + 4) - first_token
+        prompt = load_i32(cu_seqlens + sequence * 4)
+        count = load_i32(cu_seqlens + sequence * 4 + 4) - prompt
         first_query = (unit - before) * queries_per_block
         length = load_i32(seq_lens + sequence * 4)
         if first_query >= count:
@@ -124,21 +130,10 @@ def make_prefill(
         k_from = k + head // group * k_head
         v_from = v + head // group * v_head
 
-        # The keys that some query here sees, and those that this lane's rows g and g + 8 see.
-        begin = load_i32(starts + sequence * 4) if starts != 0 else 0
+        begin = first_token(starts, sequence)
         position = length - count + first_query
-        key = begin
-        end = length
-        if causal:
-            end = min(end, position + queries_per_block)
-        if windowed:
-            key = max(key, position + 1 - window)
-        key = key // tile * tile
-        position += warp * 16 + (lane >> 2)
-        high0 = min(position + 1, length) if causal else length
-        high1 = min(position + 9, length) if causal else length
-        low0 = max(begin, position + 1 - window) if windowed else begin
-        low1 = max(begin, position + 9 - window) if windowed else begin
+        key, end = keys_of_block(position, begin, length, window)
+        low0, high0, low1, high1 = keys_of_rows(position + warp * 16 + (lane >> 2), begin, length, window)
 
         for i in range(num_sums):
             sums[i] = float32(0)
@@ -147,7 +142,7 @@ def make_prefill(
         l0 = float32(0)
         l1 = float32(0)
         if key < end:
-            q_from = q + first_token * q_token + head * q_head
+            q_from = q + prompt * q_token + head * q_head
             copy_queries(q_shared, q_from, 0, 0, 0, q_token, first_query, 0, count, thread)
             copy_tile(k_shared, k_from, row, table, k_row, k_token, key, begin, length, thread)
         while key < end:
@@ -178,37 +173,14 @@ def make_prefill(
                 for i in range(num_scores):
                     scores[i] = tanh(scores[i] * inner)
             if key + tile > high0 or key < low1:
-                for j in range(score_tiles):
-                    for i in range(2):
-                        token = key + 8 * j + 2 * (lane & 3) + i
-                        at = 4 * j + i
-                        scores[at] = scores[at] if low0 <= token < high0 else float32(NEGATIVE_INFINITY)
-                        scores[at + 2] = scores[at + 2] if low1 <= token < high1 else float32(NEGATIVE_INFINITY)
-            n0 = m0
-            n1 = m1
-            for j in range(score_tiles):
-                n0 = maximum(n0, maximum(scores[4 * j], scores[4 * j + 1]))
-                n1 = maximum(n1, maximum(scores[4 * j + 2], scores[4 * j + 3]))
-            for step in range(2):
-                n0 = maximum(n0, shuffle_xor(n0, 1 << step))
-                n1 = maximum(n1, shuffle_xor(n1, 1 << step))
+                hide(scores, num_scores, key, lane, low0, high0, low1, high1)
+            n0, n1 = maxima(scores, num_scores, m0, m1)
             a0 = exp2((m0 - n0) * outer)
             a1 = exp2((m1 - n1) * outer)
             m0 = n0
             m1 = n1
-            l0 *= a0
-            l1 *= a1
-            for j in range(score_tiles):
-                for i in range(2):
-                    scores[4 * j + i] = exp2(fma(scores[4 * j + i], outer, -m0 * outer))
-                    scores[4 * j + 2 + i] = exp2(fma(scores[4 * j + 2 + i], outer, -m1 * outer))
-                    l0 += scores[4 * j + i]
-                    l1 += scores[4 * j + 2 + i]
-            for j in range(sum_tiles):
-                sums[4 * j] *= a0
-                sums[4 * j + 1] *= a0
-                sums[4 * j + 2] *= a1
-                sums[4 * j + 3] *= a1
+            l0, l1 = weigh(scores, num_scores, m0, m1, l0 * a0, l1 * a1, outer)
+            rescale(sums, num_sums, a0, a1)
             for j in range(score_tiles // 2):
                 p0 = pack(scores[8 * j], scores[8 * j + 1])
                 p1 = pack(scores[8 * j + 2], scores[8 * j + 3])
@@ -234,21 +206,8 @@ def make_prefill(
                             sums[at + x] = d[x]
             key += tile
 
-        for step in range(2):
-            l0 += shuffle_xor(l0, 1 << step)
-            l1 += shuffle_xor(l1, 1 << step)
-        if sinks != 0:
-            sink = load_f32(sinks + head * 4) * float32(LOG2E)
-            l0 += exp2(sink - m0 * outer)
-            l1 += exp2(sink - m1 * outer)
-        l0 = reciprocal(l0) if l0 > float32(0) else float32(0)
-        l1 = reciprocal(l1) if l1 > float32(0) else float32(0)
-        query = first_query + warp * 16 + (lane >> 2)
-        to = out + (first_token + query) * out_token + head * out_head + (lane & 3) * 4
-        for j in range(sum_tiles):
-            if query < count:
-                store_4(to + j * 16, pack(sums[4 * j] * l0, sums[4 * j + 1] * l0))
-            if query + 8 < count:
-                store_4(to + 8 * out_token + j * 16, pack(sums[4 * j + 2] * l1, sums[4 * j + 3] * l1))
+        d0, d1 = divisors(m0, m1, l0, l1, sinks, head, outer)
+        to = out + (prompt + first_query) * out_token + head * out_head
+        store(sums, d0, d1, to, out_token, warp * 16 + (lane >> 2), count - first_query, lane)
 
     return kernel

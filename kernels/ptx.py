@@ -69,3 +69,44 @@ def instruction(
     scope: dict[str, Any] = {"signature": signature, "codegen": codegen}
     exec(f"def typing({parameters}):\n    return signature, codegen", scope)
     return intrinsic(scope["typing"])
+
+
+def instruction_on_array(asm: str, facts: dict[str, Any], size: int, inputs: str, meaning: Callable[..., Any]) -> Any:
+    """A function for kernels that is PTX on a whole local array of floats, which stays in registers.
+
+    Its first argument is the array, of which every element is read and written; threads execute it together.
+
+    Args:
+        asm: a format string, with {array} for the array's registers, {0}, {1}, ... for inputs, and `facts`' names.
+        size: elements of the array.
+        inputs: a register class for each input.
+        meaning: what it does to the array, in Python, for the simulator.
+    """
+    if SIMULATED:
+        return meaning
+    from llvmlite import ir
+    from numba.cuda.extending import intrinsic
+
+    llvm = {"r": ir.IntType(32), "l": ir.IntType(64)}
+    names = [f"${size * 2 + index}" for index in range(len(inputs))]
+    text = asm.format(*names, array=", ".join(f"${index}" for index in range(size)), **facts) if facts else asm
+    constraints = ",".join(["=f"] * size + [str(index) for index in range(size)] + list(inputs) + ["~{memory}"])
+    kind = ir.FunctionType(
+        ir.LiteralStructType([ir.FloatType()] * size), [ir.FloatType()] * size + [llvm[register] for register in inputs]
+    )
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
+        places = [builder.gep(data, [ir.Constant(ir.IntType(32), index)]) for index in range(size)]
+        operands = [builder.load(place) for place in places] + list(arguments[1:])
+        assembly = ir.InlineAsm(kind, text, constraints, side_effect=True)
+        value = builder.call(assembly, operands, attrs=("convergent",))
+        for index, place in enumerate(places):
+            builder.store(builder.extract_value(value, index), place)
+        return context.get_dummy_value()
+
+    parameters = ", ".join(["context", "array", *(f"argument{index}" for index in range(len(inputs)))])
+    kinds = [REGISTERS[register] for register in inputs]
+    scope: dict[str, Any] = {"types": types, "kinds": kinds, "codegen": codegen}
+    exec(f"def typing({parameters}):\n    return types.void(array, *kinds), codegen", scope)
+    return intrinsic(scope["typing"])

@@ -31,7 +31,7 @@ def decode(
     window: int = 0,
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
-    tensor_cores: bool = True,
+    kernel: str = "auto",
 ) -> torch.Tensor:
     """Attention of one to eight new tokens per sequence, causal among them, on the current stream.
 
@@ -52,7 +52,7 @@ def decode(
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
         out: like `q`, takes the result.
-        tensor_cores: False: the plain kernel, as always for fp32, which tensor cores would round.
+        kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round; "auto".
 
     Returns:
         `out`, or a new tensor like `q`.
@@ -63,7 +63,7 @@ def decode(
     out = torch.empty_like(q) if out is None else out
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.decode if torch.compiler.is_compiling() else _decode
-    run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, scale, window, softcap, tensor_cores)
+    run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, scale, window, softcap, kernel)
     return out
 
 
@@ -80,18 +80,19 @@ def _decode(
     scale: float,
     window: int,
     softcap: float,
-    tensor_cores: bool,
+    kernel: str,
 ) -> None:
     tensors = Tensors(q, k, v, out, None, seq_lens, rows, starts, block_table, sinks)
-    plan = _plan(window > 0, softcap > 0, tensor_cores, attention.keys(tensors))
-    attention.launch(plan, tensors, scale, window, softcap)
+    keys = attention.keys(tensors)
+    plan = _plan(window > 0, softcap > 0, kernel, keys)
+    attention.launch(plan, tensors, keys, scale, window, softcap)
 
 
 torch.library.custom_op("vmmkv::decode", _decode, mutates_args=("out",))
 
 
 @lru_cache(1024)
-def _plan(windowed: bool, softcapped: bool, tensor_cores: bool, keys: tuple[Key | None, ...]) -> Plan:
+def _plan(windowed: bool, softcapped: bool, name: str, keys: tuple[Key | None, ...]) -> Plan:
     """Checks a call's geometry and chooses the kernel."""
     given = attention.check(keys)
     q, k = given.q, given.k
@@ -103,13 +104,15 @@ def _plan(windowed: bool, softcapped: bool, tensor_cores: bool, keys: tuple[Key 
     batch, q_len, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     block_size = k.shape[1] if given.block_table else 0
-    if q.dtype == torch.float32 or not tensor_cores:
+    if attention.choose(name, q.dtype, q.device, ("mma",)) == "plain":
         kernel = plain.plain_kernel(q.dtype, head_dim, group, q_len, block_size, True, windowed, softcapped)
         return attention.make_plan(given, kernel, (batch * q_len, num_heads))
     kernel = decode_kernel(q.dtype, head_dim, group, q_len, k.shape[2], block_size, windowed, softcapped)
     blocks = num_multiprocessors(q.device) * kernel.blocks_per_sm
     partial_bytes = 2 * blocks * part_bytes(head_dim, slots_of(k.shape[2], group * q_len))
-    return attention.make_plan(given, kernel, (blocks, 1), partial_bytes, batch * num_heads * q_len)
+    return attention.make_plan(
+        given, kernel, (blocks, 1), partial_bytes=partial_bytes, counters=batch * num_heads * q_len
+    )
 
 
 @cache

@@ -6,11 +6,10 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, plain
+from . import attention, plain, prefill_mma, prefill_wgmma
 from .attention import Plan, Tensors
 from .checks import Key
 from .compiler import Kernel
-from .prefill_mma import make_prefill, shared_bytes
 
 
 def prefill(
@@ -29,7 +28,7 @@ def prefill(
     window: int = 0,
     softcap: float = 0.0,
     out: torch.Tensor | None = None,
-    tensor_cores: bool = True,
+    kernel: str = "auto",
 ) -> torch.Tensor:
     """Attention of many new tokens per sequence, which are the last of it, on the current stream.
 
@@ -52,7 +51,8 @@ def prefill(
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
         out: like `q`, takes the result.
-        tensor_cores: False: the plain kernel, as always for fp32, which tensor cores would round.
+        kernel: "wgmma", for Hopper; "mma", for the tensor cores of any GPU since Ampere; "plain", without, as always
+            for fp32, which they would round; "auto".
 
     Returns:
         `out`, or a new tensor like `q`.
@@ -78,7 +78,7 @@ def prefill(
         scale,
         window,
         softcap,
-        tensor_cores,
+        kernel,
     )
     return out
 
@@ -98,18 +98,19 @@ def _prefill(
     scale: float,
     window: int,
     softcap: float,
-    tensor_cores: bool,
+    kernel: str,
 ) -> None:
     tensors = Tensors(q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks)
-    plan = _plan(causal, window > 0, softcap > 0, tensor_cores, attention.keys(tensors))
-    attention.launch(plan, tensors, scale, window, softcap)
+    keys = attention.keys(tensors)
+    plan = _plan(causal, window > 0, softcap > 0, kernel, keys)
+    attention.launch(plan, tensors, keys, scale, window, softcap)
 
 
 torch.library.custom_op("vmmkv::prefill", _prefill, mutates_args=("out",))
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(causal: bool, windowed: bool, softcapped: bool, tensor_cores: bool, keys: tuple[Key | None, ...]) -> Plan:
+def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, keys: tuple[Key | None, ...]) -> Plan:
     """Checks a call's geometry and chooses the kernel."""
     given = attention.check(keys)
     q, k = given.q, given.k
@@ -120,22 +121,38 @@ def _plan(causal: bool, windowed: bool, softcapped: bool, tensor_cores: bool, ke
     tokens, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     block_size = k.shape[1] if given.block_table else 0
-    if q.dtype == torch.float32 or not tensor_cores:
+    name = attention.choose(name, q.dtype, q.device, ("wgmma", "mma"))
+    if name == "plain":
         kernel = plain.plain_kernel(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped)
         return attention.make_plan(given, kernel, (tokens, num_heads))
-    kernel = prefill_kernel(q.dtype, head_dim, group, block_size, causal, windowed, softcapped)
-    # Blocks of queries: no batch has more, however its tokens are spread.
-    most = tokens // (kernel.threads // 2) + given.seq_lens.shape[0]
-    return attention.make_plan(given, kernel, (num_heads, most))
+    constants = (q.dtype, head_dim, group, block_size, causal, windowed, softcapped)
+    if name == "mma":
+        kernel, queries, box_tokens = mma_kernel(*constants), 16 * prefill_mma.warps_of(head_dim), 0
+    else:
+        kernel, queries = wgmma_kernel(*constants), prefill_wgmma.QUERIES
+        box_tokens = prefill_wgmma.box_of(head_dim, block_size)
+    # No batch has more blocks of queries, however its tokens are spread.
+    most = tokens // queries + given.seq_lens.shape[0]
+    return attention.make_plan(given, kernel, (num_heads, most), box_tokens=box_tokens)
 
 
 @cache
-def prefill_kernel(
+def mma_kernel(
     dtype: torch.dtype, head_dim: int, group: int, block_size: int, causal: bool, windowed: bool, softcapped: bool
 ) -> Kernel:
     """The kernel for a geometry: `group` query heads share a KV head, and `block_size` 0 is without a block table."""
-    warps, tile = (8, 64) if head_dim <= 128 else (4, 32)
-    constants = (dtype, head_dim, group, block_size, causal, windowed, softcapped, warps, tile)
+    constants = (dtype, head_dim, group, block_size, causal, windowed, softcapped)
+    threads, shared = 32 * prefill_mma.warps_of(head_dim), prefill_mma.shared_bytes(head_dim)
+    return Kernel(prefill_mma.make_prefill, constants, attention.ARGUMENTS, threads, shared_bytes=shared)
+
+
+@cache
+def wgmma_kernel(
+    dtype: torch.dtype, head_dim: int, group: int, block_size: int, causal: bool, windowed: bool, softcapped: bool
+) -> Kernel:
+    """The same for Hopper."""
+    constants = (dtype, head_dim, group, block_size, causal, windowed, softcapped, True)
+    arguments, shared = "mmmm" + attention.ARGUMENTS, prefill_wgmma.shared_bytes(head_dim)
     return Kernel(
-        make_prefill, constants, attention.ARGUMENTS, 32 * warps, shared_bytes=shared_bytes(head_dim, warps, tile)
+        prefill_wgmma.make_prefill, constants, arguments, prefill_wgmma.THREADS, shared_bytes=shared, hopper=True
     )

@@ -63,6 +63,31 @@ class Thread:
         self.block.scheduler.switch()
 
 
+class Barrier:
+    """Threads that come in phases, and bytes that are copied for them."""
+
+    def __init__(self) -> None:
+        self.expected = 0
+        self.arrived = 0
+        self.bytes = 0
+        self.phase = 0
+
+    def arrive(self, expected: int) -> None:
+        """One more of the expected arrivals; the last ends the phase."""
+        self.expected = expected
+        self.arrived += 1
+        self._end_phase()
+
+    def copied(self, count: int) -> None:
+        self.bytes -= count
+        self._end_phase()
+
+    def _end_phase(self) -> None:
+        if self.arrived == self.expected and not self.bytes:
+            self.arrived = 0
+            self.phase += 1
+
+
 class Block:
     """Runs the threads of one block; takes the place of Numba's BlockManager."""
 
@@ -70,11 +95,15 @@ class Block:
         self.function = function
         self.num_threads = int(np.prod(block_dim))
         self.meetings: dict[Any, Meeting] = {}
-        self.barriers: dict[int, list[int]] = {}  # of memory barriers by address: phase, pending arrivals and bytes
+        self.barriers: dict[int, Barrier] = {}
         self.ready: deque[Thread] = deque()
 
     def meeting(self, key: Any, size: int) -> Meeting:
         return self.meetings.setdefault(key, Meeting(size))
+
+    def barrier(self, name: int) -> Barrier:
+        """By its number, or by its address in shared memory."""
+        return self.barriers.setdefault(name, Barrier())
 
     def wake(self, indices: Any) -> None:
         self.ready.extend(self.threads[index] for index in indices)

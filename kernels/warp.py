@@ -109,6 +109,11 @@ count_true = instruction(
 )  # fmt: skip
 """In how many lanes a condition, as an integer, is not 0."""
 
+sync_warp = instruction(
+    "bar.warp.sync -1;", "", "", lambda: warp_meets("sync_warp", None, lambda values: values), convergent=True
+)
+"""What the other lanes did before is done."""
+
 transpose = instruction(
     "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "r", "r", _transpose, pure=True, convergent=True
 )

@@ -33,7 +33,7 @@ class Case(NamedTuple):
     sinks: bool = False
     starts: bool = False
     causal: bool = True
-    tensor_cores: bool = True
+    kernel: str = "auto"
 
 
 class Inputs(NamedTuple):
@@ -157,8 +157,8 @@ DECODE = [
     Case(fp32, 64, 4, 2, q_len=1, sinks=True),
     Case(fp32, 80, 4, 2, q_len=3, window=20, block_size=16),
     Case(fp32, 256, 2, 2, q_len=1, softcap=5.0),
-    Case(bf16, 96, 4, 2, q_len=2, starts=True, tensor_cores=False),
-    Case(fp16, 192, 4, 1, q_len=1, block_size=32, tensor_cores=False),
+    Case(bf16, 96, 4, 2, q_len=2, starts=True, kernel="plain"),
+    Case(fp16, 192, 4, 1, q_len=1, block_size=32, kernel="plain"),
 ]
 
 
@@ -173,12 +173,17 @@ def test_decode(case: Case, longest: int) -> None:
     out = torch.full_like(q, torch.nan)
     decode(
         q, inputs.k, inputs.v, int32(lengths), inputs.rows, inputs.starts, inputs.block_table, inputs.sinks,
-        window=case.window, softcap=case.softcap, out=out, tensor_cores=case.tensor_cores,
+        window=case.window, softcap=case.softcap, out=out, kernel=case.kernel,
     )  # fmt: skip
     check(case, inputs, out.flatten(0, 1))
 
 
-PREFILL = [
+PREFILL_PLAIN = [
+    Case(fp32, 64, 2, 1, sinks=True),
+    Case(fp32, 80, 2, 1, window=20, block_size=16),
+    Case(bf16, 96, 2, 1, causal=False, kernel="plain"),
+]
+PREFILL_FAST = [
     Case(bf16, 128, 4, 2),
     Case(fp16, 64, 2, 2, causal=False),
     Case(bf16, 80, 3, 1, starts=True),
@@ -190,10 +195,9 @@ PREFILL = [
     Case(bf16, 256, 2, 1, block_size=64, causal=False),
     Case(fp16, 96, 2, 2, block_size=128),
     Case(bf16, 80, 2, 1, block_size=256),
-    Case(fp32, 64, 2, 1, sinks=True),
-    Case(fp32, 80, 2, 1, window=20, block_size=16),
-    Case(bf16, 96, 2, 1, causal=False, tensor_cores=False),
+    Case(bf16, 80, 2, 1, block_size=48),
 ]
+PREFILL = PREFILL_PLAIN + [case._replace(kernel=kernel) for case in PREFILL_FAST for kernel in ("mma", "wgmma")]
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=str)
@@ -207,6 +211,6 @@ def test_prefill(case: Case, cached: int) -> None:
     prefill(
         inputs.q, inputs.k, inputs.v, cu_seqlens, int32(lengths), inputs.rows, inputs.starts, inputs.block_table,
         inputs.sinks, causal=case.causal, window=case.window, softcap=case.softcap, out=out,
-        tensor_cores=case.tensor_cores,
+        kernel=case.kernel,
     )  # fmt: skip
     check(case, inputs, out)

@@ -1,0 +1,221 @@
+"""What Hopper has beyond a warp: products by four warps, copies by tensor maps, barriers in memory.
+
+Operands of `multiply_shared` and `multiply_registers` lie in shared memory as the copy engine puts them there: rows
+of 128 bytes, eight of which make up 1024 bytes, in each row the 16-byte columns permuted by the row's number
+("128-byte swizzle"). The layouts are those of the PTX manual's "asynchronous warpgroup level matrix instructions".
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from .arithmetic import HALVES
+from .ptx import SIMULATED, instruction, instruction_on_array
+
+if SIMULATED:
+    from .simulator import current, warpgroup_meets
+
+GROUP_BYTES = 1024
+"""Eight rows of 128 bytes."""
+
+
+def swizzled(address: int) -> int:
+    """Where the byte of a row-by-row address lies."""
+    return address ^ ((address >> 7 & 7) << 4)
+
+
+def _read_rows(address: int, rows: int, step: int) -> Any:
+    """16 elements of each row, `step` bytes apart."""
+    columns = [[swizzled(address + row * step + half) for half in (0, 16)] for row in range(rows)]
+    return np.array([[(ctypes.c_uint16 * 8).from_address(at) for at in pair] for pair in columns]).reshape(rows, 16)
+
+
+def _add_product(brought: list[Any], a: Any, b: Any, accumulate: bool) -> list[None]:
+    """Adds A [64 x 16] B [16 x n] to every thread's part of the sums."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        product = a @ b
+    for thread, (sums, *_) in enumerate(brought):
+        row, column = thread // 32 * 16 + thread % 32 // 4, 2 * (thread % 4)
+        part = product[[row, row + 8], :].reshape(2, -1, 8)[:, :, column : column + 2]
+        part = part.transpose(1, 0, 2).reshape(-1)
+        sums[:] = sums + part if accumulate else part
+    return [None] * len(brought)
+
+
+def make_multiply_shared(dtype: torch.dtype, n: int, accumulate: bool) -> Any:
+    """`sums (+)= A B^T` of A [64 x 16] and B [n x 16], by the address of each one's first row.
+
+    Called by four warps; the sums are there after `make_wait_products`.
+    """
+    values = HALVES[dtype].values
+
+    def meaning(sums: Any, a: int, b: int) -> None:
+        def work_out(brought: list[Any]) -> list[None]:
+            first, second = (values(_read_rows(brought[0][i], rows, 128)) for i, rows in ((1, 64), (2, n)))
+            return _add_product(brought, first, second.T, accumulate)
+
+        warpgroup_meets("multiply_shared", (sums, int(a), int(b)), work_out)
+
+    asm = (
+        "{{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, {accumulate}, 0; "
+        "and.b64 a, {0}, 0x3FFFF; shr.u64 a, a, 4; or.b64 a, a, {descriptor}; "
+        "and.b64 b, {1}, 0x3FFFF; shr.u64 b, b, 4; or.b64 b, b, {descriptor}; "
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{{array}}}, a, b, p, 1, 1, 0, 0; }}"
+    )
+    facts = {"n": n, "name": HALVES[dtype].name, "accumulate": int(accumulate), "descriptor": _descriptor(16)}
+    return instruction_on_array(asm, facts, n // 2, "ll", meaning)
+
+
+def make_multiply_registers(dtype: torch.dtype, n: int, rows: int) -> Any:
+    """`sums += A B` of A [64 x 16], in four registers a lane, and B [16 x n], by the address of its first row.
+
+    B is one of `rows` rows; each 64 columns of it are as many rows of 128 bytes.
+    """
+    values = HALVES[dtype].values
+
+    def meaning(sums: Any, a0: int, a1: int, a2: int, a3: int, b: int) -> None:
+        def work_out(brought: list[Any]) -> list[None]:
+            words = np.array([operands[1:5] for operands in brought], np.uint32)
+            halves = values(words.view(np.uint16)).reshape(4, 8, 4, 4, 2)  # warp, row, pair, word, half
+            a = np.zeros((4, 2, 8, 2, 4, 2), np.float32)  # warp, which eight rows, row, which eight columns, pair, half
+            for word in range(4):
+                a[:, word % 2, :, word // 2] = halves[:, :, :, word]
+            address = brought[0][5]
+            b = np.zeros((16, n), np.uint16)
+            for row in range(16):
+                for column in range(0, n, 8):
+                    at = address + column // 64 * rows * 128 + row * 128 + column % 64 * 2
+                    b[row, column : column + 8] = (ctypes.c_uint16 * 8).from_address(swizzled(at))
+            return _add_product(brought, a.reshape(64, 16), values(b), True)
+
+        warpgroup_meets("multiply_registers", (sums, a0, a1, a2, a3, int(b)), work_out)
+
+    asm = (
+        "{{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, 1, 0; "
+        "and.b64 b, {4}, 0x3FFFF; shr.u64 b, b, 4; or.b64 b, b, {descriptor}; "
+        "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{{array}}}, "
+        "{{{0}, {1}, {2}, {3}}}, b, p, 1, 1, 1; }}"
+    )
+    facts = {"n": n, "name": HALVES[dtype].name, "descriptor": _descriptor(rows * 128)}
+    return instruction_on_array(asm, facts, n // 2, "rrrrl", meaning)
+
+
+def _descriptor(leading_bytes: int) -> int:
+    """How an operand lies in shared memory: 128-byte swizzle, and the bytes between its groups of eight rows."""
+    return 1 << 62 | GROUP_BYTES >> 4 << 32 | leading_bytes >> 4 << 16
+
+
+def make_wait_products(size: int, pending: int) -> Any:
+    """Waits until all but the last `pending` groups of products are there; the array of sums may then be read."""
+    return instruction_on_array(f"wgmma.wait_group.sync.aligned {pending};", {}, size, "", lambda sums: None)
+
+
+begin_products = instruction("wgmma.fence.sync.aligned;", "", "", lambda: None, convergent=True)
+"""Before the first of a group of products: registers that it reads were written."""
+
+commit_products = instruction("wgmma.commit_group.sync.aligned;", "", "", lambda: None, convergent=True)
+"""Ends a group of products."""
+
+publish_shared = instruction("fence.proxy.async.shared::cta;", "", "", lambda: None)
+"""Lets products read what this thread stored in shared memory."""
+
+
+def _store_shared_16(address: int, *words: int) -> None:
+    (ctypes.c_uint32 * 4).from_address(int(address))[:] = [int(word) for word in words]
+
+
+store_shared_16 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v4.u32 [a], {$1, $2, $3, $4}; }", "", "lrrrr", _store_shared_16
+)
+"""Puts 16 bytes to shared memory."""
+
+
+def make_take_registers(count: int) -> Any:
+    """Four warps give registers back, or wait for more, so that each thread has `count` of them."""
+    action = "dec" if count < 128 else "inc"
+    return instruction(f"setmaxnreg.{action}.sync.aligned.u32 {count};", "", "", lambda: None, convergent=True)
+
+
+def make_meet(threads: int) -> tuple[Any, Any]:
+    """Functions of a barrier's number: wait for so many threads to come, or come without waiting."""
+
+    def arrive(number: int) -> None:
+        current().block.barrier(number).arrive(threads)
+
+    def meet(number: int) -> None:
+        block = current().block
+        barrier, phase = block.barrier(number), block.barrier(number).phase
+        barrier.arrive(threads)
+        block.wait_until(lambda: barrier.phase != phase)
+
+    to_32_bits = "{ .reg .u32 a; cvt.u32.u64 a, $0; "
+    return (
+        instruction(f"{to_32_bits} bar.sync a, {threads}; }}", "", "l", meet, convergent=True),
+        instruction(f"{to_32_bits} bar.arrive a, {threads}; }}", "", "l", arrive, convergent=True),
+    )
+
+
+def _init_barrier(address: int, arrivals: int) -> None:
+    current().block.barrier(int(address)).expected = arrivals
+
+
+def _arrive(address: int) -> None:
+    barrier = current().block.barrier(int(address))
+    barrier.arrive(barrier.expected)
+
+
+def _expect_bytes(address: int, count: int) -> None:
+    barrier = current().block.barrier(int(address))
+    barrier.bytes += count
+    barrier.arrive(barrier.expected)
+
+
+def _wait_barrier(address: int, parity: int) -> None:
+    block = current().block
+    barrier = block.barrier(int(address))
+    block.wait_until(lambda: barrier.phase % 2 != parity)
+
+
+TO_32_BITS = "{ .reg .u32 a, b; cvt.u32.u64 a, $0; cvt.u32.u64 b, $1; "
+
+init_barrier = instruction(TO_32_BITS + "mbarrier.init.shared::cta.b64 [a], b; }", "", "ll", _init_barrier)
+"""Makes 8 bytes of shared memory a barrier that so many arrivals complete, again and again."""
+
+publish_barriers = instruction("fence.mbarrier_init.release.cluster;", "", "", lambda: None)
+"""Lets the copy engine see new barriers."""
+
+arrive = instruction("{ .reg .u32 a; cvt.u32.u64 a, $0; mbarrier.arrive.shared::cta.b64 _, [a]; }", "", "l", _arrive)
+"""Arrives at a barrier."""
+
+expect_bytes = instruction(
+    TO_32_BITS + "mbarrier.arrive.expect_tx.shared::cta.b64 _, [a], b; }", "", "ll", _expect_bytes
+)
+"""Arrives at a barrier, which then also waits for so many bytes to be copied."""
+
+wait_barrier = instruction(
+    TO_32_BITS + ".reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [a], b; @!p bra again; }",
+    "", "ll", _wait_barrier,
+)  # fmt: skip
+"""Waits until a barrier's phase of a parity is complete; the first is 0."""
+
+
+def _copy_box(target: int, tensor: int, element: int, head: int, token: int, row: int, barrier: int) -> None:
+    from .tensor_map import simulated
+
+    copied = simulated[tensor].copy(int(target), (int(element), int(head), int(token), int(row)))
+    current().block.barrier(int(barrier)).copied(copied)
+
+
+copy_box = instruction(
+    "{ .reg .u32 to, at; .reg .s32 x, y, z, w; cvt.u32.u64 to, $0; cvt.u32.u64 at, $6; "
+    "cvt.s32.s64 x, $2; cvt.s32.s64 y, $3; cvt.s32.s64 z, $4; cvt.s32.s64 w, $5; "
+    "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+    "[to], [$1, {x, y, z, w}], [at]; }",
+    "", "lllllll", _copy_box,
+)  # fmt: skip
+"""Begins to copy a box to shared memory: address, tensor map, element, head, token, row or block, and the barrier
+that waits for it. What is outside the tensor becomes zeros, and is not read."""

@@ -1,0 +1,84 @@
+"""Tensor maps: how Hopper's copy engine sees K or V, whatever its strides."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from .checks import Key
+from .ptx import SIMULATED
+
+ELEMENTS = 64
+"""Of a box: 128 bytes, the widest that can be swizzled."""
+
+
+class SimulatedMap(NamedTuple):
+    """What a tensor map holds, for the simulator."""
+
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    box_tokens: int
+
+    def copy(self, target: int, place: tuple[int, ...]) -> int:
+        """Copies the box at a place; its bytes."""
+        from .hopper import swizzled
+
+        element, head, token, row = place
+        for index, vector in product(range(self.box_tokens), range(0, ELEMENTS, 8)):
+            position = element + vector, head, token + index, row
+            to = swizzled(target + index * 2 * ELEMENTS + vector * 2)
+            if all(0 <= at < size for at, size in zip(position, self.sizes)):
+                source = self.address + position[0] * 2 + sum(np.multiply(position[1:], self.strides).tolist())
+                ctypes.memmove(to, source, 16)
+            else:
+                ctypes.memset(to, 0, 16)
+        return self.box_tokens * ELEMENTS * 2
+
+
+simulated: list[SimulatedMap] = []
+"""In the simulator a tensor map is an index into this."""
+
+
+@lru_cache(4096)  # a model has some for each layer
+def tensor_maps(k: int, v: int, k_key: Key, v_key: Key, box_tokens: int) -> tuple[Any, ...]:
+    """Maps of K and V at these addresses, for boxes of tokens and for single ones."""
+    return tuple(_encode(address, key, box) for box in (box_tokens, 1) for address, key in ((k, k_key), (v, v_key)))
+
+
+def _encode(address: int, key: Key, box_tokens: int) -> Any:
+    """A map of a 16-bit tensor `[rows, tokens, heads, head_dim]`, for boxes of `box_tokens` x 64 elements.
+
+    Returns:
+        its 128 bytes; for the simulator, a number.
+    """
+    shape, strides, dtype, _ = key
+    sizes = tuple(reversed(shape))
+    steps = tuple(stride * dtype.itemsize for stride in reversed(strides[:-1]))
+    if SIMULATED:
+        simulated.append(SimulatedMap(address, sizes, steps, box_tokens))
+        return len(simulated) - 1
+    import cuda.bindings.driver as cu
+
+    kinds = cu.CUtensorMapDataType
+    status, encoded = cu.cuTensorMapEncodeTiled(
+        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+        4,
+        address,
+        [cu.cuuint64_t(size) for size in sizes],
+        [cu.cuuint64_t(step) for step in steps],
+        [cu.cuuint32_t(size) for size in (ELEMENTS, 1, box_tokens, 1)],
+        [cu.cuuint32_t(1)] * 4,
+        cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        cu.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        cu.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if status:
+        raise RuntimeError(f"cuTensorMapEncodeTiled failed with {status.name} for {list(shape)} of strides {strides}")
+    return ctypes.string_at(encoded.getPtr(), 128)
