@@ -1,7 +1,7 @@
 """From a Python function to a loaded kernel: with `ptx`, all that touches Numba's internals and the CUDA driver.
 
-A kernel is compiled for the device at hand, kept on disk, and launched by the driver with packed arguments: Numba's own
-dispatcher spends tens of microseconds on looking at them.
+Numba makes PTX of a kernel for the device at hand, which is kept on disk. The driver assembles it (and keeps that as
+well) and launches it with packed arguments: Numba's own dispatcher spends tens of microseconds on looking at them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if SIMULATED:
     from . import simulator  # noqa: F401  (gives the simulator its warps)
 
 ENTRY = "kernel"
-"""What every kernel is called in its machine code."""
+"""What every kernel is called in its PTX."""
 
 FORMATS = {"q": "q", "f": "f4x", "m": "128s"}
 """How arguments are packed, by kind: 64-bit integers, floats, and tensor maps, which must come first."""
@@ -98,32 +98,18 @@ class Kernel:
     def __str__(self) -> str:
         return f"{self.factory.__name__}{self.constants}"
 
-    def cubin(self, capability: tuple[int, int]) -> bytes:
-        """Machine code for a compute capability, from disk or from the compiler. Needs no GPU."""
-        path = _cache_folder() / f"{self._key(capability)}.cubin"
+    def ptx(self, capability: tuple[int, int]) -> str:
+        """The kernel for a compute capability, from disk or from the compiler. Needs no GPU."""
+        path = _cache_folder() / f"{self._key(capability)}.ptx"
         if path.exists():
-            return path.read_bytes()
-        code, _ = to_cubin(self.ptx(capability), self._target(capability))
+            return path.read_text()
+        bounds = self.threads, self.blocks_per_sm
+        ptx = to_ptx(self.factory(*self.constants), self.arguments, bounds, self._target(capability))
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_bytes(code)
+        unfinished.write_text(ptx)
         unfinished.replace(path)  # another process may be doing the same
-        return code
-
-    def report(self, capability: tuple[int, int]) -> dict[str, int]:
-        """Registers of a thread, bytes that it spills, and static shared memory of a block. Needs no GPU."""
-        _, log = to_cubin(self.ptx(capability), self._target(capability))
-        facts = {
-            "registers": r"Used (\d+) registers",
-            "spilled": r"(\d+) bytes spill stores",
-            "shared": r"(\d+) bytes smem",
-        }
-        return {name: int(found[1]) if (found := re.search(what, log)) else 0 for name, what in facts.items()}
-
-    def ptx(self, capability: tuple[int, int]) -> str:
-        """What the compiler makes of it. Needs no GPU."""
-        bounds = self.threads, self.blocks_per_sm
-        return to_ptx(self.factory(*self.constants), self.arguments, bounds, self._target(capability))
+        return ptx
 
     def _target(self, capability: tuple[int, int]) -> tuple[Any, ...]:
         return (*capability, "a") if self.hopper else capability
@@ -134,7 +120,7 @@ class Kernel:
 
     def _load(self, index: int) -> Any:
         cu = _driver()
-        code = self.cubin(torch.cuda.get_device_capability(index))
+        code = self.ptx(torch.cuda.get_device_capability(index)).encode() + b"\0"
         with torch.cuda.device(index):
             torch.cuda.current_stream().query()  # makes the context that the kernel is loaded into
             status, module = cu.cuModuleLoadData(code)
@@ -161,7 +147,8 @@ def to_ptx(function: Any, arguments: str, launch_bounds: tuple[int, int], target
     ptx: str = cuda.compile(function, signature, cc=target, **options)[0]
     mangled = re.search(r"\.entry\s+(\w+)", ptx)
     assert mangled
-    ptx = ptx.replace(mangled[1], ENTRY)
+    # All that is used here is in PTX 8.6; the compiler's own version may be newer than the driver.
+    ptx = re.sub(r"\.version \d+\.\d+", ".version 8.6", ptx.replace(mangled[1], ENTRY))
     for index in range(arguments.count("m")):
         ptx = _pass_by_value(ptx, f"{ENTRY}_param_{index}")
     return ptx
@@ -179,15 +166,6 @@ def _pass_by_value(ptx: str, parameter: str) -> str:
     return ptx
 
 
-def to_cubin(ptx: str, target: tuple[Any, ...]) -> tuple[bytes, str]:
-    """Assembles PTX; the machine code, and what the assembler says of it."""
-    from cuda.core import Linker, LinkerOptions, ObjectCode
-
-    options = LinkerOptions(arch="sm_" + "".join(map(str, target)), ptxas_options=["-v"], verbose=True)
-    linker = Linker(ObjectCode.from_ptx(ptx.encode()), options=options)
-    return bytes(linker.link("cubin").code), linker.get_info_log()
-
-
 @cache
 def _driver() -> Any:
     import cuda.bindings.driver as driver
@@ -197,7 +175,7 @@ def _driver() -> Any:
 
 @cache
 def _sources() -> str:
-    """A hash of all kernels' sources: any change makes new machine code."""
+    """A hash of all kernels' sources: any change makes new PTX."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
