@@ -119,33 +119,40 @@ def make_prefill(
     store = make_store(dtype, num_sums)
 
     @cuda.jit(device=True, inline="always")
+    def find(token, row, table):  # type: ignore[no-untyped-def]
+        """Where a token lies: a row or a block, and the first token of that."""
+        if block_size:
+            block = token // block_size
+            return load_i32(table + block * 4), block * block_size
+        return row, 0
+
+    @cuda.jit(device=True, inline="always")
     def copy_tile(to, box_map, token_map, head, row, table, key, begin, length, full, lane):  # type: ignore[no-untyped-def]
         """The lanes of a warp begin to copy a tile: whole boxes where all tokens are live."""
         if lane == 0:
             expect_bytes(full, stage_bytes)
         sync_warp()
+        # Each lane looks up a block and copies it, or half of it.
+        item = lane
+        while item < boxes * halves:
+            half = item // boxes
+            token = key + item % boxes * box
+            if begin <= token and token + box <= length:
+                home, origin = find(token, row, table)
+                target = to + (half * tile + token - key) * 128
+                copy_box(target, box_map, half * 64, head, token - origin, home, full)
+            item += 32
         for index in range(boxes):
             token = key + index * box
-            target = to + index * box * 128
-            home = row
-            origin = 0
-            if block_size:
-                block = min(token, length - 1) // block_size
-                home = load_i32(table + block * 4)
-                origin = block * block_size
-            if begin <= token and token + box <= length:
-                if lane == index % 32:
-                    for half in range(halves):
-                        copy_box(target + half * tile * 128, box_map, half * 64, head, token - origin, home, full)
-            else:
+            if token < begin or token + box > length:
+                home, origin = find(max(min(token, length - 1), 0), row, table)
                 item = lane
                 while item < box * halves:
-                    inside = item // halves
-                    half = item % halves
-                    place = token + inside - origin
-                    if token + inside < begin or token + inside >= length:
-                        place = -1  # outside the tensor
-                    copy_box(target + (half * tile + inside) * 128, token_map, half * 64, head, place, home, full)
+                    half = item // box
+                    inside = token + item % box
+                    place = inside - origin if begin <= inside and inside < length else -1  # outside the tensor
+                    target = to + (half * tile + inside - key) * 128
+                    copy_box(target, token_map, half * 64, head, place, home, full)
                     item += 32
 
     @cuda.jit(device=True, inline="always")
