@@ -43,7 +43,7 @@ THREADS = 32 * WARPS
 UNIT = 16
 """Tokens of a unit of work."""
 LEAST = 8
-"""Units that a block takes at least, so that short sequences are not cut to crumbs."""
+"""Units of a share at least, so that short sequences are not cut to crumbs."""
 LOG2E = 1.4426950408889634
 NEGATIVE_INFINITY = float("-inf")
 FLOOR = -1e30
@@ -55,9 +55,9 @@ def slots_of(kv_heads: int, queries: int) -> int:
     return gcd(WARPS, kv_heads * -(-queries // 8))
 
 
-def part_bytes(head_dim: int, slots: int) -> int:
+def part_bytes(head_dim: int, slots: int, queries: int) -> int:
     """What a block leaves of its part of a sequence: sums of V, a maximum and a sum of weights for each query."""
-    return 8 * slots * (head_dim + 2) * 4
+    return slots * min(8, queries) * (head_dim + 2) * 4
 
 
 def make_decode(
@@ -69,7 +69,6 @@ def make_decode(
     windowed: bool,
     softcapped: bool,
     slots: int,
-    depth: int,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler.
 
@@ -77,21 +76,21 @@ def make_decode(
         group: query heads that share a KV head.
         block_size: tokens of a block in the block table; 0 without one.
         slots: of 8 queries of one KV head, that a block works on; the other warps take other tokens.
-        depth: units that a warp has in flight.
     """
     multiply, pack = multiplications[dtype], HALVES[dtype].pack
     queries = group * q_len
     tiles = -(-queries // 8)  # slots of a KV head
     token_warps = WARPS // slots
     columns = 8 * slots
+    used = min(8, queries)  # columns of a slot
     k_chunks, v_chunks = -(-head_dim // 32), -(-head_dim // 64)
-    q_words, k_words, v_words = 4 * k_chunks, 8 * k_chunks * depth, 16 * v_chunks * depth
-    num_sums, num_scores = 16 * v_chunks, 4 * depth
+    q_words, k_words, v_words = 4 * k_chunks, 8 * k_chunks, 16 * v_chunks
+    num_sums = 16 * v_chunks
     shared_sums, shared_columns = WARPS * 8 * head_dim, WARPS * 8
-    bytes_of_part = part_bytes(head_dim, slots)
+    bytes_of_part = part_bytes(head_dim, slots, queries)
     quarter = head_dim // 4
-    items = columns * quarter
-    stride = token_warps * UNIT * depth
+    items = slots * used * quarter  # of four dims of a query
+    stride = token_warps * UNIT
 
     @cuda.jit(device=True, inline="always")
     def span(sequence, seq_lens, starts, window):  # type: ignore[no-untyped-def]
@@ -125,59 +124,58 @@ def make_decode(
         return home, origin
 
     @cuda.jit(device=True, inline="always")
-    def load_k(words, token, first, last, homes, origins, k, k_row, k_token, lane):  # type: ignore[no-untyped-def]
-        for unit in range(depth):
-            base = k + homes[unit] * k_row
-            for r in range(2):
-                position = max(min(token + unit * UNIT + r * 8 + (lane >> 2), last), first) - origins[unit]
-                for c in range(k_chunks):
-                    offset = c * 64 + (lane & 3) * 16
-                    if head_dim % 32 and offset >= head_dim * 2:
-                        offset = 0  # the query is 0 there
-                    loaded = load_16(base + position * k_token + offset)
-                    for i in range(4):
-                        words[((unit * 2 + r) * k_chunks + c) * 4 + i] = loaded[i]
+    def load_k(words, token, first, last, origin, base, k_token, lane):  # type: ignore[no-untyped-def]
+        """Of 16 tokens, a lane's rows g and g + 8; those outside first..last repeat one within."""
+        for r in range(2):
+            position = max(min(token + r * 8 + (lane >> 2), last), first) - origin
+            for c in range(k_chunks):
+                offset = c * 64 + (lane & 3) * 16
+                if head_dim % 32 and offset >= head_dim * 2:
+                    offset = 0  # the query is 0 there
+                loaded = load_16(base + position * k_token + offset)
+                for i in range(4):
+                    words[(r * k_chunks + c) * 4 + i] = loaded[i]
 
     @cuda.jit(device=True, inline="always")
-    def load_v(words, token, first, last, homes, origins, v, v_row, v_token, lane):  # type: ignore[no-untyped-def]
-        for unit in range(depth):
-            base = v + homes[unit] * v_row
-            for r in range(4):
-                row = token + unit * UNIT + (lane & 3) * 2 + (r & 1) + (r >> 1) * 8
-                position = max(min(row, last), first) - origins[unit]
-                for c in range(v_chunks):
-                    offset = c * 128 + (lane >> 2) * 16
-                    if head_dim % 64 and offset >= head_dim * 2:
-                        offset = 0  # these sums are not stored
-                    loaded = load_16(base + position * v_token + offset)
-                    for i in range(4):
-                        words[((unit * 4 + r) * v_chunks + c) * 4 + i] = loaded[i]
+    def load_v(words, token, first, last, origin, base, v_token, lane):  # type: ignore[no-untyped-def]
+        """Of 16 tokens, those that are a lane's columns in the product."""
+        for r in range(4):
+            row = token + (lane & 3) * 2 + (r & 1) + (r >> 1) * 8
+            position = max(min(row, last), first) - origin
+            for c in range(v_chunks):
+                offset = c * 128 + (lane >> 2) * 16
+                if head_dim % 64 and offset >= head_dim * 2:
+                    offset = 0  # these sums are not stored
+                loaded = load_16(base + position * v_token + offset)
+                for i in range(4):
+                    words[(r * v_chunks + c) * 4 + i] = loaded[i]
 
     @cuda.jit(device=True, inline="always")
-    def score(scores, unit, k_words, q_words, inner):  # type: ignore[no-untyped-def]
+    def score(k_words, q_words, inner):  # type: ignore[no-untyped-def]
         """Of 16 tokens and 8 queries: a lane has tokens g and g + 8 for each of two queries."""
         d = (float32(0), float32(0), float32(0), float32(0))
         for c in range(k_chunks):
             for x in range(2):
-                low = (unit * 2 * k_chunks + c) * 4 + 2 * x
-                high = ((unit * 2 + 1) * k_chunks + c) * 4 + 2 * x
+                low = c * 4 + 2 * x
+                high = (k_chunks + c) * 4 + 2 * x
                 d = multiply(
                     d[0], d[1], d[2], d[3],
                     k_words[low], k_words[high], k_words[low + 1], k_words[high + 1],
                     q_words[c * 4 + 2 * x], q_words[c * 4 + 2 * x + 1],
                 )  # fmt: skip
-        for i in range(4):
-            scores[4 * unit + i] = tanh(d[i] * inner) if softcapped else d[i]
+        if softcapped:
+            return tanh(d[0] * inner), tanh(d[1] * inner), tanh(d[2] * inner), tanh(d[3] * inner)
+        return d
 
     @cuda.jit(device=True, inline="always")
-    def accumulate(sums, unit, v_words, p0, p1):  # type: ignore[no-untyped-def]
+    def accumulate(sums, v_words, p0, p1):  # type: ignore[no-untyped-def]
         """Adds V^T P of 16 tokens. Pairs of tokens are put together as the multiplication wants them."""
         for c in range(v_chunks):
             for w in range(4):
-                e0 = v_words[((unit * 4) * v_chunks + c) * 4 + w]
-                e1 = v_words[((unit * 4 + 1) * v_chunks + c) * 4 + w]
-                e2 = v_words[((unit * 4 + 2) * v_chunks + c) * 4 + w]
-                e3 = v_words[((unit * 4 + 3) * v_chunks + c) * 4 + w]
+                e0 = v_words[c * 4 + w]
+                e1 = v_words[(v_chunks + c) * 4 + w]
+                e2 = v_words[(2 * v_chunks + c) * 4 + w]
+                e3 = v_words[(3 * v_chunks + c) * 4 + w]
                 o = (c * 4 + w) * 4
                 d = multiply(
                     sums[o], sums[o + 1], sums[o + 2], sums[o + 3],
@@ -190,8 +188,8 @@ def make_decode(
 
     @cuda.jit(device=True, inline="always")
     def add_warps(shared_o, shared_m, shared_l, item, outer):  # type: ignore[no-untyped-def]
-        """Of a column and four dims: the greatest score, the weights' sum, and the weighted sums of V."""
-        column = item // quarter
+        """Of a query and four dims: the greatest score, the weights' sum, and the weighted sums of V."""
+        column = item // (used * quarter) * 8 + item // quarter % used
         dim = item % quarter * 4
         top = float32(FLOOR)
         for w in range(token_warps):
@@ -215,13 +213,13 @@ def make_decode(
     def put_part(part, to, item):  # type: ignore[no-untyped-def]
         store_f32x4(to + item * 16, part[2], part[3], part[4], part[5])
         if item % quarter == 0:
-            store_f32(to + (columns * head_dim + item // quarter) * 4, part[0])
-            store_f32(to + (columns * head_dim + columns + item // quarter) * 4, part[1])
+            to += items * 16 + item // quarter * 8
+            store_f32(to, part[0])
+            store_f32(to + 4, part[1])
 
     @cuda.jit(device=True, inline="always")
     def add_parts(first_part, others, num_parts, item, outer):  # type: ignore[no-untyped-def]
-        """The same of all blocks' parts, eight at a time so that they come together."""
-        column = item // quarter
+        """The same of all parts, eight at a time so that they come together."""
         top = float32(FLOOR)
         norm = float32(0)
         o0 = float32(0)
@@ -238,8 +236,8 @@ def make_decode(
                 at = first_part
                 if index + i > 0:
                     at = others + (min(index + i, num_parts - 1) - 1) * 2 * bytes_of_part
-                parts_m[i] = load_fresh_f32(at + (columns * head_dim + column) * 4)
-                parts_l[i] = load_fresh_f32(at + (columns * head_dim + columns + column) * 4)
+                parts_m[i] = load_fresh_f32(at + items * 16 + item // quarter * 8)
+                parts_l[i] = load_fresh_f32(at + items * 16 + item // quarter * 8 + 4)
                 loaded = load_fresh_f32x4(at + item * 16)
                 for j in range(4):
                     parts_o[4 * i + j] = loaded[j]
@@ -265,8 +263,8 @@ def make_decode(
     @cuda.jit(device=True, inline="always")
     def query_of(item, slot):  # type: ignore[no-untyped-def]
         """The query of a column, among those that share its KV head, and that head."""
-        slot += item // (8 * quarter)
-        return slot % tiles * 8 + item // quarter % 8, slot // tiles
+        slot += item // (used * quarter)
+        return slot % tiles * 8 + item // quarter % used, slot // tiles
 
     @cuda.jit(device=True, inline="always")
     def finish(part, query, kv_head, to, out_token, out_head, sinks, outer):  # type: ignore[no-untyped-def]
@@ -293,14 +291,11 @@ def make_decode(
         shared_o = cuda.shared.array(shared_sums, float32)
         shared_m = cuda.shared.array(shared_columns, float32)
         shared_l = cuda.shared.array(shared_columns, float32)
-        shared_arrived = cuda.shared.array(1, uint32)
+        shared_arrived = cuda.shared.array(1, int64)
         q_fragment = cuda.local.array(q_words, uint32)
         k_fragment = cuda.local.array(k_words, uint32)
         v_fragment = cuda.local.array(v_words, uint32)
         sums = cuda.local.array(num_sums, float32)
-        scores = cuda.local.array(num_scores, float32)
-        homes = cuda.local.array(depth, int64)
-        origins = cuda.local.array(depth, int64)
         lengths = (seq_lens, starts, window, groups)
 
         units = total(batch, lengths, lane)
@@ -319,7 +314,7 @@ def make_decode(
             group_end = group_begin + group_units
             piece_end = min(group_end, end)
             origin = first // UNIT * UNIT
-            token = origin + (unit - group_begin + warp // slots * depth) * UNIT
+            token = origin + (unit - group_begin + warp // slots) * UNIT
             token_end = min(origin + (piece_end - group_begin) * UNIT, length)
             slot = group_index * slots + warp % slots
             kv_head = slot // tiles
@@ -356,29 +351,23 @@ def make_decode(
             k_from = k + kv_head * k_head
             v_from = v + kv_head * v_head
             if token < token_end:
-                for u in range(depth):
-                    homes[u], origins[u] = find(token + u * UNIT, last, row, table)
-                load_k(k_fragment, token, first, last, homes, origins, k_from, k_row, k_token, lane)
-                load_v(v_fragment, token, first, last, homes, origins, v_from, v_row, v_token, lane)
-                for u in range(depth):
-                    homes[u], origins[u] = find(token + stride + u * UNIT, last, row, table)
+                home, origin = find(token, last, row, table)
+                load_k(k_fragment, token, first, last, origin, k_from + home * k_row, k_token, lane)
+                load_v(v_fragment, token, first, last, origin, v_from + home * v_row, v_token, lane)
+                home, origin = find(token + stride, last, row, table)
             while token < token_end:
-                for u in range(depth):
-                    score(scores, u, k_fragment, q_fragment, inner)
-                    t = token + u * UNIT + (lane >> 2)
-                    for r in range(2):
-                        at = 4 * u + 2 * r
-                        scores[at] = scores[at] if low0 <= t + 8 * r < high0 else float32(NEGATIVE_INFINITY)
-                        scores[at + 1] = scores[at + 1] if low1 <= t + 8 * r < high1 else float32(NEGATIVE_INFINITY)
+                s0, s1, s2, s3 = score(k_fragment, q_fragment, inner)
+                t = token + (lane >> 2)
+                s0 = s0 if low0 <= t < high0 else float32(NEGATIVE_INFINITY)
+                s1 = s1 if low1 <= t < high1 else float32(NEGATIVE_INFINITY)
+                s2 = s2 if low0 <= t + 8 < high0 else float32(NEGATIVE_INFINITY)
+                s3 = s3 if low1 <= t + 8 < high1 else float32(NEGATIVE_INFINITY)
                 # K of the next tokens is on its way while V is multiplied, and V while K is.
-                following = token + stride
-                if following < token_end:
-                    load_k(k_fragment, following, first, last, homes, origins, k_from, k_row, k_token, lane)
-                n0 = m0
-                n1 = m1
-                for i in range(2 * depth):
-                    n0 = maximum(n0, scores[2 * i])
-                    n1 = maximum(n1, scores[2 * i + 1])
+                token += stride
+                if token < token_end:
+                    load_k(k_fragment, token, first, last, origin, k_from + home * k_row, k_token, lane)
+                n0 = maximum(m0, maximum(s0, s2))
+                n1 = maximum(m1, maximum(s1, s3))
                 for step in range(3):
                     n0 = maximum(n0, shuffle_xor(n0, 4 << step))
                     n1 = maximum(n1, shuffle_xor(n1, 4 << step))
@@ -386,27 +375,21 @@ def make_decode(
                 a1 = exp2((m1 - n1) * outer)
                 m0 = n0
                 m1 = n1
-                l0 *= a0
-                l1 *= a1
                 for i in range(num_sums // 2):
                     sums[2 * i] *= a0
                     sums[2 * i + 1] *= a1
-                for u in range(depth):
-                    p0 = exp2(fma(scores[4 * u], outer, -m0 * outer))
-                    p1 = exp2(fma(scores[4 * u + 1], outer, -m1 * outer))
-                    p2 = exp2(fma(scores[4 * u + 2], outer, -m0 * outer))
-                    p3 = exp2(fma(scores[4 * u + 3], outer, -m1 * outer))
-                    l0 += p0 + p2
-                    l1 += p1 + p3
-                    accumulate(sums, u, v_fragment, transpose(pack(p0, p1)), transpose(pack(p2, p3)))
-                if following < token_end:
-                    load_v(v_fragment, following, first, last, homes, origins, v_from, v_row, v_token, lane)
-                    if block_size:
-                        for u in range(depth):
-                            homes[u], origins[u] = find(following + stride + u * UNIT, last, row, table)
-                token = following
+                p0 = exp2(fma(s0, outer, -m0 * outer))
+                p1 = exp2(fma(s1, outer, -m1 * outer))
+                p2 = exp2(fma(s2, outer, -m0 * outer))
+                p3 = exp2(fma(s3, outer, -m1 * outer))
+                l0 = fma(l0, a0, p0 + p2)
+                l1 = fma(l1, a1, p1 + p3)
+                accumulate(sums, v_fragment, transpose(pack(p0, p1)), transpose(pack(p2, p3)))
+                if token < token_end:
+                    load_v(v_fragment, token, first, last, origin, v_from + home * v_row, v_token, lane)
+                    home, origin = find(token + stride, last, row, table)
 
-            # The warps' results meet in shared memory, and those of other blocks' parts in `partials`.
+            # The warps' results meet in shared memory, and the parts of other chunks in `partials`.
             for step in range(3):
                 l0 += shuffle_xor(l0, 4 << step)
                 l1 += shuffle_xor(l1, 4 << step)
@@ -426,9 +409,8 @@ def make_decode(
 
             to = out + sequence * out_batch
             whole = piece_end - unit == group_units
-            part_of = (
-                partials + (cuda.blockIdx.x * 2 + (1 if cuda.blockIdx.x * share < group_begin else 0)) * bytes_of_part
-            )
+            slot_of_part = cuda.blockIdx.x * 2 + (1 if cuda.blockIdx.x * share < group_begin else 0)
+            part_of = partials + slot_of_part * bytes_of_part
             item = thread
             while item < items:
                 query, its_head = query_of(item, group_index * slots)
@@ -446,12 +428,13 @@ def make_decode(
                 num_parts = divide(group_end - 1, share) - first_block + 1
                 if thread == 0:
                     cuda.threadfence()
-                    shared_arrived[0] = increment(counters + (sequence * groups + group_index) * 4, num_parts - 1)
+                    counter = counters + (sequence * groups + group_index) * 4
+                    shared_arrived[0] = increment(counter, num_parts - 1)
                 cuda.syncthreads()
                 if shared_arrived[0] == num_parts - 1:
                     cuda.threadfence()
-                    part_of = first_block * 2 + (1 if first_block * share < group_begin else 0)
-                    part_of = partials + part_of * bytes_of_part
+                    slot_of_part = first_block * 2 + (1 if first_block * share < group_begin else 0)
+                    part_of = partials + slot_of_part * bytes_of_part
                     others = partials + (first_block + 1) * 2 * bytes_of_part
                     item = thread
                     while item < items:

@@ -62,7 +62,7 @@ def make_ragged(units_of: Any) -> tuple[Any, Any]:
             if searching:
                 before += chunk
                 first += 32
-        ended = min(count_true(1 if before + upto <= unit else 0), 31)
+        ended = min(count_true(1 if before + upto <= unit else 0), batch - 1 - first)
         return first + ended, before + shuffle_count(upto - units, ended)
 
     return total, locate

@@ -109,7 +109,8 @@ def _plan(windowed: bool, softcapped: bool, name: str, keys: tuple[Key | None, .
         return attention.make_plan(given, kernel, (batch * q_len, num_heads))
     kernel = decode_kernel(q.dtype, head_dim, group, q_len, k.shape[2], block_size, windowed, softcapped)
     blocks = num_multiprocessors(q.device) * kernel.blocks_per_sm
-    partial_bytes = 2 * blocks * part_bytes(head_dim, slots_of(k.shape[2], group * q_len))
+    slots, queries = slots_of(k.shape[2], group * q_len), group * q_len
+    partial_bytes = 2 * blocks * part_bytes(head_dim, slots, queries)
     return attention.make_plan(
         given, kernel, (blocks, 1), partial_bytes=partial_bytes, counters=batch * num_heads * q_len
     )
@@ -128,5 +129,5 @@ def decode_kernel(
 ) -> Kernel:
     """The kernel for a geometry: `group` query heads share a KV head, and `block_size` 0 is without a block table."""
     slots = slots_of(kv_heads, group * q_len)
-    constants = (dtype, head_dim, group, q_len, block_size, windowed, softcapped, slots, 1)
+    constants = (dtype, head_dim, group, q_len, block_size, windowed, softcapped, slots)
     return Kernel(make_decode, constants, attention.ARGUMENTS, THREADS, blocks_per_sm=2)
