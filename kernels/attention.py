@@ -72,7 +72,7 @@ def choose(kernel: str, dtype: torch.dtype, device: torch.device, best: tuple[st
     possible = ["plain"]
     if dtype != torch.float32:  # tensor cores would round it
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
-        possible = [name for name in best if name != "wgmma" or capability == (9, 0)] + possible
+        possible = [name for name in best if name == "mma" or capability == (9, 0)] + possible
     if kernel == "auto":
         return possible[0]
     if kernel not in possible:

@@ -9,108 +9,57 @@ The dims are summed in the first product and label the rows of the second, so th
 takes 16 bytes of K and of V as they lie. No shared memory, and no waiting for other warps, while tokens stream past.
 P comes out of the first product as the second wants it but for a transposition in registers.
 
-The work is cut into equal shares (see `ragged`). Where a share ends within a sequence, its block leaves sums of its
-part in `partials`; the last block to do so adds the parts up.
+For shares of the work, and for what becomes of the sums, see `decode_parts`.
 """
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any
 
 import torch
-from numba import cuda, float32, int64, uint32
+from numba import cuda, float32, uint32
 
-from .arithmetic import HALVES, divide, exp2, fma, maximum, pick_bytes, reciprocal, tanh
-from .memory import (
-    increment,
-    load_16,
-    load_16_cached,
-    load_f32,
-    load_fresh_f32,
-    load_fresh_f32x4,
-    load_i32,
-    store_8,
-    store_f32,
-    store_f32x4,
-)
-from .ragged import make_ragged
+from .arithmetic import HALVES, exp2, fma, maximum, pick_bytes, tanh
+from .decode_parts import FLOOR, UNIT, Queries, make_settle, make_shares
+from .memory import load_16, load_16_cached, load_i32
+from .warp import make_meet, shuffle_xor, transpose
 from .warp import multiply as multiplications
-from .warp import shuffle_xor, transpose
 
 WARPS = 4
 THREADS = 32 * WARPS
-UNIT = 16
-"""Tokens of a unit of work."""
-LEAST = 8
-"""Units of a share at least, so that short sequences are not cut to crumbs."""
-LOG2E = 1.4426950408889634
+BLOCKS_PER_SM = 2
 NEGATIVE_INFINITY = float("-inf")
-FLOOR = -1e30
-"""A maximum below all scores; infinite ones would have no difference."""
-
-
-def slots_of(kv_heads: int, queries: int) -> int:
-    """How many slots, of 8 queries of one KV head, a block works on: as many as its warps, if that divides them."""
-    return gcd(WARPS, kv_heads * -(-queries // 8))
-
-
-def part_bytes(head_dim: int, slots: int, queries: int) -> int:
-    """What a block leaves of its part of a sequence: sums of V, a maximum and a sum of weights for each query."""
-    return slots * min(8, queries) * (head_dim + 2) * 4
 
 
 def make_decode(
     dtype: torch.dtype,
     head_dim: int,
-    group: int,
-    q_len: int,
+    queries: Queries,
     block_size: int,
     windowed: bool,
     softcapped: bool,
-    slots: int,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler.
 
     Args:
-        group: query heads that share a KV head.
+        queries: warps without a slot of them take other tokens.
         block_size: tokens of a block in the block table; 0 without one.
-        slots: of 8 queries of one KV head, that a block works on; the other warps take other tokens.
     """
     multiply, pack = multiplications[dtype], HALVES[dtype].pack
-    queries = group * q_len
-    tiles = -(-queries // 8)  # slots of a KV head
+    group, q_len, slots = queries.group, queries.q_len, queries.slots
+    tiles, used, per_head = queries.slots_per_head, queries.per_slot, queries.per_head
     token_warps = WARPS // slots
-    columns = 8 * slots
-    used = min(8, queries)  # columns of a slot
     k_chunks, v_chunks = -(-head_dim // 32), -(-head_dim // 64)
     q_words, k_words, v_words = 4 * k_chunks, 8 * k_chunks, 16 * v_chunks
     num_sums = 16 * v_chunks
-    shared_sums, shared_columns = WARPS * 8 * head_dim, WARPS * 8
-    bytes_of_part = part_bytes(head_dim, slots, queries)
-    quarter = head_dim // 4
-    items = slots * used * quarter  # of four dims of a query
+    at_m = WARPS * used * head_dim
+    at_l = at_m + WARPS * used
+    shared_floats = queries.result_floats(head_dim, token_warps)
     stride = token_warps * UNIT
 
-    @cuda.jit(device=True, inline="always")
-    def span(sequence, seq_lens, starts, window):  # type: ignore[no-untyped-def]
-        """The first token that a sequence's queries see, and its length."""
-        length = load_i32(seq_lens + sequence * 4)
-        first = 0
-        if starts != 0:
-            first = load_i32(starts + sequence * 4)
-        if windowed:
-            first = max(first, length - q_len + 1 - window)
-        return first, length
-
-    @cuda.jit(device=True, inline="always")
-    def units_of(sequence, lengths):  # type: ignore[no-untyped-def]
-        """An empty sequence has a unit as well: somebody must write its output."""
-        seq_lens, starts, window, groups = lengths
-        first, length = span(sequence, seq_lens, starts, window)
-        return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * groups
-
-    total, locate = make_ragged(units_of)
+    meet, _ = make_meet(THREADS)
+    share_of_block, piece_at = make_shares(queries, windowed)
+    settle = make_settle(dtype, head_dim, queries, token_warps, THREADS, meet)
 
     @cuda.jit(device=True, inline="always")
     def find(token, last, row, table):  # type: ignore[no-untyped-def]
@@ -186,97 +135,6 @@ def make_decode(
                 for i in range(4):
                     sums[o + i] = d[i]
 
-    @cuda.jit(device=True, inline="always")
-    def add_warps(shared_o, shared_m, shared_l, item, outer):  # type: ignore[no-untyped-def]
-        """Of a query and four dims: the greatest score, the weights' sum, and the weighted sums of V."""
-        column = item // (used * quarter) * 8 + item // quarter % used
-        dim = item % quarter * 4
-        top = float32(FLOOR)
-        for w in range(token_warps):
-            top = maximum(top, shared_m[w * columns + column])
-        norm = float32(0)
-        o0 = float32(0)
-        o1 = float32(0)
-        o2 = float32(0)
-        o3 = float32(0)
-        for w in range(token_warps):
-            at = w * columns + column
-            weight = exp2((shared_m[at] - top) * outer)
-            norm += weight * shared_l[at]
-            o0 += weight * shared_o[at * head_dim + dim]
-            o1 += weight * shared_o[at * head_dim + dim + 1]
-            o2 += weight * shared_o[at * head_dim + dim + 2]
-            o3 += weight * shared_o[at * head_dim + dim + 3]
-        return top, norm, o0, o1, o2, o3
-
-    @cuda.jit(device=True, inline="always")
-    def put_part(part, to, item):  # type: ignore[no-untyped-def]
-        store_f32x4(to + item * 16, part[2], part[3], part[4], part[5])
-        if item % quarter == 0:
-            to += items * 16 + item // quarter * 8
-            store_f32(to, part[0])
-            store_f32(to + 4, part[1])
-
-    @cuda.jit(device=True, inline="always")
-    def add_parts(first_part, others, num_parts, item, outer):  # type: ignore[no-untyped-def]
-        """The same of all parts, eight at a time so that they come together."""
-        top = float32(FLOOR)
-        norm = float32(0)
-        o0 = float32(0)
-        o1 = float32(0)
-        o2 = float32(0)
-        o3 = float32(0)
-        parts_m = cuda.local.array(8, float32)
-        parts_l = cuda.local.array(8, float32)
-        parts_o = cuda.local.array(32, float32)
-        index = 0
-        while index < num_parts:
-            higher = top
-            for i in range(8):
-                at = first_part
-                if index + i > 0:
-                    at = others + (min(index + i, num_parts - 1) - 1) * 2 * bytes_of_part
-                parts_m[i] = load_fresh_f32(at + items * 16 + item // quarter * 8)
-                parts_l[i] = load_fresh_f32(at + items * 16 + item // quarter * 8 + 4)
-                loaded = load_fresh_f32x4(at + item * 16)
-                for j in range(4):
-                    parts_o[4 * i + j] = loaded[j]
-            for i in range(8):
-                higher = maximum(higher, parts_m[i])
-            old = exp2((top - higher) * outer)
-            top = higher
-            norm *= old
-            o0 *= old
-            o1 *= old
-            o2 *= old
-            o3 *= old
-            for i in range(8):
-                weight = exp2((parts_m[i] - top) * outer) if index + i < num_parts else float32(0)
-                norm += weight * parts_l[i]
-                o0 += weight * parts_o[4 * i]
-                o1 += weight * parts_o[4 * i + 1]
-                o2 += weight * parts_o[4 * i + 2]
-                o3 += weight * parts_o[4 * i + 3]
-            index += 8
-        return top, norm, o0, o1, o2, o3
-
-    @cuda.jit(device=True, inline="always")
-    def query_of(item, slot):  # type: ignore[no-untyped-def]
-        """The query of a column, among those that share its KV head, and that head."""
-        slot += item // (used * quarter)
-        return slot % tiles * 8 + item // quarter % used, slot // tiles
-
-    @cuda.jit(device=True, inline="always")
-    def finish(part, query, kv_head, to, out_token, out_head, sinks, outer):  # type: ignore[no-untyped-def]
-        """Divides by the weights' sum, to which a sink adds one weight without a V, and stores."""
-        weights = part[1]
-        head = kv_head * group + query % group
-        if sinks != 0:
-            weights += exp2(load_f32(sinks + head * 4) * float32(LOG2E) - part[0] * outer)
-        scale = reciprocal(weights) if weights > float32(0) else float32(0)
-        to += query // group * out_token + head * out_head
-        store_8(to, pack(part[2] * scale, part[3] * scale), pack(part[4] * scale, part[5] * scale))
-
     def kernel(  # type: ignore[no-untyped-def]
         q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, partials, counters,
         batch, kv_heads, table_stride, window,
@@ -288,35 +146,22 @@ def make_decode(
         warp = thread >> 5
         pair = lane & 3
         groups = kv_heads * tiles // slots  # of slots
-        shared_o = cuda.shared.array(shared_sums, float32)
-        shared_m = cuda.shared.array(shared_columns, float32)
-        shared_l = cuda.shared.array(shared_columns, float32)
-        shared_arrived = cuda.shared.array(1, int64)
+        shared = cuda.shared.array(shared_floats, float32)
         q_fragment = cuda.local.array(q_words, uint32)
         k_fragment = cuda.local.array(k_words, uint32)
         v_fragment = cuda.local.array(v_words, uint32)
         sums = cuda.local.array(num_sums, float32)
         lengths = (seq_lens, starts, window, groups)
 
-        units = total(batch, lengths, lane)
-        share = max(divide(units + cuda.gridDim.x - 1, cuda.gridDim.x), LEAST)
-        unit = cuda.blockIdx.x * share
-        end = min(unit + share, units)
-        sequence, before = locate(unit, batch, lengths, lane)
+        share, unit, end, sequence, before = share_of_block(batch, lengths, lane)
 
         while unit < end:
-            # The piece: from this unit on, as much as there is of one sequence and group of slots.
-            first, length = span(sequence, seq_lens, starts, window)
+            first, length, index, group_begin, group_end, piece_end, token, token_end = piece_at(
+                unit, end, sequence, before, lengths
+            )
             last = length - 1
-            group_units = divide(units_of(sequence, lengths), groups)
-            group_index = divide(unit - before, group_units)
-            group_begin = before + group_index * group_units
-            group_end = group_begin + group_units
-            piece_end = min(group_end, end)
-            origin = first // UNIT * UNIT
-            token = origin + (unit - group_begin + warp // slots) * UNIT
-            token_end = min(origin + (piece_end - group_begin) * UNIT, length)
-            slot = group_index * slots + warp % slots
+            token += warp // slots * UNIT
+            slot = index * slots + warp % slots
             kv_head = slot // tiles
             column = slot % tiles * 8
             row = sequence
@@ -333,11 +178,11 @@ def make_decode(
             high1 = min(high1, token_end)
 
             # A lane's part of the queries: 16 bytes of every 64, of query g.
-            query = min(column + (lane >> 2), queries - 1)
+            query = min(column + (lane >> 2), per_head - 1)
             q_from = q + sequence * q_batch + (query // group) * q_token
             q_from += (kv_head * group + query % group) * q_head + pair * 16
             for c in range(k_chunks):
-                inside = column + (lane >> 2) < queries and c * 64 + pair * 16 < head_dim * 2
+                inside = column + (lane >> 2) < per_head and c * 64 + pair * 16 < head_dim * 2
                 loaded = load_16_cached(q_from + (c * 64 if inside else 0))
                 for i in range(4):
                     q_fragment[c * 4 + i] = loaded[i] if inside else uint32(0)
@@ -389,63 +234,31 @@ def make_decode(
                     load_v(v_fragment, token, first, last, origin, v_from + home * v_row, v_token, lane)
                     home, origin = find(token + stride, last, row, table)
 
-            # The warps' results meet in shared memory, and the parts of other chunks in `partials`.
+            # The warps' results meet in shared memory.
             for step in range(3):
                 l0 += shuffle_xor(l0, 4 << step)
                 l1 += shuffle_xor(l1, 4 << step)
-            if lane < 4:
-                shared_m[warp * 8 + 2 * pair] = m0
-                shared_m[warp * 8 + 2 * pair + 1] = m1
-                shared_l[warp * 8 + 2 * pair] = l0
-                shared_l[warp * 8 + 2 * pair + 1] = l1
-            for c in range(v_chunks):
-                dim = c * 64 + (lane >> 2) * 8
-                if dim < head_dim:
-                    for w in range(4):
-                        for i in range(4):
-                            at = (warp * 8 + 2 * pair + (i & 1)) * head_dim + dim + 2 * w + (i >> 1)
-                            shared_o[at] = sums[(c * 4 + w) * 4 + i]
-            cuda.syncthreads()
-
-            to = out + sequence * out_batch
-            whole = piece_end - unit == group_units
-            slot_of_part = cuda.blockIdx.x * 2 + (1 if cuda.blockIdx.x * share < group_begin else 0)
-            part_of = partials + slot_of_part * bytes_of_part
-            item = thread
-            while item < items:
-                query, its_head = query_of(item, group_index * slots)
-                if query < queries:
-                    part = add_warps(shared_o, shared_m, shared_l, item, outer)
-                    if whole:
-                        finish(part, query, its_head, to + item % quarter * 8, out_token, out_head, sinks, outer)
-                    else:
-                        put_part(part, part_of, item)
-                item += THREADS
-            cuda.syncthreads()
-
-            if not whole:
-                first_block = divide(group_begin, share)
-                num_parts = divide(group_end - 1, share) - first_block + 1
-                if thread == 0:
-                    cuda.threadfence()
-                    counter = counters + (sequence * groups + group_index) * 4
-                    shared_arrived[0] = increment(counter, num_parts - 1)
-                cuda.syncthreads()
-                if shared_arrived[0] == num_parts - 1:
-                    cuda.threadfence()
-                    slot_of_part = first_block * 2 + (1 if first_block * share < group_begin else 0)
-                    part_of = partials + slot_of_part * bytes_of_part
-                    others = partials + (first_block + 1) * 2 * bytes_of_part
-                    item = thread
-                    while item < items:
-                        query, its_head = query_of(item, group_index * slots)
-                        if query < queries:
-                            part = add_parts(part_of, others, num_parts, item, outer)
-                            finish(part, query, its_head, to + item % quarter * 8, out_token, out_head, sinks, outer)
-                        item += THREADS
+            for i in range(2):
+                query = 2 * pair + i
+                if query < used:
+                    if lane < 4:
+                        shared[at_m + warp * used + query] = m1 if i else m0
+                        shared[at_l + warp * used + query] = l1 if i else l0
+                    for c in range(v_chunks):
+                        dim = c * 64 + (lane >> 2) * 8
+                        if dim < head_dim:
+                            for w in range(8):
+                                at = (warp * used + query) * head_dim + dim + w
+                                shared[at] = sums[(c * 4 + w // 2) * 4 + w % 2 * 2 + i]
+            meet(1)
+            settle(
+                shared, thread, sequence, groups, index, group_begin, group_end,
+                piece_end - unit == group_end - group_begin, share,
+                out + sequence * out_batch, out_token, out_head, sinks, partials, counters, outer,
+            )  # fmt: skip
 
             unit = piece_end
-            if unit == before + group_units * groups:
+            if piece_end == group_end and index == groups - 1:
                 before = unit
                 sequence += 1
 

@@ -140,25 +140,6 @@ def make_take_registers(count: int) -> Any:
     return instruction(f"setmaxnreg.{action}.sync.aligned.u32 {count};", "", "", lambda: None, convergent=True)
 
 
-def make_meet(threads: int) -> tuple[Any, Any]:
-    """Functions of a barrier's number: wait for so many threads to come, or come without waiting."""
-
-    def arrive(number: int) -> None:
-        current().block.barrier(number).arrive(threads)
-
-    def meet(number: int) -> None:
-        block = current().block
-        barrier, phase = block.barrier(number), block.barrier(number).phase
-        barrier.arrive(threads)
-        block.wait_until(lambda: barrier.phase != phase)
-
-    to_32_bits = "{ .reg .u32 a; cvt.u32.u64 a, $0; "
-    return (
-        instruction(f"{to_32_bits} bar.sync a, {threads}; }}", "", "l", meet, convergent=True),
-        instruction(f"{to_32_bits} bar.arrive a, {threads}; }}", "", "l", arrive, convergent=True),
-    )
-
-
 def _init_barrier(address: int, arrivals: int) -> None:
     current().block.barrier(int(address)).expected = arrivals
 

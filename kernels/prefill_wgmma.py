@@ -19,7 +19,6 @@ Instructions and layouts are those of the PTX manual; the plan is that of FlashA
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any
 
 import torch
@@ -30,10 +29,7 @@ from .hopper import (
     arrive,
     begin_products,
     commit_products,
-    copy_box,
-    expect_bytes,
     init_barrier,
-    make_meet,
     make_multiply_registers,
     make_multiply_shared,
     make_take_registers,
@@ -47,7 +43,8 @@ from .memory import load_16_cached, load_i32
 from .ragged import make_ragged
 from .shared import shared_address
 from .softmax import FLOOR, divisors, first_token, hide, make_ranges, make_store, maxima, rescale, weigh
-from .warp import sync_warp
+from .tile_copies import make_copy_tile
+from .warp import make_meet
 
 GROUPS = 2
 """Of four warps, that multiply; another one copies."""
@@ -60,11 +57,6 @@ STAGES = 2
 def tile_of(head_dim: int) -> int:
     """Keys that are worked on at a time: what shared memory and registers have room for."""
     return 128 if head_dim <= 128 else 64
-
-
-def box_of(head_dim: int, block_size: int) -> int:
-    """Tokens of a copy."""
-    return gcd(tile_of(head_dim), block_size) if block_size else tile_of(head_dim)
 
 
 def shared_bytes(head_dim: int) -> int:
@@ -90,8 +82,7 @@ def make_prefill(
         in_turns: the groups wait for each other before they issue products.
     """
     pack = HALVES[dtype].pack
-    tile, box = tile_of(head_dim), box_of(head_dim, block_size)
-    boxes = tile // box
+    tile = tile_of(head_dim)
     steps, halves = head_dim // 16, -(-head_dim // 64)
     num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
     stage_bytes = halves * tile * 128
@@ -115,45 +106,9 @@ def make_prefill(
         return (count + QUERIES - 1) // QUERIES
 
     _, locate = make_ragged(units_of)
+    copy_tile = make_copy_tile(head_dim, tile, block_size)
     keys_of_block, keys_of_rows = make_ranges(QUERIES, tile, causal, windowed)
     store = make_store(dtype, num_sums)
-
-    @cuda.jit(device=True, inline="always")
-    def find(token, row, table):  # type: ignore[no-untyped-def]
-        """Where a token lies: a row or a block, and the first token of that."""
-        if block_size:
-            block = token // block_size
-            return load_i32(table + block * 4), block * block_size
-        return row, 0
-
-    @cuda.jit(device=True, inline="always")
-    def copy_tile(to, box_map, token_map, head, row, table, key, begin, length, full, lane):  # type: ignore[no-untyped-def]
-        """The lanes of a warp begin to copy a tile: whole boxes where all tokens are live."""
-        if lane == 0:
-            expect_bytes(full, stage_bytes)
-        sync_warp()
-        # Each lane looks up a block and copies it, or half of it.
-        item = lane
-        while item < boxes * halves:
-            half = item // boxes
-            token = key + item % boxes * box
-            if begin <= token and token + box <= length:
-                home, origin = find(token, row, table)
-                target = to + (half * tile + token - key) * 128
-                copy_box(target, box_map, half * 64, head, token - origin, home, full)
-            item += 32
-        for index in range(boxes):
-            token = key + index * box
-            if token < begin or token + box > length:
-                home, origin = find(max(min(token, length - 1), 0), row, table)
-                item = lane
-                while item < box * halves:
-                    half = item // box
-                    inside = token + item % box
-                    place = inside - origin if begin <= inside and inside < length else -1  # outside the tensor
-                    target = to + (half * tile + inside - key) * 128
-                    copy_box(target, token_map, half * 64, head, place, home, full)
-                    item += 32
 
     @cuda.jit(device=True, inline="always")
     def issue_scores(scores, q_shared, k_shared):  # type: ignore[no-untyped-def]

@@ -6,12 +6,12 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, plain
+from . import attention, decode_mma, plain
 from .attention import Plan, Tensors
 from .checks import Key
 from .compiler import Kernel
-from .decode_mma import THREADS, make_decode, part_bytes, slots_of
-from .workspace import num_multiprocessors
+from .decode_parts import Queries
+from .workspace import multiprocessors
 
 MAX_QUERIES = 8
 """Tokens of a sequence that `decode` takes; more are a prompt."""
@@ -107,27 +107,23 @@ def _plan(windowed: bool, softcapped: bool, name: str, keys: tuple[Key | None, .
     if attention.choose(name, q.dtype, q.device, ("mma",)) == "plain":
         kernel = plain.plain_kernel(q.dtype, head_dim, group, q_len, block_size, True, windowed, softcapped)
         return attention.make_plan(given, kernel, (batch * q_len, num_heads))
-    kernel = decode_kernel(q.dtype, head_dim, group, q_len, k.shape[2], block_size, windowed, softcapped)
-    blocks = num_multiprocessors(q.device) * kernel.blocks_per_sm
-    slots, queries = slots_of(k.shape[2], group * q_len), group * q_len
-    partial_bytes = 2 * blocks * part_bytes(head_dim, slots, queries)
+    kernel = mma_kernel(q.dtype, head_dim, group, q_len, block_size, windowed, softcapped)
+    blocks = multiprocessors(q.device) * decode_mma.BLOCKS_PER_SM
+    queries = Queries(group, q_len)
     return attention.make_plan(
-        given, kernel, (blocks, 1), partial_bytes=partial_bytes, counters=batch * num_heads * q_len
+        given,
+        kernel,
+        (blocks, 1),
+        partial_bytes=2 * blocks * queries.part_bytes(head_dim),
+        counters=batch * k.shape[2] * queries.slots_per_head,
     )
 
 
 @cache
-def decode_kernel(
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int,
-    q_len: int,
-    kv_heads: int,
-    block_size: int,
-    windowed: bool,
-    softcapped: bool,
+def mma_kernel(
+    dtype: torch.dtype, head_dim: int, group: int, q_len: int, block_size: int, windowed: bool, softcapped: bool
 ) -> Kernel:
     """The kernel for a geometry: `group` query heads share a KV head, and `block_size` 0 is without a block table."""
-    slots = slots_of(kv_heads, group * q_len)
-    constants = (dtype, head_dim, group, q_len, block_size, windowed, softcapped, slots)
-    return Kernel(make_decode, constants, attention.ARGUMENTS, THREADS, blocks_per_sm=2)
+    constants = (dtype, head_dim, Queries(group, q_len), block_size, windowed, softcapped)
+    threads, blocks_per_sm = decode_mma.THREADS, decode_mma.BLOCKS_PER_SM
+    return Kernel(decode_mma.make_decode, constants, attention.ARGUMENTS, threads, blocks_per_sm=blocks_per_sm)

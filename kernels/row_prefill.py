@@ -10,6 +10,7 @@ from . import attention, plain, prefill_mma, prefill_wgmma
 from .attention import Plan, Tensors
 from .checks import Key
 from .compiler import Kernel
+from .tile_copies import box_of
 
 
 def prefill(
@@ -130,7 +131,7 @@ def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, keys: tuple
         kernel, queries, box_tokens = mma_kernel(*constants), 16 * prefill_mma.warps_of(head_dim), 0
     else:
         kernel, queries = wgmma_kernel(*constants), prefill_wgmma.QUERIES
-        box_tokens = prefill_wgmma.box_of(head_dim, block_size)
+        box_tokens = box_of(prefill_wgmma.tile_of(head_dim), block_size)
     # No batch has more blocks of queries, however its tokens are spread.
     most = tokens // queries + given.seq_lens.shape[0]
     return attention.make_plan(given, kernel, (num_heads, most), box_tokens=box_tokens)

@@ -130,14 +130,16 @@ class Block:
             raise RuntimeError("simulated deadlock: some threads wait for threads that have left")
 
     progress = True
+    """Whether the thread that ran last did anything."""
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Lets other threads run until a condition holds."""
         thread = current()
         while not condition():
-            self.progress = False
             self.ready.append(thread)
             thread.pause()
+            self.progress = False
+        self.progress = True
 
 
 _running: Thread | None = None

@@ -1,4 +1,4 @@
-"""What the 32 threads of a warp do together: exchange of registers, and products on tensor cores."""
+"""What threads do together: exchange of registers and products on tensor cores in a warp, barriers of several."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .arithmetic import HALVES
 from .ptx import SIMULATED, instruction
 
 if SIMULATED:
-    from .simulator import warp_meets
+    from .simulator import current, warp_meets
 
 LANES = np.arange(32)
 ROW, PAIR = LANES // 4, LANES % 4
@@ -157,3 +157,22 @@ def sum_of_lanes(count):  # type: ignore[no-untyped-def]
     for step in range(5):
         count += shuffle_xor_count(count, 1 << step)
     return count
+
+
+def make_meet(threads: int) -> tuple[Any, Any]:
+    """Functions of a barrier's number: wait for so many threads to come, or come without waiting."""
+
+    def arrive(number: int) -> None:
+        current().block.barrier(number).arrive(threads)
+
+    def meet(number: int) -> None:
+        block = current().block
+        barrier, phase = block.barrier(number), block.barrier(number).phase
+        barrier.arrive(threads)
+        block.wait_until(lambda: barrier.phase != phase)
+
+    to_32_bits = "{ .reg .u32 a; cvt.u32.u64 a, $0; "
+    return (
+        instruction(f"{to_32_bits} bar.sync a, {threads}; }}", "", "l", meet, convergent=True),
+        instruction(f"{to_32_bits} bar.arrive a, {threads}; }}", "", "l", arrive, convergent=True),
+    )

@@ -47,6 +47,6 @@ def _capture_id(index: int) -> int:
 
 
 @cache
-def num_multiprocessors(device: torch.device) -> int:
+def multiprocessors(device: torch.device) -> int:
     """Of a CUDA device; two for the simulator, so that work is shared there as well."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

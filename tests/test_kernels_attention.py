@@ -139,7 +139,7 @@ def check(case: Case, inputs: Inputs, ours: torch.Tensor) -> None:
     assert error <= 2 * peer, f"error {error:.2e}, torch's {peer:.2e}"
 
 
-DECODE = [
+DECODE_FAST = [
     Case(bf16, 128, 8, 2, q_len=1),
     Case(fp16, 64, 4, 4, q_len=1),
     Case(bf16, 80, 6, 2, q_len=1, starts=True),
@@ -154,12 +154,16 @@ DECODE = [
     Case(bf16, 256, 2, 1, q_len=1, block_size=64),
     Case(fp16, 96, 4, 4, q_len=1, block_size=128),
     Case(bf16, 80, 4, 2, q_len=1, block_size=256),
+    Case(bf16, 80, 4, 2, q_len=1, block_size=48),
+]
+DECODE_PLAIN = [
     Case(fp32, 64, 4, 2, q_len=1, sinks=True),
     Case(fp32, 80, 4, 2, q_len=3, window=20, block_size=16),
     Case(fp32, 256, 2, 2, q_len=1, softcap=5.0),
     Case(bf16, 96, 4, 2, q_len=2, starts=True, kernel="plain"),
     Case(fp16, 192, 4, 1, q_len=1, block_size=32, kernel="plain"),
 ]
+DECODE = DECODE_PLAIN + DECODE_FAST
 
 
 @pytest.mark.parametrize("case", DECODE, ids=str)
