@@ -1,0 +1,125 @@
+"""The attention benchmark, as far as it goes without a GPU: its arithmetic, layouts, answers and tables."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import DEVICE, ROOT
+from rich.console import Console
+
+from benchmarks.attention.__main__ import wrong_rows
+from benchmarks.attention.batches import Case, Reference, evenly, make_batch, spread
+from benchmarks.attention.cases import EVEN, RAGGED, attention, compare_ragged, decode_cases, with_ratios
+from benchmarks.attention.layouts import layers_that_fit, layouts
+from benchmarks.attention.peers import page_table
+from benchmarks.attention.tables import tables
+
+
+@pytest.mark.parametrize(("q_len", "seq_len", "causal"), [(1, 9, True), (4, 4, True), (3, 10, True), (3, 10, False)])
+def test_flops_count_the_pairs_of_the_mask(q_len: int, seq_len: int, causal: bool) -> None:
+    mask = np.tril(np.ones((q_len, seq_len)), seq_len - q_len if causal else seq_len)
+    case = Case("prefill", "", (seq_len, seq_len), q_len, causal)
+    assert case.flops == 2 * mask.sum() * 4 * 32 * 128
+    assert case.kv_bytes == 2 * seq_len * 2 * 8 * 128 * 2
+
+
+def test_even_lengths_have_the_total_of_ragged_ones(tmp_path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{tokens},1\n" for tokens in (7, 100, 3000)))
+    for trace in (None, path):
+        cases = {case.name: case.seq_lens for case in decode_cases(trace)}
+        even, ragged = cases[EVEN], cases[RAGGED]
+        assert (sum(even), len(even)) == (sum(ragged), len(ragged))
+        assert max(even) - min(even) <= 1
+    assert set(ragged) <= {7, 100, 3000}
+    assert evenly((5, 0, 3)) == (2, 3, 3)
+
+
+def test_spread_takes_both_ends() -> None:
+    assert spread(3, 4) == [0, 1, 2]
+    assert spread(1000, 4) == [0, 333, 666, 999]
+
+
+def test_a_cache_has_the_layers_that_fit() -> None:
+    assert [layers_that_fit(gib << 30, 4 << 30) for gib in (139, 100, 20, 5)] == [32, 16, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("case", "checked"),
+    [
+        (Case("decode", "", (40, 3), q_len=2), ("token-major", "paged-16")),
+        (Case("prefill", "", (5,), 2, kernels=("plain",)), ("token-major",)),
+        (Case("prefill", "", (5,), 2, causal=False, kernels=("plain",)), ("paged-16",)),
+    ],
+)
+def test_all_layouts_hold_the_same_and_the_kernels_find_it(case: Case, checked: tuple[str, ...]) -> None:
+    batch = make_batch(case, torch.device(DEVICE))
+    reference = Reference(batch)
+    with layouts(batch) as kvs:
+        for kv in kvs:
+            for sequence, seq_len in enumerate(case.seq_lens):
+                k, v = kv.row(sequence, seq_len)
+                assert torch.equal(k, batch.k[sequence, :seq_len])
+                assert torch.equal(v, batch.v[sequence, :seq_len])
+            if kv.name in checked:
+                assert reference.error(attention(batch, kv, case.kernels[0])()) < 2e-2
+    assert not reference.error(torch.full_like(batch.q, torch.nan)) < 2e-2
+    assert reference.error(torch.zeros_like(batch.q)) == 1
+
+
+def test_page_tables_for_flashinfer() -> None:
+    batch = make_batch(Case("decode", "", (33, 16, 1)), torch.device(DEVICE))
+    with layouts(batch, ("paged-16",)) as (kv,):
+        indptr, indices, last = page_table(batch, kv)
+    assert indptr.tolist() == [0, 3, 4, 5]
+    assert last.tolist() == [1, 16, 1]
+    assert sorted(indices.tolist()) == [0, 1, 2, 3, 4]
+    assert indices[3] == kv.block_table[1, 0]
+
+
+def row(case: str, kernel: str, layout: str, microseconds: float, **others: object) -> dict:
+    figures = {"gb_per_s": 1e6 / microseconds, "of_copy": 0.9, "tflops": 500.0, "error": 1e-3, "captured": True}
+    names = {"case": case, "kernel": kernel, "layout": layout, "layers": 32}
+    return names | {"microseconds": microseconds} | figures | others
+
+
+def test_tables_of_a_result() -> None:
+    result = {
+        "decode": with_ratios([row(EVEN, "vmmkv, auto", "contiguous", 90.0)])
+        + with_ratios(
+            [
+                row(RAGGED, "vmmkv, auto", "contiguous", 100.0),
+                row(RAGGED, "vmmkv, auto", "token-major", 102.0),
+                row(RAGGED, "FlashInfer", "paged-16", 110.0, captured=False),
+            ]
+        ),
+        "prefill": with_ratios([row("1 x 16384", "vmmkv, mma", "paged-64", 5000.0, error=float("nan"))]),
+        "copies": [row("", "append", "paged-16", 30.0, exact=False)],
+        "host": [{"call": "decode", "host_microseconds": 7.25}],
+        "skipped": [
+            {"kernel": "FlashAttention-3", "layout": "contiguous", "case": case, "reason": "ModuleNotFoundError"}
+            for case in ("decode, a", "decode, b")
+        ],
+    }
+    compare_ragged(result["decode"])
+    console = Console(file=io.StringIO(), width=200)
+    for table in tables(result):
+        console.print(table)
+    text = console.file.getvalue()
+    for words in ("token-major, 32 layers", "1.020", "90.0%", "110.0 (stream)", "NO", "7.2", "decode, a; decode, b"):
+        assert words in text
+    assert [wrong["kernel"] for wrong in wrong_rows(result)] == ["vmmkv, mma", "append"]
+
+
+def test_without_a_gpu_it_says_so() -> None:
+    command = [sys.executable, "-m", "benchmarks.attention", "--json"]
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "needs an NVIDIA GPU" in done.stderr
