@@ -9,19 +9,21 @@ from numba import cuda
 from .memory import load_i32
 
 
-def make_place(block_size: int) -> Any:
-    """A function for kernels that gives the byte offset of a token.
+def make_addressing(block_size: int) -> tuple[Any, Any]:
+    """Functions for kernels: `home_of` a token, a row or a block, and its `offset_in` bytes.
 
     Args:
         block_size: tokens of a block in the block table; 0: tokens lie in rows.
     """
 
     @cuda.jit(device=True, inline="always")
-    def place(token, row, table, row_stride, token_stride):  # type: ignore[no-untyped-def]
+    def home_of(token, row, table):  # type: ignore[no-untyped-def]
         """`table` is the address of the row's part of the block table."""
-        if block_size:
-            block = token // block_size
-            return load_i32(table + block * 4) * row_stride + (token - block * block_size) * token_stride
-        return row * row_stride + token * token_stride
+        return load_i32(table + token // block_size * 4) if block_size else row
 
-    return place
+    @cuda.jit(device=True, inline="always")
+    def offset_in(home, token, home_stride, token_stride):  # type: ignore[no-untyped-def]
+        inside = token % block_size if block_size else token
+        return home * home_stride + inside * token_stride
+
+    return home_of, offset_in

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from numba import cuda, float32, uint32
 
+from .addressing import make_addressing
 from .arithmetic import HALVES, exp2, fma, maximum, pick_bytes, tanh
 from .decode_parts import FLOOR, UNIT, Queries, make_settle, make_shares
 from .memory import load_16, load_16_cached, load_i32
@@ -57,45 +58,37 @@ def make_decode(
     shared_floats = queries.result_floats(head_dim, token_warps)
     stride = token_warps * UNIT
 
+    home_of, offset_in = make_addressing(block_size)
     meet, _ = make_meet(THREADS)
     share_of_block, piece_at = make_shares(queries, windowed)
     settle = make_settle(dtype, head_dim, queries, token_warps, THREADS, meet)
 
     @cuda.jit(device=True, inline="always")
-    def find(token, last, row, table):  # type: ignore[no-untyped-def]
-        """Where the 16 tokens from `token` on lie: a row or a block, and its first token."""
-        home = row
-        origin = 0
-        if block_size:
-            block = min(token, last) // block_size
-            home = load_i32(table + block * 4)
-            origin = block * block_size
-        return home, origin
-
-    @cuda.jit(device=True, inline="always")
-    def load_k(words, token, first, last, origin, base, k_token, lane):  # type: ignore[no-untyped-def]
+    def load_k(words, token, first, last, home, k, k_row, k_token, lane):  # type: ignore[no-untyped-def]
         """Of 16 tokens, a lane's rows g and g + 8; those outside first..last repeat one within."""
         for r in range(2):
-            position = max(min(token + r * 8 + (lane >> 2), last), first) - origin
+            position = max(min(token + r * 8 + (lane >> 2), last), first)
+            source = k + offset_in(home, position, k_row, k_token)
             for c in range(k_chunks):
                 offset = c * 64 + (lane & 3) * 16
                 if head_dim % 32 and offset >= head_dim * 2:
                     offset = 0  # the query is 0 there
-                loaded = load_16(base + position * k_token + offset)
+                loaded = load_16(source + offset)
                 for i in range(4):
                     words[(r * k_chunks + c) * 4 + i] = loaded[i]
 
     @cuda.jit(device=True, inline="always")
-    def load_v(words, token, first, last, origin, base, v_token, lane):  # type: ignore[no-untyped-def]
+    def load_v(words, token, first, last, home, v, v_row, v_token, lane):  # type: ignore[no-untyped-def]
         """Of 16 tokens, those that are a lane's columns in the product."""
         for r in range(4):
             row = token + (lane & 3) * 2 + (r & 1) + (r >> 1) * 8
-            position = max(min(row, last), first) - origin
+            position = max(min(row, last), first)
+            source = v + offset_in(home, position, v_row, v_token)
             for c in range(v_chunks):
                 offset = c * 128 + (lane >> 2) * 16
                 if head_dim % 64 and offset >= head_dim * 2:
                     offset = 0  # these sums are not stored
-                loaded = load_16(base + position * v_token + offset)
+                loaded = load_16(source + offset)
                 for i in range(4):
                     words[(r * v_chunks + c) * 4 + i] = loaded[i]
 
@@ -196,10 +189,10 @@ def make_decode(
             k_from = k + kv_head * k_head
             v_from = v + kv_head * v_head
             if token < token_end:
-                home, origin = find(token, last, row, table)
-                load_k(k_fragment, token, first, last, origin, k_from + home * k_row, k_token, lane)
-                load_v(v_fragment, token, first, last, origin, v_from + home * v_row, v_token, lane)
-                home, origin = find(token + stride, last, row, table)
+                home = home_of(token, row, table)
+                load_k(k_fragment, token, first, last, home, k_from, k_row, k_token, lane)
+                load_v(v_fragment, token, first, last, home, v_from, v_row, v_token, lane)
+                home = home_of(min(token + stride, last), row, table)
             while token < token_end:
                 s0, s1, s2, s3 = score(k_fragment, q_fragment, inner)
                 t = token + (lane >> 2)
@@ -210,7 +203,7 @@ def make_decode(
                 # K of the next tokens is on its way while V is multiplied, and V while K is.
                 token += stride
                 if token < token_end:
-                    load_k(k_fragment, token, first, last, origin, k_from + home * k_row, k_token, lane)
+                    load_k(k_fragment, token, first, last, home, k_from, k_row, k_token, lane)
                 n0 = maximum(m0, maximum(s0, s2))
                 n1 = maximum(m1, maximum(s1, s3))
                 for step in range(3):
@@ -231,8 +224,8 @@ def make_decode(
                 l1 = fma(l1, a1, p1 + p3)
                 accumulate(sums, v_fragment, transpose(pack(p0, p1)), transpose(pack(p2, p3)))
                 if token < token_end:
-                    load_v(v_fragment, token, first, last, origin, v_from + home * v_row, v_token, lane)
-                    home, origin = find(token + stride, last, row, table)
+                    load_v(v_fragment, token, first, last, home, v_from, v_row, v_token, lane)
+                    home = home_of(min(token + stride, last), row, table)
 
             # The warps' results meet in shared memory.
             for step in range(3):

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from numba import cuda, float32
 
-from .addressing import make_place
+from .addressing import make_addressing
 from .arithmetic import FORMATS, exp2, fma, maximum, reciprocal
 from .attention import ARGUMENTS
 from .compiler import Kernel
@@ -68,7 +68,7 @@ def make_plain(
     num_sums = owned * per_word
     shared_sums = WARPS * head_dim
 
-    place = make_place(block_size)
+    home_of, offset_in = make_addressing(block_size)
 
     @cuda.jit(device=True, inline="always")
     def dot(shared_q, key):  # type: ignore[no-untyped-def]
@@ -142,7 +142,8 @@ def make_plain(
         first = low + warp * 32
         while first < high:
             mine = first + lane
-            score = dot(shared_q, k_from + place(min(mine, high - 1), row, table, k_row, k_token))
+            key = min(mine, high - 1)
+            score = dot(shared_q, k_from + offset_in(home_of(key, row, table), key, k_row, k_token))
             if softcapped:
                 score = float32(tanh(score * inner))
             score = score if mine < high else float32(NEGATIVE_INFINITY)
@@ -157,7 +158,8 @@ def make_plain(
                 sums[i] *= scale
             for other in range(min(32, high - first)):
                 weight = shuffle(p, other)
-                value = v_from + place(first + other, row, table, v_row, v_token)
+                token = first + other
+                value = v_from + offset_in(home_of(token, row, table), token, v_row, v_token)
                 for i in range(owned):
                     word = i * 32 + lane
                     if word < words:

@@ -15,9 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import cuda, float32, uint32
+from numba import cuda, float32, int64, uint32
 
-from .addressing import make_place
+from .addressing import make_addressing
 from .arithmetic import HALVES, exp2, tanh
 from .memory import load_i32
 from .ragged import make_ragged
@@ -42,24 +42,36 @@ def shared_bytes(head_dim: int) -> int:
     return (16 * warps_of(head_dim) + 2 * tile_of(head_dim)) * (head_dim * 2 + 16)
 
 
-def make_copy(place: Any, count: int, head_dim: int, threads: int) -> Any:
-    """A function for kernels: a block's threads begin to copy `count` tokens of one head to shared memory."""
+def make_copy(block_size: int, count: int, head_dim: int, threads: int) -> tuple[Any, Any, int]:
+    """Functions for kernels: a block's threads look up `count` tokens, and begin to copy one head of them.
+
+    Both take the first of the tokens; those before `low` or from `high` on repeat one in between.
+
+    Returns:
+        the functions, and how many homes a thread looks up.
+    """
+    home_of, offset_in = make_addressing(block_size)
     pitch = head_dim * 2 + 16
     vectors = head_dim // 8  # of 16 bytes in a token
     turns = -(-count * vectors // threads)
 
     @cuda.jit(device=True, inline="always")
-    def copy(to, source, row, table, row_stride, token_stride, token, low, high, thread):  # type: ignore[no-untyped-def]
-        """From `token` on; those before `low` or from `high` on repeat one in between."""
+    def look_up(homes, token, low, high, row, table, thread):  # type: ignore[no-untyped-def]
+        for turn in range(turns):
+            position = max(min(token + (thread + turn * threads) // vectors, high - 1), low)
+            homes[turn] = home_of(position, row, table)
+
+    @cuda.jit(device=True, inline="always")
+    def copy(to, source, homes, home_stride, token_stride, token, low, high, thread):  # type: ignore[no-untyped-def]
         for turn in range(turns):
             vector = thread + turn * threads
             if vector < count * vectors:
                 position = max(min(token + vector // vectors, high - 1), low)
                 column = vector % vectors * 16
-                at = source + place(position, row, table, row_stride, token_stride)
+                at = source + offset_in(homes[turn], position, home_stride, token_stride)
                 copy_16(to + vector // vectors * pitch + column, at + column)
 
-    return copy
+    return look_up, copy, turns
 
 
 def make_prefill(
@@ -95,9 +107,8 @@ def make_prefill(
 
     keys_of_block, keys_of_rows = make_ranges(queries_per_block, tile, causal, windowed)
     store = make_store(dtype, num_sums)
-    place = make_place(block_size)
-    copy_queries = make_copy(make_place(0), queries_per_block, head_dim, threads)
-    copy_tile = make_copy(place, tile, head_dim, threads)
+    _, copy_queries, query_turns = make_copy(0, queries_per_block, head_dim, threads)
+    look_up, copy_tile, turns = make_copy(block_size, tile, head_dim, threads)
 
     def kernel(  # type: ignore[no-untyped-def]
         q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, partials, counters,
@@ -114,6 +125,8 @@ def make_prefill(
         v_shared = k_shared + tile * pitch
         scores = cuda.local.array(num_scores, float32)
         sums = cuda.local.array(num_sums, float32)
+        homes = cuda.local.array(turns, int64)
+        query_homes = cuda.local.array(query_turns, int64)
 
         # The last queries of a prompt see most keys: they go first.
         unit = cuda.gridDim.y - 1 - cuda.blockIdx.y
@@ -143,12 +156,16 @@ def make_prefill(
         l1 = float32(0)
         if key < end:
             q_from = q + prompt * q_token + head * q_head
-            copy_queries(q_shared, q_from, 0, 0, 0, q_token, first_query, 0, count, thread)
-            copy_tile(k_shared, k_from, row, table, k_row, k_token, key, begin, length, thread)
+            for i in range(query_turns):
+                query_homes[i] = 0
+            copy_queries(q_shared, q_from, query_homes, 0, q_token, first_query, 0, count, thread)
+            look_up(homes, key, begin, length, row, table, thread)
+            copy_tile(k_shared, k_from, homes, k_row, k_token, key, begin, length, thread)
         while key < end:
             wait_copies()
             cuda.syncthreads()  # K is there, and nobody needs the V before
-            copy_tile(v_shared, v_from, row, table, v_row, v_token, key, begin, length, thread)
+            copy_tile(v_shared, v_from, homes, v_row, v_token, key, begin, length, thread)
+            look_up(homes, key + tile, begin, length, row, table, thread)
             for i in range(num_scores):
                 scores[i] = float32(0)
             for step in range(steps):
@@ -167,7 +184,7 @@ def make_prefill(
             wait_copies()
             cuda.syncthreads()  # V is there, and nobody needs this K
             if key + tile < end:
-                copy_tile(k_shared, k_from, row, table, k_row, k_token, key + tile, begin, length, thread)
+                copy_tile(k_shared, k_from, homes, k_row, k_token, key + tile, begin, length, thread)
 
             if softcapped:
                 for i in range(num_scores):

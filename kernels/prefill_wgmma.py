@@ -106,7 +106,7 @@ def make_prefill(
         return (count + QUERIES - 1) // QUERIES
 
     _, locate = make_ragged(units_of)
-    copy_tile = make_copy_tile(head_dim, tile, block_size)
+    look_up, copy_tile = make_copy_tile(head_dim, tile, block_size)
     keys_of_block, keys_of_rows = make_ranges(QUERIES, tile, causal, windowed)
     store = make_store(dtype, num_sums)
 
@@ -182,41 +182,29 @@ def make_prefill(
             if thread < 32:
                 row = load_i32(rows + sequence * 4) if rows != 0 else sequence
                 table = block_table + row * table_stride
+                home = look_up(first_key, row, table, begin, length, lane)
+                home_before = home
                 n = 0
                 while n <= tiles:
-                    # K is wanted one tile before V.
+                    # K is wanted one tile before V. Blocks are looked up before there is room for them.
+                    key = first_key + n * tile
                     if n < tiles:
                         stage = n % STAGES
                         wait_barrier(k_empty + stage * 8, (n // STAGES + 1) % 2)
-                        copy_tile(
-                            k_shared + stage * stage_bytes,
-                            k_boxes,
-                            k_tokens,
-                            head // group,
-                            row,
-                            table,
-                            first_key + n * tile,
-                            begin,
-                            length,
-                            k_full + stage * 8,
-                            lane,
-                        )
+                        to = k_shared + stage * stage_bytes
+                        full = k_full + stage * 8
+                        copy_tile(to, k_boxes, k_tokens, head // group, home, key, begin, length, full, lane)
+                    home_after = look_up(key + tile, row, table, begin, length, lane)
                     if n > 0:
                         stage = (n - 1) % STAGES
                         wait_barrier(v_empty + stage * 8, ((n - 1) // STAGES + 1) % 2)
+                        to = v_shared + stage * stage_bytes
+                        full = v_full + stage * 8
                         copy_tile(
-                            v_shared + stage * stage_bytes,
-                            v_boxes,
-                            v_tokens,
-                            head // group,
-                            row,
-                            table,
-                            first_key + (n - 1) * tile,
-                            begin,
-                            length,
-                            v_full + stage * 8,
-                            lane,
+                            to, v_boxes, v_tokens, head // group, home_before, key - tile, begin, length, full, lane
                         )
+                    home_before = home
+                    home = home_after
                     n += 1
         else:
             take_registers()

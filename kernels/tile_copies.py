@@ -13,9 +13,9 @@ from typing import Any
 
 from numba import cuda
 
+from .addressing import make_addressing
 from .hopper import copy_box, expect_bytes
-from .memory import load_i32
-from .warp import sync_warp
+from .warp import shuffle_count, sync_warp
 
 
 def box_of(tile: int, block_size: int) -> int:
@@ -28,50 +28,46 @@ def tile_bytes(head_dim: int, tile: int) -> int:
     return -(-head_dim // 64) * tile * 128
 
 
-def make_copy_tile(head_dim: int, tile: int, block_size: int) -> Any:
-    """A function for kernels: a warp begins to copy a tile."""
+def make_copy_tile(head_dim: int, tile: int, block_size: int) -> tuple[Any, Any]:
+    """Functions for kernels: the lanes of a warp look a tile up, and begin to copy it.
+
+    Both take the tile's first token; of the sequence, `begin` to `length` are live.
+    """
+    home_of, _ = make_addressing(block_size)
     box, halves = box_of(tile, block_size), -(-head_dim // 64)
     boxes = tile // box
+    assert boxes * halves <= 32, "a lane copies one box"
     stage_bytes = tile_bytes(head_dim, tile)
 
     @cuda.jit(device=True, inline="always")
-    def find(token, row, table):  # type: ignore[no-untyped-def]
-        """Where a token lies: a row or a block, and the first token of that."""
-        if block_size:
-            block = token // block_size
-            return load_i32(table + block * 4), block * block_size
-        return row, 0
+    def look_up(token, row, table, begin, length, lane):  # type: ignore[no-untyped-def]
+        """Where this lane's part of the tile lies."""
+        return home_of(max(min(token + lane % boxes * box, length - 1), begin), row, table)
 
     @cuda.jit(device=True, inline="always")
-    def copy_tile(to, box_map, token_map, head, row, table, key, begin, length, full, lane):  # type: ignore[no-untyped-def]
-        """From token `key` on, of a row or of a row of the block table; `begin` to `length` are live.
-
-        `full` is the barrier that waits for it.
-        """
+    def copy_tile(to, box_map, token_map, head, home, token, begin, length, full, lane):  # type: ignore[no-untyped-def]
+        """`full` is the barrier that waits for it."""
         if lane == 0:
             expect_bytes(full, stage_bytes)
         sync_warp()
-        # Each lane looks up a block and copies it, or half of it.
-        item = lane
-        while item < boxes * halves:
-            half = item // boxes
-            token = key + item % boxes * box
-            if begin <= token and token + box <= length:
-                home, origin = find(token, row, table)
-                target = to + (half * tile + token - key) * 128
-                copy_box(target, box_map, half * 64, head, token - origin, home, full)
-            item += 32
+        half = lane // boxes
+        first = token + lane % boxes * box
+        if half < halves and begin <= first and first + box <= length:
+            inside = first % block_size if block_size else first
+            copy_box(to + (half * tile + first - token) * 128, box_map, half * 64, head, inside, home, full)
         for index in range(boxes):
-            token = key + index * box
-            if token < begin or token + box > length:
-                home, origin = find(max(min(token, length - 1), 0), row, table)
+            first = token + index * box
+            if first < begin or first + box > length:
+                its_home = shuffle_count(home, index)
                 item = lane
                 while item < box * halves:
                     half = item // box
-                    inside = token + item % box
-                    place = inside - origin if begin <= inside and inside < length else -1  # outside the tensor
-                    target = to + (half * tile + inside - key) * 128
-                    copy_box(target, token_map, half * 64, head, place, home, full)
+                    this = first + item % box
+                    inside = this % block_size if block_size else this
+                    if this < begin or this >= length:
+                        inside = -1  # outside the tensor
+                    to_token = to + (half * tile + this - token) * 128
+                    copy_box(to_token, token_map, half * 64, head, inside, its_home, full)
                     item += 32
 
-    return copy_tile
+    return look_up, copy_tile
