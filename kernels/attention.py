@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from math import e, log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from .checks import Geometry, Key, check_alignment, check_attention, check_block_size, check_indices, check_sinks, key
+from .checks import Geometry, Key, check_alignment, check_attention, check_block_size, check_indices, check_sinks
 from .compiler import Kernel
 from .tensor_map import tensor_maps
 from .workspace import workspace
 
+LOG2E = 1.4426950408889634
 ARGUMENTS = "q" * 28 + "ff"
 """The same for all: 12 addresses, batch, num_kv_heads, the table's stride, the window, 12 strides, two factors.
 
@@ -19,23 +19,12 @@ The softmax is `exp2(outer * x)` of `x = q k`, or of `x = tanh(inner * q k)` wit
 """
 
 
-class Tensors(NamedTuple):
-    """What a call is given."""
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    out: torch.Tensor
-    cu_seqlens: torch.Tensor | None
-    seq_lens: torch.Tensor
-    rows: torch.Tensor | None
-    starts: torch.Tensor | None
-    block_table: torch.Tensor | None
-    sinks: torch.Tensor | None
+Tensors = tuple[torch.Tensor | None, ...]
+"""What a call is given, in the order of `Geometries`."""
 
 
 class Geometries(NamedTuple):
-    """The same without data."""
+    """The tensors of a call, without data."""
 
     q: Geometry
     k: Geometry
@@ -53,6 +42,8 @@ class Plan(NamedTuple):
     """What a geometry comes to: a kernel, its grid and workspace, and the arguments that stay the same."""
 
     kernel: Kernel
+    index: int
+    """Of the CUDA device; -1 for the simulator."""
     blocks: tuple[int, int]
     partial_bytes: int
     counters: int
@@ -60,11 +51,6 @@ class Plan(NamedTuple):
     strides: tuple[int, ...]
     box_tokens: int = 0
     """Of a copy by tensor map; 0: the kernel takes no tensor maps."""
-
-
-def keys(tensors: Tensors) -> tuple[Key | None, ...]:
-    """What a plan is kept under."""
-    return tuple([key(tensor) if tensor is not None else None for tensor in tensors])
 
 
 def choose(kernel: str, dtype: torch.dtype, device: torch.device, best: tuple[str, ...]) -> str:
@@ -113,9 +99,12 @@ def make_plan(
     size = q.dtype.itemsize
     ragged = (0,) if given.cu_seqlens else ()  # then q has no dimension of sequences
     strides = (*ragged, *q.strides[:-1], *k.strides[:3], *v.strides[:3], *ragged, *out.strides[:-1])
+    index = q.device.index if q.device.type == "cuda" else -1
     table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
     sizes = given.seq_lens.shape[0], k.shape[2], table_stride
-    return Plan(kernel, blocks, partial_bytes, counters, sizes, tuple(stride * size for stride in strides), box_tokens)
+    return Plan(
+        kernel, index, blocks, partial_bytes, counters, sizes, tuple(stride * size for stride in strides), box_tokens
+    )
 
 
 def launch(
@@ -123,12 +112,11 @@ def launch(
 ) -> None:
     """Runs a plan on the current stream."""
     pointers = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
+    _, k, v, _ = pointers[:4]
     check_alignment(*pointers[:4])
-    index = tensors.q.get_device()
-    maps: tuple[Any, ...] = ()
-    if plan.box_tokens:
-        maps = tensor_maps(*pointers[1:3], *keys[1:3], plan.box_tokens)  # type: ignore[arg-type]
+    index = plan.index
+    maps = tensor_maps(k, v, keys[1], keys[2], plan.box_tokens) if plan.box_tokens else ()
     room = workspace(index, plan.partial_bytes, plan.counters) if plan.counters else (0, 0)
     inner = scale / softcap if softcap else 1.0
-    outer = (softcap or scale) * log2(e)
+    outer = (softcap or scale) * LOG2E
     plan.kernel.launch(plan.blocks, index, (*maps, *pointers, *room, *plan.sizes, window, *plan.strides, inner, outer))

@@ -26,15 +26,19 @@ Key = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 """What a `Geometry` is made of: a plain tuple is made in half the time."""
 
 
-def key(tensor: torch.Tensor) -> Key:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def keys(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Key | None, ...]:
+    """Of tensors that may be missing."""
+    return tuple([(t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in tensors])
 
 
 def check_alignment(*pointers: int) -> None:
     """Raises `ValueError` unless addresses are multiples of 16 bytes."""
+    together = 0
     for pointer in pointers:
-        if pointer % ALIGNMENT:
-            raise ValueError(f"got a tensor at {pointer:#x}; its address must be a multiple of {ALIGNMENT} bytes")
+        together |= pointer
+    if together % ALIGNMENT:
+        got = ", ".join(map(hex, pointers))
+        raise ValueError(f"got tensors at {got}; their addresses must be multiples of {ALIGNMENT} bytes")
 
 
 def check_new(k: Geometry, v: Geometry) -> None:

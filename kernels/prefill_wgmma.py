@@ -1,4 +1,4 @@
-"""prefill on Hopper: one warp copies with the copy engine, eight warps multiply.
+"""prefill on Hopper: two warps copy with the copy engine, eight warps multiply.
 
 A block of threads has three groups of four warps. The first only copies tiles of K and V, two of each ahead; two have
 64 queries each, and multiply by `wgmma`, which runs on while the threads do something else:
@@ -179,33 +179,32 @@ def make_prefill(
 
         if thread < 128:
             give_registers()
-            if thread < 32:
+            # One warp copies K, another one V.
+            if thread < 64:
                 row = load_i32(rows + sequence * 4) if rows != 0 else sequence
                 table = block_table + row * table_stride
+                boxes, tokens, to, full, empty = k_boxes, k_tokens, k_shared, k_full, k_empty
+                if thread >= 32:
+                    boxes, tokens, to, full, empty = v_boxes, v_tokens, v_shared, v_full, v_empty
                 home = look_up(first_key, row, table, begin, length, lane)
-                home_before = home
-                n = 0
-                while n <= tiles:
-                    # K is wanted one tile before V. Blocks are looked up before there is room for them.
+                for n in range(tiles):
+                    stage = n % STAGES
                     key = first_key + n * tile
-                    if n < tiles:
-                        stage = n % STAGES
-                        wait_barrier(k_empty + stage * 8, (n // STAGES + 1) % 2)
-                        to = k_shared + stage * stage_bytes
-                        full = k_full + stage * 8
-                        copy_tile(to, k_boxes, k_tokens, head // group, home, key, begin, length, full, lane)
-                    home_after = look_up(key + tile, row, table, begin, length, lane)
-                    if n > 0:
-                        stage = (n - 1) % STAGES
-                        wait_barrier(v_empty + stage * 8, ((n - 1) // STAGES + 1) % 2)
-                        to = v_shared + stage * stage_bytes
-                        full = v_full + stage * 8
-                        copy_tile(
-                            to, v_boxes, v_tokens, head // group, home_before, key - tile, begin, length, full, lane
-                        )
-                    home_before = home
-                    home = home_after
-                    n += 1
+                    wait_barrier(empty + stage * 8, (n // STAGES + 1) % 2)
+                    copy_tile(
+                        to + stage * stage_bytes,
+                        boxes,
+                        tokens,
+                        head // group,
+                        home,
+                        key,
+                        begin,
+                        length,
+                        full + stage * 8,
+                        lane,
+                    )
+                    # Blocks are looked up before there is room for them.
+                    home = look_up(key + tile, row, table, begin, length, lane)
         else:
             take_registers()
             which = thread // 128 - 1

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from numba import cuda
 
-from .checks import Geometry, Key, check_alignment, check_cache, check_indices, check_new, key
+from .checks import Geometry, Key, check_alignment, check_cache, check_indices, check_new, keys
 from .compiler import Kernel
 from .memory import load_i32
 from .ragged import sequence_of
@@ -47,16 +47,8 @@ def append(
     if torch.compiler.is_compiling():
         torch.ops.vmmkv.append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table)
         return
-    kernel, table_stride, strides = _plan(
-        key(k),
-        key(v),
-        key(k_cache),
-        key(v_cache),
-        key(rows),
-        key(starts),
-        key(cu_seqlens) if cu_seqlens is not None else None,
-        key(block_table) if block_table is not None else None,
-    )
+    geometry = keys((k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table))
+    kernel, table_stride, strides = _plan(*geometry)
     pointers = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*pointers)
     arguments = (
@@ -73,10 +65,10 @@ def append(
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(*keys: Key | None) -> tuple[Kernel, int, tuple[int, ...]]:
+def _plan(*geometry: Key | None) -> tuple[Kernel, int, tuple[int, ...]]:
     """Checks a call's geometry; its kernel, and the strides that this takes."""
-    k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in keys[:6] if key)
-    cu_seqlens, block_table = (Geometry._make(key) if key else None for key in keys[6:])
+    k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
+    cu_seqlens, block_table = (Geometry._make(key) if key else None for key in geometry[6:])
     check_new(k, v)
     check_cache("k_cache", k_cache, like=k)
     check_cache("v_cache", v_cache, like=v)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from numba import cuda
 
-from .checks import Geometry, Key, check_alignment, check_cache, check_indices, key
+from .checks import Geometry, Key, check_alignment, check_cache, check_indices, keys
 from .compiler import Kernel
 from .memory import load_i32
 from .vectors import THREADS, move_heads
@@ -44,16 +44,16 @@ def copy_tokens(
         )
         return
     indices = (source_rows, source_starts, target_rows, target_starts, lengths)
-    kernel, strides = _plan(key(source), key(target), *map(key, indices))
+    kernel, strides = _plan(*keys((source, target, *indices)))
     check_alignment(source.data_ptr(), target.data_ptr())
     pointers = [tensor.data_ptr() for tensor in (source, target, *indices)]
     kernel.launch((max_length, lengths.shape[0]), source.get_device(), (*pointers, *strides))
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(*keys: Key) -> tuple[Kernel, tuple[int, ...]]:
+def _plan(*geometry: Key | None) -> tuple[Kernel, tuple[int, ...]]:
     """Checks a call's geometry; its kernel, and the strides that this takes."""
-    source, target, *indices = map(Geometry._make, keys)
+    source, target, *indices = (Geometry._make(key) for key in geometry if key)
     check_cache("source", source)
     check_cache("target", target, like=source)
     names = ("source_rows", "source_starts", "target_rows", "target_starts", "lengths")

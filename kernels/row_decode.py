@@ -7,8 +7,8 @@ from functools import cache, lru_cache
 import torch
 
 from . import attention, decode_mma, plain
-from .attention import Plan, Tensors
-from .checks import Key
+from .attention import Plan
+from .checks import Key, keys
 from .compiler import Kernel
 from .decode_parts import Queries
 from .workspace import multiprocessors
@@ -82,19 +82,19 @@ def _decode(
     softcap: float,
     kernel: str,
 ) -> None:
-    tensors = Tensors(q, k, v, out, None, seq_lens, rows, starts, block_table, sinks)
-    keys = attention.keys(tensors)
-    plan = _plan(window > 0, softcap > 0, kernel, keys)
-    attention.launch(plan, tensors, keys, scale, window, softcap)
+    tensors = (q, k, v, out, None, seq_lens, rows, starts, block_table, sinks)
+    geometry = keys(tensors)
+    plan = _plan(window > 0, softcap > 0, kernel, geometry)
+    attention.launch(plan, tensors, geometry, scale, window, softcap)
 
 
 torch.library.custom_op("vmmkv::decode", _decode, mutates_args=("out",))
 
 
 @lru_cache(1024)
-def _plan(windowed: bool, softcapped: bool, name: str, keys: tuple[Key | None, ...]) -> Plan:
+def _plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...]) -> Plan:
     """Checks a call's geometry and chooses the kernel."""
-    given = attention.check(keys)
+    given = attention.check(geometry)
     q, k = given.q, given.k
     if len(q.shape) != 4 or not 1 <= q.shape[1] <= MAX_QUERIES or q.shape[:1] != given.seq_lens.shape:
         raise ValueError(

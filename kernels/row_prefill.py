@@ -7,8 +7,8 @@ from functools import cache, lru_cache
 import torch
 
 from . import attention, plain, prefill_mma, prefill_wgmma
-from .attention import Plan, Tensors
-from .checks import Key
+from .attention import Plan
+from .checks import Key, keys
 from .compiler import Kernel
 from .tile_copies import box_of
 
@@ -101,19 +101,19 @@ def _prefill(
     softcap: float,
     kernel: str,
 ) -> None:
-    tensors = Tensors(q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks)
-    keys = attention.keys(tensors)
-    plan = _plan(causal, window > 0, softcap > 0, kernel, keys)
-    attention.launch(plan, tensors, keys, scale, window, softcap)
+    tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks)
+    geometry = keys(tensors)
+    plan = _plan(causal, window > 0, softcap > 0, kernel, geometry)
+    attention.launch(plan, tensors, geometry, scale, window, softcap)
 
 
 torch.library.custom_op("vmmkv::prefill", _prefill, mutates_args=("out",))
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, keys: tuple[Key | None, ...]) -> Plan:
+def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...]) -> Plan:
     """Checks a call's geometry and chooses the kernel."""
-    given = attention.check(keys)
+    given = attention.check(geometry)
     q, k = given.q, given.k
     if len(q.shape) != 3:
         raise ValueError(f"got q {list(q.shape)}; it must be [tokens, num_heads, head_dim]")

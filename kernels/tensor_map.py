@@ -46,8 +46,10 @@ simulated: list[SimulatedMap] = []
 
 
 @lru_cache(4096)  # a model has some for each layer
-def tensor_maps(k: int, v: int, k_key: Key, v_key: Key, box_tokens: int) -> tuple[Any, ...]:
+def tensor_maps(k: int, v: int, k_key: Key | None, v_key: Key | None, box_tokens: int) -> tuple[Any, ...]:
     """Maps of K and V at these addresses, for boxes of tokens and for single ones."""
+    assert k_key
+    assert v_key
     return tuple(_encode(address, key, box) for box in (box_tokens, 1) for address, key in ((k, k_key), (v, v_key)))
 
 

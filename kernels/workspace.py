@@ -16,7 +16,7 @@ def workspace(index: int, partial_bytes: int, counters: int) -> tuple[int, int]:
     Launches on one stream follow each other and share it. A graph may run beside any stream: it has its own, set to 0
     whenever it is replayed.
     """
-    if index >= 0 and torch.cuda.is_current_stream_capturing():
+    if index >= 0 and torch._C._cuda_isCurrentStreamCapturing():
         capture = _capture_id(index)
         captured, have = _captured.get(index, (-1, None))
         if have is None or captured != capture or not _suffices(have, partial_bytes, counters):
