@@ -42,8 +42,8 @@ class Plan(NamedTuple):
     """What a geometry comes to: a kernel, its grid and workspace, and the arguments that stay the same."""
 
     kernel: Kernel
-    index: int
-    """Of the CUDA device; -1 for the simulator."""
+    device_index: int
+    """Of CUDA; -1 for the simulator."""
     blocks: tuple[int, int]
     partial_bytes: int
     counters: int
@@ -114,7 +114,7 @@ def launch(
     pointers = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
     _, k, v, _ = pointers[:4]
     check_alignment(*pointers[:4])
-    index = plan.index
+    index = plan.device_index
     maps = tensor_maps(k, v, keys[1], keys[2], plan.box_tokens) if plan.box_tokens else ()
     room = workspace(index, plan.partial_bytes, plan.counters) if plan.counters else (0, 0)
     inner = scale / softcap if softcap else 1.0

@@ -1,4 +1,4 @@
-"""decode and prefill against float64: in Numba's simulator on host memory, or on a GPU.
+"""decode and prefill against float64: in Numba's simulator on host memory, or on a GPU, where there are more tokens.
 
 Everything outside the tokens that a query may see is NaN, in the cache's rows and in unused blocks, and so is the
 output before the call.
@@ -167,7 +167,7 @@ DECODE = DECODE_PLAIN + DECODE_FAST
 
 
 @pytest.mark.parametrize("case", DECODE, ids=str)
-@pytest.mark.parametrize("longest", [70, 400])
+@pytest.mark.parametrize("longest", [70, 300 if DEVICE == "cpu" else 3000])
 def test_decode(case: Case, longest: int) -> None:
     lengths = [python_random.randint(case.q_len, longest) for _ in range(python_random.randint(1, 4))]
     lengths.append(longest)
@@ -207,7 +207,8 @@ PREFILL = PREFILL_PLAIN + [case._replace(kernel=kernel) for case in PREFILL_FAST
 @pytest.mark.parametrize("case", PREFILL, ids=str)
 @pytest.mark.parametrize("cached", [0, 90])
 def test_prefill(case: Case, cached: int) -> None:
-    counts = [python_random.randint(1, 150), 1, python_random.randint(1, 40)]
+    most = 24 if DEVICE == "cpu" else 500
+    counts = [python_random.randint(1, most), 1, python_random.randint(most, 2 * most)]
     lengths = [count + python_random.randint(0, cached) for count in counts]
     inputs = make_inputs(case, counts, lengths)
     out = torch.full_like(inputs.q, torch.nan)
@@ -218,3 +219,92 @@ def test_prefill(case: Case, cached: int) -> None:
         kernel=case.kernel,
     )  # fmt: skip
     check(case, inputs, out)
+
+
+def new_tokens() -> tuple[torch.Tensor, ...]:
+    """Queries of three sequences, K and V of rows with room for 64 tokens, and what may index them."""
+    q = torch.randn(3, 1, 4, 64, device=DEVICE, dtype=bf16)
+    k, v = (torch.randn(3, 64, 2, 64, device=DEVICE, dtype=bf16) for _ in "kv")
+    return q, k, v, int32([5, 64, 33]), int32([2, 0, 1])
+
+
+def test_attention_can_be_part_of_a_compiled_graph() -> None:
+    q, k, v, seq_lens, rows = new_tokens()
+    cu_seqlens = int32([0, 1, 2, 3])
+
+    def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return decode(*tensors) * 2, prefill(q[:, 0], k, v, cu_seqlens, seq_lens, rows, kernel="mma") * 2
+
+    decoded, prefilled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, seq_lens, rows)
+    assert torch.equal(decoded, decode(q, k, v, seq_lens, rows) * 2)
+    assert torch.allclose(prefilled, decoded[:, 0], atol=0.05)
+
+
+def test_an_empty_sequence_gives_zeros() -> None:
+    q, k, v, _, rows = new_tokens()
+    assert (decode(q, k, v, int32([0, 64, 0]), rows)[[0, 2]] == 0).all()
+
+
+def test_what_does_not_fit_is_refused_before_any_launch() -> None:
+    q, k, v, lens, _ = new_tokens()
+    many = q[:, 0].expand(-1, -1, -1).repeat(3, 1, 1)
+    cu = int32([0, 3, 6, 9])
+    out = torch.zeros_like(q)
+    for error, call in (
+        (ValueError, lambda: decode(q[..., :48], k[..., :48], v[..., :48], lens)),
+        (ValueError, lambda: decode(q, k[..., :32], v[..., :32], lens)),
+        (ValueError, lambda: decode(q[:, :, :3], k, v, lens)),
+        (ValueError, lambda: decode(q.expand(-1, 9, -1, -1), k, v, lens)),
+        (ValueError, lambda: decode(q, k, v, lens[:2])),
+        (ValueError, lambda: decode(q, k, v[:, :32], lens)),
+        (ValueError, lambda: decode(q, k, v, lens, block_table=int32([[0]]), out=out[:, :, :2])),
+        (ValueError, lambda: decode(q, k[:, :8], v[:, :8], lens, block_table=int32([[0], [1], [2]]))),
+        (ValueError, lambda: decode(q, k.to("meta"), v, lens)),
+        (ValueError, lambda: decode(q.float(), k.float(), v.float(), lens, kernel="mma")),
+        (ValueError, lambda: decode(q, k, v, lens, kernel="fast")),
+        (ValueError, lambda: decode(q, k, v, lens, sinks=torch.zeros(3, device=DEVICE))),
+        (TypeError, lambda: decode(q, k, v, lens, sinks=torch.zeros(4, device=DEVICE, dtype=bf16))),
+        (TypeError, lambda: decode(q.double(), k, v, lens)),
+        (TypeError, lambda: decode(q, k.half(), v.half(), lens)),
+        (TypeError, lambda: decode(q, k, v, lens.long())),
+        (ValueError, lambda: prefill(q, k, v, cu, lens)),
+        (ValueError, lambda: prefill(many, k, v, cu[:2], lens)),
+        (ValueError, lambda: prefill(many, k, v, cu, lens, causal=False, window=8)),
+    ):
+        with pytest.raises(error, match=r"must|without|on "):
+            call()
+    assert (out == 0).all()
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_all_lengths() -> None:
+    q, k, v, seq_lens, rows = new_tokens()
+    decode(q, k, v, seq_lens, rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [decode(q, k, v, seq_lens, rows) for _ in range(2)]
+    for _ in range(3):
+        q.normal_()
+        seq_lens.copy_(torch.randint(1, 65, (3,)))
+        graph.replay()
+        for out in outs:
+            assert torch.equal(out, decode(q, k, v, seq_lens, rows))
+
+
+@pytest.mark.gpu
+def test_launches_on_several_streams_do_not_mix_up_their_parts() -> None:
+    """Sequences long enough to be cut into parts, on two streams at a time."""
+    cases = []
+    for _ in range(2):
+        q = torch.randn(2, 1, 8, 128, device=DEVICE, dtype=bf16)
+        k, v = (torch.randn(2, 20_000, 2, 128, device=DEVICE, dtype=bf16) for _ in "kv")
+        lens = int32([20_000, 13_000])
+        cases.append((q, k, v, lens, decode(q, k, v, lens), torch.cuda.Stream()))
+    torch.cuda.synchronize()
+    for _ in range(50):
+        outs = []
+        for q, k, v, lens, _, stream in cases:
+            with torch.cuda.stream(stream):
+                outs.append(decode(q, k, v, lens))
+        torch.cuda.synchronize()
+        assert all(torch.equal(out, case[4]) for out, case in zip(outs, cases))
