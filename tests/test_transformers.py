@@ -21,6 +21,12 @@ import vmmkv
 from vmmkv.driver import open_driver
 from vmmkv.integrations.transformers import VmmCache
 
+pytestmark = [  # what transformers itself calls
+    pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+
 ATTENTIONS = ["eager", "sdpa", "flex_attention"]
 LENGTHS = {"max_new_tokens": 24, "min_new_tokens": 24}
 SEQ2SEQ = ["bart", "t5"]
@@ -170,6 +176,19 @@ def test_compiled_flex_attention(device: str) -> None:
     assert torch.equal(output, reference)
 
 
+def test_compiled_model(device: str) -> None:
+    """Pages are mapped between the graphs: a graph that was captured once must not skip that."""
+    model = tiny_model("llama-gqa", "sdpa", device)
+    compiled = torch.compile(model, backend="eager")
+    cache, reference = vmm_cache(model.config, device), DynamicCache(config=model.config)
+    for seed, tokens in enumerate((12, *[1] * 6)):
+        step = random_tokens(model, 2, tokens, seed=seed)
+        with torch.no_grad(), torch.compiler.set_stance("default"):
+            logits = compiled(step, past_key_values=cache).logits
+        with torch.no_grad():
+            torch.testing.assert_close(logits, model(step, past_key_values=reference).logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("name", ["llama-mha", "mistral", "gemma2", "gemma4", "deepseek-v3", "gpt-oss"])
 def test_logits_of_uneven_chunks(name: str, padded: bool, device: str) -> None:
@@ -316,6 +335,16 @@ def test_layers_of_different_shapes(device: str) -> None:
                 assert torch.equal(states, expected)
     check_same_state(cache, reference)
     assert [layer.num_kv_heads for layer in cache.kv_caches[0].layout.layers] == heads
+
+
+def test_a_shape_announced_wrong_does_no_harm(device: str, mixed_config: PreTrainedConfig) -> None:
+    """As `early_initialization` does for models that cache latents."""
+    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    cache.early_initialization(2, 5, 24, torch.float32, torch.device(device))
+    assert cache.get_seq_length() == 0
+    forward(device, 2, 10, cache, reference)
+    check_same_state(cache, reference)
+    assert {layer.num_kv_heads for layer in cache.kv_caches[0].layout.layers} == {2}
 
 
 # ---------------------------------------------------------------------- memory

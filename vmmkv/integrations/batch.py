@@ -43,12 +43,11 @@ class Batch:
         self.kv_cache = KVCache(
             layout, max_batch_size, max_seq_len, device=device, page_size=page_size, int32_strides=True
         )
-        self.rows = self.origin = self.first = self.end = 0
+        self.origin = self.first = self.end = 0
         self._page_tokens = max(self.kv_cache.page_size // max(layout.record_bytes), 1)
         self._sequences: list[Sequence] = []
         self._renew(0)
-        views = [self.kv_cache.kv(layer) for layer in range(layout.num_layers)]
-        self._kv = [(k.transpose(1, 2), v.transpose(1, 2)) for k, v in views]
+        self._set_rows(0)
 
     def reserve(self, rows: int, first: int, end: int) -> None:
         """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need.
@@ -78,7 +77,7 @@ class Batch:
             self.kv_cache.extend(self._sequences[:rows], [more] * self.rows + [end - self.origin] * added)
             for sequence in self._sequences[self.rows : rows]:
                 sequence.release_before(self.first - self.origin)
-            self.rows = rows
+            self._set_rows(rows)
         elif more:
             self.kv_cache.extend(self._sequences[: self.rows], more)
         self.end = end
@@ -94,7 +93,7 @@ class Batch:
         """
         if rows < self.rows:
             self._renew(rows)
-            self.rows = rows
+            self._set_rows(rows)
         if not rows:
             self.origin = self.first = self.end = 0
             return
@@ -113,15 +112,19 @@ class Batch:
         renewed = [self.kv_cache.sequence() for _ in range(first, self.kv_cache.max_sequences)]
         self._sequences[first:] = sorted(renewed, key=lambda sequence: sequence.row)
 
+    def _set_rows(self, rows: int) -> None:
+        self.rows = rows
+        views = [self.kv_cache.kv(layer) for layer in range(self.kv_cache.layout.num_layers)]
+        self._kv = [(k[:rows].transpose(1, 2), v[:rows].transpose(1, 2)) for k, v in views]
+
     def kv(self, layer: int, rows: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens `[first, end)` in rows `[0, rows)`: `[rows, num_kv_heads, tokens, head_dim]` each,
         strided and zero-copy."""
         k, v = self._kv[layer]
+        if rows < self.rows:
+            k, v = k[:rows], v[:rows]
         position, tokens = first - self.origin, end - first
-        return (
-            k.narrow(0, 0, rows).narrow(2, position, tokens),
-            v.narrow(0, 0, rows).narrow(2, position, tokens),
-        )
+        return k.narrow(2, position, tokens), v.narrow(2, position, tokens)
 
     def copy(self, layout: KVLayout, layers: Iterable[int]) -> Batch:
         """Another batch that holds the same tokens, laid out anew; what it holds of other layers is undefined.
@@ -130,8 +133,7 @@ class Batch:
             OutOfPagesError, DriverError: as in `reserve`.
         """
         old = self.kv_cache
-        page_size = old.page_size
-        twin = Batch(layout, old.max_sequences, old.max_seq_len, old.device, page_size)
+        twin = Batch(layout, old.max_sequences, old.max_seq_len, old.device, old.page_size)
         twin.reserve(self.rows, self.first, self.end)
         for layer in layers:
             there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))

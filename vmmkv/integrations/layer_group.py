@@ -63,8 +63,8 @@ class LayerGroup:
     def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes a layer's shape from K and V themselves, `[batch_size, num_kv_heads, tokens, head_dim]`.
 
-        A config does not tell it reliably (some models cache latents). Layers still to come are
-        taken to look the same; where one does not, what there is moves into a layout that fits.
+        Models do not all cache what their config suggests (latents, for one). Layers still to come are taken to
+        look the same; where one does not, the tokens that are there move into a layout that fits.
 
         Raises:
             LayoutError: the rows would be longer than kernels with 32-bit strides can address.
@@ -96,6 +96,7 @@ class LayerGroup:
                 break
         return layout
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         """Writes K and V of a layer's next tokens, `[batch_size, num_kv_heads, tokens, head_dim]`, from token
         `first` on: where the layer ends, or where an empty layer begins.
