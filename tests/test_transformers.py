@@ -133,7 +133,14 @@ def test_left_padded_beams(name: str, device: str) -> None:
     check_same_generation(model, tokens, attention_mask=left_padding(tokens), num_beams=4)
 
 
-SPECULATIVE = ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3"]  # generate() refuses linear attention
+SPECULATIVE = [
+    "llama-gqa",
+    "mistral",
+    "gemma3",
+    "gemma4",
+    "deepseek-v3",
+    *SEQ2SEQ,
+]  # generate() refuses linear attention
 
 
 @pytest.mark.parametrize("name", SPECULATIVE)
@@ -543,10 +550,14 @@ def test_what_does_not_fit_is_refused(device: str, mixed_config: PreTrainedConfi
 
 
 def test_a_window_that_has_moved_cannot_be_cropped(device: str, mixed_config: PreTrainedConfig) -> None:
-    cache = vmm_cache(mixed_config, device)
-    forward(device, 2, 10, cache)
+    """Nor can the layers of full attention be, then: those before the window are as they were, too."""
+    config = copy.deepcopy(mixed_config)
+    config.layer_types = config.layer_types[::-1]
+    cache, reference = vmm_cache(config, device), DynamicCache(config=config)
+    forward(device, 2, 10, cache, reference)
     with pytest.raises(vmmkv.ReleasedTokensError, match=r"10 tokens.*activate_past_recording\(\)"):
         cache.crop(-1)
+    check_same_state(cache, reference)
 
 
 def test_an_unfinished_forward_pass_is_no_access_to_lost_pages(device: str, mixed_config: PreTrainedConfig) -> None:

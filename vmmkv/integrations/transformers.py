@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache import KVCache
@@ -83,6 +83,13 @@ class VmmLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Raises:
             ReleasedTokensError: the layer would need tokens that its window has left behind.
         """
+        end = self.length_after_crop(tokens_to_remove)
+        extent = self._extent
+        extent.first, extent.end = self._first_visible(end), end
+        extent.rows = extent.rows if end else 0
+
+    def length_after_crop(self, tokens_to_remove: int) -> int:
+        """The length that `crop` would leave; raises what it would raise."""
         if tokens_to_remove > 0:
             raise ValueError(f"asked to crop {tokens_to_remove} tokens; -{tokens_to_remove} drops that many")
         extent = self._extent
@@ -92,8 +99,7 @@ class VmmLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 f"asked to drop {-tokens_to_remove} of {extent.end} tokens; the window before them is gone: this layer "
                 f"holds tokens from {extent.first} on. Call activate_past_recording() before the tokens come"
             )
-        extent.first, extent.end = self._first_visible(end), end
-        extent.rows = extent.rows if end else 0
+        return end
 
     def reset(self) -> None:
         """Drops all tokens."""
@@ -164,8 +170,9 @@ class VmmCache(DynamicCache):
 
     Pages are taken as tokens come, on the device of the first K and V and in their dtype; layers with a sliding
     window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped
-    for it: what fits into them costs no driver call. `trim()` of each of the `kv_caches` gives them back to
-    the system, as does the end of the cache. `copy.deepcopy` copies the tokens that are there and nothing else.
+    for it: what fits into them costs no driver call (a window that has moved starts over at the front of its
+    rows, and pages move there). `trim()` of each of the `kv_caches` gives them back to the system, as does the
+    end of the cache. `copy.deepcopy` copies the tokens that are there and nothing else.
 
     Attention reads strided views. Torch's memory-efficient SDPA counts their strides in 32 bits, so layers
     share a token record only as far as it can address `max_seq_len` tokens (`layers_per_range` of the
@@ -186,7 +193,7 @@ class VmmCache(DynamicCache):
 
     def __init__(
         self,
-        config: PretrainedConfig,
+        config: PreTrainedConfig,
         max_seq_len: int,
         *,
         max_batch_size: int = 64,
@@ -214,6 +221,9 @@ class VmmCache(DynamicCache):
         return [group.batch.kv_cache for group in self._groups.values() if group.batch]
 
     def crop(self, tokens_to_remove: int) -> None:
+        for layer in self.layers:
+            if isinstance(layer, VmmLayer):
+                layer.length_after_crop(tokens_to_remove)  # all layers or none
         super().crop(tokens_to_remove)
         self._fit()
 
