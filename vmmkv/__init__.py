@@ -2,6 +2,7 @@
 
 from .cache import FREE_PAGE, SURPLUS_PAGE, VACANT_PAGE, KVCache
 from .errors import (
+    AutogradError,
     BudgetError,
     DeviceError,
     DriverError,
@@ -12,6 +13,7 @@ from .errors import (
     LayoutError,
     OutOfPagesError,
     OutOfRowsError,
+    ReleasedTokensError,
     SequenceTooLongError,
     ShapeError,
     StreamCaptureError,
@@ -29,6 +31,7 @@ __all__ = [
     "FREE_PAGE",
     "SURPLUS_PAGE",
     "VACANT_PAGE",
+    "AutogradError",
     "BudgetError",
     "CacheStats",
     "CallStats",
@@ -44,6 +47,7 @@ __all__ = [
     "LayoutError",
     "OutOfPagesError",
     "OutOfRowsError",
+    "ReleasedTokensError",
     "Sequence",
     "SequenceTooLongError",
     "ShapeError",

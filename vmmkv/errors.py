@@ -54,6 +54,14 @@ class UseAfterFreeError(VmmkvError):
     """A sequence was used after `free`, or a cache after `close`."""
 
 
+class ReleasedTokensError(VmmkvError, RuntimeError):
+    """Tokens are needed again that a sliding window has left behind."""
+
+
+class AutogradError(VmmkvError, RuntimeError):
+    """Autograd would record K and V that go into a cache; caches are for inference."""
+
+
 class ForkError(VmmkvError):
     """A cache was used in a forked child; its memory belongs to the parent."""
 

@@ -1,0 +1,613 @@
+"""`VmmCache` against `DynamicCache`: the same tokens and logits, and memory only where tokens are.
+
+Pages on the CPU are 4 KiB and hold a few tokens; an access outside of them kills the process, which is the point.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from faulty import FaultyDriver
+from tiny_models import DECODER, MODELS, VOCABULARY, WINDOW, skip_unsupported, tiny_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, LlamaConfig, PreTrainedConfig, PreTrainedModel
+
+import vmmkv
+from vmmkv.driver import open_driver
+from vmmkv.integrations.transformers import VmmCache
+
+pytestmark = [  # what transformers itself calls
+    pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
+]
+
+ATTENTIONS = ["eager", "sdpa", "flex_attention"]
+LENGTHS = {"max_new_tokens": 24, "min_new_tokens": 24}
+SEQ2SEQ = ["bart", "t5"]
+
+
+@pytest.fixture(autouse=True)
+def _uncompiled() -> Iterator[None]:
+    """FlexAttention compiles a kernel per stride; the same arithmetic runs uncompiled in a tenth of a second."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+PAGE_SIZE = {"cpu": 4096, "cuda": 2 << 20}
+
+
+def vmm_cache(config: PreTrainedConfig, device: str, max_seq_len: int = 200, **kwargs: int) -> VmmCache:
+    return VmmCache(config, max_seq_len, page_size=PAGE_SIZE[device], **kwargs)
+
+
+def caches(model: PreTrainedModel) -> list[Cache]:
+    """A `DynamicCache` and a `VmmCache` for a model."""
+    makers: list[Callable[[], Cache]] = [
+        lambda: DynamicCache(config=model.config),
+        lambda: vmm_cache(model.config, model.device.type),
+    ]
+    if model.config.is_encoder_decoder:
+        return [EncoderDecoderCache(make(), make()) for make in makers]
+    return [make() for make in makers]
+
+
+def random_tokens(model: PreTrainedModel, *shape: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, shape, generator=generator).to(model.device)
+
+
+def left_padding(tokens: torch.Tensor) -> torch.Tensor:
+    """An attention mask that pads the first sequence by a half, the second by two, others not."""
+    mask = torch.ones_like(tokens)
+    mask[0, : tokens.shape[1] // 2] = 0
+    mask[1, :2] = 0
+    return mask
+
+
+def check_same_generation(model: PreTrainedModel, tokens: torch.Tensor, **kwargs: object) -> Cache:
+    """Generates with both caches, compares, and returns the `VmmCache`."""
+    kwargs = {"attention_mask": torch.ones_like(tokens), "do_sample": False, **LENGTHS, **kwargs}
+    outputs = []
+    for cache in caches(model):
+        torch.manual_seed(7)
+        outputs.append(
+            model.generate(tokens, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **kwargs)
+        )
+    reference, output = outputs
+    assert output.past_key_values is cache
+    assert torch.equal(output.sequences, reference.sequences)
+    assert len(output.logits) == len(reference.logits)
+    for logits, expected in zip(output.logits, reference.logits):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    return cache
+
+
+# ---------------------------------------------------------------------- parity of generate()
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy(name: str, attention: str, device: str) -> None:
+    skip_unsupported(name, attention, device)
+    model = tiny_model(name, attention, device)
+    check_same_generation(model, random_tokens(model, 3, 12))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in SEQ2SEQ])
+def test_left_padding(name: str, attention: str, device: str) -> None:
+    skip_unsupported(name, attention, device)
+    model = tiny_model(name, attention, device)
+    tokens = random_tokens(model, 3, 12)
+    check_same_generation(model, tokens, attention_mask=left_padding(tokens))
+
+
+MODES = {
+    "sampling": {"do_sample": True, "top_k": 20, "temperature": 0.9},
+    "num_return_sequences": {"do_sample": True, "num_return_sequences": 4},
+    "beams": {"num_beams": 4, "num_return_sequences": 3},
+    "sampled beams": {"num_beams": 4, "do_sample": True},
+    "chunked prefill": {"prefill_chunk_size": 5},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3", "qwen3-next", *SEQ2SEQ])
+def test_modes(name: str, mode: str, device: str) -> None:
+    if mode == "chunked prefill" and name in SEQ2SEQ:
+        pytest.skip("generate() chunks the prompts of decoders only")
+    model = tiny_model(name, "sdpa", device)
+    check_same_generation(model, random_tokens(model, 2, 12), **MODES[mode])
+
+
+@pytest.mark.parametrize("name", ["llama-mha", "gemma3"])
+def test_left_padded_beams(name: str, device: str) -> None:
+    model = tiny_model(name, "sdpa", device)
+    tokens = random_tokens(model, 2, 12)
+    check_same_generation(model, tokens, attention_mask=left_padding(tokens), num_beams=4)
+
+
+SPECULATIVE = [
+    "llama-gqa",
+    "mistral",
+    "gemma3",
+    "gemma4",
+    "deepseek-v3",
+    *SEQ2SEQ,
+]  # generate() refuses linear attention
+
+
+@pytest.mark.parametrize("name", SPECULATIVE)
+def test_prompt_lookup(name: str, device: str) -> None:
+    """Tokens are proposed from the prompt, and those that the model refuses are cropped."""
+    model = tiny_model(name, "sdpa", device)
+    prompt = random_tokens(model, 1, 5).repeat(1, 3)
+    check_same_generation(model, prompt, prompt_lookup_num_tokens=4)
+
+
+@pytest.mark.parametrize("name", SPECULATIVE)
+def test_assistant_model(name: str, device: str) -> None:
+    model, assistant = (tiny_model(name, "sdpa", device, seed) for seed in (0, 1))
+    assistant.generation_config.num_assistant_tokens = 4
+    check_same_generation(model, random_tokens(model, 1, 12), assistant_model=assistant)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", "deepseek-v3", "qwen3-next"])
+def test_turns_of_a_conversation(name: str, device: str) -> None:
+    model = tiny_model(name, "sdpa", device)
+    conversations = []
+    for cache in caches(model):
+        tokens = random_tokens(model, 2, 6)
+        for turn in range(3):
+            mask = torch.ones_like(tokens)
+            tokens = model.generate(tokens, attention_mask=mask, past_key_values=cache, do_sample=False, **LENGTHS)
+            tokens = torch.cat([tokens, random_tokens(model, 2, 9, seed=turn)], dim=1)
+        conversations.append(tokens)
+    assert torch.equal(*conversations)
+
+
+def test_compiled_flex_attention(device: str) -> None:
+    """Its kernel is made for the strides that it sees."""
+    model = tiny_model("llama-gqa", "flex_attention", device)
+    tokens = random_tokens(model, 2, 12)
+    reference = model.generate(tokens, do_sample=False, max_new_tokens=3, min_new_tokens=3)
+    with torch.compiler.set_stance("default"):
+        cache = vmm_cache(model.config, device)
+        output = model.generate(tokens, past_key_values=cache, do_sample=False, max_new_tokens=3, min_new_tokens=3)
+    assert torch.equal(output, reference)
+
+
+def test_compiled_model(device: str) -> None:
+    """Pages are mapped between the graphs: a graph that was captured once must not skip that."""
+    model = tiny_model("llama-gqa", "sdpa", device)
+    compiled = torch.compile(model, backend="eager")
+    cache, reference = vmm_cache(model.config, device), DynamicCache(config=model.config)
+    for seed, tokens in enumerate((12, *[1] * 6)):
+        step = random_tokens(model, 2, tokens, seed=seed)
+        with torch.no_grad(), torch.compiler.set_stance("default"):
+            logits = compiled(step, past_key_values=cache).logits
+        with torch.no_grad():
+            torch.testing.assert_close(logits, model(step, past_key_values=reference).logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["llama-mha", "mistral", "gemma2", "gemma4", "deepseek-v3", "gpt-oss"])
+def test_logits_of_uneven_chunks(name: str, padded: bool, device: str) -> None:
+    """Chunks shorter and longer than the window, after a prompt that is longer, too."""
+    model = tiny_model(name, "eager", device)
+    tokens = random_tokens(model, 3, 40)
+    mask = left_padding(tokens) if padded else torch.ones_like(tokens)
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = []
+    for cache in caches(model):
+        chunks, start = [], 0
+        for length in (11, 5, 9, 1, 1, 3, 10):
+            chunk = slice(start, start + length)
+            with torch.no_grad():
+                output = model(
+                    tokens[:, chunk],
+                    attention_mask=mask[:, : chunk.stop],
+                    position_ids=positions[:, chunk],
+                    past_key_values=cache,
+                )
+            chunks.append(output.logits)
+            start = chunk.stop
+        logits.append(torch.cat(chunks, dim=1)[mask.bool()])
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-4, rtol=1e-4)
+
+
+# ---------------------------------------------------------------------- parity of the cache's own operations
+
+
+@pytest.fixture
+def mixed_config() -> PreTrainedConfig:
+    """Windows and full attention in turn, two layers of each."""
+    return tiny_model("gemma3", "eager", "cpu").config
+
+
+def random_kv(device: str, rows: int, tokens: int, heads: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V as attention modules make them, V as a transposed view; two layers of them take 1/8 of a page."""
+    head_dim = PAGE_SIZE[device] // 256
+    k = torch.randn(rows, heads, tokens, head_dim, device=device)
+    v = torch.randn(rows, tokens, heads, head_dim, device=device).transpose(1, 2)
+    return k, v
+
+
+def forward(device: str, rows: int, tokens: int, *caches: Cache) -> None:
+    """What a forward pass does to caches; all of them must give attention the same, as long as their masks."""
+    for index in range(len(caches[0].layers)):
+        kv = random_kv(device, rows, tokens)
+        kv_length, _ = caches[0].get_mask_sizes(tokens, index)
+        first, *others = [cache.update(*kv, index) for cache in caches]
+        assert all(states.shape[-2] == kv_length for states in first)
+        for other in others:
+            for states, expected in zip(first, other):
+                assert torch.equal(states, expected[:, :, -kv_length:])  # 5.17 gives more while it records
+
+
+def check_same_state(cache: VmmCache, reference: DynamicCache) -> None:
+    assert cache.get_seq_length() == reference.get_seq_length()
+    for index, (layer, expected) in enumerate(zip(cache.layers, reference.layers)):
+        assert cache.get_mask_sizes(3, index) == reference.get_mask_sizes(3, index)
+        if cache.get_seq_length():
+            assert torch.equal(layer.keys, expected.keys)
+            assert torch.equal(layer.values, expected.values)
+        else:
+            assert layer.keys is None
+            assert layer.values is None
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_operations(seed: int, device: str, mixed_config: PreTrainedConfig) -> None:
+    random = np.random.default_rng(seed)
+    recording = seed % 2 == 0
+    cache, reference = vmm_cache(mixed_config, device, max_batch_size=8), DynamicCache(config=mixed_config)
+    rows, newest = 2, 0  # newest: tokens since the last crop, all of which a recording cache can drop
+    if recording:
+        for each in (cache, reference):
+            each.activate_past_recording()
+    for _ in range(50):
+        length = reference.get_seq_length()
+        operation = random.choice(["forward"] * 4 + ["crop", "reorder", "repeat", "select", "copy", "reset"])
+        if operation == "reset" or length > 150:
+            cache.reset()
+            reference = DynamicCache(config=mixed_config)  # 5.17 zeroes it, but keeps its length
+            if recording:
+                reference.activate_past_recording()
+            rows, newest = int(random.integers(1, 4)), 0
+        elif operation == "forward" or not length:
+            tokens = int(random.integers(1, 13))
+            forward(device, rows, tokens, cache, reference)
+            newest += tokens
+        elif operation == "crop" and (recording or length < WINDOW):
+            dropped = int(random.integers(0, (newest if recording else length) + 1))
+            for each in (cache, reference):
+                each.crop(-dropped)
+            newest = 0
+        elif operation == "reorder":
+            beams = torch.from_numpy(random.integers(0, rows, rows)).to(device)
+            for each in (cache, reference):
+                each.reorder_cache(beams)
+        elif operation == "repeat" and rows <= 4:
+            for each in (cache, reference):
+                each.batch_repeat_interleave(2)
+            rows *= 2
+        elif operation == "select":
+            kept = torch.from_numpy(random.permutation(rows)[: random.integers(1, rows + 1)]).to(device)
+            for each in (cache, reference):
+                each.batch_select_indices(kept)
+            rows = len(kept)
+        elif operation == "copy":
+            cache = copy.deepcopy(cache)
+        check_same_state(cache, reference)
+        for kv_cache in cache.kv_caches:
+            kv_cache.check()
+
+
+def test_selection_by_a_mask(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    forward(device, 3, 10, cache, reference)
+    for each in (cache, reference):
+        each.batch_select_indices(torch.tensor([True, False, True], device=device))
+    check_same_state(cache, reference)
+
+
+def test_keys_and_values_are_live_views(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache = vmm_cache(mixed_config, device)
+    forward(device, 2, 5, cache)
+    for index, layer in enumerate(cache.layers):
+        layer.keys.fill_(3)
+        layer.values.fill_(4)
+        k, v = cache.update(*random_kv(device, 2, 1), index)
+        assert (k[:, :, :5] == 3).all()
+        assert (v[:, :, :5] == 4).all()
+        assert k.data_ptr() == layer.keys.data_ptr()
+
+
+def test_layers_of_different_shapes(device: str) -> None:
+    """The first K and V tell each layer's own shape, and no memory is spent on a wrong guess."""
+    config = LlamaConfig(**DECODER)
+    cache, reference = vmm_cache(config, device), DynamicCache(config=config)
+    heads = [2, 2, 6, 4]
+    for tokens in (10, 1, 1):
+        for index in range(4):
+            kv = random_kv(device, 2, tokens, heads[index])
+            for states, expected in zip(cache.update(*kv, index), reference.update(*kv, index)):
+                assert torch.equal(states, expected)
+    check_same_state(cache, reference)
+    assert [layer.num_kv_heads for layer in cache.kv_caches[0].layout.layers] == heads
+
+
+def test_a_shape_announced_wrong_does_no_harm(device: str, mixed_config: PreTrainedConfig) -> None:
+    """As `early_initialization` does for models that cache latents."""
+    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    cache.early_initialization(2, 5, 24, torch.float32, torch.device(device))
+    assert cache.get_seq_length() == 0
+    forward(device, 2, 10, cache, reference)
+    check_same_state(cache, reference)
+    assert {layer.num_kv_heads for layer in cache.kv_caches[0].layout.layers} == {2}
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def pages(cache: VmmCache, state: str = "used") -> list[int]:
+    """Pages of full attention and of windows, in this order."""
+    by_length = sorted(cache.kv_caches, key=lambda kv_cache: -kv_cache.stats().tokens)
+    return [kv_cache.stats().pages[state] for kv_cache in by_length]
+
+
+def driver_calls(cache: VmmCache) -> int:
+    return sum(call.count for kv_cache in cache.kv_caches for call in kv_cache.stats().driver_calls.values())
+
+
+@pytest.fixture
+def drivers(monkeypatch: pytest.MonkeyPatch) -> list[FaultyDriver]:
+    """The drivers of the caches that a test makes."""
+    opened: list[FaultyDriver] = []
+
+    def open_faulty(device: object, page_size: int | None) -> FaultyDriver:
+        opened.append(FaultyDriver(open_driver(device, page_size)))
+        return opened[-1]
+
+    monkeypatch.setattr("vmmkv.cache.open_driver", open_faulty)
+    return opened
+
+
+def test_pages_come_with_tokens_and_leave_with_the_window(device: str, mixed_config: PreTrainedConfig) -> None:
+    """8 tokens fill a page; 6 that a window keeps, and one that is new, lie in two, and a third leaves later."""
+    cache = vmm_cache(mixed_config, device)
+    assert cache.kv_caches == []
+    for length in range(1, 100):
+        forward(device, 2, 1, cache)
+        full, window = pages(cache)
+        assert full == 2 * -(-length // 8)
+        assert window <= 2 * 3
+    assert max(kv_cache.stats().reuse_factor for kv_cache in cache.kv_caches) > 2
+
+
+def test_a_long_prompt_takes_no_more_than_a_window(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache = vmm_cache(mixed_config, device)
+    forward(device, 2, 80, cache)
+    assert pages(cache) == [2 * 10, 2 * 1]
+    assert all(kv_cache.stats().pages["surplus"] == 0 for kv_cache in cache.kv_caches)
+
+
+def test_recorded_pages_leave_with_the_crop(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache = vmm_cache(mixed_config, device)
+    cache.activate_past_recording()
+    forward(device, 1, 80, cache)
+    assert pages(cache) == [10, 10]
+    cache.crop(-8)
+    assert pages(cache) == [9, 1]
+
+
+def test_cropped_and_deselected_tokens_leave_their_pages(device: str) -> None:
+    cache = vmm_cache(LlamaConfig(**{**DECODER, "num_hidden_layers": 2}), device)
+    forward(device, 3, 80, cache)
+    cache.crop(-40)
+    assert pages(cache) == [3 * 5]
+    cache.batch_select_indices(torch.tensor([2], device=device))
+    assert pages(cache) == [5]
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "deepseek-v3", "bart"])
+def test_a_second_generation_maps_nothing(name: str, device: str) -> None:
+    model = tiny_model(name, "sdpa", device)
+    tokens = random_tokens(model, 3, 12)
+    cache = check_same_generation(model, tokens)
+    parts = [cache.self_attention_cache, cache.cross_attention_cache] if name == "bart" else [cache]
+    before = [driver_calls(part) for part in parts]
+    for rows in (3, 1, 2):
+        cache.reset()
+        assert [pages(part) for part in parts] == [[0]] * len(parts)
+        output = model.generate(tokens[:rows], past_key_values=cache, do_sample=False, **LENGTHS)
+        assert torch.equal(output, model.generate(tokens[:rows], do_sample=False, **LENGTHS))
+    assert [driver_calls(part) for part in parts] == before
+
+
+def test_a_second_generation_over_windows_takes_no_memory(device: str) -> None:
+    """A window that has moved begins again at the front of its row: pages move there, and none is created."""
+    model = tiny_model("gemma3", "sdpa", device)
+    cache = check_same_generation(model, random_tokens(model, 3, 12))
+    created = [kv_cache.stats().pages_created for kv_cache in cache.kv_caches]
+    cache.reset()
+    model.generate(random_tokens(model, 3, 12), past_key_values=cache, do_sample=False, **LENGTHS)
+    assert [kv_cache.stats().pages_created for kv_cache in cache.kv_caches] == created
+
+
+def test_reset_and_trim_return_everything(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache = vmm_cache(mixed_config, device)
+    forward(device, 3, 80, cache)
+    cache.reset()
+    assert pages(cache) == [0, 0]
+    for kv_cache in cache.kv_caches:
+        kv_cache.trim()
+        assert kv_cache.stats().physical_bytes == 0
+    forward(device, 5, 20, cache)
+
+
+def test_the_end_of_a_cache_returns_everything(device: str, mixed_config: PreTrainedConfig, drivers) -> None:
+    """At once, without the help of the cycle collector."""
+    cache = vmm_cache(mixed_config, device)
+    forward(device, 3, 30, cache)
+    twin = copy.deepcopy(cache)
+    assert len(drivers) == 4
+    assert all(driver.handles for driver in drivers)
+    gc.disable()
+    try:
+        del cache, twin
+        assert not any(driver.handles or driver.mapped or driver.ranges for driver in drivers)
+    finally:
+        gc.enable()
+
+
+def test_a_copy_holds_live_tokens_only(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    for tokens in (30, *[1] * 20):
+        forward(device, 2, tokens, cache, reference)
+    twin, twin_reference = copy.deepcopy(cache), copy.deepcopy(reference)
+    assert pages(twin) == [2 * 7, 2 * 2]
+    assert pages(twin, "surplus") == [0, 0]
+    forward(device, 2, 3, cache, reference)
+    forward(device, 2, 5, twin, twin_reference)
+    check_same_state(cache, reference)
+    check_same_state(twin, twin_reference)
+    assert copy.deepcopy(vmm_cache(mixed_config, device)).get_seq_length() == 0
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "qwen3-next"])
+def test_a_prompt_is_reused_by_copies(name: str, device: str) -> None:
+    model = tiny_model(name, "sdpa", device)
+    prompt = random_tokens(model, 1, 20)
+    continued = []
+    for cache in caches(model):
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+        for seed in (2, 3):
+            tokens = torch.cat([prompt, random_tokens(model, 1, 4, seed=seed)], dim=1)
+            continued.append(model.generate(tokens, past_key_values=copy.deepcopy(cache), do_sample=False, **LENGTHS))
+    assert torch.equal(torch.cat(continued[:2]), torch.cat(continued[2:]))
+
+
+# ---------------------------------------------------------------------- inference only
+
+
+def test_autograd_through_the_cache_is_refused(device: str) -> None:
+    model = tiny_model("llama-gqa", "sdpa", device)
+    cache = vmm_cache(model.config, device)
+    with pytest.raises(vmmkv.AutogradError, match=r"no_grad.*DynamicCache"):
+        model(random_tokens(model, 1, 5), past_key_values=cache)
+    assert cache.get_seq_length() == 0
+    with torch.no_grad():
+        model(random_tokens(model, 1, 5), past_key_values=cache)
+
+
+@pytest.mark.parametrize("modes", [(torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.no_grad)])
+def test_no_grad_and_inference_mode_in_either_order(device: str, modes, mixed_config: PreTrainedConfig) -> None:
+    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    for mode in (*modes, *modes):
+        with mode():
+            forward(device, 2, 3, cache, reference)
+            cache.reorder_cache(torch.tensor([1, 0], device=device))
+            reference.reorder_cache(torch.tensor([1, 0], device=device))
+            cache = copy.deepcopy(cache)
+    forward(device, 2, 3, cache)
+    cache.layers[1].keys.zero_()
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_what_does_not_fit_is_refused(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache, reference = vmm_cache(mixed_config, device, max_batch_size=3), DynamicCache(config=mixed_config)
+    with pytest.raises(vmmkv.OutOfRowsError, match="max_batch_size"):
+        cache.update(*random_kv(device, 4, 1), 1)
+    forward(device, 2, 4, cache, reference)
+    k, v = random_kv(device, 2, 1)
+    for refused, error, message in (
+        (random_kv(device, 3, 1), vmmkv.ShapeError, r"batch of 3.*holds 2.*reset\(\)"),
+        (random_kv(device, 2, 1, heads=1), vmmkv.ShapeError, "num_kv_heads=2"),
+        ((k, v[:, :1]), vmmkv.ShapeError, "one model"),
+        ((k.half(), v.half()), vmmkv.DtypeError, "float16.*float32"),
+        ((k, v.half()), vmmkv.DtypeError, "float16.*float32"),
+        ((k.to("meta"), v.to("meta")), vmmkv.DeviceError, "meta"),
+        (random_kv(device, 2, 197), vmmkv.SequenceTooLongError, "201 tokens.*max_seq_len=200"),
+    ):
+        with pytest.raises(error, match=message):
+            cache.update(*refused, 1)
+    with pytest.raises(vmmkv.OutOfRowsError):
+        cache.batch_repeat_interleave(2)
+    with pytest.raises(ValueError, match="-3 drops"):
+        cache.crop(3)
+    check_same_state(cache, reference)
+
+
+def test_a_window_that_has_moved_cannot_be_cropped(device: str, mixed_config: PreTrainedConfig) -> None:
+    """Nor can the layers of full attention be, then: those before the window are as they were, too."""
+    config = copy.deepcopy(mixed_config)
+    config.layer_types = config.layer_types[::-1]
+    cache, reference = vmm_cache(config, device), DynamicCache(config=config)
+    forward(device, 2, 10, cache, reference)
+    with pytest.raises(vmmkv.ReleasedTokensError, match=r"10 tokens.*activate_past_recording\(\)"):
+        cache.crop(-1)
+    check_same_state(cache, reference)
+
+
+def test_an_unfinished_forward_pass_is_no_access_to_lost_pages(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache = vmm_cache(mixed_config, device)
+    for _ in range(4):
+        cache.update(*random_kv(device, 1, 20), 0)
+    with pytest.raises(vmmkv.ReleasedTokensError, match=r"reset\(\)"):
+        cache.update(*random_kv(device, 1, 20), 2)
+    cache.reset()
+    forward(device, 1, 20, cache)
+
+
+@pytest.mark.parametrize("call", ["create", "map", "set_access"])
+def test_a_failed_driver_call_changes_nothing(device: str, mixed_config: PreTrainedConfig, drivers, call: str) -> None:
+    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    forward(device, 2, 10, cache, reference)
+    drivers[0].fail(call, skip=1)
+    with pytest.raises(vmmkv.DriverError, match="INJECTED"):
+        forward(device, 2, 20, cache)
+    check_same_state(cache, reference)
+    forward(device, 2, 20, cache, reference)
+    check_same_state(cache, reference)
+
+
+# ---------------------------------------------------------------------- 32-bit strides
+
+
+def test_long_rows_have_short_strides(device: str) -> None:
+    """The geometry of Llama-3.1-8B: 32 layers in a record reach 32,768 tokens."""
+    config = LlamaConfig(num_hidden_layers=32)
+    k = torch.randn(1, 8, 1, 128, dtype=torch.bfloat16, device=device)
+    for max_seq_len, ranges in ((32_768, 1), (32_769, 2), (131_072, 4), (1_048_576, 32)):
+        cache = VmmCache(config, max_seq_len, max_batch_size=2)
+        cache.update(k, k, 0)
+        layout = cache.kv_caches[0].layout
+        assert len(layout.record_bytes) == ranges
+        assert layout.int32_token_limit >= max_seq_len
+    with pytest.raises(vmmkv.LayoutError, match="Lower max_seq_len"):
+        VmmCache(config, 1_048_577, max_batch_size=2).update(k, k, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.FLASH_ATTENTION])
+def test_attention_reads_the_last_token_of_the_longest_row(backend: SDPBackend) -> None:
+    """Two layers of 32 heads: together 2**32 elements a row, so each has a record of its own, of 4 GiB."""
+    tokens = 2**31 // (2 * 32 * 128)
+    cache = VmmCache(LlamaConfig(**{**DECODER, "num_hidden_layers": 2}), tokens, max_batch_size=1)
+    k, v = (torch.randn(1, 32, tokens, 128, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    query = 2 * k[:, :, -1:]  # its weight on the last token is nearly 1
+    attended = cache.update(k, v, 0)
+    with sdpa_kernel(backend):
+        output = torch.nn.functional.scaled_dot_product_attention(query, *attended)
+    torch.testing.assert_close(output, v[:, :, -1:], atol=0.05, rtol=0.02)

@@ -1,0 +1,145 @@
+"""A batch: equally long sequences in rows 0, 1, 2, … of one `KVCache`, read and written as one tensor per layer.
+
+Invariants:
+ 1. Rows `[0, rows)` hold the tokens `[first, end)`; token `t` lies at position `t - origin` of its row.
+ 2. Every row belongs to the batch for good, also those without tokens: so the i-th sequence is in row i.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ..cache import KVCache
+from ..errors import OutOfRowsError, ReleasedTokensError
+from ..layout import KVLayout
+from ..sequence import Sequence
+
+
+class Batch:
+    """Equally long sequences.
+
+    Args:
+        layout: the shape of a token.
+        max_batch_size: rows; they take virtual addresses only.
+        max_seq_len: tokens of a row, likewise.
+        device: where K and V are.
+        page_size: bytes of a page; None is 2 MiB.
+
+    Raises:
+        LayoutError, DeviceError: as in `KVCache`.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        max_batch_size: int,
+        max_seq_len: int,
+        device: torch.device,
+        page_size: int | None,
+    ) -> None:
+        self.kv_cache = KVCache(
+            layout, max_batch_size, max_seq_len, device=device, page_size=page_size, int32_strides=True
+        )
+        self.origin = self.first = self.end = 0
+        self._page_tokens = max(self.kv_cache.page_size // max(layout.record_bytes), 1)
+        self._sequences: list[Sequence] = []
+        self._renew(0)
+        self._set_rows(0)
+
+    def reserve(self, rows: int, first: int, end: int) -> None:
+        """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need.
+
+        Raises:
+            OutOfRowsError: there are fewer rows.
+            ReleasedTokensError: tokens from `first` on have been given back.
+            SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`.
+                Nothing has changed in any case.
+        """
+        if rows > len(self._sequences):
+            raise OutOfRowsError(
+                f"asked for a batch of {rows} sequences; there are {len(self._sequences)} rows. Make the cache with a "
+                "larger max_batch_size: a row without tokens takes addresses, not memory"
+            )
+        if not self.rows:
+            self.origin = self.first = self.end = first
+        if first < self.first:
+            raise ReleasedTokensError(
+                f"asked for tokens from {first} on; those before {self.first} have left the sliding window. Call "
+                "reset() after a forward pass that did not finish"
+            )
+        end = max(end, self.end)
+        more = end - self.end
+        if rows > self.rows:
+            added = rows - self.rows
+            self.kv_cache.extend(self._sequences[:rows], [more] * self.rows + [end - self.origin] * added)
+            for sequence in self._sequences[self.rows : rows]:
+                sequence.release_before(self.first - self.origin)
+            self._set_rows(rows)
+        elif more:
+            self.kv_cache.extend(self._sequences[: self.rows], more)
+        self.end = end
+
+    def shrink(self, rows: int, first: int, end: int) -> None:
+        """Gives back the rows from `rows` on, and the tokens outside of `[first, end)`.
+
+        What the GPU still has to do with them may finish; the work must have been submitted. Tokens in
+        front go when they fill a page.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured.
+        """
+        if rows < self.rows:
+            self._renew(rows)
+            self._set_rows(rows)
+        if not rows:
+            self.origin = self.first = self.end = 0
+            return
+        if end < self.end:
+            for sequence in self._sequences[:rows]:
+                sequence.truncate(end - self.origin)
+            self.end = end
+        if first - self.first >= self._page_tokens:
+            for sequence in self._sequences[:rows]:
+                sequence.release_before(first - self.origin)
+            self.first = first
+
+    def _renew(self, first: int) -> None:
+        """Empties the rows from `first` on. Their pages stay mapped, ready for the next tokens there."""
+        self.kv_cache.free(self._sequences[first:])
+        renewed = [self.kv_cache.sequence() for _ in range(first, self.kv_cache.max_sequences)]
+        self._sequences[first:] = sorted(renewed, key=lambda sequence: sequence.row)
+
+    def _set_rows(self, rows: int) -> None:
+        self.rows = rows
+        views = [self.kv_cache.kv(layer) for layer in range(self.kv_cache.layout.num_layers)]
+        self._kv = [(k[:rows].transpose(1, 2), v[:rows].transpose(1, 2)) for k, v in views]
+
+    def kv(self, layer: int, rows: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens `[first, end)` in rows `[0, rows)`: `[rows, num_kv_heads, tokens, head_dim]` each,
+        strided and zero-copy."""
+        k, v = self._kv[layer]
+        if rows < self.rows:
+            k, v = k[:rows], v[:rows]
+        position, tokens = first - self.origin, end - first
+        return k.narrow(2, position, tokens), v.narrow(2, position, tokens)
+
+    def copy(self, layout: KVLayout, layers: Iterable[int]) -> Batch:
+        """Another batch that holds the same tokens, laid out anew; what it holds of other layers is undefined.
+
+        Raises:
+            OutOfPagesError, DriverError: as in `reserve`.
+        """
+        old = self.kv_cache
+        twin = Batch(layout, old.max_sequences, old.max_seq_len, old.device, old.page_size)
+        twin.reserve(self.rows, self.first, self.end)
+        for layer in layers:
+            there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))
+            there[0].copy_(here[0])
+            there[1].copy_(here[1])
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Batch:
+        return self.copy(self.kv_cache.layout, range(self.kv_cache.layout.num_layers))

@@ -1,0 +1,179 @@
+"""A layer group: the layers of a model that forget alike, side by side in the token records of one batch.
+
+Layers come one after another in a forward pass, so each has an extent of its own; what the group's rows hold
+is the union of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ..errors import AutogradError, DeviceError, DtypeError, ShapeError
+from ..layout import KVLayout
+from .batch import Batch
+
+
+@dataclass
+class Extent:
+    """What one layer holds: the tokens `[first, end)` of `rows` sequences."""
+
+    rows: int = 0
+    first: int = 0
+    end: int = 0
+
+
+class Shape(NamedTuple):
+    """What one layer keeps of a token."""
+
+    num_kv_heads: int
+    k_head_dim: int
+    v_head_dim: int
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, values: torch.Tensor) -> Shape:
+        return cls(keys.shape[1], keys.shape[3], values.shape[3])
+
+
+class LayerGroup:
+    """Layers that share token records. Nothing is reserved before the first write.
+
+    Args:
+        max_seq_len: tokens of a row.
+        max_batch_size: rows.
+        page_size: bytes of a page; None is 2 MiB.
+    """
+
+    def __init__(self, max_seq_len: int, max_batch_size: int, page_size: int | None) -> None:
+        self.max_seq_len = max_seq_len
+        self._max_batch_size = max_batch_size
+        self._page_size = page_size
+        self._extents: list[Extent] = []
+        self._shapes: list[Shape | None] = []
+        self.batch: Batch | None = None
+
+    def add_layer(self) -> tuple[int, Extent]:
+        """Another layer: its index in the group, and its extent, which the layer keeps up to date."""
+        self._shapes.append(None)
+        self._extents.append(Extent())
+        return len(self._extents) - 1, self._extents[-1]
+
+    def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes a layer's shape from K and V themselves, `[batch_size, num_kv_heads, tokens, head_dim]`.
+
+        Models do not all cache what their config suggests (latents, for one). Layers still to come are taken to
+        look the same; where one does not, the tokens that are there move into a layout that fits.
+
+        Raises:
+            LayoutError: the rows would be longer than kernels with 32-bit strides can address.
+            DtypeError: vmmkv does not hold this dtype.
+        """
+        shape = Shape.of(keys, values)
+        shapes = [*self._shapes[:layer], shape, *self._shapes[layer + 1 :]]
+        if self.batch is None:
+            layout = self._layout([known or shape for known in shapes], keys.dtype)
+            self.batch = Batch(layout, self._max_batch_size, self.max_seq_len, keys.device, self._page_size)
+        elif shape != self._room(layer):
+            layout = self._layout([known or shape for known in shapes], self.batch.kv_cache.layout.dtype)
+            others = [index for index, known in enumerate(self._shapes) if known and index != layer]
+            self.batch = self.batch.copy(layout, others)
+        self._shapes = shapes
+
+    def _room(self, layer: int) -> Shape:
+        """The shape that a layer's place in the record has."""
+        room = self._held().kv_cache.layout.layers[layer]
+        return Shape(room.num_kv_heads, room.k_head_dim, room.v_head_dim)
+
+    def _layout(self, shapes: list[Shape], dtype: torch.dtype) -> KVLayout:
+        """As many layers in a record as kernels with 32-bit strides can address over the whole row."""
+        heads, k_head_dim, v_head_dim = zip(*shapes)
+        num_layers = len(shapes)
+        for ranges in range(1, num_layers + 1):
+            layout = KVLayout(num_layers, heads, k_head_dim, dtype, v_head_dim, -(-num_layers // ranges))
+            if self.max_seq_len <= layout.int32_token_limit:
+                break
+        return layout
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Writes K and V of a layer's next tokens, `[batch_size, num_kv_heads, tokens, head_dim]`, from token
+        `first` on: where the layer ends, or where an empty layer begins.
+
+        Raises:
+            AutogradError: autograd would record the write.
+            ShapeError, DtypeError, DeviceError: they are not like those before.
+            OutOfRowsError, ReleasedTokensError, SequenceTooLongError, OutOfPagesError, DriverError: as in
+                `Batch.reserve`. Nothing was written in any case.
+        """
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise AutogradError(
+                "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
+                "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
+            )
+        extent = self._extents[layer]
+        if not extent.rows and Shape.of(keys, values) != self._shapes[layer]:
+            self.learn(layer, keys, values)
+        batch = self._held()
+        self._check(layer, keys, values)
+        rows, _, tokens, _ = keys.shape
+        begin, end = extent.first if extent.rows else first, first + tokens
+        if end > batch.end:
+            self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
+        batch.reserve(rows, begin, end)
+        k, v = batch.kv(layer, rows, first, end)
+        k.copy_(keys)
+        v.copy_(values)
+        extent.rows, extent.first, extent.end = rows, begin, end
+
+    def _check(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Refuses K and V that a copy would convert or broadcast silently."""
+        kv_cache, rows = self._held().kv_cache, self._extents[layer].rows
+        if Shape.of(keys, values) != self._shapes[layer] or keys.shape[:3] != values.shape[:3]:
+            raise ShapeError(
+                f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer} of its group; it holds "
+                f"{self._shapes[layer]}. A cache serves one model"
+            )
+        if rows and rows != keys.shape[0]:
+            raise ShapeError(
+                f"got a batch of {keys.shape[0]}; the cache holds {rows} sequences. Call reset() for another batch, "
+                "batch_repeat_interleave() or batch_select_indices() to go on with more or fewer of these"
+            )
+        for states in (keys, values):
+            if states.dtype != kv_cache.layout.dtype:
+                raise DtypeError(f"got K or V as {states.dtype}; this cache holds {kv_cache.layout.dtype}")
+            if states.device != kv_cache.device:
+                raise DeviceError(f"got K or V on {states.device}; this cache, and its model, are on {kv_cache.device}")
+
+    def read(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of the tokens that a layer holds from `first` on: views
+        `[batch_size, num_kv_heads, tokens, head_dim]`."""
+        extent = self._extents[layer]
+        return self._held().kv(layer, extent.rows, first, extent.end)
+
+    def select(self, layer: int, indices: torch.Tensor) -> None:
+        """Makes the layer's i-th sequence what its `indices[i]`-th was. A copy of its K, or V, is made meanwhile.
+
+        Raises:
+            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`; nothing has changed.
+        """
+        extent, batch = self._extents[layer], self._held()
+        old = self.read(layer, extent.first)
+        batch.reserve(len(indices), extent.first, extent.end)
+        extent.rows = len(indices)
+        for source, target in zip(old, self.read(layer, extent.first)):
+            target.copy_(source.index_select(0, indices.to(source.device)))
+
+    def fit(self) -> None:
+        """Gives back rows, and tokens, that no layer holds any more."""
+        held = [extent for extent in self._extents if extent.rows]
+        if held:
+            rows, first, end = (max(e.rows for e in held), min(e.first for e in held), max(e.end for e in held))
+            self._held().shrink(rows, first, end)
+        elif self.batch:
+            self.batch.shrink(0, 0, 0)
+
+    def _held(self) -> Batch:
+        assert self.batch is not None, "nothing was written yet"
+        return self.batch
