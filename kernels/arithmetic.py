@@ -10,6 +10,11 @@ from numba import cuda, float32
 
 from .ptx import instruction
 
+LOG2E = 1.4426950408889634
+NEGATIVE_INFINITY = float("-inf")
+FLOOR = -1e30
+"""A maximum below all sensible scores; infinite ones would have no difference."""
+
 
 def _bfloat16_bits(*values: float) -> Any:
     """Rounds to nearest even, as the hardware does."""

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 import torch
 
-from .checks import Geometry, Key, check_alignment, check_attention, check_block_size, check_indices, check_sinks
+from .arithmetic import LOG2E
+from .checks import Geometry, Key, check_alignment, check_attention, check_block_table, check_indices, check_sinks
 from .compiler import Kernel
 from .tensor_map import tensor_maps
 from .workspace import workspace
 
-LOG2E = 1.4426950408889634
 ARGUMENTS = "q" * 28 + "ff"
 """The same for all: 12 addresses, batch, num_kv_heads, the table's stride, the window, 12 strides, two factors.
 
@@ -42,8 +42,7 @@ class Plan(NamedTuple):
     """What a geometry comes to: a kernel, its grid and workspace, and the arguments that stay the same."""
 
     kernel: Kernel
-    device_index: int
-    """Of CUDA; -1 for the simulator."""
+    device: torch.device
     blocks: tuple[int, int]
     partial_bytes: int
     counters: int
@@ -58,6 +57,8 @@ def choose(kernel: str, dtype: torch.dtype, device: torch.device, best: tuple[st
     possible = ["plain"]
     if dtype != torch.float32:  # tensor cores would round it
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+        if capability < (8, 0):
+            raise ValueError(f"got {device} of compute capability {capability}; it must be 8.0 or later")
         possible = [name for name in best if name == "mma" or capability == (9, 0)] + possible
     if kernel == "auto":
         return possible[0]
@@ -74,12 +75,16 @@ def check(keys: tuple[Key | None, ...]) -> Geometries:
     q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks = geometries
     check_attention(q, k, v, out)
     given = {"seq_lens": seq_lens, "rows": rows, "starts": starts}
-    check_indices(q.device, seq_lens.shape, **{name: tensor for name, tensor in given.items() if tensor})
+    check_indices(q.device, seq_lens.shape[:1], **{name: tensor for name, tensor in given.items() if tensor})
     if cu_seqlens:
         check_indices(q.device, (seq_lens.shape[0] + 1,), cu_seqlens=cu_seqlens)
     if block_table:
-        check_indices(q.device, None, block_table=block_table)
-        check_block_size(k)
+        check_block_table(q.device, block_table, k)
+    batch, there = seq_lens.shape[0], (block_table or k).shape[0]
+    if rows is None and batch > there:
+        raise ValueError(f"got {batch} sequences without rows, of which there are {there}; rows must be given")
+    if batch == 0 and q.shape[0]:
+        raise ValueError(f"got q {list(q.shape)} and no sequences; there must be one for each token")
     if sinks:
         check_sinks(sinks, q)
     return geometries
@@ -99,24 +104,28 @@ def make_plan(
     size = q.dtype.itemsize
     ragged = (0,) if given.cu_seqlens else ()  # then q has no dimension of sequences
     strides = (*ragged, *q.strides[:-1], *k.strides[:3], *v.strides[:3], *ragged, *out.strides[:-1])
-    index = q.device.index if q.device.type == "cuda" else -1
     table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
     sizes = given.seq_lens.shape[0], k.shape[2], table_stride
-    return Plan(
-        kernel, index, blocks, partial_bytes, counters, sizes, tuple(stride * size for stride in strides), box_tokens
-    )
+    return Plan(kernel, q.device, blocks, partial_bytes, counters, sizes, tuple(x * size for x in strides), box_tokens)
 
 
 def launch(
     plan: Plan, tensors: Tensors, keys: tuple[Key | None, ...], scale: float, window: int, softcap: float
 ) -> None:
     """Runs a plan on the current stream."""
+    if not scale > 0 or softcap < 0 or window < 0:
+        raise ValueError(
+            f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not negative"
+        )
     pointers = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
     _, k, v, _ = pointers[:4]
     check_alignment(*pointers[:4])
-    index = plan.device_index
+    index = plan.device.index if plan.device.type == "cuda" else -1
     maps = tensor_maps(k, v, keys[1], keys[2], plan.box_tokens) if plan.box_tokens else ()
-    room = workspace(index, plan.partial_bytes, plan.counters) if plan.counters else (0, 0)
+    room = (0, 0)
+    if plan.counters:
+        stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+        room = workspace(plan.device, stream, plan.partial_bytes, plan.counters)
     inner = scale / softcap if softcap else 1.0
     outer = (softcap or scale) * LOG2E
     plan.kernel.launch(plan.blocks, index, (*maps, *pointers, *room, *plan.sizes, window, *plan.strides, inner, outer))

@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 
+from .ptx import SIMULATED
+
 ALIGNMENT = 16
 """Bytes that a thread moves at a time; addresses and strides are multiples of it."""
 
@@ -31,6 +33,15 @@ def keys(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Key | None, ...]:
     return tuple([(t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in tensors])
 
 
+def check_device(device: torch.device) -> None:
+    """Kernels run on CUDA devices, or on host memory in the simulator."""
+    if device.type not in ("cuda", "cpu") or (device.type == "cpu") != SIMULATED:
+        raise ValueError(
+            f"got tensors on {device}; they must be on a CUDA device, or, where NUMBA_ENABLE_CUDASIM=1 was set before "
+            "the first import, on the CPU"
+        )
+
+
 def check_alignment(*pointers: int) -> None:
     """Raises `ValueError` unless addresses are multiples of 16 bytes."""
     together = 0
@@ -43,8 +54,11 @@ def check_alignment(*pointers: int) -> None:
 
 def check_new(k: Geometry, v: Geometry) -> None:
     """K and V of new tokens: as many tokens and heads, in whole vectors."""
+    check_device(k.device)
     if len(k.shape) != 3 or len(v.shape) != 3 or k.shape[:2] != v.shape[:2]:
         raise ValueError(f"got k {list(k.shape)} and v {list(v.shape)}; both must be [tokens, num_kv_heads, head_dim]")
+    if k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(f"got k of {k.dtype} on {k.device} and v of {v.dtype} on {v.device}; they must be the same")
     _check_vectors("k", k)
     _check_vectors("v", v)
 
@@ -63,15 +77,41 @@ def check_cache(name: str, cache: Geometry, like: Geometry | None = None) -> Non
     _check_vectors(name, cache)
 
 
-def check_indices(device: torch.device, shape: tuple[int, ...] | None, **tensors: Geometry) -> None:
-    """Index tensors: int32, on the device, without gaps, and of the given shape where there is one."""
+def check_indices(device: torch.device, shape: tuple[int, ...], **tensors: Geometry) -> None:
+    """Index tensors: int32, on the device, of the given shape, without gaps."""
     for name, tensor in tensors.items():
         if tensor.dtype != torch.int32:
             raise TypeError(f"got {name} of {tensor.dtype}; it must be torch.int32")
         if tensor.device != device:
-            raise ValueError(f"got {name} on {tensor.device}; K and V are on {device}")
-        if tensor.strides[-1] != 1 or (shape is not None and tensor.shape != shape):
-            raise ValueError(f"got {name} {list(tensor.shape)}; it must be contiguous {list(shape or ())}")
+            raise ValueError(f"got {name} on {tensor.device}; the other tensors are on {device}")
+        if len(shape) != 1 or tensor.shape != shape or not _follow(tensor):
+            raise ValueError(f"got {name} {list(tensor.shape)}; it must be contiguous {list(shape)}")
+
+
+def check_block_table(device: torch.device, table: Geometry, cache: Geometry) -> None:
+    """A block table, and blocks of whole units of 16 tokens, which is how many kernels look up at a time."""
+    if len(table.shape) != 2 or not _follow(table):
+        raise ValueError(
+            f"got block_table {list(table.shape)}; it must be [max_sequences, max_blocks], rows contiguous"
+        )
+    if table.dtype != torch.int32:
+        raise TypeError(f"got block_table of {table.dtype}; it must be torch.int32")
+    if table.device != device:
+        raise ValueError(f"got block_table on {table.device}; the other tensors are on {device}")
+    if not cache.shape[1] or cache.shape[1] % 16:
+        raise ValueError(f"got blocks of {cache.shape[1]} tokens; the block size must be a multiple of 16")
+
+
+def check_written(**tensors: Geometry) -> None:
+    """What is written must not overlap itself."""
+    for name, tensor in tensors.items():
+        if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.strides)):
+            raise ValueError(f"got {name} of strides {tensor.strides}; it must not repeat itself, since it is written")
+
+
+def _follow(tensor: Geometry) -> bool:
+    """Whether elements of the last dimension follow each other."""
+    return tensor.strides[-1] == 1 or tensor.shape[-1] <= 1
 
 
 def _check_vectors(name: str, tensor: Geometry) -> None:
@@ -92,12 +132,14 @@ ATTENTION_DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 def check_attention(q: Geometry, k: Geometry, v: Geometry, out: Geometry) -> None:
     """Queries `[..., num_heads, head_dim]` and a cache that they can attend to."""
+    check_device(q.device)
+    check_written(out=out)
     if q.dtype not in ATTENTION_DTYPES:
-        raise TypeError(f"got q of {q.dtype}; attention takes {', '.join(map(str, ATTENTION_DTYPES))}")
-    if q.shape[-1] not in HEAD_DIMS:
-        raise ValueError(f"got heads of {q.shape[-1]}; head_dim must be one of {', '.join(map(str, HEAD_DIMS))}")
+        raise TypeError(f"got q of {q.dtype}; it must be one of {', '.join(map(str, ATTENTION_DTYPES))}")
     if len(q.shape) < 3:
         raise ValueError(f"got q {list(q.shape)}; it must end in num_heads and head_dim")
+    if q.shape[-1] not in HEAD_DIMS:
+        raise ValueError(f"got heads of {q.shape[-1]}; head_dim must be one of {', '.join(map(str, HEAD_DIMS))}")
     if len(k.shape) != 4 or k.shape != v.shape:
         raise ValueError(
             f"got k {list(k.shape)} and v {list(v.shape)}; both must be [rows, tokens, num_kv_heads, head_dim]"
@@ -118,17 +160,11 @@ def check_attention(q: Geometry, k: Geometry, v: Geometry, out: Geometry) -> Non
         _check_vectors(name, tensor)
 
 
-def check_block_size(k: Geometry) -> None:
-    """Kernels look a block up for 16 tokens at a time."""
-    if k.shape[1] % 16:
-        raise ValueError(f"got blocks of {k.shape[1]} tokens; the block size must be a multiple of 16")
-
-
 def check_sinks(sinks: Geometry, q: Geometry) -> None:
     """A logit for each query head."""
     if sinks.dtype != torch.float32:
         raise TypeError(f"got sinks of {sinks.dtype}; it must be torch.float32")
     if sinks.device != q.device:
         raise ValueError(f"got sinks on {sinks.device}; q is on {q.device}")
-    if sinks.shape != q.shape[-2:-1] or sinks.strides != (1,):
+    if sinks.shape != q.shape[-2:-1] or not _follow(sinks):
         raise ValueError(f"got sinks {list(sinks.shape)}; it must be contiguous {list(q.shape[-2:-1])}")

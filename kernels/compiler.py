@@ -13,6 +13,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -84,16 +85,26 @@ class Kernel:
         if SIMULATED:
             self._simulated[blocks, self.threads, 0, self.shared_bytes](*arguments)
             return
+        if torch._C._cuda_getDevice() != index:
+            with torch.cuda.device(index):
+                self.launch(blocks, index, arguments)
+            return
         handle = self._handles.get(index) or self._load(index)
         stream = torch._C._cuda_getCurrentRawStream(index)
+        status = self._launch(handle, blocks, stream, arguments)
+        if status == _driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread's first call
+            torch.cuda.current_stream().query()  # makes the context current
+            status = self._launch(handle, blocks, stream, arguments)
+        if status:
+            raise RuntimeError(f"cuLaunchKernel failed with {status.name} for {self}")
+
+    def _launch(self, handle: Any, blocks: tuple[int, int], stream: int, arguments: tuple[Any, ...]) -> Any:
         launch = _driver().cuLaunchKernel
         with self._lock:
             self._pack(self._values, 0, *arguments)  # the driver copies the values during the call
-            (status,) = launch(
+            return launch(
                 handle, *blocks, 1, self.threads, 1, 1, self.shared_bytes, stream, self._parameters, 0
-            )  # fmt: skip
-        if status:
-            raise RuntimeError(f"cuLaunchKernel failed with {status.name} for {self}")
+            )[0]  # fmt: skip
 
     def __str__(self) -> str:
         return f"{self.factory.__name__}{self.constants}"
@@ -105,17 +116,19 @@ class Kernel:
             return path.read_text()
         bounds = self.threads, self.blocks_per_sm
         ptx = to_ptx(self.factory(*self.constants), self.arguments, bounds, self._target(capability))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(ptx)
-        unfinished.replace(path)  # another process may be doing the same
+        with suppress(OSError):  # without a disk it is made again
+            path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+            unfinished.write_text(ptx)
+            unfinished.replace(path)  # others may be doing the same
         return ptx
 
     def _target(self, capability: tuple[int, int]) -> tuple[Any, ...]:
-        return (*capability, "a") if self.hopper else capability
+        # PTX runs on later devices; what is newer than Hopper would need a newer version of it.
+        return (*capability, "a") if self.hopper else min(capability, (9, 0))
 
     def _key(self, capability: tuple[int, int]) -> str:
-        name = f"{self.factory.__module__}.{self} {self.threads} {self.blocks_per_sm} {capability}"
+        name = f"{self.factory.__module__}.{self} {self.threads} {self.blocks_per_sm} {self._target(capability)}"
         return hashlib.sha256(f"{name} {_sources()} {version('numba-cuda')}".encode()).hexdigest()
 
     def _load(self, index: int) -> Any:

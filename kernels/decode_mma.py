@@ -20,8 +20,8 @@ import torch
 from numba import cuda, float32, uint32
 
 from .addressing import make_addressing
-from .arithmetic import HALVES, exp2, fma, maximum, pick_bytes, tanh
-from .decode_parts import FLOOR, UNIT, Queries, make_settle, make_shares
+from .arithmetic import FLOOR, HALVES, NEGATIVE_INFINITY, exp2, fma, maximum, pick_bytes, tanh
+from .decode_parts import UNIT, Queries, make_settle, make_shares
 from .memory import load_16, load_16_cached, load_i32
 from .warp import make_meet, shuffle_xor, transpose
 from .warp import multiply as multiplications
@@ -29,7 +29,6 @@ from .warp import multiply as multiplications
 WARPS = 4
 THREADS = 32 * WARPS
 BLOCKS_PER_SM = 2
-NEGATIVE_INFINITY = float("-inf")
 
 
 def make_decode(

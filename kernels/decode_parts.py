@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda, float32, int64
 
-from .arithmetic import HALVES, divide, exp2, maximum, reciprocal
+from .arithmetic import FLOOR, HALVES, LOG2E, divide, exp2, maximum, reciprocal
 from .memory import (
     increment,
     load_f32,
@@ -29,9 +29,6 @@ UNIT = 16
 """Tokens of a unit of work."""
 LEAST = 8
 """Units of a share at least, so that short sequences are not cut to crumbs."""
-LOG2E = 1.4426950408889634
-FLOOR = -1e30
-"""A maximum below all scores; infinite ones would have no difference."""
 
 
 class Queries(NamedTuple):
@@ -81,7 +78,7 @@ def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any]:
             first = load_i32(starts + sequence * 4)
         if windowed:
             first = max(first, length - q_len + 1 - window)
-        return first, length
+        return min(first, length), length
 
     @cuda.jit(device=True, inline="always")
     def units_of(sequence, lengths):  # type: ignore[no-untyped-def]
@@ -89,8 +86,6 @@ def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any]:
         seq_lens, starts, window, groups = lengths
         first, length = span(sequence, seq_lens, starts, window)
         return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * groups
-
-    total, locate = make_ragged(units_of)
 
     total, locate = make_ragged(units_of)
 
@@ -118,7 +113,7 @@ def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any]:
         group_begin = before + index * group_units
         piece_end = min(group_begin + group_units, end)
         origin = first // UNIT * UNIT - group_begin * UNIT
-        token_end = min(origin + piece_end * UNIT, length)
+        token_end = min(origin + piece_end * UNIT, length) if first < length else 0
         return first, length, index, group_begin, group_begin + group_units, piece_end, origin + unit * UNIT, token_end
 
     return share_of_block, piece_at

@@ -12,14 +12,14 @@ At the end the warps' sums are scaled to one maximum and added. Fast kernels do 
 from __future__ import annotations
 
 from functools import cache
-from math import tanh
+from math import exp, tanh
 from typing import Any
 
 import torch
 from numba import cuda, float32
 
 from .addressing import make_addressing
-from .arithmetic import FORMATS, exp2, fma, maximum, reciprocal
+from .arithmetic import FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, fma, maximum, reciprocal
 from .attention import ARGUMENTS
 from .compiler import Kernel
 from .memory import load_4, load_16_cached, load_f32, load_i32, store_4
@@ -27,11 +27,8 @@ from .ragged import sequence_of
 from .warp import shuffle, shuffle_xor
 
 WARPS = 8
+LN2 = 0.6931471805599453
 THREADS = 32 * WARPS
-LOG2E = 1.4426950408889634
-NEGATIVE_INFINITY = float("-inf")
-FLOOR = -1e30
-"""A maximum below all scores; infinite ones would have no difference."""
 
 
 @cache
@@ -69,6 +66,11 @@ def make_plain(
     shared_sums = WARPS * head_dim
 
     home_of, offset_in = make_addressing(block_size)
+
+    @cuda.jit(device=True, inline="always")
+    def power(x):  # type: ignore[no-untyped-def]
+        """2 to the power of x, more exactly than the hardware has it: this kernel is for fp32 as well."""
+        return float32(exp(x * float32(LN2)))
 
     @cuda.jit(device=True, inline="always")
     def dot(shared_q, key):  # type: ignore[no-untyped-def]
@@ -112,6 +114,8 @@ def make_plain(
             sequence = sequence_of(token, cu_seqlens, batch)
             query = token - load_i32(cu_seqlens + sequence * 4)
             queries = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
+            if query >= queries:
+                return
             q_from = q + token * q_token
             to = out + token * out_token
         q_from += head * q_head
@@ -150,8 +154,8 @@ def make_plain(
             higher = maximum(top, score)
             for step in range(5):
                 higher = maximum(higher, shuffle_xor(higher, 1 << step))
-            scale = exp2((top - higher) * outer)
-            p = exp2((score - higher) * outer)
+            scale = power((top - higher) * outer)
+            p = power((score - higher) * outer)
             top = higher
             norm = norm * scale + p
             for i in range(num_sums):
@@ -185,15 +189,15 @@ def make_plain(
             top = maximum(top, shared_m[w])
         norm = float32(0)
         if sinks != 0:
-            norm = exp2(load_f32(sinks + head * 4) * float32(LOG2E) - top * outer)
+            norm = power(load_f32(sinks + head * 4) * float32(LOG2E) - top * outer)
         for w in range(WARPS):
-            norm += shared_l[w] * exp2((shared_m[w] - top) * outer)
+            norm += shared_l[w] * power((shared_m[w] - top) * outer)
         word = thread
         while word < words:
             o0 = float32(0)
             o1 = float32(0)
             for w in range(WARPS):
-                scale = exp2((shared_m[w] - top) * outer)
+                scale = power((shared_m[w] - top) * outer)
                 o0 += scale * shared_o[w * head_dim + word * per_word]
                 if per_word == 2:
                     o1 += scale * shared_o[w * head_dim + word * 2 + 1]

@@ -18,11 +18,11 @@ import torch
 from numba import cuda, float32, int64, uint32
 
 from .addressing import make_addressing
-from .arithmetic import HALVES, exp2, tanh
+from .arithmetic import FLOOR, HALVES, exp2, tanh
 from .memory import load_i32
 from .ragged import make_ragged
 from .shared import copy_16, shared_address, wait_copies
-from .softmax import FLOOR, divisors, first_token, hide, make_ranges, make_store, maxima, rescale, weigh
+from .softmax import divisors, first_token, hide, make_ranges, make_store, maxima, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 
@@ -144,6 +144,8 @@ def make_prefill(
         v_from = v + head // group * v_head
 
         begin = first_token(starts, sequence)
+        if windowed:  # what no query of the sequence sees may be gone
+            begin = max(begin, length - count + 1 - window)
         position = length - count + first_query
         key, end = keys_of_block(position, begin, length, window)
         low0, high0, low1, high1 = keys_of_rows(position + warp * 16 + (lane >> 2), begin, length, window)

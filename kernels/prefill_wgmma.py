@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from numba import cuda, float32, uint32
 
-from .arithmetic import HALVES, exp2, tanh
+from .arithmetic import FLOOR, HALVES, exp2, tanh
 from .hopper import (
     arrive,
     begin_products,
@@ -42,8 +42,8 @@ from .hopper import (
 from .memory import load_16_cached, load_i32
 from .ragged import make_ragged
 from .shared import shared_address
-from .softmax import FLOOR, divisors, first_token, hide, make_ranges, make_store, maxima, rescale, weigh
-from .tile_copies import make_copy_tile
+from .softmax import divisors, first_token, hide, make_ranges, make_store, maxima, rescale, weigh
+from .tile_copies import make_copy_tile, tile_bytes
 from .warp import make_meet
 
 GROUPS = 2
@@ -72,20 +72,18 @@ def make_prefill(
     causal: bool,
     windowed: bool,
     softcapped: bool,
-    in_turns: bool,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler.
 
     Args:
         group: query heads that share a KV head.
         block_size: tokens of a block in the block table; 0 without one.
-        in_turns: the groups wait for each other before they issue products.
     """
     pack = HALVES[dtype].pack
     tile = tile_of(head_dim)
     steps, halves = head_dim // 16, -(-head_dim // 64)
     num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
-    stage_bytes = halves * tile * 128
+    stage_bytes = tile_bytes(head_dim, tile)
     group_bytes = halves * 64 * 128
     q_vectors = 64 * (head_dim // 8) // 128  # of 16 bytes, that a thread copies
 
@@ -164,6 +162,8 @@ def make_prefill(
         if first_query >= count:
             return
         begin = first_token(starts, sequence)
+        if windowed:  # what no query of the sequence sees may be gone
+            begin = max(begin, length - count + 1 - window)
         position = length - count + first_query
         first_key, end = keys_of_block(position, begin, length, window)
         tiles = (max(end - first_key, 0) + tile - 1) // tile
@@ -180,7 +180,7 @@ def make_prefill(
         if thread < 128:
             give_registers()
             # One warp copies K, another one V.
-            if thread < 64:
+            if thread < 64 and tiles > 0:
                 row = load_i32(rows + sequence * 4) if rows != 0 else sequence
                 table = block_table + row * table_stride
                 boxes, tokens, to, full, empty = k_boxes, k_tokens, k_shared, k_full, k_empty
@@ -233,25 +233,22 @@ def make_prefill(
             m1 = float32(FLOOR)
             l0 = float32(0)
             l1 = float32(0)
-            if in_turns and which == 1:
+            if which == 1:
                 give_turn(1 + GROUPS)
             n = 0
             while n < tiles:
                 stage = n % STAGES
                 key = first_key + n * tile
                 wait_barrier(k_full + stage * 8, n // STAGES % 2)
-                if in_turns:
-                    take_turn(1 + GROUPS + which)
+                take_turn(1 + GROUPS + which)
                 issue_scores(scores, q_shared, k_shared + stage * stage_bytes)
                 if n > 0:
                     wait_barrier(v_full + (1 - stage) * 8, (n - 1) // STAGES % 2)
                     issue_sums(sums, weights, v_shared + (1 - stage) * stage_bytes)
-                    if in_turns:
-                        give_turn(1 + GROUPS + 1 - which)
+                    give_turn(1 + GROUPS + 1 - which)
                     wait_scores_first(scores)
                 else:
-                    if in_turns:
-                        give_turn(1 + GROUPS + 1 - which)
+                    give_turn(1 + GROUPS + 1 - which)
                     wait_scores(scores)
                 if lane == 0:
                     arrive(k_empty + stage * 8)
@@ -278,7 +275,7 @@ def make_prefill(
                 wait_barrier(v_full + stage * 8, (tiles - 1) // STAGES % 2)
                 issue_sums(sums, weights, v_shared + stage * stage_bytes)
                 wait_sums(sums)
-            if in_turns and which == 0:
+            if which == 0:
                 take_turn(1 + GROUPS)  # the other group gave one that nobody took
 
             d0, d1 = divisors(m0, m1, l0, l1, sinks, head, outer)

@@ -11,7 +11,17 @@ from typing import Any
 import torch
 from numba import cuda
 
-from .checks import Geometry, Key, check_alignment, check_cache, check_indices, check_new, keys
+from .checks import (
+    Geometry,
+    Key,
+    check_alignment,
+    check_block_table,
+    check_cache,
+    check_indices,
+    check_new,
+    check_written,
+    keys,
+)
 from .compiler import Kernel
 from .memory import load_i32
 from .ragged import sequence_of
@@ -38,7 +48,8 @@ def append(
         v_cache: likewise with `v_head_dim`.
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one).
         starts: int32 `[batch]`, the position of each sequence's first new token.
-        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; None: one token each.
+        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; those behind the last are
+            left out; None: one token each.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens.
 
     Raises:
@@ -72,12 +83,15 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, int, tuple[int, ...]]:
     check_new(k, v)
     check_cache("k_cache", k_cache, like=k)
     check_cache("v_cache", v_cache, like=v)
+    check_written(k_cache=k_cache, v_cache=v_cache)
     batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if batch <= 0 < k.shape[0]:
+        raise ValueError(f"got k {list(k.shape)} and no sequences; there must be one for each token")
     check_indices(k.device, (batch,), rows=rows, starts=starts)
     if cu_seqlens is not None:
         check_indices(k.device, (batch + 1,), cu_seqlens=cu_seqlens)
     if block_table is not None:
-        check_indices(k.device, None, block_table=block_table)
+        check_block_table(k.device, block_table, k_cache)
     heads, size = k.shape[1], k.dtype.itemsize
     k_head, v_head = k.shape[2] * size // 16, v.shape[2] * size // 16
     block_size = 0 if block_table is None else k_cache.shape[1]
@@ -113,6 +127,8 @@ def make_append(
         first = token
         if ragged:
             sequence = sequence_of(token, cu_seqlens, batch)
+            if token >= load_i32(cu_seqlens + batch * 4):
+                return
             first = load_i32(cu_seqlens + sequence * 4)
         position = load_i32(starts + sequence * 4) + token - first
         row = load_i32(rows + sequence * 4)

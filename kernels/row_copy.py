@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from numba import cuda
 
-from .checks import Geometry, Key, check_alignment, check_cache, check_indices, keys
+from .checks import Geometry, Key, check_alignment, check_cache, check_device, check_indices, check_written, keys
 from .compiler import Kernel
 from .memory import load_i32
 from .vectors import THREADS, move_heads
@@ -50,14 +50,16 @@ def copy_tokens(
     kernel.launch((max_length, lengths.shape[0]), source.get_device(), (*pointers, *strides))
 
 
-@lru_cache(1024)  # prompts have many lengths
+@lru_cache(1024)
 def _plan(*geometry: Key | None) -> tuple[Kernel, tuple[int, ...]]:
     """Checks a call's geometry; its kernel, and the strides that this takes."""
     source, target, *indices = (Geometry._make(key) for key in geometry if key)
+    check_device(source.device)
     check_cache("source", source)
+    check_written(target=target)
     check_cache("target", target, like=source)
     names = ("source_rows", "source_starts", "target_rows", "target_starts", "lengths")
-    check_indices(source.device, indices[-1].shape, **dict(zip(names, indices)))
+    check_indices(source.device, indices[-1].shape[:1], **dict(zip(names, indices)))
     size = source.dtype.itemsize
     head_vectors = source.shape[3] * size // 16
     strides = (*source.strides[:3], *target.strides[:3])

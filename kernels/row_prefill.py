@@ -40,7 +40,7 @@ def prefill(
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
-        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `q`.
+        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `q`; behind the last nothing is computed.
         seq_lens: int32 `[batch]`, tokens of each sequence, cached ones and new ones.
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one); None: 0, 1, 2, ...
         starts: int32 `[batch]`, the first token of each sequence that may be read, as behind left padding; None: 0.
@@ -56,7 +56,7 @@ def prefill(
             for fp32, which they would round; "auto".
 
     Returns:
-        `out`, or a new tensor like `q`.
+        `out`, or a new tensor like `q`. A query that sees no token gives zeros.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
@@ -152,7 +152,7 @@ def wgmma_kernel(
     dtype: torch.dtype, head_dim: int, group: int, block_size: int, causal: bool, windowed: bool, softcapped: bool
 ) -> Kernel:
     """The same for Hopper."""
-    constants = (dtype, head_dim, group, block_size, causal, windowed, softcapped, True)
+    constants = (dtype, head_dim, group, block_size, causal, windowed, softcapped)
     arguments, shared = "mmmm" + attention.ARGUMENTS, prefill_wgmma.shared_bytes(head_dim)
     return Kernel(
         prefill_wgmma.make_prefill, constants, arguments, prefill_wgmma.THREADS, shared_bytes=shared, hopper=True

@@ -53,7 +53,6 @@ class Thread:
     def __init__(self, block: Block, index: int, function: Callable[[], Any]) -> None:
         self.block = block
         self.index = index
-        self.lane = index % WARP
         self.warp = block.meeting(("warp", index // WARP), WARP)
         self.warpgroup = block.meeting(("warpgroup", index // WARPGROUP), WARPGROUP)
         self.greenlet = greenlet.greenlet(function)
@@ -203,10 +202,6 @@ class Cuda(kernelapi.FakeCUDAModule):  # type: ignore[misc]
     @property
     def blockIdx(self) -> Any:  # noqa: N802
         return current().block.index
-
-    @property
-    def laneid(self) -> int:
-        return current().lane
 
     def syncthreads(self) -> None:
         block = current().block

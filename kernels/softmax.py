@@ -10,14 +10,9 @@ from typing import Any
 
 from numba import cuda, float32
 
-from .arithmetic import HALVES, exp2, fma, maximum, reciprocal
+from .arithmetic import HALVES, LOG2E, NEGATIVE_INFINITY, exp2, fma, maximum, reciprocal
 from .memory import load_f32, load_i32, store_4
 from .warp import shuffle_xor
-
-LOG2E = 1.4426950408889634
-NEGATIVE_INFINITY = float("-inf")
-FLOOR = -1e30
-"""A maximum below all scores; infinite ones would have no difference."""
 
 
 @cuda.jit(device=True, inline="always")
@@ -104,6 +99,7 @@ def make_ranges(queries_per_block: int, tile: int, causal: bool, windowed: bool)
     def keys_of_block(position, begin, length, window):  # type: ignore[no-untyped-def]
         """From a multiple of `tile` on, and before which; `position` is that of the block's first query."""
         end = min(position + queries_per_block, length) if causal else length
+        end = end if begin < length else 0
         first = max(begin, position + 1 - window) if windowed else begin
         return first // tile * tile, end
 

@@ -1,4 +1,8 @@
-"""Memory in which the blocks of one launch leave their parts for each other."""
+"""Memory in which the blocks of one launch leave their parts for each other.
+
+Launches on one stream follow each other and share it. A graph may run beside any stream, and its branches beside each
+other: its counters are its own, and its room for parts is torch's, like any tensor that a captured call makes.
+"""
 
 from __future__ import annotations
 
@@ -6,44 +10,78 @@ from functools import cache
 
 import torch
 
-_workspaces: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-_captured: dict[int, tuple[int, tuple[torch.Tensor, torch.Tensor]]] = {}
+SLAB = 1 << 20
+"""Bytes of counters that are made at a time."""
+
+_rooms: dict[tuple[int, int], tuple[int, int]] = {}
+"""By device and stream: the address of the room for parts, and its bytes."""
+_counters: dict[tuple[int, int, int], tuple[int, int]] = {}
+"""By device, stream and capture: the address of counters, and how many."""
+_slabs: dict[int, tuple[int, int]] = {}
+"""By device: the next free address of the newest slab, and its bytes."""
 
 
-def workspace(index: int, partial_bytes: int, counters: int) -> tuple[int, int]:
-    """Addresses of room for parts, and of that many 32-bit counters which are 0 and are left 0 by each launch.
-
-    Launches on one stream follow each other and share it. A graph may run beside any stream: it has its own, set to 0
-    whenever it is replayed.
-    """
-    if index >= 0 and torch._C._cuda_isCurrentStreamCapturing():
-        capture = _capture_id(index)
-        captured, have = _captured.get(index, (-1, None))
-        if have is None or captured != capture or not _suffices(have, partial_bytes, counters):
-            have = _make(index, partial_bytes, counters)
-            _captured[index] = capture, have
-    else:
-        key = index, torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
-        have = _workspaces.get(key)
-        if have is None or not _suffices(have, partial_bytes, counters):
-            have = _workspaces[key] = _make(index, partial_bytes, counters)
-    return have[0].data_ptr(), have[1].data_ptr()
-
-
-def _suffices(have: tuple[torch.Tensor, torch.Tensor], partial_bytes: int, counters: int) -> bool:
-    return have[0].numel() >= partial_bytes and have[1].numel() >= counters
+def workspace(device: torch.device, stream: int, partial_bytes: int, counters: int) -> tuple[int, int]:
+    """Addresses of room for parts, and of that many 32-bit counters which are 0 and are left 0 by each launch."""
+    index = device.index if device.type == "cuda" else -1
+    capture = _capture_of(stream) if index >= 0 and torch._C._cuda_isCurrentStreamCapturing() else 0
+    where, many = _counters.get((index, stream, capture), (0, 0))
+    if many < counters:
+        taken = _take_counters(index, counters, capturing=bool(capture))
+        if taken is None:  # then zeros are part of the graph
+            zeros = torch.zeros(counters, dtype=torch.int32, device=device)
+            return torch.empty(partial_bytes, dtype=torch.uint8, device=device).data_ptr(), zeros.data_ptr()
+        where = taken
+        _counters[index, stream, capture] = where, counters
+    if capture:
+        return torch.empty(partial_bytes, dtype=torch.uint8, device=device).data_ptr(), where
+    room, have = _rooms.get((index, stream), (0, 0))
+    if have < partial_bytes:
+        have = 1 << (partial_bytes - 1).bit_length()
+        room = _allocate(index, have)
+        _rooms[index, stream] = room, have
+    return room, where
 
 
-def _make(index: int, partial_bytes: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
-    partials = torch.empty(1 << (partial_bytes - 1).bit_length(), dtype=torch.uint8, device=device)
-    return partials, torch.zeros(1 << (counters - 1).bit_length(), dtype=torch.int32, device=device)
+def _take_counters(index: int, counters: int, capturing: bool) -> int | None:
+    """Counters that nobody has had. None: there are none left, and none can be made during a capture."""
+    nbytes = -(-counters // 64) * 256
+    free, left = _slabs.get(index, (0, 0))
+    if left < nbytes:
+        if capturing:
+            return None
+        left = max(SLAB, nbytes)
+        free = _allocate(index, left)
+    _slabs[index] = free + nbytes, left - nbytes
+    return free
 
 
-def _capture_id(index: int) -> int:
+_host: list[torch.Tensor] = []
+
+
+def _allocate(index: int, nbytes: int) -> int:
+    """Zeroed memory that stays. Not torch's: a call may be the first in a pool that is to be left empty."""
+    if index < 0:
+        _host.append(torch.zeros(nbytes, dtype=torch.uint8))
+        return _host[-1].data_ptr()
     import cuda.bindings.driver as cu
 
-    return int(cu.cuStreamGetCaptureInfo(torch._C._cuda_getCurrentRawStream(index))[2])
+    with torch.cuda.device(index):
+        torch.cuda.current_stream().query()  # makes the context current
+        status, address = cu.cuMemAlloc(nbytes)
+        if not status:
+            (status,) = cu.cuMemsetD8(address, 0, nbytes)
+        if not status:
+            (status,) = cu.cuCtxSynchronize()
+    if status:
+        raise RuntimeError(f"asked for {nbytes} bytes of workspace on device {index}; the driver says {status.name}")
+    return int(address)
+
+
+def _capture_of(stream: int) -> int:
+    import cuda.bindings.driver as cu
+
+    return int(cu.cuStreamGetCaptureInfo(stream)[2])
 
 
 @cache

@@ -67,8 +67,14 @@ def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
     else:
         k, v = rows_of_a_cache(case, rows, lengths)
         block_table = None
-    for row, length, new_k, new_v in zip(rows, lengths, live_k, live_v):
-        for position in range(starts[rows.index(row)] if case.starts else 0, length):
+    for index, (row, length, new_k, new_v) in enumerate(zip(rows, lengths, live_k, live_v)):
+        seen = starts[index] if case.starts else 0
+        if case.window:
+            seen = max(seen, length - counts[index] + 1 - case.window)
+        if case.block_size:  # blocks that no query sees may be gone
+            block_table[row, : seen // case.block_size] = 1 << 30
+            block_table[row, -(-length // case.block_size) :] = 1 << 30
+        for position in range(seen, length):
             at = (row, position)
             if case.block_size:
                 at = (int(names[row, position // case.block_size]), position % case.block_size)
@@ -240,9 +246,26 @@ def test_attention_can_be_part_of_a_compiled_graph() -> None:
     assert torch.allclose(prefilled, decoded[:, 0], atol=0.05)
 
 
-def test_an_empty_sequence_gives_zeros() -> None:
+@pytest.mark.parametrize("kernel", ["mma", "plain"])
+def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
+    """Empty sequences, and such as are nothing but padding."""
     q, k, v, _, rows = new_tokens()
-    assert (decode(q, k, v, int32([0, 64, 0]), rows)[[0, 2]] == 0).all()
+    k[0, 18:], v[0, 18:] = torch.nan, torch.nan
+    for lens, starts in (([0, 64, 0], [0, 0, 0]), ([5, 18, 33], [5, 18, 33])):
+        index = [0, 2] if starts == [0, 0, 0] else [0, 1, 2]
+        assert (decode(q, k, v, int32(lens), rows, int32(starts), kernel=kernel)[index] == 0).all()
+        out = prefill(q[:, 0], k, v, int32([0, 1, 2, 3]), int32(lens), rows, int32(starts), kernel=kernel)
+        assert (out[index] == 0).all()
+
+
+def test_tokens_behind_the_last_sequence_are_left_alone() -> None:
+    q, k, v, _, rows = new_tokens()
+    k[2, 4:], v[2, 4:] = torch.nan, torch.nan
+    for kernel in ("plain", "mma", "wgmma"):
+        out = torch.full((6, 4, 64), 7.0, device=DEVICE, dtype=bf16)
+        prefill(q[0].expand(6, -1, -1), k, v, int32([0, 4]), int32([4]), rows[:1], out=out, kernel=kernel)
+        assert out[:4].isfinite().all()
+        assert (out[4:] == 7).all()
 
 
 def test_what_does_not_fit_is_refused_before_any_launch() -> None:
@@ -270,6 +293,13 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
         (ValueError, lambda: prefill(q, k, v, cu, lens)),
         (ValueError, lambda: prefill(many, k, v, cu[:2], lens)),
         (ValueError, lambda: prefill(many, k, v, cu, lens, causal=False, window=8)),
+        (ValueError, lambda: prefill(many, k, v, cu[:1], lens[:0])),
+        (ValueError, lambda: decode(q, k[:1], v[:1], lens)),
+        (ValueError, lambda: decode(q, k, v, lens, block_table=int32([0, 1, 2]))),
+        (ValueError, lambda: decode(q, k, v, lens, out=torch.zeros_like(q[:1]).expand(3, -1, -1, -1))),
+        (ValueError, lambda: decode(q, k, v, lens, softcap=-1.0)),
+        (ValueError, lambda: decode(q, k, v, lens, scale=0.0)),
+        (ValueError, lambda: decode(q, k, v, lens, window=-4)),
     ):
         with pytest.raises(error, match=r"must|without|on "):
             call()
@@ -289,6 +319,34 @@ def test_one_captured_graph_serves_all_lengths() -> None:
         graph.replay()
         for out in outs:
             assert torch.equal(out, decode(q, k, v, seq_lens, rows))
+
+
+@pytest.mark.gpu
+def test_branches_of_a_graph_do_not_mix_up_their_parts() -> None:
+    q = torch.randn(2, 2, 1, 8, 128, device=DEVICE, dtype=bf16)
+    k, v = (torch.randn(2, 2, 20_000, 2, 128, device=DEVICE, dtype=bf16) for _ in "kv")
+    lens = int32([20_000, 13_000])
+    expected = [decode(*each, lens) for each in zip(q, k, v)]
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        first = decode(q[0], k[0], v[0], lens)
+        with torch.cuda.stream(side):
+            second = decode(q[1], k[1], v[1], lens)
+        torch.cuda.current_stream().wait_stream(side)
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(first, expected[0])
+        assert torch.equal(second, expected[1])
+
+
+@pytest.mark.gpu
+def test_attention_runs_in_cuda_graphs_that_torch_makes() -> None:
+    q, k, v, seq_lens, rows = new_tokens()
+    step = torch.compile(lambda *tensors: decode(*tensors) * 2, mode="reduce-overhead", fullgraph=True)
+    for _ in range(4):
+        q.normal_()
+        assert torch.equal(step(q, k, v, seq_lens, rows), decode(q, k, v, seq_lens, rows) * 2)
 
 
 @pytest.mark.gpu

@@ -41,6 +41,7 @@ COMPILE = """
             log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
             facts.append({
                 "name": name,
+                "most": 65536 // (kernel.threads * kernel.blocks_per_sm) // 8 * 8,
                 "registers": int(re.search(r"Used (\\d+) registers", log)[1]),
                 "spilled": int(re.search(r"(\\d+) bytes spill stores", log)[1]),
                 "complaints": re.findall(r"Potential Performance Loss.*", log),
@@ -77,7 +78,7 @@ def test_what_kernels_compile_to() -> None:
         assert fact["wide"], name
         assert not fact["double"], name
         assert not fact["complaints"], name
-        assert fact["registers"] <= 255, name
+        assert fact["registers"] <= fact["most"], name
         assert fact["spilled"] <= SPILL_BOUND, name
         assert fact["mma"] == (", mma" in name), name
         assert fact["wgmma"] == ("wgmma" in name), name
