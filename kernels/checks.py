@@ -91,9 +91,7 @@ def check_indices(device: torch.device, shape: tuple[int, ...], **tensors: Geome
 def check_block_table(device: torch.device, table: Geometry, cache: Geometry) -> None:
     """A block table, and blocks of whole units of 16 tokens, which is how many kernels look up at a time."""
     if len(table.shape) != 2 or not _follow(table):
-        raise ValueError(
-            f"got block_table {list(table.shape)}; it must be [max_sequences, max_blocks], in order"
-        )
+        raise ValueError(f"got block_table {list(table.shape)}; it must be [max_sequences, max_blocks], in order")
     if table.dtype != torch.int32:
         raise TypeError(f"got block_table of {table.dtype}; it must be torch.int32")
     if table.device != device:
