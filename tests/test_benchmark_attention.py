@@ -117,7 +117,6 @@ def test_tables_of_a_result() -> None:
     assert [wrong["kernel"] for wrong in wrong_rows(result)] == ["vmmkv, mma", "append"]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests what happens without a GPU")
 def test_without_a_gpu_it_says_so() -> None:
     command = [sys.executable, "-m", "benchmarks.attention", "--json"]
     env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
