@@ -90,6 +90,7 @@ class VmmLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def length_after_crop(self, tokens_to_remove: int) -> int:
         """The length that `crop` would leave; raises what it would raise."""
+        tokens_to_remove = int(tokens_to_remove)  # generate() counts in tensors on the device
         if tokens_to_remove > 0:
             raise ValueError(f"asked to crop {tokens_to_remove} tokens; -{tokens_to_remove} drops that many")
         extent = self._extent
