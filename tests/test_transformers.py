@@ -174,6 +174,8 @@ def test_turns_of_a_conversation(name: str, device: str) -> None:
 
 def test_compiled_flex_attention(device: str) -> None:
     """Its kernel is made for the strides that it sees."""
+    if device == "cuda":
+        pytest.skip("torch compiles FlexAttention for heads of 16 and more on a GPU; those of the tiny models have 8")
     model = tiny_model("llama-gqa", "flex_attention", device)
     tokens = random_tokens(model, 2, 12)
     reference = model.generate(tokens, do_sample=False, max_new_tokens=3, min_new_tokens=3)
