@@ -9,6 +9,18 @@ from numba import cuda
 from .memory import load_i32
 
 
+@cuda.jit(device=True, inline="always")
+def row_of(sequence, rows):  # type: ignore[no-untyped-def]
+    """The row of a sequence, of the cache or of the block table; without `rows` its number."""
+    return load_i32(rows + sequence * 4) if rows != 0 else sequence
+
+
+@cuda.jit(device=True, inline="always")
+def first_token(sequence, starts):  # type: ignore[no-untyped-def]
+    """The first token of a sequence that may be read."""
+    return load_i32(starts + sequence * 4) if starts != 0 else 0
+
+
 def make_addressing(block_size: int) -> tuple[Any, Any]:
     """Functions for kernels: `home_of` a token, a row or a block, and its `offset_in` bytes.
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from numba import cuda, float32, uint32
 
-from .addressing import make_addressing
+from .addressing import make_addressing, row_of
 from .arithmetic import FLOOR, HALVES, NEGATIVE_INFINITY, exp2, fma, maximum, pick_bytes, tanh
 from .decode_parts import UNIT, Queries, make_settle, make_shares
-from .memory import load_16, load_16_cached, load_i32
+from .memory import load_16, load_16_cached
 from .warp import make_meet, shuffle_xor, transpose
 from .warp import multiply as multiplications
 
@@ -156,9 +156,7 @@ def make_decode(
             slot = index * slots + warp % slots
             kv_head = slot // tiles
             column = slot % tiles * 8
-            row = sequence
-            if rows != 0:
-                row = load_i32(rows + sequence * 4)
+            row = row_of(sequence, rows)
             table = block_table + row * table_stride
 
             # What this lane's two queries see: tokens from `low` on, before `high`.

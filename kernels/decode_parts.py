@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda, float32, int64
 
+from .addressing import first_token
 from .arithmetic import FLOOR, HALVES, LOG2E, divide, exp2, maximum, reciprocal
 from .memory import (
     increment,
@@ -73,9 +74,7 @@ def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any]:
     def span(sequence, seq_lens, starts, window):  # type: ignore[no-untyped-def]
         """The first token that a sequence's queries see, and its length."""
         length = load_i32(seq_lens + sequence * 4)
-        first = 0
-        if starts != 0:
-            first = load_i32(starts + sequence * 4)
+        first = first_token(sequence, starts)
         if windowed:
             first = max(first, length - q_len + 1 - window)
         return min(first, length), length

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .arithmetic import HALVES
+from .memory import _store_16
 from .ptx import SIMULATED, instruction, instruction_on_array
 
 if SIMULATED:
@@ -28,9 +29,9 @@ def swizzled(address: int) -> int:
     return address ^ ((address >> 7 & 7) << 4)
 
 
-def _read_rows(address: int, rows: int, step: int) -> Any:
-    """16 elements of each row, `step` bytes apart."""
-    columns = [[swizzled(address + row * step + half) for half in (0, 16)] for row in range(rows)]
+def _read_rows(address: int, rows: int) -> Any:
+    """The first 16 elements of each row of 128 bytes."""
+    columns = [[swizzled(address + row * 128 + half) for half in (0, 16)] for row in range(rows)]
     return np.array([[(ctypes.c_uint16 * 8).from_address(at) for at in pair] for pair in columns]).reshape(rows, 16)
 
 
@@ -55,7 +56,7 @@ def make_multiply_shared(dtype: torch.dtype, n: int, accumulate: bool) -> Any:
 
     def meaning(sums: Any, a: int, b: int) -> None:
         def work_out(brought: list[Any]) -> list[None]:
-            first, second = (values(_read_rows(brought[0][i], rows, 128)) for i, rows in ((1, 64), (2, n)))
+            first, second = (values(_read_rows(brought[0][i], rows)) for i, rows in ((1, 64), (2, n)))
             return _add_product(brought, first, second.T, accumulate)
 
         warpgroup_meets("multiply_shared", (sums, int(a), int(b)), work_out)
@@ -124,12 +125,8 @@ publish_shared = instruction("fence.proxy.async.shared::cta;", "", "", lambda: N
 """Lets products read what this thread stored in shared memory."""
 
 
-def _store_shared_16(address: int, *words: int) -> None:
-    (ctypes.c_uint32 * 4).from_address(int(address))[:] = [int(word) for word in words]
-
-
 store_shared_16 = instruction(
-    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v4.u32 [a], {$1, $2, $3, $4}; }", "", "lrrrr", _store_shared_16
+    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v4.u32 [a], {$1, $2, $3, $4}; }", "", "lrrrr", _store_16
 )
 """Puts 16 bytes to shared memory."""
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from numba import cuda, float32
 
-from .addressing import make_addressing
+from .addressing import first_token, make_addressing, row_of
 from .arithmetic import FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, fma, maximum, reciprocal
 from .attention import ARGUMENTS
 from .compiler import Kernel
@@ -122,10 +122,10 @@ def make_plain(
         to += head * out_head
         length = load_i32(seq_lens + sequence * 4)
         high = length - queries + query + 1 if causal else length
-        low = load_i32(starts + sequence * 4) if starts != 0 else 0
+        low = first_token(sequence, starts)
         if windowed:
             low = max(low, high - window)
-        row = load_i32(rows + sequence * 4) if rows != 0 else sequence
+        row = row_of(sequence, rows)
         table = block_table + row * table_stride
         k_from = k + head // group * k_head
         v_from = v + head // group * v_head

@@ -17,12 +17,11 @@ from typing import Any
 import torch
 from numba import cuda, float32, int64, uint32
 
-from .addressing import make_addressing
+from .addressing import make_addressing, row_of
 from .arithmetic import FLOOR, HALVES, exp2, tanh
-from .memory import load_i32
-from .ragged import make_ragged
+from .prompts import make_find_queries
 from .shared import copy_16, shared_address, wait_copies
-from .softmax import divisors, first_token, hide, make_ranges, make_store, maxima, rescale, weigh
+from .softmax import divisors, hide, make_ranges, make_store, maxima, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 
@@ -97,14 +96,7 @@ def make_prefill(
     steps, score_tiles, sum_tiles = head_dim // 16, tile // 8, head_dim // 8
     num_scores, num_sums = 4 * score_tiles, 4 * sum_tiles
 
-    @cuda.jit(device=True, inline="always")
-    def units_of(sequence, cu_seqlens):  # type: ignore[no-untyped-def]
-        """Blocks of queries."""
-        count = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
-        return (count + queries_per_block - 1) // queries_per_block
-
-    _, locate = make_ragged(units_of)
-
+    find_queries = make_find_queries(queries_per_block, windowed)
     keys_of_block, keys_of_rows = make_ranges(queries_per_block, tile, causal, windowed)
     store = make_store(dtype, num_sums)
     _, copy_queries, query_turns = make_copy(0, queries_per_block, head_dim, threads)
@@ -128,24 +120,17 @@ def make_prefill(
         homes = cuda.local.array(turns, int64)
         query_homes = cuda.local.array(query_turns, int64)
 
-        # The last queries of a prompt see most keys: they go first.
-        unit = cuda.gridDim.y - 1 - cuda.blockIdx.y
-        sequence, before = locate(unit, batch, cu_seqlens, lane)
-        prompt = load_i32(cu_seqlens + sequence * 4)
-        count = load_i32(cu_seqlens + sequence * 4 + 4) - prompt
-        first_query = (unit - before) * queries_per_block
-        length = load_i32(seq_lens + sequence * 4)
+        sequence, prompt, count, first_query, begin, length = find_queries(
+            batch, cu_seqlens, seq_lens, starts, window, lane
+        )
         if first_query >= count:
             return
 
-        row = load_i32(rows + sequence * 4) if rows != 0 else sequence
+        row = row_of(sequence, rows)
         table = block_table + row * table_stride
         k_from = k + head // group * k_head
         v_from = v + head // group * v_head
 
-        begin = first_token(starts, sequence)
-        if windowed:  # what no query of the sequence sees may be gone
-            begin = max(begin, length - count + 1 - window)
         position = length - count + first_query
         key, end = keys_of_block(position, begin, length, window)
         low0, high0, low1, high1 = keys_of_rows(position + warp * 16 + (lane >> 2), begin, length, window)

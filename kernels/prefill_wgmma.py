@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from numba import cuda, float32, uint32
 
+from .addressing import row_of
 from .arithmetic import FLOOR, HALVES, exp2, tanh
 from .hopper import (
     arrive,
@@ -39,15 +40,15 @@ from .hopper import (
     store_shared_16,
     wait_barrier,
 )
-from .memory import load_16_cached, load_i32
-from .ragged import make_ragged
+from .memory import load_16_cached
+from .prompts import make_find_queries
 from .shared import shared_address
-from .softmax import divisors, first_token, hide, make_ranges, make_store, maxima, rescale, weigh
+from .softmax import divisors, hide, make_ranges, make_store, maxima, rescale, weigh
 from .tile_copies import make_copy_tile, tile_bytes
 from .warp import make_meet
 
 GROUPS = 2
-"""Of four warps, that multiply; another one copies."""
+"""Of four warps, that multiply; of another one two warps copy."""
 THREADS = 128 * (GROUPS + 1)
 QUERIES = 64 * GROUPS
 STAGES = 2
@@ -97,13 +98,7 @@ def make_prefill(
     meet_group, _ = make_meet(128)
     take_turn, give_turn = make_meet(128 * GROUPS)
 
-    @cuda.jit(device=True, inline="always")
-    def units_of(sequence, cu_seqlens):  # type: ignore[no-untyped-def]
-        """Blocks of queries."""
-        count = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
-        return (count + QUERIES - 1) // QUERIES
-
-    _, locate = make_ragged(units_of)
+    find_queries = make_find_queries(QUERIES, windowed)
     look_up, copy_tile = make_copy_tile(head_dim, tile, block_size)
     keys_of_block, keys_of_rows = make_ranges(QUERIES, tile, causal, windowed)
     store = make_store(dtype, num_sums)
@@ -152,18 +147,11 @@ def make_prefill(
         k_empty = v_full + STAGES * 8
         v_empty = k_empty + STAGES * 8
 
-        # The last queries of a prompt see most keys: they go first.
-        unit = cuda.gridDim.y - 1 - cuda.blockIdx.y
-        sequence, before = locate(unit, batch, cu_seqlens, lane)
-        prompt = load_i32(cu_seqlens + sequence * 4)
-        count = load_i32(cu_seqlens + sequence * 4 + 4) - prompt
-        first_query = (unit - before) * QUERIES
-        length = load_i32(seq_lens + sequence * 4)
+        sequence, prompt, count, first_query, begin, length = find_queries(
+            batch, cu_seqlens, seq_lens, starts, window, lane
+        )
         if first_query >= count:
             return
-        begin = first_token(starts, sequence)
-        if windowed:  # what no query of the sequence sees may be gone
-            begin = max(begin, length - count + 1 - window)
         position = length - count + first_query
         first_key, end = keys_of_block(position, begin, length, window)
         tiles = (max(end - first_key, 0) + tile - 1) // tile
@@ -181,7 +169,7 @@ def make_prefill(
             give_registers()
             # One warp copies K, another one V.
             if thread < 64 and tiles > 0:
-                row = load_i32(rows + sequence * 4) if rows != 0 else sequence
+                row = row_of(sequence, rows)
                 table = block_table + row * table_stride
                 boxes, tokens, to, full, empty = k_boxes, k_tokens, k_shared, k_full, k_empty
                 if thread >= 32:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from numba import cuda
 
+from .addressing import make_addressing
 from .checks import (
     Geometry,
     Key,
@@ -117,6 +118,8 @@ def make_append(
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
 
+    home_of, offset_in = make_addressing(block_size)
+
     def kernel(  # type: ignore[no-untyped-def]
         k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, batch, table_stride,
         k_token, k_head, v_token, v_head,
@@ -132,13 +135,11 @@ def make_append(
             first = load_i32(cu_seqlens + sequence * 4)
         position = load_i32(starts + sequence * 4) + token - first
         row = load_i32(rows + sequence * 4)
-        if block_size:
-            row = load_i32(block_table + row * table_stride + position // block_size * 4)
-            position = position % block_size
+        home = home_of(position, row, block_table + row * table_stride)
         k_from = k + token * k_token
         v_from = v + token * v_token
-        k_to = k_cache + row * k_cache_row + position * k_cache_token
-        v_to = v_cache + row * v_cache_row + position * v_cache_token
+        k_to = k_cache + offset_in(home, position, k_cache_row, k_cache_token)
+        v_to = v_cache + offset_in(home, position, v_cache_row, v_cache_token)
 
         move_heads(k_from, k_to, k_head, k_cache_head, k_vectors, k_head_vectors)
         move_heads(v_from, v_to, v_head, v_cache_head, v_vectors, v_head_vectors)

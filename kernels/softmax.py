@@ -11,7 +11,7 @@ from typing import Any
 from numba import cuda, float32
 
 from .arithmetic import HALVES, LOG2E, NEGATIVE_INFINITY, exp2, fma, maximum, reciprocal
-from .memory import load_f32, load_i32, store_4
+from .memory import load_f32, store_4
 from .warp import shuffle_xor
 
 
@@ -113,9 +113,3 @@ def make_ranges(queries_per_block: int, tile: int, causal: bool, windowed: bool)
         return low0, high0, low1, high1
 
     return keys_of_block, keys_of_rows
-
-
-@cuda.jit(device=True, inline="always")
-def first_token(starts, sequence):  # type: ignore[no-untyped-def]
-    """The first token of a sequence that may be read."""
-    return load_i32(starts + sequence * 4) if starts != 0 else 0
