@@ -27,7 +27,7 @@ pytestmark = [  # what transformers itself calls
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
 ]
 
-ATTENTIONS = ["eager", "sdpa", "flex_attention"]
+ATTENTIONS = ["eager", "sdpa", "flex_attention", "vmmkv"]
 LENGTHS = {"max_new_tokens": 24, "min_new_tokens": 24}
 SEQ2SEQ = ["bart", "t5"]
 

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin, DynamicCache, DynamicLayer
 
 from ..cache import KVCache
 from ..errors import ReleasedTokensError
+from . import attention  # noqa: F401  (registers attn_implementation="vmmkv")
 from .layer_group import LayerGroup
 
 
