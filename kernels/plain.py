@@ -189,7 +189,8 @@ def make_plain(
             top = maximum(top, shared_m[w])
         norm = float32(0)
         if sinks != 0:
-            norm = power(load_f32(sinks + head * 4) * float32(LOG2E) - top * outer)
+            sink = load_f32(sinks + head * 4) * float32(LOG2E) - top * outer
+            norm = power(min(sink, float32(127)))  # a sequence without tokens has a top of nearly minus infinity
         for w in range(WARPS):
             norm += shared_l[w] * power((shared_m[w] - top) * outer)
         word = thread

@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from faulty import FaultyDriver
-from tiny_models import DECODER, MODELS, VOCABULARY, WINDOW, skip_unsupported, tiny_model
+from generation import LENGTHS, PAGE_SIZE, caches, check_same_generation, left_padding, random_tokens, vmm_cache
+from tiny_models import DECODER, MODELS, WINDOW, skip_unsupported, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import Cache, DynamicCache, EncoderDecoderCache, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedConfig
 
 import vmmkv
 from vmmkv.driver import open_driver
@@ -28,7 +29,6 @@ pytestmark = [  # what transformers itself calls
 ]
 
 ATTENTIONS = ["eager", "sdpa", "flex_attention", "vmmkv"]
-LENGTHS = {"max_new_tokens": 24, "min_new_tokens": 24}
 SEQ2SEQ = ["bart", "t5"]
 
 
@@ -37,55 +37,6 @@ def _uncompiled() -> Iterator[None]:
     """FlexAttention compiles a kernel per stride; the same arithmetic runs uncompiled in a tenth of a second."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-PAGE_SIZE = {"cpu": 4096, "cuda": 2 << 20}
-
-
-def vmm_cache(config: PreTrainedConfig, device: str, max_seq_len: int = 200, **kwargs: int) -> VmmCache:
-    return VmmCache(config, max_seq_len, page_size=PAGE_SIZE[device], **kwargs)
-
-
-def caches(model: PreTrainedModel) -> list[Cache]:
-    """A `DynamicCache` and a `VmmCache` for a model."""
-    makers: list[Callable[[], Cache]] = [
-        lambda: DynamicCache(config=model.config),
-        lambda: vmm_cache(model.config, model.device.type),
-    ]
-    if model.config.is_encoder_decoder:
-        return [EncoderDecoderCache(make(), make()) for make in makers]
-    return [make() for make in makers]
-
-
-def random_tokens(model: PreTrainedModel, *shape: int, seed: int = 1) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, VOCABULARY, shape, generator=generator).to(model.device)
-
-
-def left_padding(tokens: torch.Tensor) -> torch.Tensor:
-    """An attention mask that pads the first sequence by a half, the second by two, others not."""
-    mask = torch.ones_like(tokens)
-    mask[0, : tokens.shape[1] // 2] = 0
-    mask[1, :2] = 0
-    return mask
-
-
-def check_same_generation(model: PreTrainedModel, tokens: torch.Tensor, **kwargs: object) -> Cache:
-    """Generates with both caches, compares, and returns the `VmmCache`."""
-    kwargs = {"attention_mask": torch.ones_like(tokens), "do_sample": False, **LENGTHS, **kwargs}
-    outputs = []
-    for cache in caches(model):
-        torch.manual_seed(7)
-        outputs.append(
-            model.generate(tokens, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **kwargs)
-        )
-    reference, output = outputs
-    assert output.past_key_values is cache
-    assert torch.equal(output.sequences, reference.sequences)
-    assert len(output.logits) == len(reference.logits)
-    for logits, expected in zip(output.logits, reference.logits):
-        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
-    return cache
 
 
 # ---------------------------------------------------------------------- parity of generate()

@@ -113,11 +113,26 @@ MODELS = {
     ),
 }
 
+WIDE = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+WIDE_MIXED = {**WIDE, "layer_types": ["sliding_attention", "full_attention"], "initializer_range": 0.2}
+WIDE_MODELS = {
+    f"{name}-wide": (*MODELS[name][:2], {**MODELS[name][2], **sizes})
+    for name, sizes in {
+        "llama-gqa": {**WIDE, "initializer_range": 0.2},
+        "mistral": {**WIDE, "initializer_range": 0.2},
+        "qwen3": {**WIDE, "initializer_range": 0.2},
+        "gemma2": {**WIDE_MIXED, "attn_logit_softcapping": 2.0},
+        "gemma3": WIDE_MIXED,
+        "gpt-oss": WIDE_MIXED,
+    }.items()
+}
+"""Their heads are wide enough for vmmkv's own kernels, and their weights large enough for attention to matter."""
+
 
 @functools.cache
 def tiny_model(name: str, attention: str, device: str, seed: int = 0) -> PreTrainedModel:
     """A model in fp32 with random weights; the same one for the same arguments."""
-    family, head, sizes = MODELS[name]
+    family, head, sizes = {**MODELS, **WIDE_MODELS}[name]
     config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     torch.manual_seed(seed)
     model = getattr(transformers, family + head)._from_config(config(**sizes), attn_implementation=attention)
@@ -126,7 +141,7 @@ def tiny_model(name: str, attention: str, device: str, seed: int = 0) -> PreTrai
 
 def skip_unsupported(name: str, attention: str, device: str) -> None:
     """Skips what transformers does not run with any cache."""
-    family, head, _ = MODELS[name]
+    family, head, _ = {**MODELS, **WIDE_MODELS}[name]
     model_class = getattr(transformers, family + head)
     if attention == "sdpa" and not model_class._supports_sdpa:
         pytest.skip(f"transformers has no SDPA for {name}")

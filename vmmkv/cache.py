@@ -113,7 +113,8 @@ class KVCache:
         self._rows = Rows(pool, list(zip(arenas, layout.record_bytes)), max_sequences, max_seq_len, scrub)
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
-            self._views = kv_views(ranges, layout, max_sequences, max_seq_len)
+            self._ranges = [flat.view(layout.dtype) for flat in ranges]
+            self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
         self._abandoned: deque[int] = deque()
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -290,6 +291,14 @@ class KVCache:
         self._check_usable()
         return self._views[layer]
 
+    def range(self, index: int) -> torch.Tensor:
+        """A range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.
+
+        For compilers, which take one tensor that is written in place better than many that share its memory.
+        """
+        self._check_usable()
+        return self._ranges[index]
+
     def trim(self) -> int:
         """Gives surplus and free pages back to the system; returns their bytes.
 
@@ -317,7 +326,7 @@ class KVCache:
                 self._driver.synchronize()
             self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")
             self._rows.capacity[:] = -1
-            self._views = []
+            self._views, self._ranges = [], []
             for arena, _ in self._rows.ranges:
                 arena.close()
             self._pool.close()

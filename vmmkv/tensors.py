@@ -87,15 +87,14 @@ def kv_views(
     """K and V of every layer over all rows.
 
     Args:
-        ranges: the bytes of each range of the layout, as `export_range` gives them.
+        ranges: the elements of each range of the layout.
 
     Returns:
         per layer `(K, V)`, each `[num_rows, max_seq_len, num_kv_heads, width]` and strided.
     """
-    typed = [flat.view(layout.dtype) for flat in ranges]
     views = []
     for layer in layout.layers:
-        flat = typed[layer.range]
+        flat = ranges[layer.range]
         row, token = flat.numel() // num_rows, layout.record_bytes[layer.range] // layout.dtype.itemsize
         k, v = (
             flat.as_strided((num_rows, max_seq_len, layer.num_kv_heads, width), (row, token, width, 1), offset)

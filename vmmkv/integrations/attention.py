@@ -66,7 +66,7 @@ def make_spans(
         if attention_mask is not None:
             first, left_padded = _left_padding(attention_mask, end)
             if torch.compiler.is_compiling() or (isinstance(q_offset, torch.Tensor) and q_length == 1):
-                torch._assert_async(left_padded, "the attention mask must pad on the left only")  # type: ignore[no-untyped-call]
+                torch._assert_async(left_padded, "the attention mask must pad on the left only")
             elif not left_padded:
                 lacking = "attention masks other than left padding"
     if lacking:
@@ -95,7 +95,7 @@ def make_spans(
 def _left_padding(attention_mask: torch.Tensor, end: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Each sequence's first token, int64 `[batch]`, and whether all tokens from there to `end` are unmasked."""
     token = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    first = attention_mask.int().argmax(-1)
+    first = (attention_mask.cumsum(-1) == 0).sum(-1)
     seen = attention_mask | (token < first[:, None]) | (token >= end)
     return first, seen.all() & torch.as_tensor(end <= attention_mask.shape[1], device=token.device)
 
@@ -119,13 +119,12 @@ def attend(
     Returns:
         `[batch, q_length, num_heads, head_dim]`, and no weights.
     """
-    spans = attention_mask
-    is_spans = spans is not None and spans.dtype == torch.int32
+    spans = attention_mask if attention_mask is not None and attention_mask.dtype == torch.int32 else None
     lacking = _lacking(query, key, value, dropout, kwargs)
-    if not is_spans or lacking:
+    if spans is None or lacking:
         if lacking:
             _warn(lacking)
-        if is_spans:
+        if spans is not None:
             attention_mask = _mask_of(spans, query.shape[2], key.shape[2], sliding_window)
         more = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **kwargs}
         return _attend_without_kernels(module, query, key, value, attention_mask, dropout, scaling, **more)
@@ -141,13 +140,14 @@ def attend(
     }
     if q_length <= MAX_QUERIES:
         return decode(q, k, v, seq_lens, **options), None
-    cu_seqlens = _cu_seqlens(batch_size, q_length, query.device)
+    cu_seqlens = even_cu_seqlens(batch_size, q_length, query.device)
     output = prefill(q.reshape(-1, num_heads, head_dim), k, v, cu_seqlens, seq_lens, **options)
     return output.view(batch_size, q_length, num_heads, head_dim), None
 
 
 @lru_cache(64)
-def _cu_seqlens(batch_size: int, q_length: int, device: torch.device) -> torch.Tensor:
+def even_cu_seqlens(batch_size: int, q_length: int, device: torch.device) -> torch.Tensor:
+    """Where equally long sequences begin, `[batch_size + 1]`."""
     return torch.arange(0, (batch_size + 1) * q_length, q_length, dtype=torch.int32, device=device)
 
 
@@ -170,7 +170,7 @@ def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether there are kernels for K and V like these."""
     head_dim = key.shape[-1]
     device_fits = key.is_cuda or SIMULATED
-    return device_fits and key.dtype in ATTENTION_DTYPES and head_dim in HEAD_DIMS and head_dim == value.shape[-1]
+    return bool(device_fits and key.dtype in ATTENTION_DTYPES and head_dim in HEAD_DIMS and head_dim == value.shape[-1])
 
 
 def _mask_of(spans: torch.Tensor, q_length: int, kv_length: int, window: int | None) -> torch.Tensor:

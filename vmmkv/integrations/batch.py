@@ -27,6 +27,7 @@ class Batch:
         max_seq_len: tokens of a row, likewise.
         device: where K and V are.
         page_size: bytes of a page; None is 2 MiB.
+        zero_tail: rows can be read to their end, as in `KVCache`.
 
     Raises:
         LayoutError, DeviceError: as in `KVCache`.
@@ -39,12 +40,20 @@ class Batch:
         max_seq_len: int,
         device: torch.device,
         page_size: int | None,
+        zero_tail: bool = False,
     ) -> None:
         self.kv_cache = KVCache(
-            layout, max_batch_size, max_seq_len, device=device, page_size=page_size, int32_strides=True
+            layout,
+            max_batch_size,
+            max_seq_len,
+            device=device,
+            page_size=page_size,
+            int32_strides=True,
+            **({"zero_tail": True} if zero_tail else {}),
         )
+        self.zero_tail = zero_tail
         self.origin = self.first = self.end = 0
-        self._page_tokens = max(self.kv_cache.page_size // max(layout.record_bytes), 1)
+        self.page_tokens = max(self.kv_cache.page_size // max(layout.record_bytes), 1)
         self._sequences: list[Sequence] = []
         self._renew(0)
         self._set_rows(0)
@@ -101,7 +110,7 @@ class Batch:
             for sequence in self._sequences[:rows]:
                 sequence.truncate(end - self.origin)
             self.end = end
-        if first - self.first >= self._page_tokens:
+        if first - self.first >= self.page_tokens:
             for sequence in self._sequences[:rows]:
                 sequence.release_before(first - self.origin)
             self.first = first
@@ -133,7 +142,7 @@ class Batch:
             OutOfPagesError, DriverError: as in `reserve`.
         """
         old = self.kv_cache
-        twin = Batch(layout, old.max_sequences, old.max_seq_len, old.device, old.page_size)
+        twin = Batch(layout, old.max_sequences, old.max_seq_len, old.device, old.page_size, self.zero_tail)
         twin.reserve(self.rows, self.first, self.end)
         for layer in layers:
             there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))

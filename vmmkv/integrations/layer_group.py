@@ -74,12 +74,15 @@ class LayerGroup:
         shapes = [*self._shapes[:layer], shape, *self._shapes[layer + 1 :]]
         if self.batch is None:
             layout = self._layout([known or shape for known in shapes], keys.dtype)
-            self.batch = Batch(layout, self._max_batch_size, self.max_seq_len, keys.device, self._page_size)
+            self.batch = self._new_batch(layout, keys, values)
         elif shape != self._room(layer):
             layout = self._layout([known or shape for known in shapes], self.batch.kv_cache.layout.dtype)
             others = [index for index, known in enumerate(self._shapes) if known and index != layer]
             self.batch = self.batch.copy(layout, others)
         self._shapes = shapes
+
+    def _new_batch(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> Batch:
+        return Batch(layout, self._max_batch_size, self.max_seq_len, keys.device, self._page_size)
 
     def _room(self, layer: int) -> Shape:
         """The shape that a layer's place in the record has."""
@@ -107,16 +110,8 @@ class LayerGroup:
             OutOfRowsError, ReleasedTokensError, SequenceTooLongError, OutOfPagesError, DriverError: as in
                 `Batch.reserve`. Nothing was written in any case.
         """
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise AutogradError(
-                "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
-                "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
-            )
-        extent = self._extents[layer]
-        if not extent.rows and Shape.of(keys, values) != self._shapes[layer]:
-            self.learn(layer, keys, values)
-        batch = self._held()
-        self._check(layer, keys, values)
+        self._accept(layer, keys, values)
+        extent, batch = self._extents[layer], self._held()
         rows, _, tokens, _ = keys.shape
         begin, end = extent.first if extent.rows else first, first + tokens
         if end > batch.end:
@@ -127,9 +122,17 @@ class LayerGroup:
         v.copy_(values)
         extent.rows, extent.first, extent.end = rows, begin, end
 
-    def _check(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Refuses K and V that a copy would convert or broadcast silently."""
-        kv_cache, rows = self._held().kv_cache, self._extents[layer].rows
+    def _accept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Learns what K and V look like, and refuses those that a copy would convert or broadcast silently."""
+        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+            raise AutogradError(
+                "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
+                "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
+            )
+        rows = self._extents[layer].rows
+        if not rows and Shape.of(keys, values) != self._shapes[layer]:
+            self.learn(layer, keys, values)
+        kv_cache = self._held().kv_cache
         if Shape.of(keys, values) != self._shapes[layer] or keys.shape[:3] != values.shape[:3]:
             raise ShapeError(
                 f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer} of its group; it holds "

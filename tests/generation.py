@@ -1,0 +1,66 @@
+"""What the tests of the transformers integration share: caches, prompts, and the comparison with `DynamicCache`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from tiny_models import VOCABULARY
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
+
+from vmmkv.integrations.transformers import VmmCache
+
+LENGTHS = {"max_new_tokens": 24, "min_new_tokens": 24}
+
+PAGE_SIZE = {"cpu": 4096, "cuda": 2 << 20}
+
+
+def vmm_cache(config: PreTrainedConfig, device: str, max_seq_len: int = 200, **kwargs: int) -> VmmCache:
+    return VmmCache(config, max_seq_len, page_size=PAGE_SIZE[device], **kwargs)
+
+
+def caches(model: PreTrainedModel, **kwargs: int) -> list[Cache]:
+    """A `DynamicCache` and a `VmmCache` for a model."""
+    makers: list[Callable[[], Cache]] = [
+        lambda: DynamicCache(config=model.config),
+        lambda: vmm_cache(model.config, model.device.type, **kwargs),
+    ]
+    if model.config.is_encoder_decoder:
+        return [
+            EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config)),
+            EncoderDecoderCache(makers[1](), vmm_cache(model.config, model.device.type)),
+        ]
+    return [make() for make in makers]
+
+
+def random_tokens(model: PreTrainedModel, *shape: int, seed: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, VOCABULARY, shape, generator=generator).to(model.device)
+
+
+def left_padding(tokens: torch.Tensor) -> torch.Tensor:
+    """An attention mask that pads the first sequence by a half, the second by two, others not."""
+    mask = torch.ones_like(tokens)
+    mask[0, : tokens.shape[1] // 2] = 0
+    mask[1, :2] = 0
+    return mask
+
+
+def check_same_generation(
+    model: PreTrainedModel, tokens: torch.Tensor, compile: bool = False, **kwargs: object
+) -> Cache:
+    """Generates with both caches, compares, and returns the `VmmCache`, which may be made with `compile`."""
+    kwargs = {"attention_mask": torch.ones_like(tokens), "do_sample": False, **LENGTHS, **kwargs}
+    outputs = []
+    for cache in caches(model, compile=compile):
+        torch.manual_seed(7)
+        outputs.append(
+            model.generate(tokens, past_key_values=cache, return_dict_in_generate=True, output_logits=True, **kwargs)
+        )
+    reference, output = outputs
+    assert output.past_key_values is cache
+    assert torch.equal(output.sequences, reference.sequences)
+    assert len(output.logits) == len(reference.logits)
+    for logits, expected in zip(output.logits, reference.logits):
+        torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+    return cache

@@ -1,0 +1,274 @@
+"""`VmmCache(compile=True)`: the length is data on the device, and one compiled forward pass serves every length."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from generation import LENGTHS, caches, check_same_generation, left_padding, random_tokens, vmm_cache
+from tiny_models import MODELS, WIDE_MODELS, WINDOW, skip_unsupported, tiny_model
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
+
+import vmmkv
+
+SEQ2SEQ = ["bart", "t5"]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def _uncompiled() -> Iterator[None]:
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def compile_config(model: PreTrainedModel, backend: str = "eager") -> CompileConfig:
+    """What `generate` is to compile with: on a GPU as it does by itself, with CUDA graphs, but as one graph."""
+    if model.device.type == "cuda":
+        return CompileConfig(fullgraph=True)
+    config = CompileConfig(fullgraph=True, backend=backend, mode=None)
+    config._compile_all_devices = True
+    return config
+
+
+def generate(model: PreTrainedModel, tokens: torch.Tensor, **kwargs: object) -> torch.Tensor:
+    return model.generate(tokens, do_sample=False, **{**LENGTHS, **kwargs})
+
+
+def check_one_graph() -> None:
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    assert not counters["inductor"]["cudagraph_skips"]
+
+
+# ---------------------------------------------------------------------- the same tokens
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "vmmkv"])
+@pytest.mark.parametrize("name", MODELS)
+def test_uncompiled(name: str, attention: str, device: str) -> None:
+    """Attention that reads whole rows, zeros behind the last token, behind left padding."""
+    skip_unsupported(name, attention, device)
+    model = tiny_model(name, attention, device)
+    tokens = random_tokens(model, 3, 12)
+    mask = torch.ones_like(tokens) if name in SEQ2SEQ else left_padding(tokens)
+    check_same_generation(model, tokens, compile=True, attention_mask=mask)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gemma4"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        {"num_beams": 4, "num_return_sequences": 3},
+        {"do_sample": True, "num_return_sequences": 4},
+        {"prefill_chunk_size": 5},
+    ],
+    ids=str,
+)
+def test_modes(name: str, mode: dict, device: str) -> None:
+    model = tiny_model(name, "sdpa", device)
+    check_same_generation(model, random_tokens(model, 2, 12), compile=True, **mode)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_turns_and_copies(name: str, device: str) -> None:
+    model = tiny_model(name, "sdpa", device)
+    conversations = []
+    for cache in caches(model, compile=True):
+        tokens = random_tokens(model, 2, 6)
+        for turn in range(3):
+            tokens = generate(model, tokens, past_key_values=cache, attention_mask=torch.ones_like(tokens))
+            tokens = torch.cat([tokens, random_tokens(model, 2, 9, seed=turn)], dim=1)
+            cache = copy.deepcopy(cache)
+        conversations.append(tokens)
+    assert torch.equal(*conversations)
+
+
+# ---------------------------------------------------------------------- one graph
+
+COMPILED = [
+    ("llama-gqa", "sdpa"),
+    ("gemma3", "sdpa"),
+    *[pytest.param(name, "vmmkv", marks=pytest.mark.gpu) for name in WIDE_MODELS],
+]
+
+
+@pytest.mark.parametrize(("name", "attention"), COMPILED)
+def test_one_graph_serves_every_length(name: str, attention: str, device: str) -> None:
+    """Prompts of several lengths, padded, one after the other; only another batch size is another graph."""
+    model = tiny_model(name, attention, device)
+    cache = vmm_cache(model.config, device, compile=True)
+    for length in (12, 5, 40):
+        tokens = random_tokens(model, 2, length)
+        mask = left_padding(tokens)
+        expected = generate(model, tokens, attention_mask=mask, past_key_values=DynamicCache(config=model.config))
+        cache.reset()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            output = generate(
+                model, tokens, attention_mask=mask, past_key_values=cache, compile_config=compile_config(model)
+            )
+        assert torch.equal(output, expected)
+    check_one_graph()
+
+
+def test_no_compiler_copies_rows(device: str) -> None:
+    """They are far longer than there is memory."""
+    model = tiny_model("llama-gqa-wide", "vmmkv" if device == "cuda" else "sdpa", device)
+    max_seq_len = 100_000_000 if device == "cuda" else 1000
+    tokens = random_tokens(model, 1, 5)
+    cache = vmm_cache(model.config, device, max_seq_len, max_batch_size=200, compile=True)
+    lengths = {"max_new_tokens": 3, "min_new_tokens": 3}
+    output = generate(model, tokens, past_key_values=cache, compile_config=compile_config(model, "inductor"), **lengths)
+    assert torch.equal(output, generate(model, tokens, **lengths))
+    check_one_graph()
+
+
+@pytest.mark.parametrize(("name", "attention"), COMPILED)
+def test_compiled_by_hand(name: str, attention: str, device: str) -> None:
+    model = tiny_model(name, attention, device)
+    prompt = random_tokens(model, 2, 12)
+    expected = generate(model, prompt, past_key_values=DynamicCache(config=model.config))
+    cache = vmm_cache(model.config, device, compile=True)
+    mode = {"mode": "reduce-overhead"} if device == "cuda" else {"backend": "eager"}
+    step = torch.compile(model, fullgraph=True, **mode)
+    with torch.no_grad():
+        tokens = [prompt, model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)]
+        cache.reserve(12 + 24)
+        while len(tokens) < 25:
+            tokens.append(step(tokens[-1], past_key_values=cache).logits[:, -1:].argmax(-1))
+    assert torch.equal(torch.cat(tokens, 1), expected)
+    check_one_graph()
+    assert cache.get_seq_length() == 12 + 23
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WIDE_MODELS)
+def test_captured_by_hand(name: str) -> None:
+    model = tiny_model(name, "vmmkv", "cuda")
+    prompt = random_tokens(model, 2, 12)
+    expected = generate(model, prompt, past_key_values=DynamicCache(config=model.config))
+    cache = vmm_cache(model.config, "cuda", compile=True)
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        token = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+        tokens = [prompt, token.clone()]
+        twin = copy.deepcopy(cache)
+        model(token, past_key_values=twin)  # kernels compile before the capture
+        with pytest.raises(vmmkv.StreamCaptureError, match=r"reserve\(seq_len\)"), torch.cuda.graph(graph):
+            model(token, past_key_values=cache)
+        graph = torch.cuda.CUDAGraph()
+        cache.reserve(12 + 24)
+        with torch.cuda.graph(graph):
+            token.copy_(model(token, past_key_values=cache).logits[:, -1:].argmax(-1))
+        while len(tokens) < 25:
+            graph.replay()
+            tokens.append(token.clone())
+    assert torch.equal(torch.cat(tokens, 1), expected)
+    assert cache.get_seq_length() == 12 + 23
+
+
+# ---------------------------------------------------------------------- memory
+
+
+def used_pages(cache: vmmkv.KVCache) -> int:
+    return sum(kv_cache.stats().pages["used"] for kv_cache in cache.kv_caches)
+
+
+def driver_calls(cache: vmmkv.KVCache) -> int:
+    return sum(call.count for kv_cache in cache.kv_caches for call in kv_cache.stats().driver_calls.values())
+
+
+@pytest.mark.usefixtures("_uncompiled")
+def test_pages_come_with_tokens(device: str) -> None:
+    model = tiny_model("llama-gqa", "sdpa", device)
+    cache = vmm_cache(model.config, device, 2000, compile=True)
+    with torch.no_grad():
+        model(random_tokens(model, 2, 5), past_key_values=cache)
+        for length in range(6, 30):
+            model(random_tokens(model, 2, 1), past_key_values=cache)
+            (kv_cache,) = cache.kv_caches
+            assert used_pages(cache) == 2 * -(-length * kv_cache.layout.token_bytes // kv_cache.page_size)
+            kv_cache.check()
+
+
+@pytest.mark.gpu
+def test_windows_give_pages_back() -> None:
+    """Where nothing reads before the window: with vmmkv's own attention."""
+    model = tiny_model("mistral-wide", "vmmkv", "cuda")
+    cache = vmm_cache(model.config, "cuda", 200_000, compile=True)
+    with torch.no_grad():
+        for _ in range(6):
+            model(random_tokens(model, 1, 4000), past_key_values=cache)
+    (kv_cache,) = cache.kv_caches
+    tokens_of_a_page = kv_cache.page_size // kv_cache.layout.token_bytes
+    assert used_pages(cache) <= -(-(4000 + WINDOW) // tokens_of_a_page) + 1
+
+
+@pytest.mark.parametrize("attention", ["sdpa", pytest.param("vmmkv", marks=pytest.mark.gpu)])
+@pytest.mark.usefixtures("_uncompiled")
+def test_a_second_generation_maps_nothing(attention: str, device: str) -> None:
+    model = tiny_model("llama-gqa-wide", attention, device)
+    tokens = random_tokens(model, 3, 12)
+    cache = check_same_generation(model, tokens, compile=True)
+    before = driver_calls(cache)
+    for rows in (3, 1, 2):
+        cache.reset()
+        assert used_pages(cache) == 0
+        assert torch.equal(generate(model, tokens[:rows], past_key_values=cache), generate(model, tokens[:rows]))
+    assert driver_calls(cache) == before
+
+
+# ---------------------------------------------------------------------- errors
+
+
+def test_what_cannot_map_pages_says_so(device: str) -> None:
+    model = tiny_model("llama-gqa", "sdpa", device)
+    cache = vmm_cache(model.config, device, compile=True)
+    with pytest.raises(ValueError, match="after a prompt"):
+        cache.reserve(20)
+    step = torch.compile(model, backend="eager")
+    with torch.no_grad():
+        model(random_tokens(model, 2, 5), past_key_values=cache)
+        with pytest.raises(vmmkv.StreamCaptureError, match=r"reserve\(seq_len\)"):
+            step(random_tokens(model, 2, 1), past_key_values=cache)
+        with pytest.raises(vmmkv.SequenceTooLongError, match="max_seq_len=200"):
+            cache.reserve(201)
+    with pytest.raises(ValueError, match="compile=True"):
+        vmm_cache(model.config, device).reserve(20)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+def test_the_longest_sequence_and_no_more(device: str) -> None:
+    model = tiny_model("llama-gqa", "sdpa", device)
+    cache = vmm_cache(model.config, device, 20, compile=True)
+    with torch.no_grad():
+        for tokens in (12, 7, 1):
+            model(random_tokens(model, 2, tokens), past_key_values=cache)
+        with pytest.raises(vmmkv.SequenceTooLongError, match="21 tokens.*max_seq_len=20"):
+            model(random_tokens(model, 2, 1), past_key_values=cache)
+    assert cache.get_seq_length() == 20
+
+
+def test_a_mask_with_holes_is_never_taken_for_left_padding() -> None:
+    """While decoding, the host does not look: the device asserts it (on a GPU that ends the context)."""
+    model = tiny_model("llama-gqa", "vmmkv", "cpu")
+    cache = vmm_cache(model.config, "cpu", compile=True)
+    tokens = random_tokens(model, 2, 8)
+    mask = torch.ones_like(tokens)
+    with torch.no_grad():
+        model(tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+        mask[0, 3] = 0
+        with pytest.raises(RuntimeError, match="pad on the left"):
+            model(tokens[:, 7:], attention_mask=mask, past_key_values=cache)

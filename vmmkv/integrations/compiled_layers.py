@@ -1,0 +1,279 @@
+"""Layers whose length is data on the device: one compiled forward pass, one CUDA graph, serves every length.
+
+A forward pass reads its rows' lengths from `lengths`, and its last layer advances them there. What it reads and writes
+has the shape of whole rows and never moves, so nothing that a compiler guards on changes from token to token. Only the
+host can map pages, and it does not know the lengths: it keeps `bound`, which no pass can have exceeded, and asks the
+device when that is about to leave the pages that are mapped, every few tokens.
+
+Invariants:
+ 1. `lengths <= bound <= batch.end` between forward passes: what a pass reads, and all that it writes, is mapped.
+ 2. All rows are equally long, and all layers of a group write the same tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..cache import KVCache
+from ..errors import StreamCaptureError
+from ..kernels import append
+from ..kernels.ptx import SIMULATED
+from ..layout import KVLayout
+from .attention import NAME, even_cu_seqlens, kernels_take
+from .batch import Batch
+from .layer_group import LayerGroup
+from .layers import VmmLayer
+
+
+class Place(NamedTuple):
+    """Where K and V of a layer lie in its range: shapes without the first dimension, and strides, in elements."""
+
+    range: int
+    k_shape: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    k_offset: int
+    v_shape: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    v_offset: int
+
+    @classmethod
+    def of(cls, kv_cache: KVCache, layer: int) -> Place:
+        k, v = kv_cache.kv(layer)
+        return cls(
+            kv_cache.layout.layers[layer].range,
+            tuple(k.shape[1:]),
+            k.stride(),
+            int(k.storage_offset()),
+            tuple(v.shape[1:]),
+            v.stride(),
+            int(v.storage_offset()),
+        )
+
+
+class CompiledLayerGroup(LayerGroup):
+    """Layers that share token records, and a length on the device.
+
+    Args:
+        sliding_window: tokens that a token attends to, itself included; None: all. Pages behind it are given back.
+        attention: the name of the attention that will read the rows. Any but vmmkv's own reads rows to their end.
+    """
+
+    def __init__(
+        self,
+        max_seq_len: int,
+        max_batch_size: int,
+        page_size: int | None,
+        sliding_window: int | None,
+        attention: Callable[[], str],
+    ) -> None:
+        super().__init__(max_seq_len, max_batch_size, page_size)
+        self.sliding_window = sliding_window
+        self.is_reserved = False
+        """Whether the user has said how long sequences may become until the next `reset`."""
+        self._attention = attention
+        self._bound = 0
+        self._places: dict[int, Place] = {}
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._extents)
+
+    def _new_batch(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> Batch:
+        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
+            self.row_numbers = torch.arange(self._max_batch_size, dtype=torch.int32, device=keys.device)
+            self.lengths = torch.zeros_like(self.row_numbers)
+        zero_tail = self._attention() != NAME or not kernels_take(keys, values)
+        return Batch(layout, self._max_batch_size, self.max_seq_len, keys.device, self._page_size, zero_tail)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
+    def begin(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Before a layer writes K and V, `[batch_size, num_kv_heads, tokens, head_dim]`, outside of a graph.
+
+        Raises:
+            VmmkvError: see `LayerGroup.write`.
+        """
+        self._accept(layer, keys, values)
+        rows, _, tokens, _ = keys.shape
+        if layer == 0:
+            self.make_room(tokens, rows)
+        self._extents[layer].rows = rows
+        kv_cache = self._held().kv_cache
+        self._places[layer] = Place.of(kv_cache, layer)
+        for tensor in (kv_cache.range(self._places[layer].range), self.lengths):
+            torch._dynamo.mark_static_address(tensor)  # or CUDA graphs would not be made, since it is written
+
+    def make_room(self, tokens: int, rows: int = 0) -> None:
+        """Maps the pages that a forward pass of so many tokens will write to.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured, and nothing was reserved for it.
+            SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`.
+        """
+        batch = self.batch
+        rows = max(rows, *[extent.rows for extent in self._extents])
+        if batch is None or not rows:
+            return
+        if batch.kv_cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self.check_reserved()
+            return
+        self._bound += tokens
+        if self._bound <= batch.end and rows <= batch.rows:
+            return
+        length = int(self.lengths[0])
+        if self.sliding_window and not batch.zero_tail:
+            batch.shrink(batch.rows, max(length + 1 - self.sliding_window, 0), batch.end)
+        end = length + tokens
+        whole_pages = -(-end // batch.page_tokens) * batch.page_tokens
+        batch.reserve(rows, batch.first, max(min(whole_pages, self.max_seq_len), end))
+        self._bound = end
+
+    def reserve(self, seq_len: int) -> None:
+        """Maps pages for sequences of up to `seq_len` tokens; see `VmmCache.reserve`."""
+        batch = self._held()
+        batch.reserve(batch.rows, batch.first, seq_len)
+        self._bound = max(self._bound, seq_len)
+        self.is_reserved = True
+
+    def check_reserved(self) -> None:
+        """Raises `StreamCaptureError` unless `reserve` was called since the last `reset`."""
+        if not self.is_reserved:
+            raise StreamCaptureError(
+                "a forward pass that is compiled or captured by hand cannot map pages: call "
+                "cache.reserve(seq_len), with the length that sequences will reach, after the prompt and before it"
+            )
+
+    def rows_of(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, whole rows `[rows, max_seq_len, num_kv_heads, head_dim]`.
+
+        Views of one tensor, made where they are used: of a mutation through views that enter a graph side by side a
+        compiler would make copies.
+        """
+        place = self._places[layer]
+        flat = self._held().kv_cache.range(place.range)
+        k = flat.as_strided((rows, *place.k_shape), place.k_strides, place.k_offset)
+        v = flat.as_strided((rows, *place.v_shape), place.v_strides, place.v_offset)
+        return k, v
+
+    def advance(self, tokens: int) -> None:
+        """All rows have `tokens` more tokens, says the last layer of a forward pass."""
+        self.lengths += tokens
+
+    def select(self, layer: int, indices: torch.Tensor) -> None:
+        self.learn_length()
+        super().select(layer, indices)
+
+    def fit(self) -> None:
+        if self.batch is None:
+            return
+        if any(extent.rows for extent in self._extents):
+            self.learn_length()
+            self._bound = int(self.lengths[0])
+        else:
+            self.lengths.zero_()
+            self._bound, self.is_reserved = 0, False
+        super().fit()
+
+    def learn_length(self) -> None:
+        """Asks the device how long the rows are."""
+        if self.batch is not None:
+            first, end = self.batch.first, int(self.lengths[0])
+            for extent in self._extents:
+                extent.first, extent.end = (first, end) if extent.rows else (0, 0)
+
+
+class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
+    """One layer of a `VmmCache` made with `compile=True`."""
+
+    is_compileable = True
+    is_croppable = False
+    _group: CompiledLayerGroup
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """K of the tokens so far, as in `VmmLayer.keys`; the device is asked how many they are."""
+        self._group.learn_length()
+        return super().keys
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """V, like `keys`."""
+        self._group.learn_length()
+        return super().values
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns whole rows, `[batch_size,
+        num_kv_heads, max_seq_len, head_dim]`, of which what lies behind the new tokens is undefined (zeros for an
+        attention that reads it).
+
+        Raises:
+            VmmkvError: see `LayerGroup.write`; nothing was written. Not from inside a compiled graph.
+        """
+        group = self._group
+        if not torch.compiler.is_compiling() or not self._extent.rows:
+            group.begin(self._index, key_states, value_states)
+        rows, _, tokens, _ = key_states.shape
+        k_rows, v_rows = group.rows_of(self._index, rows)
+        write = torch.ops.vmmkv.write_rows if torch.compiler.is_compiling() else _write_rows
+        write(key_states, value_states, k_rows, v_rows, group.row_numbers[:rows], group.lengths[:rows])
+        if self._index == group.num_layers - 1:
+            group.advance(tokens)
+        return k_rows.transpose(1, 2), v_rows.transpose(1, 2)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Whole rows. Every forward pass asks this first: it makes room for `query_length` tokens."""
+        if torch.compiler.is_compiling():
+            self._group.check_reserved()
+        else:
+            self._group.make_room(query_length)
+        return self._group.max_seq_len, 0
+
+    def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
+        """Tokens so far, a tensor on the device; 0 before the first."""
+        return self._group.lengths[0] if self._extent.rows else 0
+
+    def length_after_crop(self, tokens_to_remove: int) -> int:
+        raise NotImplementedError("a cache made with compile=True keeps all tokens until reset()")
+
+
+class VmmCompiledSlidingWindowLayer(VmmCompiledLayer):  # type: ignore[no-untyped-call]
+    """The same where tokens attend to `sliding_window` tokens, themselves included."""
+
+    is_sliding = True
+
+    def __init__(self, group: CompiledLayerGroup, sliding_window: int) -> None:
+        super().__init__(group)
+        self.sliding_window = sliding_window
+
+    def get_max_length(self) -> int:
+        """The window, as in transformers."""
+        return self.sliding_window
+
+
+def _write_rows(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    row_numbers: torch.Tensor,
+    lengths: torch.Tensor,
+) -> None:
+    """Writes K and V, `[batch, num_kv_heads, tokens, head_dim]`, behind the `lengths` tokens of each row."""
+    batch_size, num_kv_heads, tokens, head_dim = keys.shape
+    k, v = keys.transpose(1, 2), values.transpose(1, 2)
+    if (k.is_cuda or SIMULATED) and not any(width * k.itemsize % 16 for width in (head_dim, values.shape[3])):
+        k, v = k.reshape(-1, num_kv_heads, head_dim), v.reshape(-1, num_kv_heads, values.shape[3])
+        cu_seqlens = even_cu_seqlens(batch_size, tokens, keys.device) if tokens > 1 else None
+        append(k, v, k_rows, v_rows, row_numbers, lengths, cu_seqlens)
+    else:
+        token = lengths[:1] + torch.arange(tokens, device=keys.device)
+        k_rows.index_copy_(1, token, k)
+        v_rows.index_copy_(1, token, v)
+
+
+# To compilers it is one operation that writes into rows: they would take the copies apart, and copy whole rows.
+torch.library.custom_op("vmmkv::write_rows", _write_rows, mutates_args=("k_rows", "v_rows"))

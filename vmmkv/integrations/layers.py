@@ -1,0 +1,160 @@
+"""The layers of a `VmmCache`: what transformers asks of a layer, on a layer group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..errors import ReleasedTokensError
+from .layer_group import LayerGroup
+
+
+class VmmLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
+    """One full-attention layer of a `VmmCache`."""
+
+    is_compileable = False
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, group: LayerGroup) -> None:
+        # CacheLayerMixin's own would set keys and values, which are views made on demand here.
+        self._group = group
+        self._index, self._extent = group.add_layer()
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Learns the shapes of K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; writes nothing."""
+        self._group.learn(self._index, key_states, value_states)
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        """Whether it holds tokens."""
+        return self._extent.rows > 0
+
+    @property
+    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
+        """K of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: a view of the
+        rows; None while it keeps none. What it shows after the next crop, reorder or reset is undefined."""
+        return self._group.read(self._index, self._extent.first)[0] if self._extent.rows else None
+
+    @property
+    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+        """V, like `keys`."""
+        return self._group.read(self._index, self._extent.first)[1] if self._extent.rows else None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend to.
+
+        Raises:
+            VmmkvError: see `LayerGroup.write`; nothing was written.
+        """
+        first = self._first_visible(self._extent.end)
+        self._group.write(self._index, key_states, value_states, self._extent.end)
+        return self._group.read(self._index, first)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """How many tokens the next `query_length` ones attend to, themselves included, and the first of them."""
+        first = self._first_visible(self._extent.end)
+        return self._extent.end - first + query_length, first
+
+    def get_seq_length(self) -> int:
+        """Tokens so far, also those that a window has left behind."""
+        return self._extent.end
+
+    def get_max_length(self) -> int:
+        """The largest length: `max_seq_len`."""
+        return self._group.max_seq_len
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last tokens.
+
+        Args:
+            tokens_to_remove: minus their number, as transformers counts.
+
+        Raises:
+            ReleasedTokensError: the layer would need tokens that its window has left behind.
+        """
+        end = self.length_after_crop(tokens_to_remove)
+        extent = self._extent
+        extent.first, extent.end = self._first_visible(end), end
+        extent.rows = extent.rows if end else 0
+
+    def length_after_crop(self, tokens_to_remove: int) -> int:
+        """The length that `crop` would leave; raises what it would raise."""
+        tokens_to_remove = int(tokens_to_remove)  # generate() counts in tensors on the device
+        if tokens_to_remove > 0:
+            raise ValueError(f"asked to crop {tokens_to_remove} tokens; -{tokens_to_remove} drops that many")
+        extent = self._extent
+        end = max(extent.end + tokens_to_remove, 0)
+        if self._first_visible(end) < extent.first:
+            raise ReleasedTokensError(
+                f"asked to drop {-tokens_to_remove} of {extent.end} tokens; the window before them is gone: this layer "
+                f"holds tokens from {extent.first} on. Call activate_past_recording() before the tokens come"
+            )
+        return end
+
+    def reset(self) -> None:
+        """Drops all tokens."""
+        self._extent.rows = self._extent.first = self._extent.end = 0
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes sequence i what sequence `beam_idx[i]` was."""
+        if self._extent.rows:
+            self._group.select(self._index, beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each sequence, its copies side by side."""
+        if self._extent.rows:
+            self._group.select(self._index, torch.arange(self._extent.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the sequences named, or marked, by `indices`, and no others."""
+        if self._extent.rows:
+            self._group.select(self._index, torch.arange(self._extent.rows, device=indices.device)[indices])
+
+    def _first_visible(self, length: int) -> int:
+        """The first token that the one behind `length` others attends to."""
+        return 0
+
+
+class VmmSlidingWindowLayer(VmmLayer):  # type: ignore[no-untyped-call]
+    """One layer of a `VmmCache` whose tokens attend to `sliding_window` tokens, themselves included.
+
+    Attributes:
+        record_past: keep what the window leaves behind, until the next `crop`.
+    """
+
+    is_sliding = True
+
+    def __init__(self, group: LayerGroup, sliding_window: int) -> None:
+        super().__init__(group)
+        self.sliding_window = sliding_window
+        self.record_past = False
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens may be dropped with `crop` although the window has moved on."""
+        self.record_past = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = key_states.shape[-2]
+        if self._extent.rows or self.record_past or tokens < self.sliding_window:
+            attended = super().update(key_states, value_states)
+            if not self.record_past:
+                self._extent.first = self._first_visible(self._extent.end)
+            return attended
+        # A prompt attends to nothing but itself, and only its last tokens will be attended to: no others are kept.
+        first = self._first_visible(tokens)
+        self._group.write(self._index, key_states[:, :, first:], value_states[:, :, first:], first)
+        return key_states, value_states
+
+    def get_max_length(self) -> int:
+        """The window, as in transformers."""
+        return self.sliding_window
+
+    def _first_visible(self, length: int) -> int:
+        return max(length - self.sliding_window + 1, 0)
