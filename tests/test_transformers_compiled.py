@@ -256,7 +256,7 @@ def test_the_longest_sequence_and_no_more(device: str) -> None:
     with torch.no_grad():
         for tokens in (12, 7, 1):
             model(random_tokens(model, 2, tokens), past_key_values=cache)
-        with pytest.raises(vmmkv.SequenceTooLongError, match="21 tokens.*max_seq_len=20"):
+        with pytest.raises(vmmkv.SequenceTooLongError, match=r"21 tokens.*max_seq_len=20"):
             model(random_tokens(model, 2, 1), past_key_values=cache)
     assert cache.get_seq_length() == 20
 
