@@ -17,6 +17,8 @@ class FaultyDriver:
         handles: pages that exist.
         mapped: by address, the page mapped there.
         accessible: addresses of pages that may be accessed.
+        writable: those of them that may be written.
+        failures: calls that were made to fail so far.
     """
 
     def __init__(self, inner: Driver) -> None:
@@ -24,6 +26,8 @@ class FaultyDriver:
         self.handles: list[Handle] = []
         self.mapped: dict[int, Handle] = {}
         self.accessible: set[int] = set()
+        self.writable: set[int] = set()
+        self.failures = 0
         self.ranges: dict[int, int] = {}
         self._faults: list[tuple[str, int, bool]] = []
 
@@ -53,6 +57,7 @@ class FaultyDriver:
                 failed = DriverOutOfMemoryError if out_of_memory and name == "create" else DriverError
         self._faults = waiting
         if failed:
+            self.failures += 1
             raise failed(name, "INJECTED")
         getattr(self, f"_before_{name}", lambda *args: None)(*args)
         result = getattr(self.inner, name)(*args)
@@ -90,12 +95,15 @@ class FaultyDriver:
         assert set(self._pages(address, nbytes)) <= self.mapped.keys(), "set access where nothing is mapped"
 
     def _after_set_access(self, _: None, address: int, nbytes: int, writable: bool = True) -> None:
-        self.accessible.update(self._pages(address, nbytes))
+        pages = self._pages(address, nbytes)
+        self.accessible.update(pages)
+        (self.writable.update if writable else self.writable.difference_update)(pages)
 
     def _before_unmap(self, address: int, nbytes: int) -> None:
         for page in self._pages(address, nbytes):
             del self.mapped[page]
             self.accessible.discard(page)
+            self.writable.discard(page)
 
     def _before_fill(self, address: int, nbytes: int, value: int = 0) -> None:
-        assert set(self._pages(address, nbytes)) <= self.accessible, "filled a page that may not be accessed"
+        assert set(self._pages(address, nbytes)) <= self.writable, "filled a page that may not be written"

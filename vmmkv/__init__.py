@@ -1,6 +1,6 @@
 """vmmkv: a KV cache that is one contiguous tensor, backed by memory only where tokens are."""
 
-from .cache import FREE_PAGE, SURPLUS_PAGE, VACANT_PAGE, KVCache
+from .cache import FREE_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE, KVCache
 from .errors import (
     AutogradError,
     BudgetError,
@@ -31,6 +31,7 @@ __all__ = [
     "FREE_PAGE",
     "SURPLUS_PAGE",
     "VACANT_PAGE",
+    "ZERO_PAGE",
     "AutogradError",
     "BudgetError",
     "CacheStats",

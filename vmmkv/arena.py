@@ -1,8 +1,8 @@
 """An arena: one reserved virtual range cut into rows, and the pages mapped under each row.
 
     row 0                         row 1                         row 2
-    |p|p|p|.|.|.|.|.|.|.|.|.|.|.| |.|.|p|p|p|.|.|.|.|.|.|.|.|.| |.|.|.|.|.|.|.|.|.|.|.|.|.|.|
-                                       ^ pages in front were given back
+    |p|p|p|.|.|.|.|.|.|.|.|.|.|.| |.|.|p|p|p|.|.|.|.|.|.|.|.|.| |p|p|0|0|0|0|0|0|0|0|0|0|0|0|
+                                       ^ pages in front were given back     ^ the tail: one page of zeros
 
 Invariants:
  1. The mapped pages of a row are consecutive: `[first, end)` in pages from the row's address.
@@ -10,6 +10,9 @@ Invariants:
     in `[first, ready)` may be accessed; `ready` is `end` except after a failure that could not be undone.
  3. A page that is mapped here is taken from the pool; it goes back to the pool when it is unmapped.
  4. Rows never move, and the range stays reserved for as long as a view of it lives.
+ 5. A row's tail is one shared page, mapped read-only from page `tail` to the row's end; `Row.tail` says so
+    after every call, like `Row.pages`. It may be read from `tail_ready` on, which is `tail` except after a
+    failure that could not be undone. Rows have no tails unless somebody fills them.
 
 An arena knows bytes and pages, not tokens and not who reads them: that is `vmmkv.rows`.
 """
@@ -32,17 +35,24 @@ ADDRESS_LIMIT = 100 << 40
 class Row:
     """What is mapped under one row, counted in pages from the row's address."""
 
-    __slots__ = ("address", "first", "pages", "ready")
+    __slots__ = ("address", "first", "limit", "pages", "ready", "tail", "tail_ready")
 
-    def __init__(self, address: int) -> None:
+    def __init__(self, address: int, limit: int) -> None:
         self.address = address
+        self.limit = limit
         self.first = 0
         self.pages: list[int] = []
         self.ready = 0
+        self.tail = self.tail_ready = limit
 
     @property
     def end(self) -> int:
         return self.first + len(self.pages)
+
+    @property
+    def has_hole(self) -> bool:
+        """Whether there are pages from `first` to the row's end that may not be read."""
+        return self.ready < self.end or self.end < self.tail_ready
 
 
 class Arena:
@@ -64,19 +74,23 @@ class Arena:
         start = perf_counter_ns()
         self.address = self.driver.reserve(self.nbytes)
         self.meter.reserve.add(1, perf_counter_ns() - start)
-        self.rows = [Row(self.address + index * row_bytes) for index in range(num_rows)]
+        limit = row_bytes // self.page_size
+        self.rows = [Row(self.address + index * row_bytes, limit) for index in range(num_rows)]
         # Not at exit: views may be read until the very end, and the process takes everything with it.
         weakref.finalize(
             self, _free_range, self.driver, self.address, self.nbytes, self.rows, os.getpid()
         ).atexit = False
 
     def map_back(self, row: int, end: int, supply: list[int]) -> None:
-        """Extends a row's mapped pages up to page `end`, with pages popped from `supply`.
+        """Extends a row's mapped pages up to page `end`, with pages popped from `supply`; a tail makes way.
 
         Raises:
-            DriverError: what was mapped before it stays mapped; `unmap_back` undoes it.
+            DriverError: what was mapped before it stays mapped; `unmap_back`, and `fill_tail`, undo it.
         """
         mapping, size = self.rows[row], self.page_size
+        if end > mapping.tail:
+            self._unmap(mapping, mapping.tail, end - mapping.tail)
+            mapping.tail, mapping.tail_ready = end, max(end, mapping.tail_ready)
         driver_map, handles, pages = self.driver.map, self.pool.handles, mapping.pages
         base, old_end = mapping.address, mapping.end
         start = perf_counter_ns()
@@ -97,8 +111,8 @@ class Arena:
         end = max(end, mapping.first)
         count = mapping.end - end
         if count > 0:
+            mapping.ready = min(mapping.ready, end)  # also where the call fails: the pages are to be used no more
             self._unmap(mapping, end, count)
-            mapping.ready = min(mapping.ready, end)
             self.pool.give(mapping.pages[-count:])
             del mapping.pages[-count:]
         return max(count, 0)
@@ -113,6 +127,29 @@ class Arena:
             self.pool.give(mapping.pages[:count])
             del mapping.pages[:count]
         return max(count, 0)
+
+    def fill_tail(self, row: int, page: int) -> None:
+        """Maps a page, read-only, everywhere behind a row's pages. Pages that a failure left unusable there go.
+
+        Raises:
+            DriverError: `Row.has_hole` is still true; call it again.
+        """
+        mapping, size, base = self.rows[row], self.page_size, self.rows[row].address
+        if not mapping.has_hole:
+            return
+        self.unmap_back(row, mapping.ready)
+        driver_map, handle, old_tail = self.driver.map, self.pool.handles[page], mapping.tail
+        start = perf_counter_ns()
+        try:
+            for tail in range(old_tail - 1, mapping.end - 1, -1):  # downwards: what is mapped reaches the row's end
+                driver_map(base + tail * size, handle)  # type: ignore[arg-type]
+                mapping.tail = tail
+        finally:
+            mapped = perf_counter_ns()
+            self.meter.map.add(old_tail - mapping.tail, mapped - start)
+        self.driver.set_access(base + mapping.tail * size, (mapping.tail_ready - mapping.tail) * size, False)
+        mapping.tail_ready = mapping.tail
+        self.meter.set_access.add(1, perf_counter_ns() - mapped)
 
     def close(self) -> None:
         """Unmaps everything, in whatever state the driver is; all work must have finished."""
@@ -139,6 +176,10 @@ def _unmap_all(driver: Driver, rows: list[Row]) -> None:
             with suppress(DriverError):
                 driver.unmap(row.address + row.first * driver.page_size, len(row.pages) * driver.page_size)
                 row.pages.clear()
+        if row.tail < row.limit:
+            with suppress(DriverError):
+                driver.unmap(row.address + row.tail * driver.page_size, (row.limit - row.tail) * driver.page_size)
+                row.tail = row.limit
 
 
 def _free_range(driver: Driver, address: int, nbytes: int, rows: list[Row], owner: int) -> None:

@@ -37,6 +37,7 @@ def budget_pages(
     max_sequences: int,
     max_bytes: float | str | None,
     max_tokens: int | None,
+    zero_tail: bool = False,
 ) -> int:
     """The largest number of pages that a cache may have at a time.
 
@@ -44,6 +45,7 @@ def budget_pages(
         max_bytes: see `parse_bytes`; rounded down to whole pages.
         max_tokens: instead of bytes, what this many tokens take however they are spread over
             `max_sequences` sequences: of `n` sequences all but one may begin a page more per range.
+        zero_tail: one page more is needed, the one behind all rows.
 
     Raises:
         BudgetError: both or neither is given, or it is under one page per range or over the device's memory.
@@ -54,16 +56,16 @@ def budget_pages(
     if max_tokens is not None:
         max_tokens = operator.index(max_tokens)
         begun = max(min(max_sequences, max_tokens) - 1, 0) * len(layout.record_bytes)
-        pages = layout.pages(max_tokens, driver.page_size) + begun
+        pages = layout.pages(max_tokens, driver.page_size) + begun + zero_tail
         asked = f"max_tokens={max_tokens}"
     else:
         assert max_bytes is not None
         pages = parse_bytes(max_bytes, free) // driver.page_size
         asked = f"max_bytes={max_bytes!r}"
-    least = len(layout.record_bytes)
+    least = len(layout.record_bytes) + zero_tail
     if pages < least:
         raise BudgetError(
-            f"asked for {asked}, which is {pages} pages of {driver.page_size} bytes; a sequence takes at least "
+            f"asked for {asked}, which is {pages} pages of {driver.page_size} bytes; one sequence takes "
             f"{least}. Raise it, or make page_size smaller where the device allows"
         )
     if pages * driver.page_size > total:

@@ -44,6 +44,8 @@ SURPLUS_PAGE = -2
 """In `KVCache.page_map`: the page is mapped but holds no token; it is ready to be adopted or reclaimed."""
 VACANT_PAGE = -3
 """In `KVCache.page_map`: the page's memory was given back to the system."""
+ZERO_PAGE = -4
+"""In `KVCache.page_map`: the page that lies behind every live row with `zero_tail`."""
 
 
 class KVCache:
@@ -61,6 +63,12 @@ class KVCache:
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page; None is 2 MiB.
         scrub: zero pages before another sequence can read them; one memset per extension onto pages.
+        zero_tail: let kernels read a live row to its very end, as stock attention under a mask does: one
+            read-only page of zeros is mapped wherever the row has no page, and pages of another sequence are
+            zeroed before (it implies `scrub`). Only what `release_before` gave back still faults. It is slower:
+            a row's tail costs driver calls for each of its pages once, and growing onto a page, or taking one
+            from a live row, waits for the GPU; neither can be done in a stream capture. Streams that read a
+            row must be named with `Sequence.record_stream`, also where a mask hides it.
         int32_strides: refuse a geometry whose rows are longer than kernels with 32-bit strides can
             address (torch's memory-efficient SDPA; see `KVLayout.int32_token_limit`).
         driver: a memory system of your own, instead of `device` and `page_size`.
@@ -82,6 +90,7 @@ class KVCache:
         device: str | torch.device | None = None,
         page_size: int | None = None,
         scrub: bool = False,
+        zero_tail: bool = False,
         int32_strides: bool = False,
         driver: Driver | None = None,
     ) -> None:
@@ -107,10 +116,11 @@ class KVCache:
         check_address_space(sum(row_bytes) * max_sequences, max_sequences, max_seq_len)
         if max_bytes is None and max_tokens is None:
             max_bytes = "80%"
-        pool = PagePool(self._driver, budget_pages(self._driver, layout, max_sequences, max_bytes, max_tokens))
+        budget = budget_pages(self._driver, layout, max_sequences, max_bytes, max_tokens, zero_tail)
+        pool = PagePool(self._driver, budget)
         arenas = [Arena(pool, max_sequences, nbytes) for nbytes in row_bytes]
         self._pool = pool
-        self._rows = Rows(pool, list(zip(arenas, layout.record_bytes)), max_sequences, max_seq_len, scrub)
+        self._rows = Rows(pool, list(zip(arenas, layout.record_bytes)), max_sequences, max_seq_len, scrub, zero_tail)
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._ranges = [flat.view(layout.dtype) for flat in ranges]
@@ -282,7 +292,8 @@ class KVCache:
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer over all rows: the whole virtual tensor.
 
-        Only tokens of live sequences may be touched: an access elsewhere is a fault.
+        Only tokens of live sequences may be touched: an access elsewhere is a fault. With `zero_tail` a live
+        row may be read from its sequence's `start` to the row's end.
 
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
@@ -359,7 +370,12 @@ class KVCache:
                 tokens=tokens,
                 token_bytes=tokens * self.layout.token_bytes,
                 waste=1 - tokens * self.layout.token_bytes / (used * self.page_size) if used else 0.0,
-                pages={"used": used, "surplus": pool.taken - used, "free": pool.free},
+                pages={
+                    "used": used,
+                    "surplus": pool.taken - len(rows.zero_pages) - used,
+                    "free": pool.free,
+                    "zero": len(rows.zero_pages),
+                },
                 rows=rows.count_states(),
                 pages_created=pool.pages_created,
                 page_uses=uses,
@@ -371,12 +387,13 @@ class KVCache:
 
     def page_map(self) -> npt.NDArray[np.int64]:
         """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
-        or `FREE_PAGE`, `SURPLUS_PAGE` or `VACANT_PAGE`."""
+        or `FREE_PAGE`, `SURPLUS_PAGE`, `VACANT_PAGE` or `ZERO_PAGE`."""
         with self._lock:
             self._check_usable()
             self._free_abandoned()
             pages = np.full(len(self._pool.handles), VACANT_PAGE, np.int64)
             pages[self._pool.free_pages] = FREE_PAGE
+            pages[self._rows.zero_pages] = ZERO_PAGE
             for row in range(self.max_sequences):
                 for mapped, used in self._rows.pages(row):
                     pages[mapped] = SURPLUS_PAGE

@@ -23,12 +23,15 @@ def check_invariants(rows: Rows) -> None:
     mapped = Counter(page for arena, _ in rows.ranges for row in arena.rows for page in row.pages)
     exist = {page for page, handle in enumerate(pool.handles) if handle is not None}
     free = set(pool.free_pages)
+    zero = set(rows.zero_pages)
     ensure(pool.created <= pool.budget, f"{pool.created} pages exist; the budget is {pool.budget}")
     ensure(all(count == 1 for count in mapped.values()), "a page is mapped twice")
     ensure(len(free) == pool.free, "a page is free twice")
     ensure(not free & mapped.keys(), "a free page is mapped")
-    ensure(free | mapped.keys() == exist, "a page has leaked, or one that does not exist is mapped")
-    ensure(pool.taken == len(mapped), f"{pool.taken} pages are taken, {len(mapped)} mapped")
+    ensure(not zero & (free | mapped.keys()), "the zero page is free, or part of a row")
+    ensure(free | mapped.keys() | zero == exist, "a page has leaked, or one that does not exist is mapped")
+    mapped_pages = len(mapped) + len(zero)
+    ensure(pool.taken == mapped_pages, f"{pool.taken} pages are taken, {mapped_pages} mapped")
 
     states = Counter(rows.count_states())
     num_rows = len(rows.owner) - 1
@@ -46,7 +49,10 @@ def check_invariants(rows: Rows) -> None:
         for arena, record in rows.ranges:
             mapping = arena.rows[row]
             ensure(mapping.first <= mapping.ready <= mapping.end, f"row {row}: first, ready, end out of order")
-            ensure(mapping.end * arena.page_size <= arena.row_bytes, f"row {row} runs into the next")
+            tails = mapping.end <= mapping.tail <= mapping.tail_ready <= mapping.limit
+            ensure(tails, f"row {row}: end, tail, tail_ready, limit out of order")
+            ensure(bool(zero) or mapping.tail == mapping.limit, f"row {row} has a tail")
+            ensure(mapping.limit * arena.page_size <= arena.row_bytes, f"row {row} runs into the next")
             if live and length > start:
                 ensure(mapping.first * arena.page_size <= start * record, f"row {row}: its first token is not mapped")
             if live:

@@ -18,6 +18,8 @@ Invariants:
  3. A page leaves a row, or a row changes its owner, only after the fence of the row has passed (or in the
     order of the one stream that the fence is on).
  4. `grow` maps all pages for all its rows or leaves every length as it was.
+ 5. With `zero_tail` a live row may be read from its first page to its very end, and holds nothing of another
+    sequence. A failure that could not be undone leaves `Row.has_hole` true; the next `grow` repairs it.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ class Rows:
         num_rows: rows per arena.
         max_seq_len: tokens per row.
         scrub: zero pages before another sequence can read them.
+        zero_tail: map one page of zeros wherever a live row has no pages; implies `scrub`.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Rows:
         num_rows: int,
         max_seq_len: int,
         scrub: bool,
+        zero_tail: bool,
     ) -> None:
         self.pool = pool
         self.ranges = ranges
@@ -61,7 +65,10 @@ class Rows:
         """Sequences that started on a row with mapped pages."""
         self._driver = pool.driver
         self._page_size = pool.driver.page_size
-        self.scrub = scrub
+        self.scrub = scrub or zero_tail
+        self.zero_tail = zero_tail
+        self.zero_pages = pool.take(int(zero_tail))
+        """The one page of all tails, where there are any: created just now, so it reads as zero."""
         # A freed sequence has row -1: the last, which has no capacity and belongs to nobody.
         self.start = np.zeros(num_rows + 1, np.int64)
         self.length = np.zeros(num_rows + 1, np.int64)
@@ -106,7 +113,7 @@ class Rows:
         self.owner_of[row] = owner
         self._refresh(row)
         try:
-            if tokens > self.capacity_of[row]:
+            if tokens > self.capacity_of[row] or self.zero_tail:
                 self.grow([row], [tokens], [0])
         except BaseException:
             self._vacate(row)
@@ -169,7 +176,6 @@ class Rows:
         if not any(mapping.pages for mapping in mappings):
             for mapping in mappings:
                 mapping.first = mapping.ready = 0
-            self._fences[row] = Fence()
             self.parked.pop(row, None)
             self.retired.pop(row, None)
             self.empty.append(row)
@@ -200,7 +206,9 @@ class Rows:
 
         Raises:
             OutOfPagesError: the budget, or the device, cannot supply the pages.
-            DriverError: a driver call failed. In both cases the lengths are unchanged.
+            DriverError: a driver call failed.
+            StreamCaptureError: pages have to be zeroed, or waited for, while a CUDA graph is captured.
+                In all cases the lengths are unchanged.
         """
         size = self._page_size
         plan: list[tuple[Arena, int, int, int]] = []
@@ -212,11 +220,13 @@ class Rows:
                 mapping = arena.rows[row]
                 if end > mapping.ready:
                     old_end = mapping.end
-                    plan.append((arena, row, end, old_end))
+                    plan.append((arena, row, end, mapping.ready))
                     count += end - old_end if end > old_end else 0
         supply: list[int] = []
         zeroing = False
         try:
+            if self.zero_tail and plan:
+                self._wait_for_readers(rows)
             if count:
                 supply = self._supply(count)
             for arena, row, end, _ in plan:
@@ -227,6 +237,9 @@ class Rows:
                     self._streams[row].add(stream)
                     zeroing = True
                     self._zero_pages(row, old, new)
+            if self.zero_tail:
+                for row in rows:
+                    self._fill_tails(row)
         except BaseException:
             self._undo(rows, before, plan, supply, zeroing)
             raise
@@ -249,13 +262,19 @@ class Rows:
         if zeroing:
             with suppress(StreamCaptureError):  # which has refused the first memset already
                 fence = self._fence_after(())
-        for arena, row, _, old_end in plan:
-            if fence:
+        if fence and not self.zero_tail:
+            for row in rows:
                 self._fences[row] |= fence
-            else:
+        else:
+            if fence:
+                fence.wait()  # a dense kernel must not see these pages, so they cannot stay until later
+            for arena, row, _, ready in plan:
                 with suppress(DriverError):
-                    arena.unmap_back(row, old_end)
+                    arena.unmap_back(row, ready)
         for row in rows:
+            if self.zero_tail:
+                with suppress(DriverError, StreamCaptureError):
+                    self._fill_tails(row)
             self._refresh(row)
 
     def shrink(self, row: int, start: int, length: int) -> None:
@@ -295,9 +314,25 @@ class Rows:
     def _fence_after(self, streams: Iterable[Any]) -> Fence:
         return Fence.after(self._driver, {self._driver.current_stream(), *streams})
 
+    def _wait_for_readers(self, rows: list[int]) -> None:
+        """Waits for work that may read rows to their very end, behind which something will be unmapped."""
+        fence = self._fence_after({stream for row in rows for stream in self._streams[row]})
+        for row in rows:
+            fence = self._fences[row] | fence
+        fence.wait()
+
+    def _fill_tails(self, row: int) -> None:
+        """Makes a row readable to its end in every arena."""
+        for arena, _ in self.ranges:
+            if arena.rows[row].ready < arena.rows[row].end:
+                self._wait_for_readers([row])
+            arena.fill_tail(row, *self.zero_pages)
+
     def _zero_pages(self, row: int, old: int, new: int) -> None:
         """Zeroes the pages that a row begins to use when it grows from `old` to `new` tokens."""
         for (arena, (_, first)), (_, (_, end)) in zip(self._spans(0, old), self._spans(0, new)):
+            if self.zero_tail and not old:
+                end = arena.rows[row].ready  # a dense kernel reads all that the row has adopted
             if end > first:
                 address = arena.rows[row].address + first * self._page_size
                 self._driver.fill(address, (end - first) * self._page_size, 0)
@@ -314,6 +349,8 @@ class Rows:
             elif self.scrub and live:
                 end = min(end, -(-self.length_of[row] * record // self._page_size))  # behind are another's bytes
             capacity = min(capacity, end * self._page_size // record)
+        if self.zero_tail and live and any(arena.rows[row].has_hole for arena, _ in self.ranges):
+            capacity = self.length_of[row]  # so that the next growth repairs it
         self.capacity_of[row] = capacity
 
     # ------------------------------------------------------------------ reclaiming
@@ -329,7 +366,7 @@ class Rows:
     @property
     def surplus_pages(self) -> int:
         """Mapped pages that hold no tokens of live sequences."""
-        return self.pool.taken - self.used_pages
+        return self.pool.taken - len(self.zero_pages) - self.used_pages
 
     def _surplus(self, row: int) -> int:
         """Surplus pages of one row. A row that is just growing may not have all of its used pages yet."""
@@ -360,6 +397,8 @@ class Rows:
         for row in rows:
             if not self._surplus(row):
                 continue
+            if self.zero_tail and self.owner_of[row] >= 0:  # whose surplus pages may be read at any time
+                self._fences[row] |= self._fence_after(self._streams[row])
             if wait:
                 self._fences[row].wait()
             if self._fences[row].passed():
@@ -378,6 +417,8 @@ class Rows:
                 if live:
                     unmapped += arena.unmap_front(row, min(first, mapping.first + count - unmapped))
                 unmapped += arena.unmap_back(row, max(end, mapping.end - (count - unmapped)))
+                if live and self.zero_tail and mapping.ready == mapping.end:  # else `grow` counts on what is there
+                    arena.fill_tail(row, *self.zero_pages)
         finally:
             if live:
                 self._refresh(row)
@@ -415,7 +456,7 @@ class Rows:
             self.reclaim(missing)
             return
         used = self.used_pages - count  # `grow` counts those asked for among the used ones already
-        surplus = self.pool.taken - used
+        surplus = self.pool.taken - len(self.zero_pages) - used
         if surplus < missing:
             available = count - missing + surplus
             limit = "the device has no memory left" if cause else f"the budget is {self.pool.budget}"

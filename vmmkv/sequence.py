@@ -72,6 +72,8 @@ class Sequence:
             SequenceTooLongError: it would be longer than `max_seq_len`.
             OutOfPagesError: the budget, or the device, cannot supply the pages.
             DriverError: a driver call failed.
+            StreamCaptureError: pages have to be zeroed (`scrub`) or waited for (`zero_tail`) while a CUDA graph
+                is captured.
             UseAfterFreeError: the sequence or its cache is gone.
         """
         self._cache._extend_one(self, tokens)

@@ -19,12 +19,12 @@ class CacheStats:
 
     Attributes:
         budget_bytes: the most that the cache may take.
-        physical_bytes: what it takes now: pages that hold tokens, surplus pages and free pages.
+        physical_bytes: what it takes now: all `pages`.
         tokens: tokens of live sequences, from each sequence's `start` on.
         token_bytes: bytes of these tokens.
         waste: the part of the used pages that holds no token, 0 without sequences.
         pages: pages by state: `used` (hold tokens), `surplus` (mapped, ready to be adopted or
-            reclaimed), `free` (created, not mapped).
+            reclaimed), `free` (created, not mapped), `zero` (the one behind all rows with `zero_tail`).
         rows: rows by state: `live`, `parked` (mapped, to be adopted), `retired`, `empty`.
         pages_created: pages created since the beginning.
         page_uses: how often a page was part of a sequence since the beginning.
