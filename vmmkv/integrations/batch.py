@@ -49,7 +49,7 @@ class Batch:
             device=device,
             page_size=page_size,
             int32_strides=True,
-            **({"zero_tail": True} if zero_tail else {}),
+            zero_tail=zero_tail,
         )
         self.zero_tail = zero_tail
         self.origin = self.first = self.end = 0
