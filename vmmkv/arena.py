@@ -129,7 +129,7 @@ def check_address_space(nbytes: int, asked: str) -> None:
     if nbytes > ADDRESS_LIMIT:
         raise LayoutError(
             f"{asked} takes {nbytes / 2**40:.1f} TiB of virtual addresses; {ADDRESS_LIMIT >> 40} TiB can be relied "
-            "on. Lower either of the two"
+            "on. Lower one of the factors"
         )
 
 

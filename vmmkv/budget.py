@@ -76,7 +76,7 @@ def _check_pages(driver: Driver, pages: int, asked: str, least: int) -> int:
     if pages < least:
         raise BudgetError(
             f"asked for {asked}, which is {pages} pages of {driver.page_size} bytes; it takes at least {least} to "
-            f"begin. Raise it, or make page_size smaller where the device allows"
+            "begin. Raise it, or make page_size smaller where the device allows"
         )
     if pages * driver.page_size > total:
         raise BudgetError(

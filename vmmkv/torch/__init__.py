@@ -5,7 +5,7 @@ Nothing here is a compiled extension, and Numba is imported only when a memory p
 
 from .accounting import MemoryStats, dump_snapshot, memory_allocated, memory_snapshot, memory_stats
 from .growable_tensor import GrowableTensor, GrowableTensorStats
-from .memory_pool import MemoryPool, MemoryPoolStats, memory_pool
+from .pool import MemoryPool, MemoryPoolStats, memory_pool
 
 __all__ = [
     "GrowableTensor",

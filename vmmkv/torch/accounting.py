@@ -15,7 +15,7 @@ from ..arena import Row
 from ..cache import KVCache, _caches
 from ..errors import VmmkvError
 from .growable_tensor import GrowableTensor, _tensors
-from .memory_pool import MemoryPool, _pools
+from .pool import MemoryPool, _pools
 
 
 @dataclass(frozen=True)

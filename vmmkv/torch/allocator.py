@@ -10,8 +10,7 @@ Invariants:
  3. A page is unmapped only after all work on its device. What cannot be unmapped stays in the books.
  4. Nothing here is ever freed: torch may give back a segment at any time until the process has ended.
 
-A page is released as soon as it is mapped: the driver keeps it until it is unmapped, so that no handle has to be
-remembered.
+A page is released as soon as it is mapped: the mapping keeps it, so that there are no handles to remember.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _LIBC = ("pthread_mutex_lock", "pthread_mutex_unlock")
 
 STATE = np.dtype(
     [("mutex", np.int64, 8)]  # a pthread_mutex_t, which zeros initialise
-    + [(name, np.int64) for name in ("page_size", "budget", "physical", "peak", "segments", "refused", "status")]
+    + [(name, np.int64) for name in ("page_size", "budget", "physical", "segments", "refused", "status")]
     + [(name, np.int64) for name in C_FUNCTIONS + C_ARGUMENTS + _LIBC]
 )
 """The books, and the addresses of what is called. `refused` is the size of the last segment that could not be had,
@@ -93,7 +92,6 @@ def _take(state: Any, lock: int, size: int) -> Any:
     if allowed:
         state.physical += size
         state.segments += 1
-        state.peak = max(state.peak, state.physical)
     else:
         state.refused, state.status = size, 0
     _call(state.pthread_mutex_unlock, (lock,))
@@ -112,15 +110,15 @@ def _give(state: Any, lock: int, size: int, refused: int, status: int) -> None:
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _map(state: Any, address: int, size: int, handle: int) -> tuple[int, int, int]:
+def _map(state: Any, address: int, size: int, word: int) -> tuple[int, int, int]:
     """Maps new pages; returns the first error, the bytes mapped, and bytes that nothing can give back any more."""
     page = state.page_size
     for mapped in range(0, size, page):
-        status = _call(state.create, (handle, page, state.property, 0))
+        status = _call(state.create, (word, page, state.property, 0))
         if status:
             return status, mapped, 0
-        status = _call(state.map, (address + mapped, page, 0, _at(handle), 0))
-        released = _call(state.release, (_at(handle),))
+        status = _call(state.map, (address + mapped, page, 0, _at(word), 0))
+        released = _call(state.release, (_at(word),))
         if status or released:
             return status or released, mapped + (0 if status else page), page if released else 0
     return _call(state.set_access, (address, size, state.access, 1)), size, 0

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..budget import pages_within
-from ..driver import open_driver
 from ..errors import DeviceError
 
 if TYPE_CHECKING:
@@ -40,11 +39,12 @@ def memory_pool(max_bytes: float | str = "80%", device: str | torch.device = "cu
             f"asked for a memory pool on {device}; torch has memory pools on CUDA devices only, and sees "
             f"{torch.cuda.device_count()} of them. KVCache and GrowableTensor run on host memory, too"
         )
-    driver = open_driver(device)
+    from ..driver.cuda import CudaDriver
     from .allocator import Allocator  # imports Numba, and compiles
 
+    driver = CudaDriver(torch.device(device))
     budget = pages_within(driver, max_bytes)
-    return MemoryPool(driver.device, Allocator(driver.c_interface(), driver.page_size, budget, driver))  # type: ignore[attr-defined]
+    return MemoryPool(driver.device, Allocator(driver.c_interface(), driver.page_size, budget, driver))
 
 
 @dataclass(frozen=True)
@@ -54,31 +54,32 @@ class MemoryPoolStats:
     Attributes:
         budget_bytes: the most that it may take.
         physical_bytes: what it takes now: segments that tensors lie in, and those that torch keeps for later.
-        peak_bytes: the most that it has taken so far.
         segments: pieces that torch has asked for and not given back.
     """
 
     budget_bytes: int
     physical_bytes: int
-    peak_bytes: int
     segments: int
 
 
 class MemoryPool:
     """A `torch.cuda.MemPool` on pages of ours; made by `memory_pool`.
 
-    In a `with` block, which may be entered again and again, every CUDA tensor that this thread makes on the pool's
-    device is backed by pages that are made as those of a `KVCache` are, counted against the pool's budget. (The
-    pages are the pool's own: torch allocates under a lock under which no Python may run, so it cannot ask a
-    `PagePool`.) Threads that are started meanwhile, such as autograd's, allocate as ever.
+    In a `with` block, which may be entered again and again but by one thread at a time (`RuntimeError` otherwise),
+    every tensor that this thread makes on the pool's device lies on pages like those of a `KVCache`, and counts
+    against the pool's budget. The pages are the pool's own: torch allocates under a lock under which no Python may
+    run, so it cannot ask a `PagePool`. Other threads, such as autograd's, allocate as ever.
 
-    torch's caching allocator works on top, with all of its accounts: small tensors share a segment of one page, and
-    segments whose tensors are gone are kept for later tensors of the pool. They go back to the system with
-    `release`, or when nobody holds the pool any more. A tensor may outlive both: its segment goes back at the first
+    torch's caching allocator works on top, with all of its accounts: small tensors share a segment, and segments
+    whose tensors are gone are kept for later tensors of the pool. They go back to the system with `release`, or when
+    nobody holds the pool any more. A tensor may outlive both: its segment goes back at the first
     `torch.cuda.empty_cache()` after its end.
 
-    When the budget, or the device, does not allow a segment, torch raises `torch.OutOfMemoryError`; what the pool
-    has to say about it is a note on that error when it leaves the block.
+    When the budget, or the device, does not allow a segment, torch raises `torch.OutOfMemoryError`; when that leaves
+    the block, it carries a note of what the pool had.
+
+    Only the pool's own device can access its pages: there is no peer access from others, and no CUDA IPC
+    (`torch.multiprocessing`).
     """
 
     def __init__(self, device: torch.device, allocator: Allocator) -> None:
@@ -92,10 +93,6 @@ class MemoryPool:
         weakref.finalize(self, _end, self._mem_pools).atexit = False
 
     def __enter__(self) -> MemoryPool:
-        """
-        Raises:
-            RuntimeError: the pool is in a `with` block already: it serves one thread at a time.
-        """
         global _blocks
         self._begin_use()
         try:
@@ -124,16 +121,18 @@ class MemoryPool:
     def release(self) -> int:
         """Gives segments without tensors back to the system, after all work on the device; returns their bytes.
 
-        The pool can be used again. While another pool is in a `with` block, or a CUDA graph is captured, torch
-        cannot give memory back: then it goes at the end of that block, or with the next release.
+        The pool can be used again. While any pool is in a `with` block, or a CUDA graph is captured, torch can give
+        nothing back, and this returns 0.
 
         Raises:
-            RuntimeError: the pool is in a `with` block.
+            RuntimeError: this pool is in a `with` block.
         """
         self._begin_use()
         try:
             before = int(self._books["physical"])
-            _end(self._mem_pools)
+            with _lock:
+                if _can_end():
+                    self._mem_pools.clear()
             return before - int(self._books["physical"])
         finally:
             self._busy.release()
@@ -141,7 +140,7 @@ class MemoryPool:
     def stats(self) -> MemoryPoolStats:
         """A snapshot: bytes and segments."""
         books = self._books
-        return MemoryPoolStats(*(int(books[name]) for name in ("budget", "physical", "peak", "segments")))
+        return MemoryPoolStats(*(int(books[name]) for name in ("budget", "physical", "segments")))
 
     def _begin_use(self) -> None:
         if not self._busy.acquire(blocking=False):
@@ -170,19 +169,23 @@ class MemoryPool:
 
 _pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
 
-# A torch.cuda.MemPool that ends while any other is in use aborts the process (torch 2.11 to 2.13: its destructor
-# asserts that nobody allocates to a pool), so those that have ended wait here until none is.
+# A torch.cuda.MemPool that ends while any other is in use aborts the process: its destructor asserts that nobody
+# allocates to a pool. So those of lost pools wait here until nobody does.
 _lock = threading.RLock()
 _blocks = 0
 _ended: list[torch.cuda.MemPool] = []
 
 
+def _can_end() -> bool:
+    return not _blocks and not torch.cuda.is_current_stream_capturing()
+
+
 def _end(mem_pools: list[torch.cuda.MemPool]) -> None:
-    """Ends torch's pool, now or when that is possible; takes the last reference to it."""
+    """Ends these, and those that wait, now or when that is possible; takes the last reference to them."""
     with _lock:
         _ended.extend(mem_pools)
         mem_pools.clear()
-        if not _blocks and not torch.cuda.is_current_stream_capturing():
+        if _can_end():
             _ended.clear()
 
 
@@ -190,4 +193,4 @@ def _leave_block() -> None:
     global _blocks
     with _lock:
         _blocks -= 1
-    _end([])
+        _end([])
