@@ -161,12 +161,12 @@ class Arena:
         self.meter.unmap.add(1, perf_counter_ns() - start)
 
 
-def check_address_space(nbytes: int, max_sequences: int, max_seq_len: int) -> None:
-    """Raises `LayoutError` where a cache would take more addresses than there are."""
+def check_address_space(nbytes: int, asked: str) -> None:
+    """Raises `LayoutError` where what was asked for would take more addresses than there are."""
     if nbytes > ADDRESS_LIMIT:
         raise LayoutError(
-            f"max_sequences={max_sequences} x max_seq_len={max_seq_len} takes {nbytes / 2**40:.1f} TiB of virtual "
-            f"addresses; {ADDRESS_LIMIT >> 40} TiB can be relied on. Lower either of the two"
+            f"{asked} takes {nbytes / 2**40:.1f} TiB of virtual addresses; {ADDRESS_LIMIT >> 40} TiB can be relied "
+            "on. Lower one of the factors"
         )
 
 

@@ -1,4 +1,4 @@
-"""How much memory a cache may take: bytes, a share of what is free, or tokens."""
+"""How much memory may be taken: bytes, a share of what is free, or tokens."""
 
 from __future__ import annotations
 
@@ -52,21 +52,33 @@ def budget_pages(
     """
     if (max_bytes is None) == (max_tokens is None):
         raise BudgetError(f"got max_bytes={max_bytes} and max_tokens={max_tokens}; give one of the two")
-    free, total = driver.memory_info()
+    least = len(layout.record_bytes) + zero_tail
     if max_tokens is not None:
         max_tokens = operator.index(max_tokens)
         begun = max(min(max_sequences, max_tokens) - 1, 0) * len(layout.record_bytes)
         pages = layout.pages(max_tokens, driver.page_size) + begun + zero_tail
-        asked = f"max_tokens={max_tokens}"
-    else:
-        assert max_bytes is not None
-        pages = parse_bytes(max_bytes, free) // driver.page_size
-        asked = f"max_bytes={max_bytes!r}"
-    least = len(layout.record_bytes) + zero_tail
+        return _check_pages(driver, pages, f"max_tokens={max_tokens}", least)
+    assert max_bytes is not None
+    return pages_within(driver, max_bytes, least)
+
+
+def pages_within(driver: Driver, max_bytes: float | str, least: int = 1) -> int:
+    """The largest number of pages within `max_bytes` (see `parse_bytes`).
+
+    Raises:
+        BudgetError: it is no size, under `least` pages, or over the device's memory.
+    """
+    free, _ = driver.memory_info()
+    return _check_pages(driver, parse_bytes(max_bytes, free) // driver.page_size, f"max_bytes={max_bytes!r}", least)
+
+
+def _check_pages(driver: Driver, pages: int, asked: str, least: int) -> int:
+    """`pages`, where they are enough to begin with and no more than the device has."""
+    free, total = driver.memory_info()
     if pages < least:
         raise BudgetError(
-            f"asked for {asked}, which is {pages} pages of {driver.page_size} bytes; one sequence takes "
-            f"{least}. Raise it, or make page_size smaller where the device allows"
+            f"asked for {asked}, which is {pages} pages of {driver.page_size} bytes; it takes at least {least} to "
+            "begin. Raise it, or make page_size smaller where the device allows"
         )
     if pages * driver.page_size > total:
         raise BudgetError(

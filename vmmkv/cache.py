@@ -113,7 +113,9 @@ class KVCache:
         self._driver = driver or open_driver(device, page_size)
         size = self._driver.page_size
         row_bytes = [-(-max_seq_len * record // size) * size for record in layout.record_bytes]
-        check_address_space(sum(row_bytes) * max_sequences, max_sequences, max_seq_len)
+        check_address_space(
+            sum(row_bytes) * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}"
+        )
         if max_bytes is None and max_tokens is None:
             max_bytes = "80%"
         budget = budget_pages(self._driver, layout, max_sequences, max_bytes, max_tokens, zero_tail)

@@ -5,6 +5,7 @@ Works in the primary context, the one that torch uses, so that torch's kernels s
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -140,6 +141,30 @@ class CudaDriver:
                 return features, wanted, granularity
         check("cuMemCreate", status, "not even a plain page could be made")
         raise AssertionError("check raises")
+
+    def c_interface(self) -> dict[str, int]:
+        """What `vmmkv.torch.allocator` needs to do the same as this class without the interpreter: addresses of C
+        functions, and of the arguments that they take. Valid as long as this driver lives."""
+        libcuda = ctypes.CDLL("libcuda.so.1")
+        symbols = {
+            "reserve": "cuMemAddressReserve",
+            "free": "cuMemAddressFree",
+            "create": "cuMemCreate",
+            "release": "cuMemRelease",
+            "map": "cuMemMap",
+            "set_access": "cuMemSetAccess",
+            "unmap": "cuMemUnmap",
+            "push": "cuCtxPushCurrent_v2",
+            "pop": "cuCtxPopCurrent_v2",
+            "synchronize": "cuCtxSynchronize",
+        }
+        addresses = {
+            name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in symbols.items()
+        }
+        status, context = cu.cuDevicePrimaryCtxRetain(self.device.index)  # for ever, like torch
+        check("cuDevicePrimaryCtxRetain", status)
+        access = self._access[True][0].getPtr()
+        return addresses | {"property": self._property.getPtr(), "access": access, "context": int(context)}
 
     def memory_info(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)

@@ -1,0 +1,740 @@
+"""What torch users hold: memory pools, growable tensors, and accounts that agree with the memory system's."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import pickle
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run_python, small_driver
+from faulty import FaultyDriver
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fences import StreamedDriver
+from torch.cuda import _memory_viz
+
+import vmmkv
+from vmmkv.driver import Handle
+from vmmkv.tensors import export_range
+from vmmkv.torch import GrowableTensor, dump_snapshot, memory_allocated, memory_pool, memory_snapshot, memory_stats
+from vmmkv.torch.allocator import C_ARGUMENTS, Allocator
+
+MIB = 1 << 20
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+# ---------------------------------------------------------------------- the compiled allocator
+
+
+NUM_ARGUMENTS = {
+    "reserve": 5,
+    "free": 2,
+    "create": 4,
+    "release": 1,
+    "map": 5,
+    "set_access": 4,
+    "unmap": 2,
+    "push": 1,
+    "pop": 1,
+    "synchronize": 0,
+}
+
+
+class CDriver:
+    """C functions with the CUDA driver's signatures over pages of the host, with books of their own.
+
+    Attributes:
+        fail_at: the number of the call to fail, from 0 on.
+        failed: its name, once it has.
+        misuse: what the driver below would not have.
+    """
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.driver = FaultyDriver(small_driver("cpu"))
+        self.fail_at = fail_at
+        self.failed: str | None = None
+        self.misuse: list[BaseException] = []
+        self.handles: dict[int, Handle] = {}
+        self.released: set[int] = set()
+        self.synchronized = False
+        self.callbacks = [self._callback(name, count) for name, count in NUM_ARGUMENTS.items()]
+        addresses = [ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self.callbacks]
+        self.words = dict(zip(NUM_ARGUMENTS, addresses)) | dict.fromkeys(C_ARGUMENTS, 0)
+
+    def _callback(self, name: str, count: int) -> Callable[..., int]:
+        def call(*words: int) -> int:
+            self.fail_at -= 1
+            if self.fail_at == -1:
+                self.failed = name
+                return 2
+            try:
+                getattr(self, name)(*words)
+            except BaseException as error:
+                self.misuse.append(error)
+                return 1
+            return 0
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(call)
+
+    def reserve(self, out: int, size: int, *_: int) -> None:
+        ctypes.c_int64.from_address(out).value = self.driver.reserve(size)
+
+    def free(self, address: int, size: int) -> None:
+        self.driver.free(address, size)
+
+    def create(self, out: int, size: int, *_: int) -> None:
+        number = len(self.handles) + 1
+        self.handles[number] = self.driver.create()
+        ctypes.c_int64.from_address(out).value = number
+
+    def release(self, number: int) -> None:
+        """As on a GPU, a page that is mapped goes when it is unmapped."""
+        if self.handles[number] in self.driver.mapped.values():
+            self.released.add(number)
+        else:
+            self.driver.release(self.handles[number])
+
+    def map(self, address: int, size: int, offset: int, number: int, flags: int) -> None:
+        self.driver.map(address, self.handles[number])
+
+    def set_access(self, address: int, size: int, *_: int) -> None:
+        self.driver.set_access(address, size)
+
+    def unmap(self, address: int, size: int) -> None:
+        pages = [self.driver.mapped[place] for place in range(address, address + size, self.driver.page_size)]
+        assert self.synchronized or self.failed, "a page was unmapped that a kernel may still use"
+        self.synchronized = False
+        self.driver.unmap(address, size)
+        for number in [number for number in self.released if self.handles[number] in pages]:
+            self.released.remove(number)
+            self.driver.release(self.handles[number])
+
+    def push(self, context: int) -> None: ...
+
+    def pop(self, out: int) -> None: ...
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+
+
+class Functions:
+    """An allocator as torch calls it."""
+
+    def __init__(self, words: dict[str, int], page_size: int, budget: int) -> None:
+        self.allocator = Allocator(words, page_size, budget)
+        self.books = self.allocator.state
+        self._allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
+            self.allocator.allocate
+        )
+        self._deallocate = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
+            self.allocator.deallocate
+        )
+
+    def allocate(self, nbytes: int) -> int:
+        return self._allocate(nbytes, 0, None) or 0
+
+    def deallocate(self, segment: int, nbytes: int) -> None:
+        self._deallocate(segment, nbytes, 0, None)
+
+
+BUDGET = 12
+
+
+@pytest.fixture(scope="module")
+def c_driver() -> CDriver:
+    return CDriver()
+
+
+@pytest.fixture(scope="module")
+def functions(c_driver: CDriver) -> Functions:
+    return Functions(c_driver.words, c_driver.driver.page_size, BUDGET)
+
+
+@given(
+    actions=st.lists(
+        st.tuples(st.integers(1, 5 * 4096), st.booleans(), st.none() | st.integers(0, 12)), min_size=1, max_size=20
+    )
+)
+def test_segments_hold_what_is_written_and_the_books_agree(c_driver, functions, actions) -> None:
+    """Random segments come and go, some of them refused by the budget and some by a failing call."""
+    driver, page = c_driver.driver, c_driver.driver.page_size
+    segments: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+
+    def drop() -> None:
+        address, memory, expected = segments.pop(random.randrange(len(segments)))
+        assert torch.equal(memory, expected)
+        functions.deallocate(address, len(memory))
+
+    def check() -> None:
+        assert not c_driver.misuse
+        held = sum(-(-len(memory) // page) for _, memory, _ in segments)
+        assert len(driver.handles) == len(driver.mapped) == len(driver.accessible) == held
+        assert functions.books["physical"] == held * page
+        assert functions.books["segments"] == len(driver.ranges) == len(segments)
+
+    for nbytes, dropping, fault in actions:
+        if dropping and segments:
+            drop()
+            check()
+        available = BUDGET - len(driver.handles)
+        c_driver.failed, c_driver.fail_at = None, -1 if fault is None else fault
+        address = functions.allocate(nbytes)
+        c_driver.fail_at = -1
+        if c_driver.failed == "release":  # its page is lost, which the next test is about
+            number = max(c_driver.handles)
+            driver.release(c_driver.handles[number])
+            functions.books["physical"] -= page
+        assert bool(address) == (-(-nbytes // page) <= available and not c_driver.failed)
+        if address:
+            memory = export_range(address, nbytes, torch.device("cpu"), owner=None)
+            assert not memory.any()
+            memory.random_()
+            segments.append((address, memory, memory.clone()))
+        check()
+    c_driver.failed = None
+    while segments:
+        drop()
+    check()
+
+
+def test_whichever_call_fails_the_books_say_what_is_held() -> None:
+    for fail_at in range(100):
+        c_driver = CDriver(fail_at)
+        driver = c_driver.driver
+        functions = Functions(c_driver.words, driver.page_size, BUDGET)
+        segment = functions.allocate(3 * driver.page_size - 5)
+        if segment:
+            functions.deallocate(segment, 3 * driver.page_size - 5)
+        assert not c_driver.misuse
+        assert functions.books["physical"] == len(driver.handles) * driver.page_size
+        if c_driver.failed in ("reserve", "create", "map", "set_access", "pop", None):
+            assert not driver.handles
+            assert not driver.ranges
+        if not segment:
+            assert functions.books["status"] == 2
+            assert functions.books["refused"] == 3 * driver.page_size
+        if not c_driver.failed:
+            break
+    assert fail_at == 1 + 3 * 3 + 1 + 5  # every call of this life was made to fail once
+
+
+C_FUNCTIONS = """
+    import ctypes, faulthandler, sys, threading
+    import numpy as np
+    from numba import carray, cfunc, njit, types
+    from vmmkv.torch.allocator import C_ARGUMENTS, Allocator, _kept, _pointer
+
+    libc = ctypes.CDLL(None)
+    for name, result, arguments in (
+        ("malloc", ctypes.c_int64, [ctypes.c_int64]),
+        ("free", None, [ctypes.c_int64]),
+        ("usleep", ctypes.c_int, [ctypes.c_uint]),
+        ("pthread_mutex_lock", ctypes.c_int, [ctypes.c_int64]),
+        ("pthread_mutex_unlock", ctypes.c_int, [ctypes.c_int64]),
+        ("_exit", None, [ctypes.c_int]),
+    ):
+        getattr(libc, name).restype, getattr(libc, name).argtypes = result, arguments
+    malloc, free, usleep = libc.malloc, libc.free, libc.usleep
+    lock, unlock, leave = libc.pthread_mutex_lock, libc.pthread_mutex_unlock, libc._exit
+    word, pointer = types.int64, types.CPointer(types.int64)
+    held = np.zeros(2 + 8, np.int64)  # bytes now, and at most; a mutex
+    address_of_held = held.ctypes.data
+
+    @njit
+    def count(size):
+        held = carray(_pointer(address_of_held), 2, np.int64)
+        lock(address_of_held + 16)
+        held[0] += size
+        held[1] = max(held[0], held[1])
+        unlock(address_of_held + 16)
+
+    @cfunc(types.int32(pointer, word, word, word, word))
+    def reserve(out, size, a, b, c):
+        out[0] = malloc(size)
+        count(size)
+        return 0
+
+    @cfunc(types.int32(pointer, word, word, word))
+    def create(out, size, a, b):
+        usleep(20)  # as a driver call takes its time
+        out[0] = 1
+        return 0
+
+    @cfunc(types.int32(word, word))
+    def give_back(address, size):
+        count(-size)
+        free(address)
+        return 0
+
+    @cfunc(types.int32())
+    def succeed():
+        return 0
+
+    names = ("release", "map", "set_access", "unmap", "push", "pop", "synchronize")
+    words = {name: succeed.address for name in names} | dict.fromkeys(C_ARGUMENTS, 0)
+    words |= {"reserve": reserve.address, "create": create.address, "free": give_back.address}
+    PAGE, BUDGET = 4096, 20
+    allocator = Allocator(words, PAGE, BUDGET)
+    allocate = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64)(allocator.allocate)
+    deallocate = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int32, ctypes.c_int64)(
+        allocator.deallocate
+    )
+"""
+
+THREADS = (
+    C_FUNCTIONS
+    + """
+    faulthandler.dump_traceback_later(60, exit=True)
+    mutex = np.zeros(8, np.int64)
+    torchs_lock = mutex.ctypes.data
+
+    @cfunc(word(word, word))
+    def work(rounds, locked):
+        got = 0
+        for round in range(rounds):
+            size = 1 + round * 3571 % (8 * PAGE)
+            if locked:
+                lock(torchs_lock)
+            segment = allocate(size, 0, 0)
+            if locked:
+                unlock(torchs_lock)
+            got += segment != 0
+            if segment:
+                if locked:
+                    lock(torchs_lock)
+                deallocate(segment, size, 0, 0)
+                if locked:
+                    unlock(torchs_lock)
+        return got
+
+    without_interpreter = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(work.address)
+    with_interpreter = ctypes.PYFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)(work.address)
+    sys.setswitchinterval(1e-4)
+    got, spins = [], 0
+
+    def call(function, locked):
+        for _ in range(60):  # short calls, so that the lock of the interpreter changes hands
+            got.append(function(3, locked))
+
+    for locked in (1, 0):
+        threads = [
+            threading.Thread(target=call, args=(function, locked))
+            for function in (without_interpreter, with_interpreter)
+            for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            spins += 1
+    books = allocator.state
+    print(spins > 0, sum(got) > len(got), books["physical"], books["segments"], 0 < held[1] <= BUDGET * PAGE)
+"""
+)
+
+
+def test_threads_allocate_while_others_hold_the_interpreter() -> None:
+    """torch's order of locks: the interpreter's first, then its own, then the allocator. A Python callback in place
+    of `allocate` stops this test within a few rounds."""
+    child = run_python(THREADS)
+    assert child.stdout == "True True 0 0 True\n", child.stderr
+
+
+AFTER_THE_END = (
+    C_FUNCTIONS
+    + """
+    @cfunc(types.void(types.voidptr))
+    def at_exit(argument):
+        segment = allocate(5000, 0, 0)
+        deallocate(segment, 5000, 0, 0)
+        leave(42 if segment else 1)
+
+    _kept.append(at_exit)
+    libc.__cxa_atexit(ctypes.c_void_p(at_exit.address), None, None)
+    del allocator
+    print("end")
+"""
+)
+
+
+def test_segments_can_be_given_back_after_the_interpreter_has_ended() -> None:
+    """torch's own destructors run then."""
+    child = run_python(AFTER_THE_END)
+    assert child.returncode == 42, child.stderr
+
+
+# ---------------------------------------------------------------------- memory pools
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_memory_pool_needs_cuda() -> None:
+    with pytest.raises(vmmkv.DeviceError, match="CUDA devices only, and sees 0"):
+        memory_pool()
+
+
+def test_a_memory_pool_is_not_for_host_memory() -> None:
+    with pytest.raises(vmmkv.DeviceError, match="asked for a memory pool on cpu"):
+        memory_pool(device="cpu")
+
+
+def free_bytes() -> int:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
+
+
+def filled(nbytes: int, value: int) -> torch.Tensor:
+    return torch.full((nbytes,), value, dtype=torch.uint8, device="cuda")
+
+
+@pytest.fixture
+def before() -> int:
+    """Free bytes of the device, once the kernels that the tests use are on it."""
+    torch.cuda._sleep(1)
+    assert (filled(MIB, 3).fill_(4) == 4).all()
+    return free_bytes()
+
+
+@pytest.mark.gpu
+def test_tensors_of_a_pool_lie_on_its_pages(before: int) -> None:
+    pool = memory_pool("512MiB")
+    with pool:
+        tensors = [torch.empty(nbytes // 4, device="cuda") for nbytes in (1000, 3 * MIB, 50 * MIB, 120 * MIB)]
+    stats = pool.stats()
+    assert stats.physical_bytes >= 173 * MIB
+    assert stats.budget_bytes == 512 * MIB
+    assert abs(before - free_bytes() - stats.physical_bytes) <= 8 * MIB
+    for tensor in tensors:
+        tensor.normal_()
+    copies = [tensor.cpu() for tensor in tensors]
+    with pool:
+        product = tensors[1] * 2 + tensors[1]  # a temporary comes from the pool, too
+    filled(150 * MIB, 7)
+    assert torch.allclose(product.cpu(), copies[1] * 3)
+    assert all(torch.equal(tensor.cpu(), copy) for tensor, copy in zip(tensors, copies))
+
+
+@pytest.mark.gpu
+def test_release_gives_back_what_no_tensor_holds(before: int) -> None:
+    pool = memory_pool("512MiB")
+    with pool:
+        kept, gone = filled(64 * MIB, 3), filled(256 * MIB, 5)
+    torch.cuda._sleep(100_000_000)
+    gone.fill_(6)  # still to run when its memory is given back
+    del gone
+    assert pool.release() == 256 * MIB
+    assert pool.stats().physical_bytes == 64 * MIB
+    assert abs(before - free_bytes() - 64 * MIB) <= 8 * MIB
+    assert (kept == 3).all()
+    with pool:  # it can be used again
+        again = filled(256 * MIB, 9)
+    assert (again == 9).all()
+    del kept, again
+    torch.cuda.empty_cache()  # takes what a tensor held after a release
+    pool.release()
+    assert pool.stats().physical_bytes == pool.stats().segments == 0
+    assert abs(before - free_bytes()) <= 8 * MIB
+
+
+@pytest.mark.gpu
+def test_tensors_outlive_their_pool(before: int) -> None:
+    with memory_pool("512MiB"):
+        tensor = filled(256 * MIB, 3)
+    assert (tensor == 3).all()
+    assert before - free_bytes() >= 256 * MIB
+    del tensor
+    assert abs(before - free_bytes()) <= 8 * MIB
+
+
+@pytest.mark.gpu
+def test_a_pool_keeps_to_its_budget_and_says_so() -> None:
+    with memory_pool("64MiB") as other:
+        beside = filled(32 * MIB, 5)
+    pool = memory_pool("64MiB")
+    with pool:
+        tensor = filled(40 * MIB, 3)
+        with pytest.raises(torch.OutOfMemoryError):
+            filled(40 * MIB, 4)
+    with pytest.raises(torch.OutOfMemoryError) as caught, pool:
+        filled(40 * MIB, 4)
+    assert "segment of 40 MiB; 40 of its 64 MiB are taken" in caught.value.__notes__[0]
+    assert pool.stats().physical_bytes == 40 * MIB
+    assert other.stats().physical_bytes == 32 * MIB
+    assert (tensor == 3).all()
+    assert (beside == 5).all()
+    assert (filled(40 * MIB, 4) == 4).all()  # outside of the pool all is as before
+
+
+@pytest.mark.gpu
+def test_pools_end_when_no_other_is_in_use(before: int) -> None:
+    """torch aborts the process otherwise."""
+    first, second, lost = (memory_pool("128MiB") for _ in range(3))
+    with first:
+        filled(64 * MIB, 1)
+    with lost:
+        filled(64 * MIB, 1)
+    with second:
+        with pytest.raises(RuntimeError, match="is in a with block"):
+            second.release()
+        with pytest.raises(RuntimeError, match="is in a with block"):
+            second.__enter__()
+        assert first.release() == 0
+        del lost
+        tensor = filled(MIB, 2)
+    assert first.release() == 64 * MIB
+    assert (tensor == 2).all()
+    del tensor
+    second.release()
+    assert abs(before - free_bytes()) <= 8 * MIB
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_pool_on_another_device() -> None:
+    with memory_pool("64MiB", device="cuda:1") as pool:
+        here = torch.ones(MIB, device="cuda:0")
+        there = torch.ones(MIB, device="cuda:1")
+    assert pool.stats().physical_bytes == 20 * MIB
+    assert here.sum().item() == there.sum().item() == MIB
+
+
+@pytest.mark.gpu
+def test_threads_with_pools_beside_busy_python() -> None:
+    child = run_python(
+        """
+        import faulthandler, random, threading, torch
+        from vmmkv.torch import memory_pool
+        faulthandler.dump_traceback_later(120, exit=True)
+        pools = [memory_pool("1GiB") for _ in range(4)]
+        wrong = []
+
+        def work(pool, number):
+            stream = torch.cuda.Stream()
+            for round in range(30):
+                with torch.cuda.stream(stream), pool:
+                    sizes = [random.randrange(1, 8 << 20) for _ in range(6)]
+                    tensors = [torch.full((size,), number, dtype=torch.uint8, device="cuda") for size in sizes]
+                    sums = [int(tensor.sum(dtype=torch.int64)) for tensor in tensors]
+                if sums != [size * number for size in sizes]:
+                    wrong.append(number)
+                del tensors
+                stream.synchronize()
+                if round % 5 == 0:
+                    pool.release()
+
+        threads = [threading.Thread(target=work, args=(pool, number)) for number, pool in enumerate(pools, 1)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            sum(range(1000))
+        for pool in pools:
+            pool.release()
+        print(wrong, [pool.stats().physical_bytes for pool in pools])
+        """
+    )
+    assert child.stdout == "[] [0, 0, 0, 0]\n", child.stderr
+
+
+# ---------------------------------------------------------------------- growable tensors
+
+DTYPES = (torch.uint8, torch.bool, torch.bfloat16, torch.float32, torch.complex64)
+
+
+def random_rows(count: int, like: torch.Tensor) -> torch.Tensor:
+    return torch.randint(0, 2, (count, *like.shape[1:]), device=like.device).to(like.dtype)
+
+
+@DEVICES
+@settings(max_examples=60)
+@given(data=st.data(), dtype=st.sampled_from(DTYPES), per_page=st.floats(0.3, 40), inner=st.sampled_from([1, 2, 3]))
+def test_a_growable_tensor_is_a_tensor(device: str, data, dtype, per_page: float, inner: int) -> None:
+    """Against a plain tensor: values, views taken earlier, the budget, and failing calls that change nothing."""
+    driver = FaultyDriver(small_driver(device))
+    page, budget = driver.page_size, 8
+    width = max(int(page / per_page / dtype.itemsize / inner), 1)
+    row_bytes = width * inner * dtype.itemsize
+    max_rows = 10 * page // row_bytes + 1
+    grown = GrowableTensor((max_rows, width, inner), dtype, max_bytes=budget * page, driver=driver)
+    model, views, faulty = grown.tensor.clone(), [], False
+    for _ in range(data.draw(st.integers(1, 12))):
+        action = data.draw(st.sampled_from(["resize", "append", "trim", "fail"]))
+        length = data.draw(st.integers(0, max_rows))
+        try:
+            if action == "fail":
+                driver.fail(data.draw(st.sampled_from(["create", "map", "set_access", "unmap"])), length % 4)
+                faulty = True
+            elif action == "trim":
+                grown.trim()
+                if not faulty:
+                    assert grown.stats().physical_bytes == -(-len(model) * row_bytes // page) * page
+            elif action == "append":
+                rows = random_rows(max(length - len(model), 0), model)
+                grown.append(rows)
+                model = torch.cat([model, rows])
+            else:
+                grown.resize(length)
+                new = random_rows(max(length - len(model), 0), model)
+                grown.tensor[len(model) :] = new
+                model = torch.cat([model[:length], new])
+        except vmmkv.OutOfPagesError:
+            assert -(-length * row_bytes // page) > budget
+        except vmmkv.DriverError:
+            assert faulty
+        faulty = faulty and bool(driver._faults)
+        assert grown.shape == grown.tensor.shape == model.shape
+        assert grown.tensor.is_contiguous()
+        assert torch.equal(grown.tensor, model)
+        assert len(grown) <= grown.capacity <= max_rows
+        assert grown.stats().physical_bytes == len(driver.handles) * page <= budget * page
+        views = [view for view in views if len(view) <= len(model)] + [grown.tensor]
+        assert all(torch.equal(view, model[: len(view)]) for view in views)
+        assert len({view.data_ptr() for view in views if len(view)}) <= 1
+    driver.heal()
+    grown.close()
+    assert not driver.handles
+
+
+@DEVICES
+def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
+    grown = GrowableTensor((100, 3), torch.float32, device)
+    grown.append(torch.ones(2, 3, device=device))
+    address = grown.tensor.data_ptr()
+    for error, rows in (
+        (vmmkv.ShapeError, torch.ones(2, 4, device=device)),
+        (vmmkv.ShapeError, torch.tensor(1.0, device=device)),
+        (vmmkv.ShapeError, torch.ones(99, 3, device=device)),
+        (vmmkv.DtypeError, torch.ones(2, 3, device=device, dtype=torch.float64)),
+        (vmmkv.DeviceError, torch.ones(2, 3, device="meta")),
+    ):
+        with pytest.raises(error):
+            grown.append(rows)
+    for length in (-1, 101):
+        with pytest.raises(vmmkv.ShapeError, match="has 100"):
+            grown.resize(length)
+    assert grown.tensor.tolist() == [[1, 1, 1], [1, 1, 1]]
+    assert grown.tensor.data_ptr() == address
+    grown.append(torch.ones(1, 3, device=device, requires_grad=True))
+    assert not grown.tensor.requires_grad
+    for shape in ((), (0, 3), (4, 0), (1 << 47,)):
+        with pytest.raises(vmmkv.LayoutError):
+            GrowableTensor(shape, device=device)
+    grown.close()
+    with pytest.raises(vmmkv.UseAfterFreeError):
+        grown.resize(3)
+
+
+def test_pages_behind_a_shrunk_tensor_wait_for_every_stream() -> None:
+    driver = StreamedDriver()
+    grown = GrowableTensor((1 << 20,), torch.uint8, max_bytes="1MiB", driver=driver)
+    grown.resize(50_000)
+    driver.stream = "other"
+    grown.resize(49_999)
+    assert not driver.events, "no page was left behind"
+    grown.resize(10_000)
+    assert {stream for stream, _ in driver.events} == {"main", "other"}
+    assert not any(event.waited for _, event in driver.events)
+    assert grown.trim() == 10 * driver.page_size
+    assert all(event.waited for _, event in driver.events)
+
+
+@pytest.mark.gpu
+def test_pages_behind_a_shrunk_tensor_wait_for_their_readers() -> None:
+    grown = GrowableTensor((1 << 30,), torch.uint8, "cuda")
+    stream = torch.cuda.Stream()
+    grown.record_stream(stream)
+    grown.append(torch.full((64 * MIB,), 3, dtype=torch.uint8, device="cuda"))
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(400_000_000)
+        total = grown.tensor.sum(dtype=torch.int64)
+    grown.resize(MIB)
+    assert grown.trim() == 62 * MIB
+    assert total.item() == 3 * 64 * MIB
+
+
+# ---------------------------------------------------------------------- accounts
+
+
+@DEVICES
+def test_the_accounts_name_every_owner(device: str, make_cache) -> None:
+    gc.collect()
+    before = memory_allocated(device)
+    cache = make_cache()
+    sequences = [cache.sequence(tokens) for tokens in (20, 50)]
+    sequences[0].free()
+    grown = GrowableTensor((1 << 20, 5), torch.float64, device)
+    grown.resize(70_000)
+    stats = {id(held.owner): held for held in memory_stats(device)}
+    assert stats[id(cache)].physical_bytes == cache.stats().physical_bytes > 0
+    assert stats[id(grown)].physical_bytes == grown.stats().physical_bytes == 4 * MIB
+    assert memory_allocated(device) - before == cache.stats().physical_bytes + 4 * MIB
+    assert memory_allocated() >= memory_allocated(device)
+    assert all(held.device.type == device for held in stats.values())
+    cache.close()
+    grown.close()
+    assert memory_allocated(device) == before
+    assert not {id(cache), id(grown)} & {id(held.owner) for held in memory_stats()}
+
+
+@pytest.mark.gpu
+def test_the_accounts_name_memory_pools() -> None:
+    with memory_pool("64MiB") as pool:
+        tensor = torch.zeros(MIB, device="cuda")
+    (held,) = [held for held in memory_stats("cuda") if held.owner is pool]
+    assert held.physical_bytes == pool.stats().physical_bytes >= tensor.nbytes
+    assert held.budget_bytes == 64 * MIB
+
+
+@DEVICES
+def test_torchs_memory_viz_shows_the_page_map(device: str, make_cache, tmp_path: Path) -> None:
+    gc.collect()
+    others = {segment["address"] for segment in memory_snapshot()["segments"]}
+    cache = make_cache(layers_per_range=1)
+    whole, windowed, freed = (cache.sequence(tokens) for tokens in (20, 50, 30))
+    windowed.release_before(25)
+    whole.truncate(13)
+    freed.free()
+    grown = GrowableTensor((1 << 40,), torch.uint8, device)
+    grown.resize(5 * MIB)
+    dump_snapshot(tmp_path / "pages.pickle")
+    snapshot = pickle.loads((tmp_path / "pages.pickle").read_bytes())
+    assert snapshot == memory_snapshot()
+    blocks: dict[str, list[dict]] = {}
+    ours = [segment for segment in snapshot["segments"] if segment["address"] not in others]
+    for segment in ours:
+        assert segment["device"] == (torch.cuda.device_count() if device == "cpu" else 0)
+        assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"]
+        address = segment["address"]
+        for block in segment["blocks"]:
+            assert block["address"] == address
+            address += block["size"]
+            if block["state"] == "active_allocated":
+                (frame,) = block["frames"]
+                blocks.setdefault(f"{frame['filename']} {frame['name']}", []).append(block)
+    # What is mapped is what exists (nothing was trimmed), and what is active are the bytes of the tokens.
+    physical = cache.stats().physical_bytes + grown.stats().physical_bytes
+    assert sum(segment["total_size"] for segment in ours) == physical
+    record = cache.layout.record_bytes[0]
+    assert [block["requested_size"] for block in blocks["KVCache sequence 0"]] == [13 * record] * 3
+    assert [block["requested_size"] for block in blocks["KVCache sequence 1"]] == [25 * record] * 3
+    k_address = windowed.k(0).data_ptr()
+    assert any(
+        block["address"] <= k_address < block["address"] + block["size"] for block in blocks["KVCache sequence 1"]
+    )
+    assert blocks[f"GrowableTensor [{5 * MIB}] torch.uint8"][0]["address"] == grown.tensor.data_ptr()
+    # All of torch's tools take it.
+    assert f"segments: {len(snapshot['segments'])}" in _memory_viz.segsum(snapshot)
+    for plot in (_memory_viz.trace_plot, _memory_viz.segment_plot):
+        assert "MemoryViz.js" in plot(snapshot)
+    assert "KVCache:" in _memory_viz.memory(snapshot, lambda lines: lines)
+    assert "TOTAL" in _memory_viz.trace({**snapshot, "device_traces": [[{"action": "snapshot"}]]})
+
+
+def test_importing_vmmkv_torch_imports_no_numba_and_leaves_torch_alone() -> None:
+    code = "import sys, vmmkv.torch, torch; print('numba' in sys.modules, torch.ones(1).item(), vmmkv.torch is torch)"
+    assert run_python(code).stdout == "False 1.0 False\n"
+    assert sys.modules["torch"] is torch

@@ -1,0 +1,196 @@
+"""A memory pool: what torch allocates in a `with` block lies on pages of ours, within a budget of ours."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..budget import pages_within
+from ..errors import DeviceError
+
+if TYPE_CHECKING:
+    from .allocator import Allocator
+
+
+def memory_pool(max_bytes: float | str = "80%", device: str | torch.device = "cuda") -> MemoryPool:
+    """Makes a memory pool for a CUDA device.
+
+        with vmmkv.torch.memory_pool(max_bytes="8GiB") as pool:
+            model = Model().cuda()
+        print(pool.stats())
+
+    Args:
+        max_bytes: the budget: bytes, `"8GiB"`, or a share of the memory that is free now, `"80%"` or `0.8`. It is a
+            budget of its own: a `KVCache` beside it has another, and together they should fit the device.
+        device: `"cuda"` (torch's current device), `"cuda:1"`.
+
+    Raises:
+        DeviceError: it is no CUDA device, or there is none.
+        BudgetError: the budget is no size, below one page, or larger than the device.
+    """
+    if not str(device).startswith("cuda") or not torch.cuda.is_available():
+        raise DeviceError(
+            f"asked for a memory pool on {device}; torch has memory pools on CUDA devices only, and sees "
+            f"{torch.cuda.device_count()} of them. KVCache and GrowableTensor run on host memory, too"
+        )
+    from ..driver.cuda import CudaDriver
+    from .allocator import Allocator  # imports Numba, and compiles
+
+    driver = CudaDriver(torch.device(device))
+    budget = pages_within(driver, max_bytes)
+    return MemoryPool(driver.device, Allocator(driver.c_interface(), driver.page_size, budget, driver))
+
+
+@dataclass(frozen=True)
+class MemoryPoolStats:
+    """A snapshot of a `MemoryPool`.
+
+    Attributes:
+        budget_bytes: the most that it may take.
+        physical_bytes: what it takes now: segments that tensors lie in, and those that torch keeps for later.
+        segments: pieces that torch has asked for and not given back.
+    """
+
+    budget_bytes: int
+    physical_bytes: int
+    segments: int
+
+
+class MemoryPool:
+    """A `torch.cuda.MemPool` on pages of ours; made by `memory_pool`.
+
+    In a `with` block, which may be entered again and again but by one thread at a time (`RuntimeError` otherwise),
+    every tensor that this thread makes on the pool's device lies on pages like those of a `KVCache`, and counts
+    against the pool's budget. The pages are the pool's own: torch allocates under a lock under which no Python may
+    run, so it cannot ask a `PagePool`. Other threads, such as autograd's, allocate as ever.
+
+    torch's caching allocator works on top, with all of its accounts: small tensors share a segment, and segments
+    whose tensors are gone are kept for later tensors of the pool. They go back to the system with `release`, or when
+    nobody holds the pool any more. A tensor may outlive both: its segment goes back at the first
+    `torch.cuda.empty_cache()` after its end.
+
+    When the budget, or the device, does not allow a segment, torch raises `torch.OutOfMemoryError`; when that leaves
+    the block, it carries a note of what the pool had.
+
+    Only the pool's own device can access its pages: there is no peer access from others, and no CUDA IPC
+    (`torch.multiprocessing`).
+    """
+
+    def __init__(self, device: torch.device, allocator: Allocator) -> None:
+        self.device = device
+        self._books = allocator.state
+        self._torch_allocator: Any = torch._C._cuda_customAllocator(allocator.allocate, allocator.deallocate)
+        self._mem_pools: list[torch.cuda.MemPool] = []
+        self._busy = threading.Lock()
+        self._block = ExitStack()
+        _pools.add(self)
+        weakref.finalize(self, _end, self._mem_pools).atexit = False
+
+    def __enter__(self) -> MemoryPool:
+        global _blocks
+        self._begin_use()
+        try:
+            with _lock:
+                _blocks += 1
+                self._block.callback(_leave_block)
+            with torch.cuda.device(self.device):
+                if not self._mem_pools:
+                    self._mem_pools.append(torch.cuda.MemPool(self._torch_allocator))
+            self._books["refused"] = 0
+            self._block.enter_context(torch.cuda.use_mem_pool(self._mem_pools[0], self.device))
+        except BaseException:
+            self._block.close()
+            self._busy.release()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, torch.OutOfMemoryError) and self._books["refused"]:
+            error.add_note(self._refusal())
+        self._block.close()
+        self._busy.release()
+
+    def release(self) -> int:
+        """Gives segments without tensors back to the system, after all work on the device; returns their bytes.
+
+        The pool can be used again. While any pool is in a `with` block, or a CUDA graph is captured, torch can give
+        nothing back, and this returns 0.
+
+        Raises:
+            RuntimeError: this pool is in a `with` block.
+        """
+        self._begin_use()
+        try:
+            before = int(self._books["physical"])
+            with _lock:
+                if _can_end():
+                    self._mem_pools.clear()
+            return before - int(self._books["physical"])
+        finally:
+            self._busy.release()
+
+    def stats(self) -> MemoryPoolStats:
+        """A snapshot: bytes and segments."""
+        books = self._books
+        return MemoryPoolStats(*(int(books[name]) for name in ("budget", "physical", "segments")))
+
+    def _begin_use(self) -> None:
+        if not self._busy.acquire(blocking=False):
+            raise RuntimeError(f"{self!r} is in a with block; make one pool per thread, and release it after the block")
+
+    def _refusal(self) -> str:
+        """Why the last segment could not be had."""
+        import cuda.bindings.driver as cu
+
+        mib = {name: self._books[name] / 2**20 for name in ("refused", "physical", "budget")}
+        asked = f"vmmkv: torch asked this memory pool for a segment of {mib['refused']:.0f} MiB; "
+        if self._books["status"]:
+            return asked + f"the driver said {cu.CUresult(int(self._books['status'])).name}"
+        return asked + (
+            f"{mib['physical']:.0f} of its {mib['budget']:.0f} MiB are taken. torch keeps segments whose tensors are "
+            "gone: leave the block and call release(), or make the pool with a larger max_bytes"
+        )
+
+    def __repr__(self) -> str:
+        stats = self.stats()
+        return (
+            f"<vmmkv.torch.MemoryPool on {self.device}: "
+            f"{stats.physical_bytes / 2**20:.0f} of {stats.budget_bytes / 2**20:.0f} MiB>"
+        )
+
+
+_pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
+
+# A torch.cuda.MemPool that ends while any other is in use aborts the process: its destructor asserts that nobody
+# allocates to a pool. So those of lost pools wait here until nobody does.
+_lock = threading.RLock()
+_blocks = 0
+_ended: list[torch.cuda.MemPool] = []
+
+
+def _can_end() -> bool:
+    return not _blocks and not torch.cuda.is_current_stream_capturing()
+
+
+def _end(mem_pools: list[torch.cuda.MemPool]) -> None:
+    """Ends these, and those that wait, now or when that is possible; takes the last reference to them."""
+    with _lock:
+        _ended.extend(mem_pools)
+        mem_pools.clear()
+        if _can_end():
+            _ended.clear()
+
+
+def _leave_block() -> None:
+    global _blocks
+    with _lock:
+        _blocks -= 1
+        _end([])
