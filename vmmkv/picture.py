@@ -58,9 +58,12 @@ def draw_cache(rows: Rows, stats: CacheStats) -> str:
     drawing = _Drawing()
     drawing.text(
         f"KVCache on {rows.pool.driver.device}: {_count(stats.rows['live'], 'sequence')}, "
-        f"{_count(stats.tokens, 'token')} in {_count(stats.pages['used'], 'page')} of {size >> 10:,} KiB, "
-        f"waste {stats.waste:.1%}; {stats.physical_bytes / 2**20:,.4g} of {stats.budget_bytes / 2**20:,.4g} MiB taken",
+        f"{_count(stats.tokens, 'token')}",
         bold=True,
+    )
+    drawing.text(
+        f"{_count(stats.pages['used'], 'page')} of {size >> 10:,} KiB in use, waste {stats.waste:.1%}; "
+        f"{stats.physical_bytes / 2**20:,.0f} of {stats.budget_bytes / 2**20:,.0f} MiB taken"
     )
     lines = []
     order = sorted(range(len(rows.owner) - 1), key=lambda row: rows.owner_of[row] < 0)  # live ones first
@@ -92,10 +95,12 @@ def draw_sequence(rows: Rows, row: int) -> str:
     waste = 1 - sum(page.end - page.begin for page in used) / len(used) if used else 0.0
     drawing = _Drawing()
     drawing.text(
-        f"Sequence {rows.owner_of[row]} in row {row}: {_count(length - start, 'token')} of {rows.max_seq_len:,} in "
-        f"{_count(len(used), 'page')} of {rows.pool.driver.page_size >> 10:,} KiB, waste {waste:.1%}; "
-        f"{_count(mapped, 'page')} mapped, room for {rows.capacity_of[row]:,} tokens",
+        f"Sequence {rows.owner_of[row]} in row {row}: {_count(length - start, 'token')} of {rows.max_seq_len:,}",
         bold=True,
+    )
+    drawing.text(
+        f"{_count(len(used), 'page')} of {rows.pool.driver.page_size >> 10:,} KiB in use, waste {waste:.1%}; "
+        f"{_count(mapped, 'page')} mapped, room for {_count(rows.capacity_of[row], 'token')} without a driver call"
     )
     step = -(-mapped // MAX_PAGES) or 1
     drawing.text(f"Pages in the order of addresses, below each its number{_stands_for(step)}")
