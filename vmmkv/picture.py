@@ -8,6 +8,7 @@ from __future__ import annotations
 import colorsys
 from collections.abc import Sequence
 from html import escape
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -65,16 +66,12 @@ def draw_cache(rows: Rows, stats: CacheStats) -> str:
         f"{_count(stats.pages['used'], 'page')} of {size >> 10:,} KiB in use, waste {stats.waste:.1%}; "
         f"{stats.physical_bytes / 2**20:,.0f} of {stats.budget_bytes / 2**20:,.0f} MiB taken"
     )
-    lines = []
     order = sorted(range(len(rows.owner) - 1), key=lambda row: rows.owner_of[row] < 0)  # live ones first
-    for row in order:
-        pages = [page for pages in _pages_by_range(rows, row, owners) for page in pages]
-        if pages or rows.owner_of[row] >= 0:
-            lines.append((row, pages))
+    lines = [(row, list(chain(*_pages_by_range(rows, row, owners)))) for row in order if row not in rows.empty]
     if lines:
         columns = COLUMNS - LABEL
         step = -(-max(len(pages) for _, pages in lines[:MAX_ROWS]) // columns) or 1
-        drawing.text(f"Virtual rows, {_count(len(lines), 'row')} with a sequence or pages{_stands_for(step)}")
+        drawing.text(f"Virtual rows, {len(lines):,} with a sequence or pages{_stands_for(step)}")
         for row, pages in lines[:MAX_ROWS]:
             drawing.squares(pages[::step], columns, label=f"{row}: {_holder(rows, row)}")
         _say_what_is_left(drawing, len(lines), "row")
@@ -139,7 +136,7 @@ def _count(number: int, what: str) -> str:
 
 
 def _stands_for(step: int) -> str:
-    return f"; a square stands for {step:,}, and looks like the first of them" if step > 1 else ""
+    return f"; a square stands for {step:,} pages, and looks like the first of them" if step > 1 else ""
 
 
 def _say_what_is_left(drawing: _Drawing, count: int, what: str) -> None:
