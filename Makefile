@@ -1,9 +1,9 @@
-# Two commands: `make demo` and `make test`. Each makes its environment first, and uses a GPU where there is one.
+# `make demo`, `make test` and `make notebooks`. Each makes its environment first, and uses a GPU where there is one.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint
+.PHONY: demo test lint notebooks
 
 demo: .venv/demo
 	@echo "== Replaying requests through a vmmkv cache, checking attention against float64"
@@ -12,6 +12,10 @@ demo: .venv/demo
 test: .venv/test
 	@echo "== Running the tests (those that need a GPU run where there is one)"
 	$(BIN)/python -m pytest
+
+notebooks: .venv/notebooks
+	@echo "== Opening the notebooks"
+	$(BIN)/jupyter lab notebooks
 
 lint: .venv/test
 	@echo "== Checking style and types"
@@ -29,4 +33,10 @@ lint: .venv/test
 	@echo "== Installing vmmkv and what its tests need into .venv"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
+	@touch $@
+
+.venv/notebooks: pyproject.toml constraints.txt
+	@echo "== Installing vmmkv and what its notebooks need into .venv"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[notebooks]"
 	@touch $@

@@ -70,7 +70,8 @@ def test_transformers_works_from_the_repository_root() -> None:
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
-LAYERS = ["errors", "driver", "layout", "pages", "fence", "arena", "tensors", "rows", "invariants", "sequence", "cache"]
+LAYERS = ["errors", "driver", "layout", "pages", "fence", "arena", "tensors", "rows", "invariants", "picture"]
+LAYERS += ["sequence", "cache"]
 
 
 @pytest.mark.parametrize("name", LAYERS)

@@ -1,6 +1,6 @@
 """vmmkv: a KV cache that is one contiguous tensor, backed by memory only where tokens are."""
 
-from .cache import FREE_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE, KVCache
+from .cache import KVCache
 from .errors import (
     AutogradError,
     BudgetError,
@@ -22,6 +22,7 @@ from .errors import (
     VmmkvError,
 )
 from .layout import KVLayout, LayerLayout
+from .rows import FREE_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
 from .sequence import Sequence
 from .stats import CacheStats, CallStats
 

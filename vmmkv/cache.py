@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import html
 import itertools
 import operator
 import os
@@ -33,19 +34,11 @@ from .errors import (
 from .invariants import check_invariants
 from .layout import KVLayout
 from .pages import PagePool
+from .picture import draw_cache
 from .rows import Rows
 from .sequence import Sequence, check_length
 from .stats import CacheStats, CallStats
 from .tensors import export_range, kv_views
-
-FREE_PAGE = -1
-"""In `KVCache.page_map`: the page exists and belongs to nobody."""
-SURPLUS_PAGE = -2
-"""In `KVCache.page_map`: the page is mapped but holds no token; it is ready to be adopted or reclaimed."""
-VACANT_PAGE = -3
-"""In `KVCache.page_map`: the page's memory was given back to the system."""
-ZERO_PAGE = -4
-"""In `KVCache.page_map`: the page that lies behind every live row with `zero_tail`."""
 
 
 class KVCache:
@@ -393,14 +386,7 @@ class KVCache:
         with self._lock:
             self._check_usable()
             self._free_abandoned()
-            pages = np.full(len(self._pool.handles), VACANT_PAGE, np.int64)
-            pages[self._pool.free_pages] = FREE_PAGE
-            pages[self._rows.zero_pages] = ZERO_PAGE
-            for row in range(self.max_sequences):
-                for mapped, used in self._rows.pages(row):
-                    pages[mapped] = SURPLUS_PAGE
-                    pages[used] = self._rows.owner[row]
-            return pages
+            return self._rows.page_map()
 
     def page_uses(self) -> npt.NDArray[np.int64]:
         """By page number: how many sequences each physical page has served and left."""
@@ -447,6 +433,11 @@ class KVCache:
             f"<vmmkv.KVCache on {self.device}: {stats.rows['live']} sequences, {stats.tokens} tokens, "
             f"{stats.physical_bytes / 2**20:.0f} of {stats.budget_bytes / 2**20:.0f} MiB>"
         )
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: the page map."""
+        with self._lock:
+            return html.escape(repr(self)) if self._unusable else draw_cache(self._rows, self.stats())
 
 
 def _whole_numbers(

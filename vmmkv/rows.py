@@ -36,6 +36,15 @@ from .errors import DriverError, DriverOutOfMemoryError, OutOfPagesError, OutOfR
 from .fence import Fence
 from .pages import PagePool
 
+FREE_PAGE = -1
+"""In `KVCache.page_map`: the page exists and belongs to nobody."""
+SURPLUS_PAGE = -2
+"""In `KVCache.page_map`: the page is mapped but holds no token; it is ready to be adopted or reclaimed."""
+VACANT_PAGE = -3
+"""In `KVCache.page_map`: the page's memory was given back to the system."""
+ZERO_PAGE = -4
+"""In `KVCache.page_map`: the page that lies behind every live row with `zero_tail`."""
+
 
 class Rows:
     """The rows of a cache.
@@ -97,6 +106,17 @@ class Rows:
         for arena, (first, end) in self._used(row):
             mapping = arena.rows[row]
             pages.append((mapping.pages, mapping.pages[first - mapping.first : end - mapping.first]))
+        return pages
+
+    def page_map(self) -> npt.NDArray[np.int64]:
+        """What each physical page holds, by page number: see `KVCache.page_map`."""
+        pages = np.full(len(self.pool.handles), VACANT_PAGE, np.int64)
+        pages[self.pool.free_pages] = FREE_PAGE
+        pages[self.zero_pages] = ZERO_PAGE
+        for row in range(len(self._fences)):
+            for mapped, used in self.pages(row):
+                pages[mapped] = SURPLUS_PAGE
+                pages[used] = self.owner[row]
         return pages
 
     # ------------------------------------------------------------------ taking and leaving rows

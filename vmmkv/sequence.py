@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from .errors import DeviceError, DtypeError, SequenceTooLongError, ShapeError, StrideLimitWarning
+from .picture import draw_sequence
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -164,6 +166,12 @@ class Sequence:
         if self._row < 0 or self._cache._unusable:
             return f"<vmmkv.Sequence {self._number}: gone>"
         return f"<vmmkv.Sequence {self._number}: row {self._row}, {self.length} tokens>"
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: the pages under its tokens."""
+        with self._cache._lock:
+            gone = self._row < 0 or self._cache._unusable
+            return html.escape(repr(self)) if gone else draw_sequence(self._cache._rows, self._row)
 
     def __enter__(self) -> Sequence:
         return self

@@ -1,0 +1,49 @@
+"""The notebooks run from the first cell to the last, and hold no output that could go stale."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from conftest import ROOT
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def name(path: Path) -> str:
+    return path.stem
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+def test_notebook_runs(path: Path, device: str) -> None:
+    notebook = nbformat.read(path, as_version=4)
+    # No folders of kernels: those of a user could name another Python. What is left is the one that runs this test.
+    kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
+    environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
+    client = NotebookClient(notebook, km=kernel, timeout=300, resources={"metadata": {"path": str(ROOT)}})
+    notebook.cells.append(nbformat.v4.new_code_cell("import sys, torch; sys.executable, torch.cuda.is_available()"))
+    client.execute(env=environment)
+    assert notebook.cells[-1].outputs[0].data["text/plain"] == repr((sys.executable, device == "cuda"))
+    kinds = {
+        kind for cell in notebook.cells[:-1] for output in cell.get("outputs", []) for kind in output.get("data", [])
+    }
+    assert "image/png" in kinds
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=name)
+def test_no_output_is_kept(path: Path) -> None:
+    for cell in nbformat.read(path, as_version=4).cells:
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+def test_the_readme_lists_every_notebook() -> None:
+    readme = (ROOT / "notebooks" / "README.md").read_text()
+    assert NOTEBOOKS
+    assert [path.name for path in NOTEBOOKS if f"`{path.name}`" not in readme] == []
