@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -81,10 +83,14 @@ class Outset:
 
 
 def failure(error: Exception) -> Figures:
-    """What is said of a cell that came to nothing."""
+    """What is said of a cell that came to nothing: the error, and where it was raised."""
     out_of_memory = isinstance(error, (torch.OutOfMemoryError, OutOfPagesError, DriverOutOfMemoryError))
-    reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
-    return {"status": "out of memory" if out_of_memory else "failed", "reason": reason}
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    message = next(iter(str(error).splitlines()), "")
+    return {
+        "status": "out of memory" if out_of_memory else "failed",
+        "reason": f"{type(error).__name__}: {message} ({Path(where.filename).name}:{where.lineno})",
+    }
 
 
 def measure(cell: Cell, model: PreTrainedModel, cache: Cache, outset: Outset, reference: dict[int, Run]) -> Figures:
@@ -95,7 +101,7 @@ def measure(cell: Cell, model: PreTrainedModel, cache: Cache, outset: Outset, re
         reference: for each length of the prompt, what the first contender computed; this one's is added where it
             is the first.
     """
-    contender, compiled = cell.contender, cell.contender.compiled
+    compiled = cell.contender.compiled
     generator = torch.Generator(model.device).manual_seed(cell.prompt)
     shape = cell.batch, cell.prompt
     ids = torch.randint(model.config.vocab_size, shape, generator=generator, device=model.device)
@@ -106,56 +112,76 @@ def measure(cell: Cell, model: PreTrainedModel, cache: Cache, outset: Outset, re
         decode(model, cache, ids, WARM_UP_STEPS + 1, compiled)
         renew(cache, model)
     run = decode(model, cache, ids, cell.new_tokens, compiled)
-    steps = run.step_seconds[WARM_UP_STEPS:]
-    held, live = held_bytes(cache), cell.batch * cache_tokens(run) * token_bytes(model.config)
-    figures: Figures = {
+    return {
         "status": "measured",
         "prompt_kv": "random" if cell.prefilled else "computed",
+        "new_tokens": cell.new_tokens,
+        **speed(run, cell),
+        **memory(run, cache, model, outset),
+        **compared(run, reference.setdefault(cell.prompt, run)),
+        **copies(run, cache, model, compiled),
+        **(second_prompt(ids, cache, model, compiled) if isinstance(cache, VmmCache) and not cell.prefilled else {}),
+        "ttft_chunked_ms": chunked_ms(ids, cache, model, cell.chunk) if cell.chunk else None,
+    }
+
+
+def speed(run: Run, cell: Cell) -> Figures:
+    """Of a decode step; and of the whole call, and to the first token, where the prompt was computed."""
+    steps = run.step_seconds[WARM_UP_STEPS:]
+    whole = run.first_seconds + sum(run.step_seconds)
+    return {
         "steps_timed": len(steps),
         "step_ms": median(steps) * 1e3,
         "tokens_per_s": cell.batch / median(steps),
-        "generate_tokens_per_s": None
-        if cell.prefilled
-        else cell.batch * cell.new_tokens / (run.first_seconds + sum(run.step_seconds)),
-        "new_tokens": cell.new_tokens,
         "ttft_ms": None if cell.prefilled else run.first_seconds * 1e3,
-        "weight_bytes": weight_bytes(model),
-        "live_bytes": live,
-        "held_bytes": held,
-        **memory(run, held if contender.cache is VmmCache else 0, outset),
-        **compared(run, reference.setdefault(cell.prompt, run)),
+        "generate_tokens_per_s": None if cell.prefilled else cell.batch * cell.new_tokens / whole,
     }
-    with Watched() as watched:  # one step more, never compiled: it is generate's first
-        decode(model, cache, run.ids, 1)
-    figures["copied_bytes"] = None if compiled else watched.copied_bytes  # a compiler may leave some out
-    figures["sdpa_kernels"] = sorted(watched.attention)
-    if isinstance(cache, VmmCache) and not cell.prefilled:
-        before = driver_calls(cache)
-        cache.reset()
-        used = decode(model, cache, ids, WARM_UP_STEPS + 1, compiled)
-        figures |= {"driver_calls_when_used": driver_calls(cache) - before, "ttft_used_ms": used.first_seconds * 1e3}
-    figures |= {"chunk": cell.chunk, "ttft_chunked_ms": None}
-    if cell.chunk:
-        renew(cache, model)
-        chunked = decode(model, cache, ids, 1, prefill_chunk_size=cell.chunk)
-        figures["ttft_chunked_ms"] = chunked.first_seconds * 1e3
+
+
+def memory(run: Run, cache: Cache, model: PreTrainedModel, outset: Outset) -> Figures:
+    """Bytes of the tokens, of the cache, and at the peak of the decode steps, above the weights.
+
+    Torch's allocator does not know of a `VmmCache`'s pages, which only become more in a run: they are added. Whatever
+    is out at the peak, above an empty cache's step, is K and V or copies of them.
+    """
+    batch, tokens = run.ids.shape
+    held = held_bytes(cache)
+    figures: Figures = {
+        "weight_bytes": weight_bytes(model),
+        "live_bytes": batch * (tokens - 1) * token_bytes(model.config),
+        "held_bytes": held,
+        "peak_bytes": None,
+        "kv_peak_bytes": None,
+    }
+    if run.peak_bytes is not None and outset.step_bytes is not None:
+        peak = run.peak_bytes - outset.allocated_bytes + (held if isinstance(cache, VmmCache) else 0)
+        figures |= {"peak_bytes": peak, "kv_peak_bytes": peak - outset.step_bytes}
     return figures
 
 
-def cache_tokens(run: Run) -> int:
-    return run.ids.shape[1] - 1
+def copies(run: Run, cache: Cache, model: PreTrainedModel, compiled: bool) -> Figures:
+    """Bytes copied by one step more, and the attention that ran. It is the first of its call, so never compiled: of a
+    compiled contender, whose compiler may leave copies out, they are not reported."""
+    with Watched() as watched:
+        decode(model, cache, run.ids, 1)
+    return {
+        "copied_bytes": None if compiled else watched.copied_bytes,
+        "sdpa_kernels": sorted(watched.attention),
+    }
 
 
-def memory(run: Run, pages: int, outset: Outset) -> dict[str, int | None]:
-    """Peaks of the decode steps.
+def second_prompt(ids: torch.Tensor, cache: VmmCache, model: PreTrainedModel, compiled: bool) -> Figures:
+    """Another call on the cache that was used: on pages that are mapped."""
+    before = driver_calls(cache)
+    cache.reset()
+    run = decode(model, cache, ids, WARM_UP_STEPS + 1, compiled)
+    return {"driver_calls_when_used": driver_calls(cache) - before, "ttft_when_used_ms": run.first_seconds * 1e3}
 
-    Torch's allocator does not know of a `VmmCache`'s pages, which only become more in a run: they are added. Whatever
-    else torch had out, above an empty cache's step, is K and V or copies of them.
-    """
-    if run.peak_bytes is None or outset.step_bytes is None:
-        return {"peak_bytes": None, "kv_peak_bytes": None}
-    peak = run.peak_bytes - outset.allocated_bytes + pages
-    return {"peak_bytes": peak, "kv_peak_bytes": peak - outset.step_bytes}
+
+def chunked_ms(ids: torch.Tensor, cache: Cache, model: PreTrainedModel, chunk: int) -> float:
+    """To the first token, where the prompt comes in chunks."""
+    renew(cache, model)
+    return decode(model, cache, ids, 1, prefill_chunk_size=chunk).first_seconds * 1e3
 
 
 def compared(run: Run, reference: Run) -> dict[str, float]:
@@ -166,7 +192,7 @@ def compared(run: Run, reference: Run) -> dict[str, float]:
 
 
 def free_memory() -> None:
-    """Gives back what nobody holds any more."""
-    gc.collect()
+    """Gives the device back what nobody holds any more."""
     if torch.cuda.is_available():
+        gc.collect()
         torch.cuda.empty_cache()

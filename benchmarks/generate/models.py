@@ -56,12 +56,13 @@ CONFIGS: dict[str, PreTrainedConfig] = {
 def build(name: str, layers: int | None, device: torch.device) -> PreTrainedModel:
     """A model in bf16, its weights drawn on the device; of `layers` layers, or as many as the real one has."""
     config = CONFIGS[name]
-    sizes = config.to_dict()
     if layers is not None:
-        sizes |= {"num_hidden_layers": layers, "layer_types": None}
+        sizes = config.to_dict() | {"num_hidden_layers": layers}
+        sizes.pop("layer_types", None)  # one for each layer; the config finds them by itself
+        config = type(config).from_dict(sizes)
     torch.manual_seed(0)
     with device:
-        model = AutoModelForCausalLM.from_config(type(config).from_dict(sizes), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     return model.eval()
 
 

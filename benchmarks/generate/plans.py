@@ -26,6 +26,7 @@ class Plan:
         timed_steps: of every other cell.
         computed_tokens: a batch of at most so many tokens is prefilled by the model; a larger one gets random K and V.
         chunk: tokens of a chunk of chunked prefill, measured at batch 1.
+        compiled_static: batch and prompt of the compiled static caches, each of which compiles for its length alone.
         page_size: bytes of a page; None is 2 MiB.
     """
 
@@ -35,6 +36,7 @@ class Plan:
     timed_steps: int
     computed_tokens: int
     chunk: int
+    compiled_static: tuple[tuple[int, int], ...]
     page_size: int | None
 
     def cells(self) -> Iterator[Cell]:
@@ -62,30 +64,27 @@ class Plan:
     def left_out(self, cell: Cell, token_bytes: int, device: torch.device) -> dict[str, str] | None:
         """Why a cell is not tried; None if it is."""
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else math.inf
-        need = {prompt: cell.batch * (prompt + self.new_tokens) * token_bytes for prompt in self.prompts}
-        if need[cell.prompt] > free:
-            reason = f"K and V take {format_bytes(need[cell.prompt])}, {format_bytes(free)} are free"
-            return {"status": "does not fit", "reason": reason}
+        need = cell.batch * cell.capacity * token_bytes
+        if need > free:
+            return {"status": "does not fit", "reason": f"{format_bytes(need)} of K and V, {format_bytes(free)} free"}
         if cell.contender.compiled and device.type == "cpu":
             return {"status": "not run", "reason": "generate() compiles on a GPU only"}
-        if cell.contender.compiled and cell.contender.cache is StaticCache:
-            lengths = [prompt for prompt in self.prompts if need[prompt] <= free]
-            chosen = lengths[0] if cell.batch == 1 else lengths[-1]
-            if cell.prompt != chosen:
-                reason = f"a static cache compiles anew for each length; {chosen} stands for all"
-                return {"status": "not run", "reason": reason}
+        static = cell.contender.compiled and cell.contender.cache is StaticCache
+        if static and (cell.batch, cell.prompt) not in self.compiled_static:
+            return {"status": "not run", "reason": "a static cache compiles for each length: other cells stand for it"}
         return None
 
 
 LLAMA, QWEN = "Llama-3.1-8B", "Qwen3-0.6B"
 
 GPU = Plan(
-    batches=((LLAMA, 1), (LLAMA, 8), (QWEN, 1), (QWEN, 8), (LLAMA, 32), (QWEN, 32)),
+    batches=tuple((model, batch) for model in (LLAMA, QWEN) for batch in (1, 8, 32)),
     prompts=(512, 8192, 32_768),
     new_tokens=256,
     timed_steps=16,
     computed_tokens=32_768,
     chunk=2048,
+    compiled_static=((1, 512), (8, 32_768)),
     page_size=None,
 )
 CPU = Plan(
@@ -95,5 +94,6 @@ CPU = Plan(
     timed_steps=4,
     computed_tokens=96,
     chunk=32,
+    compiled_static=((2, 96),),
     page_size=4096,
 )
