@@ -170,6 +170,8 @@ def test_what_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     for cell in GPU.cells():
         reason = GPU.left_out(cell, token_bytes(CONFIGS[cell.model]), torch.device("cuda"))
         left_out[cell.model, cell.batch, cell.prompt, cell.contender] = reason and reason["status"]
+    assert left_out[LLAMA, 32, 32_768, BASELINE] == "does not fit"  # 129 GiB
+    assert left_out[LLAMA, 8, 32_768, BASELINE] is left_out[LLAMA, 32, 8192, BASELINE] is None
     compiled = {key[1:3] for key, status in left_out.items() if key[3] == STATIC_COMPILED and not status}
     assert compiled == set(GPU.compiled_static)
 
