@@ -1,0 +1,1 @@
+"""The benchmark of transformers' `generate`: `python -m benchmarks.generate`."""

@@ -1,0 +1,198 @@
+"""One cell of the table: a contender that decodes one batch of equally long prompts."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from vmmkv.errors import DriverOutOfMemoryError, OutOfPagesError
+from vmmkv.integrations.transformers import VmmCache
+
+from .caches import Contender, driver_calls, held_bytes, renew
+from .decode import Run, Watched, decode, fill
+from .models import token_bytes, weight_bytes
+
+Figures = dict[str, Any]
+
+WARM_UP_STEPS = 6
+"""Steps not timed: a compiled one compiles in the first, is captured in the second, and allocates in the third."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What to measure.
+
+    Attributes:
+        prompt: tokens of each sequence.
+        new_tokens: that `generate` is asked for.
+        capacity: tokens that a static cache is made for.
+        prefilled: the prompt's K and V are random, not computed.
+        chunk: tokens of a chunk, where chunked prefill is measured too.
+    """
+
+    model: str
+    batch: int
+    contender: Contender
+    prompt: int
+    new_tokens: int
+    capacity: int
+    prefilled: bool
+    chunk: int | None
+
+    def describe(self) -> Figures:
+        """What names it in a result."""
+        return {
+            "model": self.model,
+            "batch": self.batch,
+            "prompt": self.prompt,
+            "contender": self.contender.name,
+            "cache": self.contender.cache.__name__,
+            "attention": self.contender.attention,
+            "backend": self.contender.backend,
+            "compiled": self.contender.compiled,
+        }
+
+
+@dataclass(frozen=True)
+class Outset:
+    """The device before any cell of a batch size.
+
+    Attributes:
+        allocated_bytes: what torch has out: the weights, and workspaces of its libraries.
+        step_bytes: what a decode step with next to nothing in the cache adds at its peak. None on the CPU.
+    """
+
+    allocated_bytes: int
+    step_bytes: int | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, batch: int) -> Outset:
+        ids = torch.ones(batch, 1, dtype=torch.long, device=model.device)
+        decode(model, DynamicCache(config=model.config), ids, WARM_UP_STEPS)  # allocates those workspaces
+        free_memory()
+        allocated = torch.cuda.memory_allocated() if ids.is_cuda else 0
+        peak = decode(model, DynamicCache(config=model.config), ids, WARM_UP_STEPS).peak_bytes
+        return cls(allocated, None if peak is None else peak - allocated)
+
+
+def failure(error: Exception) -> Figures:
+    """What is said of a cell that came to nothing: the error, and where it was raised."""
+    out_of_memory = isinstance(error, (torch.OutOfMemoryError, OutOfPagesError, DriverOutOfMemoryError))
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    message = next(iter(str(error).splitlines()), "")
+    return {
+        "status": "out of memory" if out_of_memory else "failed",
+        "reason": f"{type(error).__name__}: {message} ({Path(where.filename).name}:{where.lineno})",
+    }
+
+
+def measure(cell: Cell, model: PreTrainedModel, cache: Cache, outset: Outset, reference: dict[int, Run]) -> Figures:
+    """The figures of a cell.
+
+    Args:
+        cache: empty.
+        reference: for each length of the prompt, what the first contender computed; this one's is added where it
+            is the first.
+    """
+    compiled = cell.contender.compiled
+    generator = torch.Generator(model.device).manual_seed(cell.prompt)
+    shape = cell.batch, cell.prompt
+    ids = torch.randint(model.config.vocab_size, shape, generator=generator, device=model.device)
+    if cell.prefilled:
+        fill(cache, model, cell.batch, cell.prompt - 1)  # generate() computes the last token by itself
+        free_memory()
+    else:
+        decode(model, cache, ids, WARM_UP_STEPS + 1, compiled)
+        renew(cache, model)
+    run = decode(model, cache, ids, cell.new_tokens, compiled)
+    return {
+        "status": "measured",
+        "prompt_kv": "random" if cell.prefilled else "computed",
+        "new_tokens": cell.new_tokens,
+        **speed(run, cell),
+        **memory(run, cache, model, outset),
+        **compared(run, reference.setdefault(cell.prompt, run)),
+        **copies(run, cache, model, compiled),
+        **(second_prompt(ids, cache, model, compiled) if isinstance(cache, VmmCache) and not cell.prefilled else {}),
+        "ttft_chunked_ms": chunked_ms(ids, cache, model, cell.chunk) if cell.chunk else None,
+    }
+
+
+def speed(run: Run, cell: Cell) -> Figures:
+    """Of a decode step; and of the whole call, and to the first token, where the prompt was computed."""
+    steps = run.step_seconds[WARM_UP_STEPS:]
+    whole = run.first_seconds + sum(run.step_seconds)
+    return {
+        "steps_timed": len(steps),
+        "step_ms": median(steps) * 1e3,
+        "tokens_per_s": cell.batch / median(steps),
+        "ttft_ms": None if cell.prefilled else run.first_seconds * 1e3,
+        "generate_tokens_per_s": None if cell.prefilled else cell.batch * cell.new_tokens / whole,
+    }
+
+
+def memory(run: Run, cache: Cache, model: PreTrainedModel, outset: Outset) -> Figures:
+    """Bytes of the tokens, of the cache, and at the peak of the decode steps, above the weights.
+
+    Torch's allocator does not know of a `VmmCache`'s pages, which only become more in a run: they are added. Whatever
+    is out at the peak, above an empty cache's step, is K and V or copies of them.
+    """
+    batch, tokens = run.ids.shape
+    held = held_bytes(cache)
+    figures: Figures = {
+        "weight_bytes": weight_bytes(model),
+        "live_bytes": batch * (tokens - 1) * token_bytes(model.config),
+        "held_bytes": held,
+        "peak_bytes": None,
+        "kv_peak_bytes": None,
+    }
+    if run.peak_bytes is not None and outset.step_bytes is not None:
+        peak = run.peak_bytes - outset.allocated_bytes + (held if isinstance(cache, VmmCache) else 0)
+        figures |= {"peak_bytes": peak, "kv_peak_bytes": peak - outset.step_bytes}
+    return figures
+
+
+def copies(run: Run, cache: Cache, model: PreTrainedModel, compiled: bool) -> Figures:
+    """Bytes copied by one step more, and the attention that ran. It is the first of its call, so never compiled: of a
+    compiled contender, whose compiler may leave copies out, they are not reported."""
+    with Watched() as watched:
+        decode(model, cache, run.ids, 1)
+    return {
+        "copied_bytes": None if compiled else watched.copied_bytes,
+        "sdpa_kernels": sorted(watched.attention),
+    }
+
+
+def second_prompt(ids: torch.Tensor, cache: VmmCache, model: PreTrainedModel, compiled: bool) -> Figures:
+    """Another call on the cache that was used: on pages that are mapped."""
+    before = driver_calls(cache)
+    cache.reset()
+    run = decode(model, cache, ids, WARM_UP_STEPS + 1, compiled)
+    return {"driver_calls_when_used": driver_calls(cache) - before, "ttft_when_used_ms": run.first_seconds * 1e3}
+
+
+def chunked_ms(ids: torch.Tensor, cache: Cache, model: PreTrainedModel, chunk: int) -> float:
+    """To the first token, where the prompt comes in chunks."""
+    renew(cache, model)
+    return decode(model, cache, ids, 1, prefill_chunk_size=chunk).first_seconds * 1e3
+
+
+def compared(run: Run, reference: Run) -> dict[str, float]:
+    """How near the run's tokens and last logits are to the reference's, which had the same inputs at each step."""
+    difference = (run.logits - reference.logits).norm() / reference.logits.norm()
+    same = (run.choices == reference.choices).float().mean()
+    return {"same_tokens": same.item(), "logits_error": difference.item()}
+
+
+def free_memory() -> None:
+    """Gives the device back what nobody holds any more."""
+    if torch.cuda.is_available():
+        gc.collect()
+        torch.cuda.empty_cache()
