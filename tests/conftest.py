@@ -24,6 +24,8 @@ settings.register_profile("long", deadline=None, max_examples=2500, stateful_ste
 if not torch.cuda.is_available():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # kernels run in Numba's simulator, on host memory
 
+torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 """Where kernels are tested."""
 

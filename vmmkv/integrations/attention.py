@@ -179,7 +179,9 @@ def _mask_of(spans: torch.Tensor, q_length: int, kv_length: int, window: int | N
     key = torch.arange(kv_length, device=spans.device)
     query = end - q_length + torch.arange(q_length, device=spans.device)[:, None]
     seen = (key >= first) & (key <= query)
-    return seen & (key > query - window) if window else seen
+    if window:
+        seen &= key > query - window
+    return seen
 
 
 def _attend_without_kernels(
