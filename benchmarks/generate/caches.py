@@ -66,6 +66,8 @@ CONTENDERS = (
     Contender(DynamicCache, backend="flash"),
     Contender(VmmCache),
     Contender(VmmCache, backend="flash"),
+    Contender(VmmCache, attention="vmmkv"),
+    Contender(VmmCache, attention="vmmkv", compiled=True),
     Contender(StaticCache),
     Contender(StaticCache, compiled=True),
 )

@@ -175,13 +175,11 @@ def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
 
 def _mask_of(spans: torch.Tensor, q_length: int, kv_length: int, window: int | None) -> torch.Tensor:
     """The mask that spans stand for, `[batch, 1, q_length, kv_length]`, True where a query sees a key."""
-    first, end = (part.view(-1, 1, 1, 1) for part in spans)
+    first, end = (part.view(-1, 1, 1, 1) for part in spans.unbind(0))
     key = torch.arange(kv_length, device=spans.device)
     query = end - q_length + torch.arange(q_length, device=spans.device)[:, None]
     seen = (key >= first) & (key <= query)
-    if window:
-        seen &= key > query - window
-    return seen
+    return seen & (key > query - window) if window else seen
 
 
 def _attend_without_kernels(
