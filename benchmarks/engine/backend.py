@@ -1,0 +1,54 @@
+"""What the engine asks of a KV cache."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Rows = npt.NDArray[np.int64]
+
+
+class KVBackend(Protocol):
+    """Where K and V of sequences lie. A sequence is known by its row, of the tensors or of the block table.
+
+    `room`, `admit`, `extend`, `free` and `publish` are the cache manager: their host time is what `Schedule` counts.
+    """
+
+    block_table: torch.Tensor | None
+    """int32 `[max_sequences, max_blocks]` on the device, or None."""
+
+    def room(self) -> int:
+        """Tokens that one more sequence could have now; 0 without a row for it."""
+
+    def admit(self, tokens: int) -> int:
+        """Starts a sequence with room for `tokens`, no more than `room()`; returns its row."""
+
+    def extend(self, rows: Rows) -> bool:
+        """Makes room for one more token in each of these rows; False: not in all, and nothing changed."""
+
+    def free(self, rows: list[int]) -> None:
+        """Ends sequences. What the device still reads stays as it is until it has."""
+
+    def publish(self) -> None:
+        """Brings the device's block table up to date, on the current stream."""
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, `[rows, max_seq_len, num_kv_heads, head_dim]`, or in blocks."""
+
+    def physical_bytes(self) -> int:
+        """Device memory that it takes now."""
+
+    def give_back(self) -> None:
+        """Gives memory that no sequence uses back to the system, where it can."""
+
+    def close(self) -> None:
+        """Gives all memory back."""
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A copy that the host does not wait for. torch keeps the pinned memory until the copy is done."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,0 +1,332 @@
+"""The loop: steps of a schedule on the device, one ahead of it, with CUDA graphs for decode.
+
+All tokens of all requests lie one after another in one tensor on the device: a step reads its tokens there and writes
+those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched
+a step it waits for the one before, and so knows when tokens were there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from time import perf_counter, perf_counter_ns, sleep
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vmmkv import KVLayout
+
+from .attention import KERNELS, Batch
+from .backend import KVBackend, to_device
+from .model import Model
+from .paged import PagedKV
+from .schedule import Schedule, Step
+from .static import StaticKV
+from .vmm import VmmKV
+
+BACKENDS: dict[str, Callable[..., KVBackend]] = {"vmm": VmmKV, "paged": PagedKV, "static": StaticKV}
+SAMPLE_SECONDS = 0.1
+"""Between two looks at memory and concurrency."""
+
+
+@dataclass
+class Run:
+    """What happened to requests, by number; seconds count from the start of the run, NaN where it did not come to it.
+
+    Attributes:
+        tokens: prompt and output of each request, one after another.
+        first, finish: when each request's first token, and its last one, were there.
+        seconds: until the last request had finished, or the run was stopped.
+        steps: steps of the device.
+        running, waiting: requests in each step, and `step_seconds`, how long it took.
+        manager_ns, host_ns: host time in the cache manager, and in all that prepares and launches steps.
+        samples: `[seconds, physical bytes, running requests]` over time.
+        idle_bytes: physical bytes after the end, when what is unused was given back.
+    """
+
+    arrivals: npt.NDArray[np.float64]
+    first: npt.NDArray[np.float64]
+    finish: npt.NDArray[np.float64]
+    prompts: npt.NDArray[np.int64]
+    outputs: npt.NDArray[np.int64]
+    tokens: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    seconds: float = 0.0
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    generated: int = 0
+    preemptions: int = 0
+    manager_ns: int = 0
+    host_ns: int = 0
+    samples: list[tuple[float, int, int]] = field(default_factory=list)
+    idle_bytes: int = 0
+
+    @property
+    def finished(self) -> int:
+        return int(np.isfinite(self.finish).sum())
+
+    def output(self, request: int) -> list[int]:
+        """The tokens generated for a request."""
+        end = int((self.prompts + self.outputs)[: request + 1].sum())
+        return self.tokens[end - int(self.outputs[request]) : end].tolist()
+
+
+class Engine:
+    """Serves requests with a model and a KV backend.
+
+    Args:
+        backend: "vmm", "paged" or "static".
+        max_bytes: for K and V.
+        max_sequences: requests that run at a time.
+        max_seq_len: tokens of the longest request.
+        max_tokens: tokens of all requests of a run together.
+        chunk: tokens of prompts in a step.
+        attention: "numba", our kernels, or "torch"; None: ours on a GPU.
+        prefill: attention of prompts, where it is another one: "fa3" (rows) or "flashinfer" (blocks).
+        temperature: of sampling; 0 takes the likeliest token.
+        graphs: decode from CUDA graphs; where there is a GPU.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        backend: str,
+        max_bytes: int,
+        max_sequences: int,
+        max_seq_len: int,
+        max_tokens: int,
+        *,
+        chunk: int = 2048,
+        attention: str | None = None,
+        prefill: str | None = None,
+        temperature: float = 0.0,
+        graphs: bool = True,
+    ) -> None:
+        self.model, self.device = model, model.device
+        self.max_sequences, self.chunk, self.temperature = max_sequences, chunk, temperature
+        config = model.config
+        self.layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+        self.kv = BACKENDS[backend](self.layout, max_sequences, max_seq_len, max_bytes, self.device)
+        attention = attention or ("numba" if self.device.type == "cuda" else "torch")
+        self.decode_kernel = KERNELS[attention](self.kv)
+        self.prefill_kernel = KERNELS[prefill or attention](self.kv)
+        # A decode batch takes four arrays, a prefill batch four by sequence, two by sequence that samples, two by token.
+        self.inputs = torch.zeros(10 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
+        # Behind the last token one place is read for padding and one is written.
+        self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.use_graphs = graphs and self.device.type == "cuda"
+
+    # ------------------------------------------------------------------ requests
+
+    @torch.inference_mode()
+    def run(
+        self,
+        prompts: list[torch.Tensor],
+        outputs: list[int],
+        arrivals: list[float] | None = None,
+        *,
+        deadline: float = float("inf"),
+        progress: Callable[[int], object] = lambda finished: None,
+    ) -> Run:
+        """Serves requests to their end.
+
+        Args:
+            prompts: int64 `[tokens]` each.
+            outputs: tokens to generate for each.
+            arrivals: seconds after the start, ascending; None: all at once.
+            deadline: `perf_counter()` when to stop, finished or not.
+            progress: called with the number of finished requests.
+
+        Raises:
+            ValueError: a request is too long for the backend, or all are for `max_tokens`.
+        """
+        sizes, counts = np.array([len(prompt) for prompt in prompts]), np.array(outputs)
+        times = np.zeros(len(prompts)) if arrivals is None else np.array(arrivals)
+        schedule = Schedule(self.kv, sizes, counts, self.max_sequences, self.chunk)
+        self._take_tokens(prompts, sizes + counts)
+        if self.use_graphs and not self.graphs:
+            self._capture()
+        run = Run(times, *np.full((2, len(times)), np.nan), sizes, counts)
+        launched: deque[tuple[torch.cuda.Event | None, Step]] = deque()
+        arrived = finished = 0
+        sampled_at = -SAMPLE_SECONDS
+        begin = perf_counter()
+        ended = 0.0
+
+        def complete() -> None:
+            nonlocal ended
+            event, step = launched.popleft()
+            if event:
+                event.synchronize()
+            now = perf_counter() - begin
+            news = step.sampled
+            run.first[news[np.isnan(run.first[news])]] = now
+            produced[news] += 1
+            run.finish[news[produced[news] == counts[news]]] = now
+            run.generated += len(news)
+            run.step_seconds.append(now - ended)
+            ended = now
+
+        produced = np.zeros_like(counts)
+        while finished < len(times) and perf_counter() < deadline:
+            now = perf_counter() - begin
+            if arrived < len(times) and times[arrived] <= now:
+                arrived_by_now = int(np.searchsorted(times, now, "right"))
+                schedule.waiting.extend(range(arrived, arrived_by_now))
+                arrived = arrived_by_now
+            start = perf_counter_ns()
+            step = schedule.next()
+            if step is None:
+                if launched:
+                    complete()
+                else:
+                    sleep(max(min(times[arrived] - (perf_counter() - begin), deadline - perf_counter()), 0))
+                    ended = perf_counter() - begin
+                continue
+            self._launch(schedule, step)
+            launched.append((self._event(), step))
+            run.running.append(len(schedule.running))
+            run.waiting.append(len(schedule.waiting))
+            finished += len(schedule.advance(step))
+            run.host_ns += perf_counter_ns() - start
+            if now >= sampled_at + SAMPLE_SECONDS:
+                run.samples.append((now, self.kv.physical_bytes(), run.running[-1]))
+                sampled_at = now
+            if len(launched) > 1:
+                complete()
+            progress(finished)
+        while launched:
+            complete()
+        run.seconds = perf_counter() - begin
+        run.tokens = self.tokens[: (sizes + counts).sum()].cpu().numpy().copy()
+        schedule.remove(list(schedule.running))
+        run.preemptions, run.manager_ns = schedule.preemptions, schedule.manager_ns
+        run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
+        self.kv.give_back()
+        run.idle_bytes = self.kv.physical_bytes()
+        return run
+
+    def _take_tokens(self, prompts: list[torch.Tensor], totals: npt.NDArray[np.int64]) -> None:
+        """Lays the tokens of all requests out."""
+        ends = totals.cumsum()
+        if ends[-1] > len(self.tokens) - 2:
+            raise ValueError(f"got {ends[-1]} tokens; this engine was made with max_tokens={len(self.tokens) - 2}")
+        self.offsets = ends - totals
+        tokens = torch.zeros(int(ends[-1]), dtype=torch.int64)
+        for offset, prompt in zip(self.offsets.tolist(), prompts):
+            tokens[offset : offset + len(prompt)] = prompt
+        self.tokens[: len(tokens)] = tokens.to(self.device)
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    # ------------------------------------------------------------------ steps
+
+    def _launch(self, schedule: Schedule, step: Step) -> None:
+        """Brings a step's indices to the device in one copy, and launches decode and prefill."""
+        decode, prefill, counts = step.decode, step.prefill, step.counts
+        size = self._padded(len(decode))
+        padding = size - len(decode)
+        computed, row = schedule.computed, schedule.row
+        places = self.offsets[decode] + computed[decode]
+        arrays: list[npt.NDArray[np.int64]] = []
+        if size:
+            arrays += [
+                np.pad(places, (0, padding), constant_values=len(self.tokens) - 2),
+                np.pad(row[decode], (0, padding)),
+                np.pad(computed[decode] + 1, (0, padding)),
+                np.minimum(np.arange(size + 1), len(decode)),
+            ]
+        if len(prefill):
+            ends = counts.cumsum()
+            starts, lengths = computed[prefill], computed[prefill] + counts
+            positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+            done = lengths == schedule.known[prefill]
+            targets = self.offsets[prefill] + lengths
+            arrays += [
+                np.repeat(self.offsets[prefill], counts) + positions,
+                positions,
+                row[prefill],
+                starts,
+                lengths,
+                np.append(0, ends),
+                ends[done] - 1,
+                targets[done],
+            ]
+        flat = np.concatenate(arrays).astype(np.int32)
+        self.inputs[: len(flat)].copy_(to_device(flat, self.device), non_blocking=True)
+        if size in self.graphs:
+            self.graphs[size].replay()
+        elif size:
+            self._decode(size, np.stack([row[decode], computed[decode], np.ones_like(decode)]))
+        if len(prefill):
+            offset = sum(map(len, arrays[:4])) if size else 0
+            sizes = list(map(len, arrays[-8:]))
+            self._prefill(
+                self.inputs[offset : offset + sum(sizes)].split(sizes), np.stack([row[prefill], starts, counts])
+            )
+
+    def _decode(self, size: int, host: npt.NDArray[np.int64] | None = None) -> None:
+        """A token of each sequence of a batch, whose indices are at the beginning of the inputs."""
+        places, rows, seq_lens, cu_seqlens = self.inputs[: 4 * size + 1].split((size, size, size, size + 1))
+        positions = (seq_lens - 1).clamp_(min=0)
+        batch = Batch(rows, positions, seq_lens, cu_seqlens, host, decoding=True)
+        hidden = self.model.forward(self.tokens[places], positions, partial(_call, self.decode_kernel, batch))
+        self._sample(hidden, places + 1)
+
+    def _prefill(self, inputs: tuple[torch.Tensor, ...], host: npt.NDArray[np.int64]) -> None:
+        """A chunk of each of some prompts."""
+        places, positions, rows, starts, seq_lens, cu_seqlens, last, targets = inputs
+        batch = Batch(rows, starts, seq_lens, cu_seqlens, host, decoding=False)
+        hidden = self.model.forward(self.tokens[places], positions, partial(_call, self.prefill_kernel, batch))
+        if len(targets):
+            self._sample(hidden[last], targets)
+
+    def _sample(self, hidden: torch.Tensor, targets: torch.Tensor) -> None:
+        """A token behind each of some hidden states, written where it belongs."""
+        logits = self.model.logits(hidden)
+        if self.temperature:
+            # The largest of p / e with exponential e is a sample of p: no search, no wait.
+            p = (logits.float() / self.temperature).softmax(-1)
+            logits = p / torch.empty_like(p).exponential_()
+        self.tokens[targets] = logits.argmax(-1)
+
+    # ------------------------------------------------------------------ CUDA graphs
+
+    def _padded(self, size: int) -> int:
+        """The size of the graph for a decode batch."""
+        return min((graph for graph in self.graphs if graph >= size), default=size) if size else 0
+
+    def _capture(self) -> None:
+        """A graph for each of some batch sizes, made with padding only: what it does depends on its inputs."""
+        sizes = {1, 2, 4, 8, *range(16, self.max_sequences, 16), self.max_sequences}
+        self.inputs.zero_()
+        pool = None
+        for size in sorted(sizes, reverse=True):
+            self.inputs[:size] = len(self.tokens) - 2
+            self._decode(size)  # compiles, and makes workspaces
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._decode(size)
+            pool = pool or graph.pool()
+            self.graphs[size] = graph
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Gives all memory back; the engine is of no use any more."""
+        self.graphs.clear()
+        self.kv.close()
+
+
+def _call(kernel: Any, batch: Batch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return kernel(layer, q, k, v, batch)
