@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vmmkv.kernels import append, decode, prefill
 
-from .backend import KVBackend
+from .backend import KVBackend, pinned
 from .paged import PagedKV
 
 WORKSPACE_BYTES = 512 << 20
@@ -40,42 +40,61 @@ class Batch:
     decoding: bool
 
 
-Kernel = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Batch], torch.Tensor]
-"""Writes a layer's k and v into the cache and attends: takes the layer, q, k, v `[tokens, heads, head_dim]`, a batch."""
+Write = Callable[[int, torch.Tensor, torch.Tensor, Batch], None]
+"""Puts K and V of new tokens into a layer's cache: takes the layer, k and v `[tokens, num_kv_heads, head_dim]`."""
+Attend = Callable[[int, torch.Tensor, Batch], torch.Tensor]
+"""Attention of new tokens, whose K and V are in the cache: takes the layer, q `[tokens, num_heads, head_dim]`."""
 
 
-def numba_kernel(kv: KVBackend) -> Kernel:
+def numba_write(kv: KVBackend) -> Write:
+    """Our kernel, for rows and for blocks."""
+
+    def write(layer: int, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> None:
+        append(k, v, *kv.kv(layer), batch.rows, batch.starts, batch.cu_seqlens, kv.block_table)
+
+    return write
+
+
+def numba_attention(kv: KVBackend) -> Attend:
     """Our kernels, for rows and for blocks."""
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        keys, values = kv.kv(layer)
-        append(k, v, keys, values, batch.rows, batch.starts, batch.cu_seqlens, kv.block_table)
+    def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        k, v = kv.kv(layer)
         if batch.decoding:
             q = q.unsqueeze(1)
-            return decode(q, keys, values, batch.seq_lens, batch.rows, block_table=kv.block_table).squeeze(1)
-        return prefill(q, keys, values, batch.cu_seqlens, batch.seq_lens, batch.rows, block_table=kv.block_table)
+            return decode(q, k, v, batch.seq_lens, batch.rows, block_table=kv.block_table).squeeze(1)
+        return prefill(q, k, v, batch.cu_seqlens, batch.seq_lens, batch.rows, block_table=kv.block_table)
 
     return attend
 
 
-def torch_kernel(kv: KVBackend) -> Kernel:
-    """SDPA for each sequence: the same everywhere, and slow."""
+def torch_write(kv: KVBackend) -> Write:
+    """Plain indexing, a sequence at a time."""
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def write(layer: int, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> None:
+        for row, start, new in split(batch):
+            for cache, tokens in zip(kv.kv(layer), (k[new], v[new])):
+                if kv.block_table is None:
+                    cache[row, start : start + len(tokens)] = tokens
+                else:
+                    places = torch.arange(start, start + len(tokens))
+                    blocks = kv.block_table[row, places // cache.shape[1]]
+                    cache[blocks, places % cache.shape[1]] = tokens
+
+    return write
+
+
+def torch_attention(kv: KVBackend) -> Attend:
+    """SDPA, a sequence at a time."""
+
+    def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         outs = []
         for row, start, new in split(batch):
             length = start + new.stop - new.start
-            for cache, written in zip(kv.kv(layer), (k, v)):
-                if kv.block_table is None:
-                    cache[row, start:length] = written[new]
-                else:
-                    positions = torch.arange(start, length)
-                    blocks = kv.block_table[row, positions // cache.shape[1]]
-                    cache[blocks, positions % cache.shape[1]] = written[new]
-            keys, values = (tokens.transpose(0, 1) for tokens in tokens_of(kv, layer, row, length))
+            k, v = (tokens.transpose(0, 1) for tokens in tokens_of(kv, layer, row, length))
             mask = torch.ones(length - start, length, dtype=torch.bool).tril(start)
             queries = q[new].transpose(0, 1)
-            outs.append(scaled_dot_product_attention(queries, keys, values, mask, enable_gqa=True).transpose(0, 1))
+            outs.append(scaled_dot_product_attention(queries, k, v, mask, enable_gqa=True).transpose(0, 1))
         return torch.cat(outs)
 
     return attend
@@ -98,24 +117,21 @@ def split(batch: Batch) -> list[tuple[int, int, slice]]:
     return list(zip(rows.tolist(), starts.tolist(), spans))
 
 
-def fa3_kernel(kv: KVBackend) -> Kernel:
+def fa3_attention(kv: KVBackend) -> Attend:
     """FlashAttention-3 on rows, for prompts. A call each: given lengths, it would read beyond a sequence's end."""
     from fa3_fwd_interface import flash_attn_with_kvcache
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
-        keys, values = kv.kv(layer)
-        append(k, v, keys, values, batch.rows, batch.starts, batch.cu_seqlens)
-        out = torch.empty_like(q)
+    def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        outs = []
         for row, start, new in split(batch):
-            length = start + new.stop - new.start
-            k_row, v_row = keys[row : row + 1, :length], values[row : row + 1, :length]
-            out[new] = flash_attn_with_kvcache(q[new].unsqueeze(0), k_row, v_row, causal=True)[0]
-        return out
+            k, v = (cache[row : row + 1, : start + new.stop - new.start] for cache in kv.kv(layer))
+            outs.append(flash_attn_with_kvcache(q[new].unsqueeze(0), k, v, causal=True).squeeze(0))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     return attend
 
 
-def flashinfer_kernel(kv: PagedKV) -> Kernel:
+def flashinfer_attention(kv: PagedKV) -> Attend:
     """FlashInfer on blocks, for prompts. Planned once a step, with lengths and tables from the host."""
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
@@ -133,7 +149,7 @@ def flashinfer_kernel(kv: PagedKV) -> Kernel:
         wrapper.plan(
             cu_seqlens,
             cu_blocks,
-            torch.from_numpy(indices).to(q.device),
+            pinned(indices, q.device).to(q.device, non_blocking=True),
             torch.from_numpy(lengths - (blocks - 1) * kv.block_size).int(),
             q.shape[1],
             kv.pool.shape[-2],
@@ -144,21 +160,19 @@ def flashinfer_kernel(kv: PagedKV) -> Kernel:
             kv_data_type=q.dtype,
         )
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> torch.Tensor:
+    def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         nonlocal planned
-        keys, values = kv.kv(layer)
-        append(k, v, keys, values, batch.rows, batch.starts, batch.cu_seqlens, kv.block_table)
         if batch is not planned:
             plan(batch, q)
             planned = batch
-        return wrapper.run(q.contiguous(), (keys, values))
+        return wrapper.run(q.contiguous(), kv.kv(layer))
 
     return attend
 
 
-KERNELS: dict[str, Callable[[Any], Kernel]] = {
-    "numba": numba_kernel,
-    "torch": torch_kernel,
-    "fa3": fa3_kernel,
-    "flashinfer": flashinfer_kernel,
+ATTENTION: dict[str, Callable[[Any], Attend]] = {
+    "numba": numba_attention,
+    "torch": torch_attention,
+    "fa3": fa3_attention,
+    "flashinfer": flashinfer_attention,
 }

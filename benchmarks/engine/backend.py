@@ -14,17 +14,17 @@ Rows = npt.NDArray[np.int64]
 class KVBackend(Protocol):
     """Where K and V of sequences lie. A sequence is known by its row, of the tensors or of the block table.
 
-    `room`, `admit`, `extend`, `free` and `publish` are the cache manager: their host time is what `Schedule` counts.
+    `fits`, `admit`, `extend`, `free` and `publish` are the cache manager: their host time is what `Schedule` counts.
     """
 
     block_table: torch.Tensor | None
     """int32 `[max_sequences, max_blocks]` on the device, or None."""
 
-    def room(self) -> int:
-        """Tokens that one more sequence could have now; 0 without a row for it."""
+    def fits(self, tokens: int, spare: int = 0) -> bool:
+        """Whether there is a row and room for one more sequence of `tokens`, and for `spare` tokens of any."""
 
     def admit(self, tokens: int) -> int:
-        """Starts a sequence with room for `tokens`, no more than `room()`; returns its row."""
+        """Starts a sequence with room for `tokens`, which fit; returns its row."""
 
     def extend(self, rows: Rows) -> bool:
         """Makes room for one more token in each of these rows; False: not in all, and nothing changed."""
@@ -48,7 +48,7 @@ class KVBackend(Protocol):
         """Gives all memory back."""
 
 
-def to_device(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A copy that the host does not wait for. torch keeps the pinned memory until the copy is done."""
+def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
+    """A host tensor that can be copied to the device without waiting; torch keeps its memory until it is copied."""
     tensor = torch.from_numpy(array)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return tensor.pin_memory() if device.type == "cuda" else tensor

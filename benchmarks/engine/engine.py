@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from time import perf_counter, perf_counter_ns, sleep
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +18,8 @@ import torch
 
 from vmmkv import KVLayout
 
-from .attention import KERNELS, Batch
-from .backend import KVBackend, to_device
+from .attention import ATTENTION, Attend, Batch, numba_write, torch_write
+from .backend import KVBackend, pinned
 from .model import Model
 from .paged import PagedKV
 from .schedule import Schedule, Step
@@ -112,9 +110,10 @@ class Engine:
         self.layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
         self.kv = BACKENDS[backend](self.layout, max_sequences, max_seq_len, max_bytes, self.device)
         attention = attention or ("numba" if self.device.type == "cuda" else "torch")
-        self.decode_kernel = KERNELS[attention](self.kv)
-        self.prefill_kernel = KERNELS[prefill or attention](self.kv)
-        # A decode batch takes four arrays, a prefill batch four by sequence, two by sequence that samples, two by token.
+        self.write = torch_write(self.kv) if attention == "torch" else numba_write(self.kv)
+        self.decode_attention = ATTENTION[attention](self.kv)
+        self.prefill_attention = ATTENTION[prefill or attention](self.kv)
+        # A decode batch takes four arrays; prefill two by token, four by sequence, two by sequence that samples.
         self.inputs = torch.zeros(10 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
@@ -233,63 +232,78 @@ class Engine:
 
     def _launch(self, schedule: Schedule, step: Step) -> None:
         """Brings a step's indices to the device in one copy, and launches decode and prefill."""
-        decode, prefill, counts = step.decode, step.prefill, step.counts
-        size = self._padded(len(decode))
-        padding = size - len(decode)
-        computed, row = schedule.computed, schedule.row
-        places = self.offsets[decode] + computed[decode]
-        arrays: list[npt.NDArray[np.int64]] = []
-        if size:
-            arrays += [
-                np.pad(places, (0, padding), constant_values=len(self.tokens) - 2),
-                np.pad(row[decode], (0, padding)),
-                np.pad(computed[decode] + 1, (0, padding)),
-                np.minimum(np.arange(size + 1), len(decode)),
-            ]
-        if len(prefill):
-            ends = counts.cumsum()
-            starts, lengths = computed[prefill], computed[prefill] + counts
-            positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-            done = lengths == schedule.known[prefill]
-            targets = self.offsets[prefill] + lengths
-            arrays += [
-                np.repeat(self.offsets[prefill], counts) + positions,
-                positions,
-                row[prefill],
-                starts,
-                lengths,
-                np.append(0, ends),
-                ends[done] - 1,
-                targets[done],
-            ]
-        flat = np.concatenate(arrays).astype(np.int32)
-        self.inputs[: len(flat)].copy_(to_device(flat, self.device), non_blocking=True)
+        size = self._padded(len(step.decode))
+        decode = self._decode_inputs(schedule, step, size)
+        prefill = self._prefill_inputs(schedule, step)
+        flat = np.concatenate(decode + prefill).astype(np.int32)
+        inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
         if size in self.graphs:
             self.graphs[size].replay()
         elif size:
-            self._decode(size, np.stack([row[decode], computed[decode], np.ones_like(decode)]))
-        if len(prefill):
-            offset = sum(map(len, arrays[:4])) if size else 0
-            sizes = list(map(len, arrays[-8:]))
-            self._prefill(
-                self.inputs[offset : offset + sum(sizes)].split(sizes), np.stack([row[prefill], starts, counts])
-            )
+            starts = schedule.computed[step.decode]
+            self._decode(size, np.stack([schedule.row[step.decode], starts, np.ones_like(starts)]))
+        if prefill:
+            sizes = list(map(len, prefill))
+            starts = schedule.computed[step.prefill]
+            host = np.stack([schedule.row[step.prefill], starts, step.counts])
+            self._prefill(inputs[-sum(sizes) :].split(sizes), host)
+
+    def _decode_inputs(self, schedule: Schedule, step: Step, size: int) -> list[npt.NDArray[np.int64]]:
+        """What `_decode` takes, padded to the size of a graph."""
+        if not size:
+            return []
+        computed, padding = schedule.computed[step.decode], (0, size - len(step.decode))
+        return [
+            np.pad(self.offsets[step.decode] + computed, padding, constant_values=len(self.tokens) - 2),
+            np.pad(schedule.row[step.decode], padding),
+            np.pad(computed + 1, padding),
+            np.minimum(np.arange(size + 1), len(step.decode)),
+        ]
+
+    def _prefill_inputs(self, schedule: Schedule, step: Step) -> list[npt.NDArray[np.int64]]:
+        """What `_prefill` takes."""
+        prefill, counts = step.prefill, step.counts
+        if not len(prefill):
+            return []
+        offsets, starts = self.offsets[prefill], schedule.computed[prefill]
+        ends, lengths = counts.cumsum(), starts + counts
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        done = lengths == schedule.known[prefill]
+        return [
+            np.repeat(offsets, counts) + positions,
+            positions,
+            schedule.row[prefill],
+            starts,
+            lengths,
+            np.append(0, ends),
+            ends[done] - 1,
+            (offsets + lengths)[done],
+        ]
 
     def _decode(self, size: int, host: npt.NDArray[np.int64] | None = None) -> None:
         """A token of each sequence of a batch, whose indices are at the beginning of the inputs."""
         places, rows, seq_lens, cu_seqlens = self.inputs[: 4 * size + 1].split((size, size, size, size + 1))
         positions = (seq_lens - 1).clamp_(min=0)
         batch = Batch(rows, positions, seq_lens, cu_seqlens, host, decoding=True)
-        hidden = self.model.forward(self.tokens[places], positions, partial(_call, self.decode_kernel, batch))
+        hidden = self._forward(places, positions, self.decode_attention, batch)
         self._sample(hidden, places + 1)
 
     def _prefill(self, inputs: tuple[torch.Tensor, ...], host: npt.NDArray[np.int64]) -> None:
         """A chunk of each of some prompts."""
         places, positions, rows, starts, seq_lens, cu_seqlens, last, targets = inputs
         batch = Batch(rows, starts, seq_lens, cu_seqlens, host, decoding=False)
-        hidden = self.model.forward(self.tokens[places], positions, partial(_call, self.prefill_kernel, batch))
+        hidden = self._forward(places, positions, self.prefill_attention, batch)
         if len(targets):
             self._sample(hidden[last], targets)
+
+    def _forward(self, places: torch.Tensor, positions: torch.Tensor, attention: Attend, batch: Batch) -> torch.Tensor:
+        """The model over the tokens at some places of `tokens`."""
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self.write(layer, k, v, batch)
+            return attention(layer, q, batch)
+
+        return self.model.forward(self.tokens[places], positions, attend)
 
     def _sample(self, hidden: torch.Tensor, targets: torch.Tensor) -> None:
         """A token behind each of some hidden states, written where it belongs."""
@@ -326,7 +340,3 @@ class Engine:
         """Gives all memory back; the engine is of no use any more."""
         self.graphs.clear()
         self.kv.close()
-
-
-def _call(kernel: Any, batch: Batch, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return kernel(layer, q, k, v, batch)

@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention of a layer: takes its number, q, k and v of the new tokens `[tokens, heads, head_dim]`; returns one like q."""
+"""Attention of a layer: takes its number, q, k, v of new tokens `[tokens, heads, head_dim]`; returns one like q."""
 
 
 @dataclass(frozen=True)

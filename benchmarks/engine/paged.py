@@ -7,7 +7,7 @@ import torch
 
 from vmmkv import KVLayout
 
-from .backend import Rows, to_device
+from .backend import Rows, pinned
 
 
 class PagedKV:
@@ -35,8 +35,8 @@ class PagedKV:
         self.changed: list[Rows] = []
         """Places in the flat table that the device's does not have yet."""
 
-    def room(self) -> int:
-        return self.num_free * self.block_size if self.free_rows else 0
+    def fits(self, tokens: int, spare: int = 0) -> bool:
+        return tokens + spare <= self.num_free * self.block_size and bool(self.free_rows)
 
     def admit(self, tokens: int) -> int:
         row = self.free_rows.pop()
@@ -74,7 +74,8 @@ class PagedKV:
     def publish(self) -> None:
         if self.changed:
             places = np.concatenate(self.changed)
-            update = to_device(np.stack([places, self.table.ravel()[places]]), self.block_table.device)
+            device = self.block_table.device
+            update = pinned(np.stack([places, self.table.ravel()[places]]), device).to(device, non_blocking=True)
             self.block_table.view(-1)[update[0]] = update[1].int()
             self.changed.clear()
 

@@ -64,8 +64,8 @@ class Schedule:
         self.max_sequences = max_sequences
         self.chunk = chunk
         self.total = prompts + outputs
-        if self.total.max() > kv.room():
-            raise ValueError(f"got a request of {self.total.max()} tokens; there is room for {kv.room()}")
+        if not kv.fits(int(self.total.max())):
+            raise ValueError(f"got a request of {self.total.max()} tokens; this budget has no room for it")
         self.known = prompts.copy()
         self.computed = np.zeros_like(prompts)
         self.held = np.zeros_like(prompts)
@@ -96,13 +96,13 @@ class Schedule:
     def _admit(self) -> None:
         while self.waiting and not self.blocked and len(self.running) < self.max_sequences:
             request = self.waiting[0]
-            spare = HEADROOM * (len(self.running) + 1)
-            if self._timed(self.kv.room) < min(self.known[request] + spare, self.total[request]):
+            tokens, others = int(self.known[request]), len(self.running)
+            if others and not self._timed(self.kv.fits, tokens, HEADROOM * (others + 1)):
                 self.blocked = True
                 return
             self.waiting.popleft()
-            self.row[request] = self._timed(self.kv.admit, int(self.known[request]))
-            self.held[request] = self.known[request]
+            self.row[request] = self._timed(self.kv.admit, tokens)
+            self.held[request] = tokens
             self.running.append(request)
 
     def _grow(self) -> None:

@@ -23,8 +23,8 @@ class StaticKV:
         self.max_seq_len = max_seq_len
         self.free_rows = list(range(slots))
 
-    def room(self) -> int:
-        return self.max_seq_len if self.free_rows else 0
+    def fits(self, tokens: int, spare: int = 0) -> bool:
+        return tokens <= self.max_seq_len and bool(self.free_rows)
 
     def admit(self, tokens: int) -> int:
         return self.free_rows.pop()

@@ -30,11 +30,11 @@ class VmmKV:
         self.cache = KVCache(layout, max_sequences, max_seq_len, max_bytes=max_bytes, driver=driver)
         self.sequences = np.full(max_sequences, None, object)
 
-    def room(self) -> int:
+    def fits(self, tokens: int, spare: int = 0) -> bool:
         stats = self.cache.stats()
-        if stats.rows["live"] == self.cache.max_sequences:
-            return 0
-        return (stats.budget_bytes - stats.pages["used"] * self.cache.page_size) // self.cache.layout.token_bytes
+        unused = stats.budget_bytes - stats.pages["used"] * self.cache.page_size
+        needed = (tokens + spare) * self.cache.layout.token_bytes
+        return needed <= unused and stats.rows["live"] < self.cache.max_sequences
 
     def admit(self, tokens: int) -> int:
         sequence = self.cache.sequence(tokens)
