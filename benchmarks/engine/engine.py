@@ -43,7 +43,6 @@ class Run:
         running, waiting: requests in each step, and `step_seconds`, how long it took.
         manager_ns, host_ns: host time in the cache manager, and in all that prepares and launches steps.
         samples: `[seconds, physical bytes, running requests]` over time.
-        idle_bytes: physical bytes after the end, when what is unused was given back.
     """
 
     arrivals: npt.NDArray[np.float64]
@@ -61,7 +60,6 @@ class Run:
     manager_ns: int = 0
     host_ns: int = 0
     samples: list[tuple[float, int, int]] = field(default_factory=list)
-    idle_bytes: int = 0
 
     @property
     def finished(self) -> int:
@@ -206,8 +204,6 @@ class Engine:
         schedule.remove(list(schedule.running))
         run.preemptions, run.manager_ns = schedule.preemptions, schedule.manager_ns
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
-        self.kv.give_back()
-        run.idle_bytes = self.kv.physical_bytes()
         return run
 
     def _take_tokens(self, prompts: list[torch.Tensor], totals: npt.NDArray[np.int64]) -> None:

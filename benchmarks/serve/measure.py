@@ -1,0 +1,161 @@
+"""Requests served by each backend, at saturation and at other rates."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.engine.engine import Engine, Run
+from benchmarks.engine.model import Model
+
+from .workloads import Workload, arrivals
+
+Row = dict[str, Any]
+Progress = Callable[[str, int, int], object]
+"""Told what runs, how many requests have finished, and of how many."""
+
+REFERENCE = "paged"
+"""Whose throughput at saturation the other arrival rates are shares of; the first backend where it is not measured."""
+
+
+class Settings(NamedTuple):
+    """What all measurements share."""
+
+    model: Model
+    max_bytes: int
+    max_sequences: int
+    chunk: int
+    deadline: float
+    seed: int
+
+
+def serve(
+    settings: Settings, workload: Workload, backends: list[str], rates: list[float], progress: Progress
+) -> tuple[list[Row], list[str]]:
+    """A row for each backend at saturation and at each rate, and what was not reached before the deadline."""
+    rows: list[Row] = []
+    missed: list[str] = []
+    saturated = reference_tokens = None
+    for backend in sorted(backends, key=lambda name: name != REFERENCE):
+        engine = None
+        for rate in (None, *rates):
+            load = "saturation" if rate is None else f"{rate:.0%} load"
+            name = f"{workload.name}, {load}, {backend}"
+            if perf_counter() > settings.deadline or (rate and saturated is None):
+                missed.append(name)
+                continue
+            engine = engine or make_engine(settings, workload, backend)
+            report = partial(progress, name)
+            run = run_load(engine, settings, workload, rate and rate * saturated, rate or 1.0, report)
+            row = {"trace": workload.name, "load": load, "rate": rate, "backend": backend} | figures(run)
+            engine.kv.give_back()
+            row["idle_bytes"] = engine.kv.physical_bytes()
+            if run.finished < len(run.outputs):
+                missed.append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
+            if rate is None:
+                if saturated is None and run.finished:
+                    saturated, reference_tokens = run.finished / run.seconds, run
+                row["same_tokens"] = same_tokens(run, reference_tokens)
+            rows.append(row)
+        if engine:
+            engine.close()
+        del engine
+        free_memory()
+    return rows, missed
+
+
+def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
+    """An engine that has served a prompt already, and holds as little memory as it can."""
+    max_tokens = max(workload.tokens, 2 * settings.chunk)
+    engine = Engine(
+        settings.model,
+        backend,
+        settings.max_bytes,
+        settings.max_sequences,
+        workload.max_seq_len,
+        max_tokens,
+        chunk=settings.chunk,
+    )
+    prompt = min(settings.chunk, workload.max_seq_len - 2)
+    engine.run([torch.zeros(prompt, dtype=torch.int64)], [2])
+    engine.kv.give_back()
+    return engine
+
+
+def run_load(
+    engine: Engine,
+    settings: Settings,
+    workload: Workload,
+    rate: float | None,
+    share: float,
+    progress: Callable[[int, int], object],
+) -> Run:
+    """The workload at once, or a share of it at so many requests a second, which takes about as long."""
+    requests = workload.first(round(share * len(workload.requests)))
+    prompts = workload.prompts(settings.model.config.vocab_size, settings.seed)[: len(requests)]
+    times = None if rate is None else arrivals(requests, rate, settings.seed).tolist()
+    outputs = [request.output for request in requests]
+    return engine.run(
+        prompts, outputs, times, deadline=settings.deadline, progress=lambda done: progress(done, len(requests))
+    )
+
+
+def figures(run: Run) -> Row:
+    """What is reported of a run. Times are in seconds, host times in microseconds a step."""
+    done = np.isfinite(run.finish)
+    several = done & (run.outputs > 1)
+    first = (run.first - run.arrivals)[done]
+    each = ((run.finish - run.first)[several]) / (run.outputs - 1)[several]
+    running, waiting = np.array(run.running), np.array(run.waiting)
+    took = np.array(run.step_seconds)
+    crowded = waiting > 0
+    steps = max(len(running), 1)
+    seen, taken = (np.array([sample[index] for sample in run.samples]) for index in (0, 1))
+    return {
+        "requests": len(run.outputs),
+        "finished": run.finished,
+        "seconds": run.seconds,
+        "requests_per_s": run.finished / run.seconds,
+        "output_tokens_per_s": run.generated / run.seconds,
+        "tokens_per_s": (run.generated + int(run.prompts[np.isfinite(run.first)].sum())) / run.seconds,
+        "ttft_s": quantiles(first),
+        "tpot_s": quantiles(each),
+        "steps": len(running),
+        "peak_concurrency": int(running.max(initial=0)),
+        "mean_concurrency": weighted(running, took),
+        "crowded_concurrency": weighted(running[crowded], took[crowded]),
+        "preemptions": run.preemptions,
+        "manager_us": run.manager_ns / 1e3 / steps,
+        "host_us": run.host_ns / 1e3 / steps,
+        "peak_bytes": int(taken.max()),
+        "mean_bytes": float(np.trapezoid(taken, seen) / run.seconds),
+        "samples": [[round(seconds, 3), nbytes, count] for seconds, nbytes, count in run.samples],
+    }
+
+
+def quantiles(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float | None]:
+    return {f"p{p}": float(np.percentile(values, p)) if len(values) else None for p in (50, 99)}
+
+
+def weighted(values: np.ndarray[Any, np.dtype[Any]], weights: np.ndarray[Any, np.dtype[Any]]) -> float | None:
+    return float(np.average(values, weights=weights)) if weights.sum() else None
+
+
+def same_tokens(run: Run, other: Run | None) -> float | None:
+    """Of the requests that finished in both runs, the share with the same tokens. Another schedule rounds otherwise."""
+    if other is None:
+        return None
+    both = np.flatnonzero(np.isfinite(run.finish) & np.isfinite(other.finish))
+    return float(np.mean([run.output(i) == other.output(i) for i in both])) if len(both) else None
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
