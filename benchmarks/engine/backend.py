@@ -41,6 +41,9 @@ class KVBackend(Protocol):
     def physical_bytes(self) -> int:
         """Device memory that it takes now."""
 
+    def driver_seconds(self) -> float:
+        """Time in driver calls so far; a part of the cache manager's."""
+
     def give_back(self) -> None:
         """Gives memory that no sequence uses back to the system, where it can."""
 

@@ -189,14 +189,16 @@ class Engine:
             launched.append((self._event(), step))
             run.running.append(len(schedule.running))
             run.waiting.append(len(schedule.waiting))
-            finished += len(schedule.advance(step))
+            ended_now = schedule.advance(step)
             run.host_ns += perf_counter_ns() - start
             if now >= sampled_at + SAMPLE_SECONDS:
                 run.samples.append((now, self.kv.physical_bytes(), run.running[-1]))
                 sampled_at = now
             if len(launched) > 1:
                 complete()
-            progress(finished)
+            if ended_now:
+                finished += len(ended_now)
+                progress(finished)
         while launched:
             complete()
         run.seconds = perf_counter() - begin

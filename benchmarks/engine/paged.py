@@ -86,6 +86,9 @@ class PagedKV:
     def physical_bytes(self) -> int:
         return self.pool.nbytes + self.block_table.nbytes
 
+    def driver_seconds(self) -> float:
+        return 0.0
+
     def give_back(self) -> None:
         """Nothing: a pool is one tensor."""
 

@@ -45,6 +45,9 @@ class StaticKV:
     def physical_bytes(self) -> int:
         return self.slots.nbytes
 
+    def driver_seconds(self) -> float:
+        return 0.0
+
     def give_back(self) -> None:
         """Nothing: the slots are one tensor."""
 

@@ -61,6 +61,9 @@ class VmmKV:
     def physical_bytes(self) -> int:
         return self.cache.stats().physical_bytes
 
+    def driver_seconds(self) -> float:
+        return self.cache.stats().driver_seconds
+
     def give_back(self) -> None:
         self.cache.trim()
 

@@ -38,31 +38,34 @@ class Settings(NamedTuple):
 def serve(
     settings: Settings, workload: Workload, backends: list[str], rates: list[float], progress: Progress
 ) -> tuple[list[Row], list[str]]:
-    """A row for each backend at saturation and at each rate, and what was not reached before the deadline."""
+    """A row for each backend at saturation and at each rate, and what was not reached before the deadline.
+
+    Args:
+        backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`.
+        rates: shares of the throughput of `REFERENCE` at saturation.
+    """
     rows: list[Row] = []
     missed: list[str] = []
-    saturated = reference_tokens = None
+    saturated = 0.0
+    reference: Run | None = None
     for backend in sorted(backends, key=lambda name: name != REFERENCE):
         engine = None
         for rate in (None, *rates):
             load = "saturation" if rate is None else f"{rate:.0%} load"
             name = f"{workload.name}, {load}, {backend}"
-            if perf_counter() > settings.deadline or (rate and saturated is None):
+            if perf_counter() > settings.deadline or (rate and not saturated):
                 missed.append(name)
                 continue
             engine = engine or make_engine(settings, workload, backend)
-            report = partial(progress, name)
-            run = run_load(engine, settings, workload, rate and rate * saturated, rate or 1.0, report)
-            row = {"trace": workload.name, "load": load, "rate": rate, "backend": backend} | figures(run)
-            engine.kv.give_back()
-            row["idle_bytes"] = engine.kv.physical_bytes()
+            row = {"trace": workload.name, "load": load, "rate": rate, "backend": backend}
+            run, measured = run_load(engine, settings, workload, rate, saturated, partial(progress, name))
             if run.finished < len(run.outputs):
                 missed.append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
-            if rate is None:
-                if saturated is None and run.finished:
-                    saturated, reference_tokens = run.finished / run.seconds, run
-                row["same_tokens"] = same_tokens(run, reference_tokens)
-            rows.append(row)
+            if not run.running:
+                continue
+            if reference is None:
+                saturated, reference = run.finished / run.seconds, run
+            rows.append(row | measured | {"same_tokens": same_tokens(run, reference) if rate is None else None})
         if engine:
             engine.close()
         del engine
@@ -73,14 +76,16 @@ def serve(
 def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
     """An engine that has served a prompt already, and holds as little memory as it can."""
     max_tokens = max(workload.tokens, 2 * settings.chunk)
+    name, _, prefill = backend.partition("+")
     engine = Engine(
         settings.model,
-        backend,
+        name,
         settings.max_bytes,
         settings.max_sequences,
         workload.max_seq_len,
         max_tokens,
         chunk=settings.chunk,
+        prefill=prefill or None,
     )
     prompt = min(settings.chunk, workload.max_seq_len - 2)
     engine.run([torch.zeros(prompt, dtype=torch.int64)], [2])
@@ -93,21 +98,33 @@ def run_load(
     settings: Settings,
     workload: Workload,
     rate: float | None,
-    share: float,
+    saturated: float,
     progress: Callable[[int, int], object],
-) -> Run:
-    """The workload at once, or a share of it at so many requests a second, which takes about as long."""
-    requests = workload.first(round(share * len(workload.requests)))
+) -> tuple[Run, Row]:
+    """The workload at once, or a share of it at this share of the saturated rate, which takes about as long."""
+    requests = workload.first(round((rate or 1) * len(workload.requests)))
     prompts = workload.prompts(settings.model.config.vocab_size, settings.seed)[: len(requests)]
-    times = None if rate is None else arrivals(requests, rate, settings.seed).tolist()
-    outputs = [request.output for request in requests]
-    return engine.run(
-        prompts, outputs, times, deadline=settings.deadline, progress=lambda done: progress(done, len(requests))
+    times = arrivals(requests, rate * saturated, settings.seed).tolist() if rate else None
+    driver_seconds = engine.kv.driver_seconds()
+    run = engine.run(
+        prompts,
+        [request.output for request in requests],
+        times,
+        deadline=settings.deadline,
+        progress=lambda finished: progress(finished, len(requests)),
     )
+    row = figures(run) if run.running else {}
+    row["driver_us"] = (engine.kv.driver_seconds() - driver_seconds) * 1e6 / max(len(run.running), 1)
+    engine.kv.give_back()
+    row["idle_bytes"] = engine.kv.physical_bytes()
+    return run, row
 
 
 def figures(run: Run) -> Row:
-    """What is reported of a run. Times are in seconds, host times in microseconds a step."""
+    """What is reported of a run that had steps. Times are in seconds, host times in microseconds a step.
+
+    Mean concurrency is over time, `crowded_concurrency` over the steps in which a request waited for room.
+    """
     done = np.isfinite(run.finish)
     several = done & (run.outputs > 1)
     first = (run.first - run.arrivals)[done]
@@ -115,7 +132,7 @@ def figures(run: Run) -> Row:
     running, waiting = np.array(run.running), np.array(run.waiting)
     took = np.array(run.step_seconds)
     crowded = waiting > 0
-    steps = max(len(running), 1)
+    steps = len(running)
     seen, taken = (np.array([sample[index] for sample in run.samples]) for index in (0, 1))
     return {
         "requests": len(run.outputs),
@@ -126,15 +143,15 @@ def figures(run: Run) -> Row:
         "tokens_per_s": (run.generated + int(run.prompts[np.isfinite(run.first)].sum())) / run.seconds,
         "ttft_s": quantiles(first),
         "tpot_s": quantiles(each),
-        "steps": len(running),
-        "peak_concurrency": int(running.max(initial=0)),
-        "mean_concurrency": weighted(running, took),
-        "crowded_concurrency": weighted(running[crowded], took[crowded]),
+        "steps": steps,
+        "peak_concurrency": int(running.max()),
+        "mean_concurrency": float(np.average(running, weights=took)),
+        "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
         "preemptions": run.preemptions,
         "manager_us": run.manager_ns / 1e3 / steps,
         "host_us": run.host_ns / 1e3 / steps,
         "peak_bytes": int(taken.max()),
-        "mean_bytes": float(np.trapezoid(taken, seen) / run.seconds),
+        "mean_bytes": float(np.average((taken[1:] + taken[:-1]) / 2, weights=np.diff(seen))),
         "samples": [[round(seconds, 3), nbytes, count] for seconds, nbytes, count in run.samples],
     }
 
@@ -143,14 +160,8 @@ def quantiles(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float 
     return {f"p{p}": float(np.percentile(values, p)) if len(values) else None for p in (50, 99)}
 
 
-def weighted(values: np.ndarray[Any, np.dtype[Any]], weights: np.ndarray[Any, np.dtype[Any]]) -> float | None:
-    return float(np.average(values, weights=weights)) if weights.sum() else None
-
-
-def same_tokens(run: Run, other: Run | None) -> float | None:
+def same_tokens(run: Run, other: Run) -> float | None:
     """Of the requests that finished in both runs, the share with the same tokens. Another schedule rounds otherwise."""
-    if other is None:
-        return None
     both = np.flatnonzero(np.isfinite(run.finish) & np.isfinite(other.finish))
     return float(np.mean([run.output(i) == other.output(i) for i in both])) if len(both) else None
 

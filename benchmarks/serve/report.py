@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,87 +15,62 @@ Row = dict[str, Any]
 
 
 def compare(result: dict[str, Any]) -> list[Row]:
-    """The ratios that the benchmark is for, each with what we aim at; those that were measured."""
+    """The ratios that the benchmark is for, and what we aim at: at saturation of the main trace, and for prompts."""
     found: list[Row] = []
 
-    def add(what: str, value: float | None, aim: float, at_most: bool = False) -> None:
-        if value is not None:
-            met = value <= aim if at_most else value >= aim
-            found.append({"what": what, "value": value, "aim": f"{'<=' if at_most else '>='} {aim:g}", "met": met})
+    def add(what: str, rows: tuple[Row, Row], key: str, at_least: float | None = None, at_most: float = inf) -> None:
+        if rows[0][key] is not None and rows[1][key]:
+            value = rows[0][key] / rows[1][key]
+            row = {"what": what, "value": value}
+            if at_least is not None:
+                aim = f">= {at_least:g}" if at_most == inf else f"<= {at_most:g}"
+                row |= {"aim": aim, "met": at_least <= value <= at_most}
+            found.append(row)
 
-    for (trace, load), group in groupby(result["serving"], key=case_of):
-        rows = {row["backend"]: row for row in group}
-        name = f"{trace}, {load}"
+    for index, (name, measured) in enumerate(by_case(result["serving"])):
+        rows = {backend: row for backend, row in measured.items() if row["finished"] == row["requests"]}
+        main = index == 0
         if {"vmm", "paged"} <= rows.keys():
-            pair = rows["vmm"], rows["paged"]
-            add(f"{name}: tokens/s, vmm over paged", ratio(*pair, "output_tokens_per_s"), 1.0)
-            add(f"{name}: concurrency, vmm over paged", ratio(*pair, concurrency_key(pair)), 0.99)
-            add(f"{name}: cache manager's host time, vmm over paged", ratio(*pair, "manager_us"), 1.0, True)
+            pair, names = (rows["vmm"], rows["paged"]), f"{name}: vmm over paged"
+            add(f"{names}, tokens/s", pair, "output_tokens_per_s", 1.0 if main else None)
+            add(f"{names}, concurrency while others wait", pair, "crowded_concurrency", 0.99 if main else None)
+            add(f"{names}, cache manager's host time a step", pair, "manager_us", 0.0 if main else None, at_most=1.0)
+            add(f"{names}, memory when idle", pair, "idle_bytes", 0.0 if main else None, at_most=0.01)
         if {"vmm", "static"} <= rows.keys():
-            pair = rows["vmm"], rows["static"]
-            add(f"{name}: tokens/s, vmm over static", ratio(*pair, "output_tokens_per_s"), 1.0)
-            add(f"{name}: concurrency, vmm over static", ratio(*pair, concurrency_key(pair)), 3.0)
-        for backend, row in rows.items():
-            if backend == "vmm" and row["peak_bytes"]:
-                add(
-                    f"{name}: memory kept when idle, of the peak, vmm", row["idle_bytes"] / row["peak_bytes"], 0.0, True
-                )
-    rows = {(row["backend"], row["kernel"]): row for row in result["prefill"]}
-    peers = ("vmm", "fa3"), ("paged", "flashinfer")
-    for pair in (peers, (("vmm", "numba"), ("paged", "numba"))):
-        if set(pair) <= rows.keys():
-            names = " over ".join(" ".join(name) for name in pair)
-            for key, what in (("tokens_per_s", "prefill"), ("attention_tokens_per_s", "attention alone")):
-                add(f"{what}, {names}", ratio(*(rows[name] for name in pair), key), 1.2 if pair == peers else 1.0)
+            pair, names = (rows["vmm"], rows["static"]), f"{name}: vmm over static"
+            add(f"{names}, tokens/s", pair, "output_tokens_per_s")
+            add(f"{names}, concurrency while others wait", pair, "crowded_concurrency", 3.0 if main else None)
+    prompts = {(row["backend"], row["kernel"]): row for row in result["prefill"]}
+    for aim, *both in ((1.2, ("vmm", "fa3"), ("paged", "flashinfer")), (None, ("vmm", "numba"), ("paged", "numba"))):
+        if prompts.keys() >= set(both):
+            names = "prompts: {} {} over {} {}".format(*both[0], *both[1])
+            pair = prompts[both[0]], prompts[both[1]]
+            add(f"{names}, whole prefill", pair, "tokens_per_s", aim)
+            add(f"{names}, attention alone", pair, "attention_tokens_per_s", aim)
     return found
 
 
-def case_of(row: Row) -> tuple[str, str]:
-    return row["trace"], row["load"]
-
-
-def by_case(rows: list[Row]) -> list[Row]:
-    """Rows of a trace and a load together, in the order in which the loads were first measured."""
-    order = list(dict.fromkeys(map(case_of, rows)))
-    return sorted(rows, key=lambda row: order.index(case_of(row)))
-
-
-def concurrency_key(rows: tuple[Row, Row]) -> str:
-    """Concurrency is compared while requests wait for room, if they did in both runs."""
-    return "crowded_concurrency" if all(row["crowded_concurrency"] for row in rows) else "mean_concurrency"
-
-
-def ratio(row: Row, other: Row, key: str) -> float | None:
-    return row[key] / other[key] if row[key] is not None and other[key] else None
+def by_case(rows: list[Row]) -> list[tuple[str, dict[str, Row]]]:
+    """By trace and load, in the order in which they were first measured, a row for each backend."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(f"{row['trace']}, {row['load']}", {})[row["backend"]] = row
+    return list(cases.items())
 
 
 def tables(result: dict[str, Any]) -> list[Table]:
     """A table for each trace and load, for prompts, for the comparisons, and for what is missing."""
     found = []
-    for (trace, load), rows in groupby(result["serving"], key=case_of):
-        table = make_table(f"{trace}, {load}", SERVING.keys(), [])
-        for row in rows:
-            table.add_row(*(str(cell(row)) for cell in SERVING.values()))
-        found.append(table)
+    for name, rows in by_case(result["serving"]):
+        lines = [(what, *map(show, rows.values())) for what, show in FIGURES.items()]
+        found.append(make_table(name, ("", *rows), lines))
     if result["prefill"]:
-        tokens = result["prefill"][0]["prompt_tokens"]
-        columns = "backend", "kernel", "tokens/s", "attention alone, tokens/s", "attention's share"
-        rows = [
-            (
-                row["backend"],
-                row["kernel"],
-                f"{row['tokens_per_s']:,.0f}",
-                f"{row['attention_tokens_per_s']:,.0f}",
-                f"{row['attention_share']:.0%}",
-            )
-            for row in result["prefill"]
-        ]
-        found.append(make_table(f"Prompts of {tokens:,} tokens", columns, rows))
+        columns = "backend, kernel", "tokens/s", "attention alone", "its share of the time"
+        title = f"Prompts of {result['prefill'][0]['prompt_tokens']:,} tokens"
+        found.append(make_table(title, columns, map(prompt_line, result["prefill"])))
     if result["comparisons"]:
-        rows = [
-            (row["what"], f"{row['value']:.3f}", row["aim"], "yes" if row["met"] else "no") for row in compare(result)
-        ]
-        found.append(make_table("Comparisons", ("what", "measured", "aim", "met"), rows))
+        columns = "what", "measured", "aim", "met"
+        found.append(make_table("Comparisons", columns, map(comparison_line, result["comparisons"])))
     missing = [(f"{row['backend']} {row['kernel']}", row["reason"]) for row in result["skipped"]]
     missing += [(name, "not reached in time") for name in result["missed"]]
     if missing:
@@ -102,46 +78,54 @@ def tables(result: dict[str, Any]) -> list[Table]:
     return found
 
 
-def seconds(quantiles: dict[str, float | None], scale: float, digits: int) -> str:
-    return " / ".join("-" if value is None else f"{value * scale:.{digits}f}" for value in quantiles.values())
-
-
-def count(value: float | None) -> str:
-    return "-" if value is None else f"{value:.1f}"
-
-
-SERVING = {
-    "backend": lambda row: row["backend"],
-    "finished": lambda row: f"{row['finished']} of {row['requests']}",
+FIGURES: dict[str, Callable[[Row], object]] = {
+    "requests finished": lambda row: f"{row['finished']} of {row['requests']}",
     "output tokens/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
-    "first token, s, p50 / p99": lambda row: seconds(row["ttft_s"], 1, 2),
-    "per token, ms, p50 / p99": lambda row: seconds(row["tpot_s"], 1e3, 1),
-    "concurrency: peak": lambda row: row["peak_concurrency"],
-    "mean": lambda row: count(row["mean_concurrency"]),
-    "while others wait": lambda row: count(row["crowded_concurrency"]),
-    "preempted": lambda row: row["preemptions"],
-    "host, µs a step: all": lambda row: f"{row['host_us']:.0f}",
-    "cache manager": lambda row: f"{row['manager_us']:.0f}",
-    "memory: peak": lambda row: format_bytes(row["peak_bytes"]),
-    "mean ": lambda row: format_bytes(row["mean_bytes"]),
-    "idle": lambda row: format_bytes(row["idle_bytes"]),
+    "time to first token, s, p50": lambda row: number(row["ttft_s"]["p50"], 2),
+    "p99": lambda row: number(row["ttft_s"]["p99"], 2),
+    "time per output token, ms, p50": lambda row: number(row["tpot_s"]["p50"], 1, 1e3),
+    " p99": lambda row: number(row["tpot_s"]["p99"], 1, 1e3),
+    "concurrency, peak": lambda row: row["peak_concurrency"],
+    "mean": lambda row: number(row["mean_concurrency"], 1),
+    "mean while others wait": lambda row: number(row["crowded_concurrency"], 1),
+    "preemptions": lambda row: row["preemptions"],
+    "host, µs a step": lambda row: f"{row['host_us']:,.0f}",
+    "cache manager, µs a step": lambda row: f"{row['manager_us']:,.1f}",
+    "of it driver calls": lambda row: f"{row['driver_us']:,.1f}",
+    "memory, peak": lambda row: format_bytes(row["peak_bytes"]),
+    " mean": lambda row: format_bytes(row["mean_bytes"]),
+    "when idle": lambda row: format_bytes(row["idle_bytes"]),
+    "same tokens as the first": lambda row: f"{row['same_tokens']:.0%}" if row["same_tokens"] is not None else "-",
 }
-"""Columns of the serving tables."""
+"""Lines of the serving tables."""
+
+
+def number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:,.{digits}f}"
+
+
+def prompt_line(row: Row) -> tuple[str, ...]:
+    name = f"{row['backend']}, {row['kernel']}"
+    return name, f"{row['tokens_per_s']:,.0f}", f"{row['attention_tokens_per_s']:,.0f}", f"{row['attention_share']:.0%}"
+
+
+def comparison_line(row: Row) -> tuple[str, ...]:
+    return row["what"], f"{row['value']:.3f}", row.get("aim", ""), {True: "yes", False: "no"}.get(row.get("met"), "")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
     """Memory and concurrency over time, a column for each trace and load, a line for each backend."""
     from matplotlib.figure import Figure
 
-    cases = [(case, list(rows)) for case, rows in groupby(result["serving"], key=case_of)]
-    figure = Figure(figsize=(5 * max(len(cases), 1), 6), layout="constrained")
-    axes = figure.subplots(2, max(len(cases), 1), squeeze=False)
-    for column, ((trace, load), rows) in enumerate(cases):
-        for row in rows:
+    cases = by_case(result["serving"])
+    figure = Figure(figsize=(5 * len(cases), 6), layout="constrained")
+    axes = figure.subplots(2, len(cases), squeeze=False)
+    for (memory, concurrency), (name, rows) in zip(axes.T, cases):
+        for backend, row in rows.items():
             times, taken, running = zip(*row["samples"])
-            axes[0, column].plot(times, [nbytes / 2**30 for nbytes in taken], label=row["backend"])
-            axes[1, column].plot(times, running)
-        axes[0, column].set(title=f"{trace}, {load}", ylabel="physical memory, GiB", ylim=(0, None))
-        axes[1, column].set(xlabel="seconds", ylabel="requests that run", ylim=(0, None))
-        axes[0, column].legend()
+            memory.plot(times, [nbytes / 2**30 for nbytes in taken], label=backend)
+            concurrency.plot(times, running)
+        memory.set(title=name, ylabel="physical memory, GiB", ylim=(0, None))
+        concurrency.set(xlabel="seconds", ylabel="requests that run", ylim=(0, None))
+        memory.legend()
     figure.savefig(path, dpi=150)

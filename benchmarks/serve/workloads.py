@@ -19,7 +19,7 @@ class Workload:
     Attributes:
         name: of the trace.
         max_seq_len: tokens of the longest request that a server would take, at least those of the longest here.
-        left_out: requests among the first that are too long for the budget.
+        left_out: requests between them that are too long for the budget.
     """
 
     name: str
@@ -56,17 +56,17 @@ def make_workload(
     taken: list[Request] = []
     left_out = total = 0
     for request in short:
-        if len(taken) == requests or total + min(request.total, capacity) > tokens:
-            break
         if request.total > capacity:
             left_out += 1
             continue
+        if len(taken) == requests or total + request.total > tokens:
+            break
         taken.append(request)
         total += request.total
     if not taken:
         raise ValueError(f"no request of {trace or 'these conversations'} is within {tokens} tokens")
     longest = max(request.total for request in taken)
-    return Workload(trace.stem if trace else "conversations", taken, max(longest, max_seq_len), left_out)
+    return Workload(trace.stem if trace else "conversations", taken, max(longest, min(max_seq_len, capacity)), left_out)
 
 
 def arrivals(requests: list[Request], rate: float, seed: int) -> npt.NDArray[np.float64]:
@@ -74,8 +74,8 @@ def arrivals(requests: list[Request], rate: float, seed: int) -> npt.NDArray[np.
 
     Without times in the trace they come at random, as a Poisson process.
     """
-    times = np.array([request.arrival for request in requests])
-    if times[-1] <= 0:
+    times = np.maximum.accumulate([request.arrival - requests[0].arrival for request in requests])
+    if times[-1] == 0:
         times = np.random.default_rng(seed).exponential(1.0, len(requests)).cumsum()
-    times = np.maximum.accumulate(times - times[0])
+        times -= times[0]
     return times * ((len(times) - 1) / rate / times[-1]) if len(times) > 1 else times
