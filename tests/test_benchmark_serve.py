@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from benchmarks.engine.engine import Run
+from benchmarks.engine.run import Run
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.measure import figures, same_tokens
 from benchmarks.serve.report import compare
@@ -107,12 +107,8 @@ def test_workloads_are_the_first_requests_that_fit(tmp_path: Path) -> None:
 
 def make_run() -> Run:
     """Three requests of which the last did not finish."""
-    run = Run(
-        np.array([0.0, 1.0, 2.0]),
-        np.array([0.5, 2.0, 3.0]),
-        np.array([2.5, 2.0, np.nan]),
-        *np.array([[7, 8, 9], [5, 1, 4]]),
-    )
+    run = Run(np.array([0.0, 1.0, 2.0]), *np.array([[7, 8, 9], [5, 1, 4]]))
+    run.first[:], run.finish[:] = [0.5, 2.0, 3.0], [2.5, 2.0, np.nan]
     run.tokens = np.arange(34)
     run.seconds, run.generated, run.manager_ns, run.host_ns = 4.0, 8, 20_000, 90_000
     run.running, run.waiting, run.step_seconds = [1, 3, 2], [0, 1, 0], [1.0, 1.0, 2.0]

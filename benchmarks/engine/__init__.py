@@ -1,8 +1,9 @@
 """A small serving engine whose KV cache is a parameter: rows of vmmkv, blocks of a block table, or static slots.
 
-model.py      a Llama-type model in plain torch
-schedule.py   who runs: admission, chunks of prompts, preemption; numpy only
-vmm, paged, static    the KV backends, all of them a `backend.KVBackend`
-attention.py  the kernels over what a backend holds
-engine.py     the loop: a schedule's steps on the device
+model                 a Llama-type model in plain torch
+backend               what is asked of a KV cache; `vmm`, `paged` and `static` are one each
+schedule              who runs: admission, chunks of prompts, preemption; arithmetic on the host
+attention             the kernels over what a backend holds
+engine                the loop: a schedule's steps on the device
+run                   the record of what happened
 """

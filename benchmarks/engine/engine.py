@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from time import perf_counter, perf_counter_ns, sleep
 
 import numpy as np
@@ -22,53 +21,12 @@ from .attention import ATTENTION, Attend, Batch, numba_write, torch_write
 from .backend import KVBackend, pinned
 from .model import Model
 from .paged import PagedKV
+from .run import Run
 from .schedule import Schedule, Step
 from .static import StaticKV
 from .vmm import VmmKV
 
 BACKENDS: dict[str, Callable[..., KVBackend]] = {"vmm": VmmKV, "paged": PagedKV, "static": StaticKV}
-SAMPLE_SECONDS = 0.1
-"""Between two looks at memory and concurrency."""
-
-
-@dataclass
-class Run:
-    """What happened to requests, by number; seconds count from the start of the run, NaN where it did not come to it.
-
-    Attributes:
-        tokens: prompt and output of each request, one after another.
-        first, finish: when each request's first token, and its last one, were there.
-        seconds: until the last request had finished, or the run was stopped.
-        steps: steps of the device.
-        running, waiting: requests in each step, and `step_seconds`, how long it took.
-        manager_ns, host_ns: host time in the cache manager, and in all that prepares and launches steps.
-        samples: `[seconds, physical bytes, running requests]` over time.
-    """
-
-    arrivals: npt.NDArray[np.float64]
-    first: npt.NDArray[np.float64]
-    finish: npt.NDArray[np.float64]
-    prompts: npt.NDArray[np.int64]
-    outputs: npt.NDArray[np.int64]
-    tokens: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    seconds: float = 0.0
-    running: list[int] = field(default_factory=list)
-    waiting: list[int] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    generated: int = 0
-    preemptions: int = 0
-    manager_ns: int = 0
-    host_ns: int = 0
-    samples: list[tuple[float, int, int]] = field(default_factory=list)
-
-    @property
-    def finished(self) -> int:
-        return int(np.isfinite(self.finish).sum())
-
-    def output(self, request: int) -> list[int]:
-        """The tokens generated for a request."""
-        end = int((self.prompts + self.outputs)[: request + 1].sum())
-        return self.tokens[end - int(self.outputs[request]) : end].tolist()
 
 
 class Engine:
@@ -148,65 +106,65 @@ class Engine:
         self._take_tokens(prompts, sizes + counts)
         if self.use_graphs and not self.graphs:
             self._capture()
-        run = Run(times, *np.full((2, len(times)), np.nan), sizes, counts)
+        run = Run(times, sizes, counts)
+        begin = perf_counter()
+        try:
+            self._serve(schedule, run, begin, deadline, progress)
+        finally:
+            schedule.remove(list(schedule.running))
+        run.seconds = perf_counter() - begin
+        run.tokens = self.tokens[: (sizes + counts).sum()].cpu().numpy().copy()
+        run.preemptions, run.manager_ns = schedule.preemptions, schedule.manager_ns
+        run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
+        return run
+
+    def _serve(
+        self, schedule: Schedule, run: Run, begin: float, deadline: float, progress: Callable[[int], object]
+    ) -> None:
+        """Runs steps until all requests have finished, or it is too late."""
         launched: deque[tuple[torch.cuda.Event | None, Step]] = deque()
         arrived = finished = 0
-        sampled_at = -SAMPLE_SECONDS
-        begin = perf_counter()
-        ended = 0.0
+        began = 0.0
 
         def complete() -> None:
-            nonlocal ended
+            """Waits for the oldest step."""
+            nonlocal began
             event, step = launched.popleft()
             if event:
                 event.synchronize()
             now = perf_counter() - begin
-            news = step.sampled
-            run.first[news[np.isnan(run.first[news])]] = now
-            produced[news] += 1
-            run.finish[news[produced[news] == counts[news]]] = now
-            run.generated += len(news)
-            run.step_seconds.append(now - ended)
-            ended = now
+            run.take_down(step, began, now)
+            began = now
 
-        produced = np.zeros_like(counts)
-        while finished < len(times) and perf_counter() < deadline:
+        while finished < len(run.arrivals) and perf_counter() < deadline:
             now = perf_counter() - begin
-            if arrived < len(times) and times[arrived] <= now:
-                arrived_by_now = int(np.searchsorted(times, now, "right"))
-                schedule.waiting.extend(range(arrived, arrived_by_now))
-                arrived = arrived_by_now
+            there = int(np.searchsorted(run.arrivals, now, "right"))
+            schedule.waiting.extend(range(arrived, there))
+            arrived = there
             start = perf_counter_ns()
             step = schedule.next()
             if step is None:
                 if launched:
                     complete()
                 else:
-                    sleep(max(min(times[arrived] - (perf_counter() - begin), deadline - perf_counter()), 0))
-                    ended = perf_counter() - begin
+                    sleep(max(min(run.arrivals[arrived] - now, deadline - perf_counter()), 0))
+                    began = perf_counter() - begin
                 continue
             self._launch(schedule, step)
             launched.append((self._event(), step))
             run.running.append(len(schedule.running))
             run.waiting.append(len(schedule.waiting))
-            ended_now = schedule.advance(step)
+            leaving = schedule.advance(step)
             run.host_ns += perf_counter_ns() - start
-            if now >= sampled_at + SAMPLE_SECONDS:
+            if run.wants_sample(now):
                 run.samples.append((now, self.kv.physical_bytes(), run.running[-1]))
-                sampled_at = now
             if len(launched) > 1:
                 complete()
-            if ended_now:
-                finished += len(ended_now)
+            if leaving:
+                finished += len(leaving)
                 progress(finished)
         while launched:
             complete()
-        run.seconds = perf_counter() - begin
-        run.tokens = self.tokens[: (sizes + counts).sum()].cpu().numpy().copy()
-        schedule.remove(list(schedule.running))
-        run.preemptions, run.manager_ns = schedule.preemptions, schedule.manager_ns
-        run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
-        return run
 
     def _take_tokens(self, prompts: list[torch.Tensor], totals: npt.NDArray[np.int64]) -> None:
         """Lays the tokens of all requests out."""

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.engine.engine import Engine, Run
+from benchmarks.engine.engine import Engine
 from benchmarks.engine.model import Model
+from benchmarks.engine.run import Run
 
 from .workloads import Workload, arrivals
 
