@@ -18,7 +18,7 @@ from benchmarks.engine.run import Run
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.measure import figures, same_tokens
 from benchmarks.serve.report import compare
-from benchmarks.serve.workloads import arrivals, make_workload
+from benchmarks.serve.workloads import Limits, arrivals, make_workload
 from vmmkv.workload import Request
 
 APP = typer.Typer()
@@ -77,8 +77,9 @@ def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None
     assert {name.split(":")[0] for name in missed} >= {"conversations, saturation, static", "prompts of 512 tokens"}
 
 
-def test_unknown_backends_are_refused() -> None:
-    assert run_benchmark("--backends", "stack").exit_code == 2
+@pytest.mark.parametrize(("option", "value"), [("--backends", "stack"), ("--model", "no/such/folder")])
+def test_what_is_unknown_is_refused(option: str, value: str) -> None:
+    assert run_benchmark(option, value).exit_code == 2
 
 
 @given(st.lists(st.floats(0, 1e4), min_size=2, max_size=50), st.floats(0.1, 100))
@@ -96,13 +97,14 @@ def test_arrivals_keep_the_pace_of_the_trace(times: list[float], rate: float) ->
 def test_workloads_are_the_first_requests_that_fit(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text("".join(f'{{"input_length": {n}, "output_length": 10}}\n' for n in (90, 990, 50, 40, 30)))
-    workload = make_workload(path, 3, 10**6, 1, 64, 500, 0)
+    limits = Limits(requests=3, tokens=10**6, longest=500, max_seq_len=64)
+    workload = make_workload(path, limits, 0)
     assert [request.prompt for request in workload.requests] == [90, 50, 40]
     assert (workload.left_out, workload.max_seq_len) == (1, 100)
-    assert [request.prompt for request in make_workload(path, 9, 209, 1, 64, 500, 0).requests] == [90, 50]
-    assert make_workload(path, 3, 10**6, 10, 64, 500, 0).requests[1] == Request(99, 1)
+    assert [request.prompt for request in make_workload(path, limits._replace(tokens=209), 0).requests] == [90, 50]
+    assert make_workload(path, limits._replace(shorten=10), 0).requests[1] == Request(99, 1)
     with pytest.raises(ValueError, match="no request"):
-        make_workload(path, 3, 50, 1, 64, 500, 0)
+        make_workload(path, limits._replace(tokens=50), 0)
 
 
 def make_run() -> Run:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -20,7 +20,7 @@ from rich.progress import Progress
 
 from benchmarks.attention.peers import versions
 from benchmarks.engine.engine import BACKENDS
-from benchmarks.engine.model import MODELS, Model, load_model, random_model, read_config
+from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
 from vmmkv import KVLayout
 from vmmkv.budget import parse_bytes
 from vmmkv.cli.output import console, errors
@@ -30,11 +30,21 @@ from vmmkv.environment import environment
 from .measure import Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
-from .workloads import Workload, make_workload
+from .workloads import Limits, Workload, make_workload
 
-GPU = {"model": "llama-3.1-8b", "memory": "16GiB", "max_seq_len": 8192, "shorten": 1, "prompt_tokens": 16_384}
-HOST = {"model": "tiny", "memory": "1MiB", "max_seq_len": 512, "shorten": 16, "prompt_tokens": 512}
 
+class Usual(NamedTuple):
+    """What is measured unless one asks for something else."""
+
+    model: str
+    memory: str
+    max_seq_len: int
+    prompt_tokens: int
+    shorten: int
+
+
+GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
+HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
 LARGEST = 0.9
 """Of the budget: requests that would take more are left out."""
 
@@ -62,7 +72,7 @@ def main(
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the long prompts.")] = None,
     shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
     device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, prompts and random requests.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and random requests.")] = 0,
     budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
     json_output: Annotated[Path | None, typer.Option("--json", help="Write the result.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw memory and concurrency over time.")] = None,
@@ -72,48 +82,63 @@ def main(
     unknown = {name.partition("+")[0] for name in backends} - set(BACKENDS)
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: backends are {', '.join(BACKENDS)}")
-    where = open_driver(device).device
-    usual = GPU if where.type == "cuda" else HOST
-    name = model or str(usual["model"])
-    max_bytes = parse_bytes(memory or str(usual["memory"]), open_driver(where).memory_info()[0])
-    config = MODELS[name] if name in MODELS else read_config(json.loads((Path(name) / "config.json").read_text()))
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
-    layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype)
-    longest = max_seq_len or int(usual["max_seq_len"])
-    prompt = prompt_tokens or int(usual["prompt_tokens"])
-    capacity = int(LARGEST * max_bytes) // layout.token_bytes
-    workloads = [
-        make_workload(
-            path, requests, tokens // (4 if index else 1), shorten or int(usual["shorten"]), longest, capacity, seed
-        )
-        for index, path in enumerate(trace or [None])
-    ]
-    positions = max(2 * prompt, *(workload.max_seq_len for workload in workloads))
-    weights = make_model(name, positions, where, dtype, seed)
+    driver = open_driver(device)
+    usual = GPU if driver.device.type == "cuda" else HOST
+    name = model or usual.model
+    config = find_config(name)
+    dtype = torch.bfloat16 if usual is GPU else torch.float32
+    max_bytes = parse_bytes(memory or usual.memory, driver.memory_info()[0])
+    token_bytes = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype).token_bytes
+    limits = Limits(
+        requests,
+        tokens,
+        longest=int(LARGEST * max_bytes) // token_bytes,
+        max_seq_len=max_seq_len or usual.max_seq_len,
+        shorten=shorten or usual.shorten,
+    )
+    first, *others = trace or [None]
+    workloads = [make_workload(first, limits, seed)]
+    workloads += [make_workload(path, limits._replace(tokens=tokens // 4), seed) for path in others]
+    prompt = prompt_tokens or usual.prompt_tokens
+    positions = max(prompt, *(workload.max_seq_len for workload in workloads))
+    make = random_model if name in MODELS else load_model
+    weights = make(config if name in MODELS else Path(name), positions, driver.device, dtype)
     settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed)
-    result = {
-        "environment": environment(where),
+    result: dict[str, Any] = {
+        "environment": environment(driver.device),
         "peers": versions(),
         "model": name,
         "dtype": str(dtype).removeprefix("torch."),
         "budget_bytes": max_bytes,
-        "token_bytes": layout.token_bytes,
+        "token_bytes": token_bytes,
         "max_sequences": max_sequences,
         "chunk": chunk,
         "workloads": [describe(workload) for workload in workloads],
-    } | measure(settings, workloads, backends, rates, prompt)
-    for table in tables(result):
-        console.print(table)
-    if json_output:
-        json_output.write_text(json.dumps(result, indent=2) + "\n")
-    if plot:
-        draw(result, plot)
+        "serving": [],
+        "prefill": [],
+        "skipped": [],
+        "missed": [],
+    }
+    try:
+        measure(result, settings, workloads, backends, rates, prompt)
+    finally:  # what was measured is not lost to what fails behind it
+        result["comparisons"] = compare(result)
+        for table in tables(result):
+            console.print(table)
+        if json_output:
+            json_output.write_text(json.dumps(result, indent=2) + "\n")
+        if plot and result["serving"]:
+            draw(result, plot)
 
 
-def make_model(name: str, positions: int, device: torch.device, dtype: torch.dtype, seed: int) -> Model:
-    if name in MODELS:
-        return random_model(MODELS[name], positions, device, dtype, seed)
-    return load_model(Path(name), positions, device, dtype)
+def find_config(model: str) -> Config:
+    """Of a model by name, or in a folder."""
+    if model in MODELS:
+        return MODELS[model]
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise typer.BadParameter(f"{model}: it must be one of {', '.join(MODELS)}, or a folder with a config.json")
+    return read_config(json.loads(path.read_text()))
 
 
 def describe(workload: Workload) -> dict[str, Any]:
@@ -128,10 +153,14 @@ def describe(workload: Workload) -> dict[str, Any]:
 
 
 def measure(
-    settings: Settings, workloads: list[Workload], backends: list[str], rates: list[float], prompt_tokens: int
-) -> dict[str, Any]:
-    """The main trace, long prompts, other traces: what matters most comes first."""
-    result: dict[str, Any] = {"serving": [], "prefill": [], "skipped": [], "missed": []}
+    result: dict[str, Any],
+    settings: Settings,
+    workloads: list[Workload],
+    backends: list[str],
+    rates: list[float],
+    prompt_tokens: int,
+) -> None:
+    """Adds to a result the main trace, long prompts, other traces: what matters most comes first."""
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
         task = bar.add_task("Preparing", total=None)
 
@@ -139,16 +168,10 @@ def measure(
             bar.update(task, description=name, completed=finished, total=total)
 
         for index, workload in enumerate(workloads):
-            rows, missed = serve(settings, workload, backends, [] if index else rates, progress)
-            result["serving"] += rows
-            result["missed"] += missed
+            serve(result, settings, workload, backends, [] if index else rates, progress)
             if index == 0:
-                if perf_counter() < settings.deadline:
-                    result["prefill"], result["skipped"] = compare_prefill(settings, prompt_tokens, progress)
-                    free_memory()
-                else:
-                    result["missed"].append(f"prompts of {prompt_tokens} tokens")
-    return result | {"comparisons": compare(result)}
+                compare_prefill(result, settings, prompt_tokens, progress)
+                free_memory()
 
 
 if __name__ == "__main__":

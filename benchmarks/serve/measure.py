@@ -37,16 +37,20 @@ class Settings(NamedTuple):
 
 
 def serve(
-    settings: Settings, workload: Workload, backends: list[str], rates: list[float], progress: Progress
-) -> tuple[list[Row], list[str]]:
-    """A row for each backend at saturation and at each rate, and what was not reached before the deadline.
+    result: dict[str, Any],
+    settings: Settings,
+    workload: Workload,
+    backends: list[str],
+    rates: list[float],
+    progress: Progress,
+) -> None:
+    """Adds to a result a row for each backend at saturation and at each rate, and what the deadline left out.
 
     Args:
         backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`.
         rates: shares of the throughput of `REFERENCE` at saturation.
     """
-    rows: list[Row] = []
-    missed: list[str] = []
+    missed = result["missed"]
     saturated = 0.0
     reference: Run | None = None
     for backend in sorted(backends, key=lambda name: name != REFERENCE):
@@ -66,12 +70,12 @@ def serve(
                 continue
             if reference is None:
                 saturated, reference = run.finished / run.seconds, run
-            rows.append(row | measured | {"same_tokens": same_tokens(run, reference) if rate is None else None})
+            same = same_tokens(run, reference) if rate is None else None
+            result["serving"].append(row | measured | {"same_tokens": same})
         if engine:
             engine.close()
         del engine
         free_memory()
-    return rows, missed
 
 
 def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:

@@ -47,17 +47,20 @@ class Timed:
         return sum(start.elapsed_time(end) / 1e3 if self.on_gpu else end - start for start, end in spans)
 
 
-def compare_prefill(settings: Settings, tokens: int, progress: Progress) -> tuple[list[Row], list[Row]]:
-    """A row for each backend and kernel, measured in turn; and which kernels were skipped, and why."""
+def compare_prefill(result: dict[str, Any], settings: Settings, tokens: int, progress: Progress) -> None:
+    """Adds to a result a row for each backend and kernel, measured in turn, and which were skipped, and why."""
+    if perf_counter() > settings.deadline:
+        result["missed"].append(f"prompts of {tokens} tokens")
+        return
     own = "numba" if settings.model.device.type == "cuda" else "torch"
     engines: dict[tuple[str, str], Engine] = {}
-    skipped: list[Row] = []
     for backend, kernel in (("vmm", own), ("vmm", "fa3"), ("paged", own), ("paged", "flashinfer")):
         try:
             engine = make_engine(settings, backend, kernel, tokens)
             run_prompts(engine, tokens)
         except Exception as error:  # whatever a peer raises is its reason
-            skipped.append({"backend": backend, "kernel": kernel, "reason": f"{type(error).__name__}: {error}"})
+            reason = f"{type(error).__name__}: {error}"
+            result["skipped"].append({"backend": backend, "kernel": kernel, "reason": reason})
         else:
             engines[backend, kernel] = engine
     whole: dict[tuple[str, str], list[float]] = {pair: [] for pair in engines}
@@ -69,7 +72,7 @@ def compare_prefill(settings: Settings, tokens: int, progress: Progress) -> tupl
         progress("prompts", count, ROUNDS)
     for engine in engines.values():
         engine.close()
-    return [make_row(*pair, tokens, median(whole[pair]), median(inside[pair])) for pair in engines], skipped
+    result["prefill"] += [make_row(*pair, tokens, median(whole[pair]), median(inside[pair])) for pair in engines]
 
 
 def make_engine(settings: Settings, backend: str, kernel: str, tokens: int) -> Engine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,33 +41,45 @@ class Workload:
         return [torch.randint(vocab_size, (request.prompt,), generator=generator) for request in self.requests]
 
 
-def make_workload(
-    trace: Path | None, requests: int, tokens: int, shorten: int, max_seq_len: int, capacity: int, seed: int
-) -> Workload:
+class Limits(NamedTuple):
+    """What is taken of a trace.
+
+    Attributes:
+        requests, tokens: the most of both.
+        longest: tokens that the budget has room for; longer requests are left out.
+        max_seq_len: of the server, see `Workload`.
+        shorten: divides all lengths.
+    """
+
+    requests: int
+    tokens: int
+    longest: int
+    max_seq_len: int
+    shorten: int = 1
+
+
+def make_workload(trace: Path | None, limits: Limits, seed: int) -> Workload:
     """The first requests of a trace, or random conversations.
 
-    Args:
-        requests, tokens: the most of both.
-        shorten: divides lengths.
-        max_seq_len: of the server, see `Workload`.
-        capacity: tokens that the budget holds; longer requests are left out.
+    Raises:
+        ValueError: there are none within these limits.
     """
-    found = read_trace(trace) if trace else conversations(requests, np.random.default_rng(seed))
-    short = [Request(-(-r.prompt // shorten), -(-r.output // shorten), r.arrival) for r in found]
     taken: list[Request] = []
     left_out = total = 0
-    for request in short:
-        if request.total > capacity:
+    for request in read_trace(trace) if trace else conversations(limits.requests, np.random.default_rng(seed)):
+        prompt, output = (-(-count // limits.shorten) for count in (request.prompt, request.output))
+        if prompt + output > limits.longest:
             left_out += 1
             continue
-        if len(taken) == requests or total + request.total > tokens:
+        total += prompt + output
+        if len(taken) == limits.requests or total > limits.tokens:
             break
-        taken.append(request)
-        total += request.total
+        taken.append(Request(prompt, output, request.arrival))
+    name = trace.stem if trace else "conversations"
     if not taken:
-        raise ValueError(f"no request of {trace or 'these conversations'} is within {tokens} tokens")
+        raise ValueError(f"no request of {name} is within {limits}")
     longest = max(request.total for request in taken)
-    return Workload(trace.stem if trace else "conversations", taken, max(longest, min(max_seq_len, capacity)), left_out)
+    return Workload(name, taken, max(longest, min(limits.max_seq_len, limits.longest)), left_out)
 
 
 def arrivals(requests: list[Request], rate: float, seed: int) -> npt.NDArray[np.float64]:
