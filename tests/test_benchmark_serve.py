@@ -80,7 +80,9 @@ def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None
     assert {name.split(":")[0] for name in missed} >= {"conversations, saturation, static", "prompts of 512 tokens"}
 
 
-@pytest.mark.parametrize(("option", "value"), [("--backends", "stack"), ("--model", "no/such/folder")])
+@pytest.mark.parametrize(
+    ("option", "value"), [("--backends", "stack"), ("--backends", "paged+fa3"), ("--model", "no/such/folder")]
+)
 def test_what_is_unknown_is_refused(option: str, value: str) -> None:
     assert run_benchmark(option, value).exit_code == 2
 
