@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import vmmkv
 from vmmkv.cli.app import app
-from vmmkv.workload import TraceError, conversations, read_trace
+from vmmkv.workload import Request, TraceError, conversations, read_trace
 
 
 def demo(*args: str):
@@ -83,6 +83,23 @@ def test_what_is_no_trace_says_so(tmp_path: Path, name: str, content: bytes, say
 @pytest.mark.parametrize("plot", ["missing/folder.png", "pages.doc"])
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(plot: str) -> None:
     assert demo("--device", "cpu", "--plot", plot).exit_code == 2
+
+
+@pytest.mark.parametrize("form", ["csv", "jsonl"])
+def test_traces_say_when_requests_came(tmp_path: Path, form: str) -> None:
+    path = tmp_path / f"trace.{form}"
+    if form == "csv":
+        path.write_text(
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+            "2023-11-16 23:59:59.5000000,3,1\n"
+            "2023-11-17 00:00:01.7500000,4,2\n"
+        )
+    else:
+        path.write_text(
+            '{"timestamp": 500, "input_length": 3, "output_length": 1}\n'
+            '{"timestamp": 2750, "input_length": 4, "output_length": 2}\n'
+        )
+    assert read_trace(path) == [Request(3, 1, 0.0), Request(4, 2, 2.25)]
 
 
 def test_conversations_are_about_as_long_as_those_of_a_chat_service() -> None:

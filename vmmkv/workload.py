@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,10 +21,11 @@ class TraceError(VmmkvError, ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """One request, in tokens."""
+    """One request: how many tokens, and when, in seconds after the first of its trace (0 where that is not known)."""
 
     prompt: int
     output: int
+    arrival: float = 0.0
 
     @property
     def total(self) -> int:
@@ -33,7 +37,8 @@ def read_trace(path: Path) -> list[Request]:
 
     Args:
         path: a CSV file with the columns `ContextTokens` and `GeneratedTokens` (Azure's traces), or JSON lines
-            with `input_length` and `output_length` (Mooncake's).
+            with `input_length` and `output_length` (Mooncake's); times are in `TIMESTAMP`, a date, or in
+            `timestamp`, in milliseconds.
 
     Raises:
         TraceError: it is neither, or empty.
@@ -44,15 +49,22 @@ def read_trace(path: Path) -> list[Request]:
     try:
         with path.open(newline="") as file:
             rows = map(json.loads, file) if path.suffix == ".jsonl" else csv.DictReader(file)
-            requests = [Request(max(int(row[prompt]), 1), max(int(row[output]), 1)) for row in rows]
+            found = [(max(int(row[prompt]), 1), max(int(row[output]), 1), _seconds(row)) for row in rows]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise TraceError(
             f"{path} is no trace ({type(error).__name__}): it must be CSV with ContextTokens and GeneratedTokens, or "
             ".jsonl with input_length and output_length"
         ) from None
-    if not requests:
+    if not found:
         raise TraceError(f"{path} holds no requests")
-    return requests
+    return [Request(tokens, generated, seconds - found[0][2]) for tokens, generated, seconds in found]
+
+
+def _seconds(row: Mapping[str, Any]) -> float:
+    """When a request came."""
+    if "TIMESTAMP" in row:
+        return datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
+    return float(row.get("timestamp", 0)) / 1000
 
 
 def conversations(count: int, rng: np.random.Generator) -> list[Request]:

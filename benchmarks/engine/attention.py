@@ -1,0 +1,178 @@
+"""Attention over what a backend holds: our kernels, torch's on a machine without a GPU, and peers for prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from vmmkv.kernels import append, decode, prefill
+
+from .backend import KVBackend, pinned
+from .paged import PagedKV
+
+WORKSPACE_BYTES = 512 << 20
+
+
+@dataclass(frozen=True)
+class Batch:
+    """New tokens of several sequences, on the device. All int32.
+
+    Attributes:
+        rows: `[batch]`, the row of each sequence.
+        starts: `[batch]`, the position of each one's first new token.
+        seq_lens: `[batch]`, tokens of each, with the new ones; 0: padding.
+        cu_seqlens: `[batch + 1]`, where each one's new tokens begin.
+        host: rows, starts and counts of new tokens once more, `[3, batch]`, for what calls a kernel for each sequence;
+            None in a decode batch that a graph is made of.
+        decoding: one new token each.
+    """
+
+    rows: torch.Tensor
+    starts: torch.Tensor
+    seq_lens: torch.Tensor
+    cu_seqlens: torch.Tensor
+    host: np.ndarray[Any, np.dtype[np.int64]] | None
+    decoding: bool
+
+
+Write = Callable[[int, torch.Tensor, torch.Tensor, Batch], None]
+"""Puts K and V of new tokens into a layer's cache: takes the layer, k and v `[tokens, num_kv_heads, head_dim]`."""
+Attend = Callable[[int, torch.Tensor, Batch], torch.Tensor]
+"""Attention of new tokens, whose K and V are in the cache: takes the layer, q `[tokens, num_heads, head_dim]`."""
+
+
+def numba_write(kv: KVBackend) -> Write:
+    """Our kernel, for rows and for blocks."""
+
+    def write(layer: int, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> None:
+        append(k, v, *kv.kv(layer), batch.rows, batch.starts, batch.cu_seqlens, kv.block_table)
+
+    return write
+
+
+def numba_attention(kv: KVBackend) -> Attend:
+    """Our kernels, for rows and for blocks."""
+
+    def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        k, v = kv.kv(layer)
+        if batch.decoding:
+            q = q.unsqueeze(1)
+            return decode(q, k, v, batch.seq_lens, batch.rows, block_table=kv.block_table).squeeze(1)
+        return prefill(q, k, v, batch.cu_seqlens, batch.seq_lens, batch.rows, block_table=kv.block_table)
+
+    return attend
+
+
+def torch_write(kv: KVBackend) -> Write:
+    """Plain indexing, a sequence at a time."""
+
+    def write(layer: int, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> None:
+        for row, start, new in split(batch):
+            for cache, tokens in zip(kv.kv(layer), (k[new], v[new])):
+                if kv.block_table is None:
+                    cache[row, start : start + len(tokens)] = tokens
+                else:
+                    places = torch.arange(start, start + len(tokens))
+                    blocks = kv.block_table[row, places // cache.shape[1]]
+                    cache[blocks, places % cache.shape[1]] = tokens
+
+    return write
+
+
+def torch_attention(kv: KVBackend) -> Attend:
+    """SDPA, a sequence at a time."""
+
+    def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        outs = []
+        for row, start, new in split(batch):
+            length = start + new.stop - new.start
+            k, v = (tokens.transpose(0, 1) for tokens in tokens_of(kv, layer, row, length))
+            mask = torch.ones(length - start, length, dtype=torch.bool).tril(start)
+            queries = q[new].transpose(0, 1)
+            outs.append(scaled_dot_product_attention(queries, k, v, mask, enable_gqa=True).transpose(0, 1))
+        return torch.cat(outs)
+
+    return attend
+
+
+def tokens_of(kv: KVBackend, layer: int, row: int, length: int) -> list[torch.Tensor]:
+    """K and V of a sequence, `[length, num_kv_heads, head_dim]`; copies where they lie in blocks."""
+    if kv.block_table is None:
+        return [cache[row, :length] for cache in kv.kv(layer)]
+    blocks = kv.block_table[row, : -(-length // kv.kv(layer)[0].shape[1])]
+    return [cache[blocks].flatten(0, 1)[:length] for cache in kv.kv(layer)]
+
+
+def split(batch: Batch) -> list[tuple[int, int, slice]]:
+    """For each sequence its row, its first new position, and where its new tokens are in the batch."""
+    assert batch.host is not None
+    rows, starts, counts = batch.host
+    ends = counts.cumsum()
+    spans = map(slice, (ends - counts).tolist(), ends.tolist())
+    return list(zip(rows.tolist(), starts.tolist(), spans))
+
+
+def fa3_attention(kv: KVBackend) -> Attend:
+    """FlashAttention-3 on rows, for prompts. A call each: given lengths, it would read beyond a sequence's end."""
+    from fa3_fwd_interface import flash_attn_with_kvcache
+
+    def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        outs = []
+        for row, start, new in split(batch):
+            k, v = (cache[row : row + 1, : start + new.stop - new.start] for cache in kv.kv(layer))
+            outs.append(flash_attn_with_kvcache(q[new].unsqueeze(0), k, v, causal=True).squeeze(0))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    return attend
+
+
+def flashinfer_attention(kv: PagedKV) -> Attend:
+    """FlashInfer on blocks, for prompts. Planned once a step, with lengths and tables from the host."""
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+    workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.pool.device)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    planned: Batch | None = None
+
+    def plan(batch: Batch, q: torch.Tensor) -> None:
+        assert batch.host is not None
+        rows, starts, counts = batch.host
+        lengths = starts + counts
+        blocks = -(-lengths // kv.block_size)
+        indices = np.concatenate([kv.table[row, :count] for row, count in zip(rows, blocks)])
+        cu_seqlens, cu_blocks = (torch.from_numpy(np.append(0, x.cumsum())).int() for x in (counts, blocks))
+        wrapper.plan(
+            cu_seqlens,
+            cu_blocks,
+            pinned(indices, q.device).to(q.device, non_blocking=True),
+            torch.from_numpy(lengths - (blocks - 1) * kv.block_size).int(),
+            q.shape[1],
+            kv.pool.shape[-2],
+            q.shape[2],
+            kv.block_size,
+            causal=True,
+            q_data_type=q.dtype,
+            kv_data_type=q.dtype,
+        )
+
+    def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        nonlocal planned
+        if batch is not planned:
+            plan(batch, q)
+            planned = batch
+        return wrapper.run(q.contiguous(), kv.kv(layer))
+
+    return attend
+
+
+ATTENTION: dict[str, Callable[[Any], Attend]] = {
+    "numba": numba_attention,
+    "torch": torch_attention,
+    "fa3": fa3_attention,
+    "flashinfer": flashinfer_attention,
+}

@@ -1,0 +1,298 @@
+"""The loop: steps of a schedule on the device, one ahead of it, with CUDA graphs for decode.
+
+All tokens of all requests lie one after another in one tensor on the device: a step reads its tokens there and writes
+those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched
+a step it waits for the one before, and so knows when tokens were there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from time import perf_counter, perf_counter_ns, sleep
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vmmkv import KVLayout
+
+from .attention import ATTENTION, Attend, Batch, numba_write, torch_write
+from .backend import KVBackend, pinned
+from .model import Model
+from .paged import PagedKV
+from .run import Run
+from .schedule import Schedule, Step
+from .static import StaticKV
+from .vmm import VmmKV
+
+BACKENDS: dict[str, Callable[..., KVBackend]] = {"vmm": VmmKV, "paged": PagedKV, "static": StaticKV}
+
+
+class Engine:
+    """Serves requests with a model and a KV backend.
+
+    Args:
+        backend: "vmm", "paged" or "static".
+        max_bytes: for K and V.
+        max_sequences: requests that run at a time.
+        max_seq_len: tokens of the longest request.
+        max_tokens: tokens of all requests of a run together.
+        chunk: tokens of prompts in a step.
+        attention: "numba", our kernels, or "torch"; None: ours on a GPU.
+        prefill: attention of prompts, where it is another one: "fa3" (rows) or "flashinfer" (blocks).
+        temperature: of sampling; 0 takes the likeliest token.
+        graphs: decode from CUDA graphs; where there is a GPU.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        backend: str,
+        max_bytes: int,
+        max_sequences: int,
+        max_seq_len: int,
+        max_tokens: int,
+        *,
+        chunk: int = 2048,
+        attention: str | None = None,
+        prefill: str | None = None,
+        temperature: float = 0.0,
+        graphs: bool = True,
+    ) -> None:
+        self.model, self.device = model, model.device
+        self.max_sequences, self.chunk, self.temperature = max_sequences, chunk, temperature
+        config = model.config
+        self.layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
+        self.kv = BACKENDS[backend](self.layout, max_sequences, max_seq_len, max_bytes, self.device)
+        attention = attention or ("numba" if self.device.type == "cuda" else "torch")
+        self.write = torch_write(self.kv) if attention == "torch" else numba_write(self.kv)
+        self.decode_attention = ATTENTION[attention](self.kv)
+        self.prefill_attention = ATTENTION[prefill or attention](self.kv)
+        # A decode batch takes four arrays; prefill two by token, four by sequence, two by sequence that samples.
+        self.inputs = torch.zeros(10 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
+        # Behind the last token one place is read for padding and one is written.
+        self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.use_graphs = graphs and self.device.type == "cuda"
+
+    # ------------------------------------------------------------------ requests
+
+    @torch.inference_mode()
+    def run(
+        self,
+        prompts: list[torch.Tensor],
+        outputs: list[int],
+        arrivals: list[float] | None = None,
+        *,
+        deadline: float = float("inf"),
+        progress: Callable[[int], object] = lambda finished: None,
+    ) -> Run:
+        """Serves requests to their end.
+
+        Args:
+            prompts: int64 `[tokens]` each.
+            outputs: tokens to generate for each.
+            arrivals: seconds after the start, ascending; None: all at once.
+            deadline: `perf_counter()` when to stop, finished or not.
+            progress: called with the number of finished requests.
+
+        Raises:
+            ValueError: a request is too long for the backend, or all are for `max_tokens`.
+        """
+        sizes, counts = np.array([len(prompt) for prompt in prompts]), np.array(outputs)
+        times = np.zeros(len(prompts)) if arrivals is None else np.array(arrivals)
+        schedule = Schedule(self.kv, sizes, counts, self.max_sequences, self.chunk)
+        self._take_tokens(prompts, sizes + counts)
+        if self.use_graphs and not self.graphs:
+            self._capture()
+        run = Run(times, sizes, counts)
+        begin = perf_counter()
+        try:
+            self._serve(schedule, run, begin, deadline, progress)
+        finally:
+            schedule.remove(list(schedule.running))
+        run.seconds = perf_counter() - begin
+        run.tokens = self.tokens[: (sizes + counts).sum()].cpu().numpy().copy()
+        run.preemptions, run.manager_ns = schedule.preemptions, schedule.manager_ns
+        run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
+        return run
+
+    def _serve(
+        self, schedule: Schedule, run: Run, begin: float, deadline: float, progress: Callable[[int], object]
+    ) -> None:
+        """Runs steps until all requests have finished, or it is too late."""
+        launched: deque[tuple[torch.cuda.Event | None, Step]] = deque()
+        arrived = finished = 0
+        began = 0.0
+
+        def complete() -> None:
+            """Waits for the oldest step."""
+            nonlocal began
+            event, step = launched.popleft()
+            if event:
+                event.synchronize()
+            now = perf_counter() - begin
+            run.take_down(step, began, now)
+            began = now
+
+        while finished < len(run.arrivals) and perf_counter() < deadline:
+            now = perf_counter() - begin
+            there = int(np.searchsorted(run.arrivals, now, "right"))
+            schedule.waiting.extend(range(arrived, there))
+            arrived = there
+            start = perf_counter_ns()
+            step = schedule.next()
+            if step is None:
+                if launched:
+                    complete()
+                else:
+                    sleep(max(min(run.arrivals[arrived] - now, deadline - perf_counter()), 0))
+                    began = perf_counter() - begin
+                continue
+            self._launch(schedule, step)
+            launched.append((self._event(), step))
+            run.running.append(len(schedule.running))
+            run.waiting.append(len(schedule.waiting))
+            leaving = schedule.advance(step)
+            run.host_ns += perf_counter_ns() - start
+            if run.wants_sample(now):
+                run.samples.append((now, self.kv.physical_bytes(), run.running[-1]))
+            if len(launched) > 1:
+                complete()
+            if leaving:
+                finished += len(leaving)
+                progress(finished)
+        while launched:
+            complete()
+
+    def _take_tokens(self, prompts: list[torch.Tensor], totals: npt.NDArray[np.int64]) -> None:
+        """Lays the tokens of all requests out."""
+        ends = totals.cumsum()
+        if ends[-1] > len(self.tokens) - 2:
+            raise ValueError(f"got {ends[-1]} tokens; this engine was made with max_tokens={len(self.tokens) - 2}")
+        self.offsets = ends - totals
+        tokens = torch.zeros(int(ends[-1]), dtype=torch.int64)
+        for offset, prompt in zip(self.offsets.tolist(), prompts):
+            tokens[offset : offset + len(prompt)] = prompt
+        self.tokens[: len(tokens)] = tokens.to(self.device)
+
+    def _event(self) -> torch.cuda.Event | None:
+        if self.device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    # ------------------------------------------------------------------ steps
+
+    def _launch(self, schedule: Schedule, step: Step) -> None:
+        """Brings a step's indices to the device in one copy, and launches decode and prefill."""
+        size = self._padded(len(step.decode))
+        decode = self._decode_inputs(schedule, step, size)
+        prefill = self._prefill_inputs(schedule, step)
+        flat = np.concatenate(decode + prefill).astype(np.int32)
+        inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
+        if size in self.graphs:
+            self.graphs[size].replay()
+        elif size:
+            starts = schedule.computed[step.decode]
+            self._decode(size, np.stack([schedule.row[step.decode], starts, np.ones_like(starts)]))
+        if prefill:
+            sizes = list(map(len, prefill))
+            starts = schedule.computed[step.prefill]
+            host = np.stack([schedule.row[step.prefill], starts, step.counts])
+            self._prefill(inputs[-sum(sizes) :].split(sizes), host)
+
+    def _decode_inputs(self, schedule: Schedule, step: Step, size: int) -> list[npt.NDArray[np.int64]]:
+        """What `_decode` takes, padded to the size of a graph."""
+        if not size:
+            return []
+        computed, padding = schedule.computed[step.decode], (0, size - len(step.decode))
+        return [
+            np.pad(self.offsets[step.decode] + computed, padding, constant_values=len(self.tokens) - 2),
+            np.pad(schedule.row[step.decode], padding),
+            np.pad(computed + 1, padding),
+            np.minimum(np.arange(size + 1), len(step.decode)),
+        ]
+
+    def _prefill_inputs(self, schedule: Schedule, step: Step) -> list[npt.NDArray[np.int64]]:
+        """What `_prefill` takes."""
+        prefill, counts = step.prefill, step.counts
+        if not len(prefill):
+            return []
+        offsets, starts = self.offsets[prefill], schedule.computed[prefill]
+        ends, lengths = counts.cumsum(), starts + counts
+        positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
+        done = lengths == schedule.known[prefill]
+        return [
+            np.repeat(offsets, counts) + positions,
+            positions,
+            schedule.row[prefill],
+            starts,
+            lengths,
+            np.append(0, ends),
+            ends[done] - 1,
+            (offsets + lengths)[done],
+        ]
+
+    def _decode(self, size: int, host: npt.NDArray[np.int64] | None = None) -> None:
+        """A token of each sequence of a batch, whose indices are at the beginning of the inputs."""
+        places, rows, seq_lens, cu_seqlens = self.inputs[: 4 * size + 1].split((size, size, size, size + 1))
+        positions = (seq_lens - 1).clamp_(min=0)
+        batch = Batch(rows, positions, seq_lens, cu_seqlens, host, decoding=True)
+        hidden = self._forward(places, positions, self.decode_attention, batch)
+        self._sample(hidden, places + 1)
+
+    def _prefill(self, inputs: tuple[torch.Tensor, ...], host: npt.NDArray[np.int64]) -> None:
+        """A chunk of each of some prompts."""
+        places, positions, rows, starts, seq_lens, cu_seqlens, last, targets = inputs
+        batch = Batch(rows, starts, seq_lens, cu_seqlens, host, decoding=False)
+        hidden = self._forward(places, positions, self.prefill_attention, batch)
+        if len(targets):
+            self._sample(hidden[last], targets)
+
+    def _forward(self, places: torch.Tensor, positions: torch.Tensor, attention: Attend, batch: Batch) -> torch.Tensor:
+        """The model over the tokens at some places of `tokens`."""
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self.write(layer, k, v, batch)
+            return attention(layer, q, batch)
+
+        return self.model.forward(self.tokens[places], positions, attend)
+
+    def _sample(self, hidden: torch.Tensor, targets: torch.Tensor) -> None:
+        """A token behind each of some hidden states, written where it belongs."""
+        logits = self.model.logits(hidden)
+        if self.temperature:
+            # The largest of p / e with exponential e is a sample of p: no search, no wait.
+            p = (logits.float() / self.temperature).softmax(-1)
+            logits = p / torch.empty_like(p).exponential_()
+        self.tokens[targets] = logits.argmax(-1)
+
+    # ------------------------------------------------------------------ CUDA graphs
+
+    def _padded(self, size: int) -> int:
+        """The size of the graph for a decode batch."""
+        return min((graph for graph in self.graphs if graph >= size), default=size) if size else 0
+
+    def _capture(self) -> None:
+        """A graph for each of some batch sizes, made with padding only: what it does depends on its inputs."""
+        sizes = {1, 2, 4, 8, *range(16, self.max_sequences, 16), self.max_sequences}
+        self.inputs.zero_()
+        pool = None
+        for size in sorted(sizes, reverse=True):
+            self.inputs[:size] = len(self.tokens) - 2
+            self._decode(size)  # compiles, and makes workspaces
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool):
+                self._decode(size)
+            pool = pool or graph.pool()
+            self.graphs[size] = graph
+        torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Gives all memory back; the engine is of no use any more."""
+        self.graphs.clear()
+        self.kv.close()

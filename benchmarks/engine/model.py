@@ -1,0 +1,183 @@
+"""A Llama-type model in plain torch: weights, and one forward pass over tokens of many sequences."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import embedding, linear, rms_norm, silu
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of a layer: takes its number, q, k, v of new tokens `[tokens, heads, head_dim]`; returns one like q."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a model; names as in transformers."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    rms_norm_eps: float = 1e-5
+    rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 500_000.0})
+    """`rope_theta`, and Llama 3's scaling where there is one."""
+
+
+MODELS = {
+    "llama-3.1-8b": Config(128_256, 4096, 14_336, 32, 32, 8, 128),
+    "llama-3.2-1b": Config(128_256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True),
+    "qwen3-0.6b": Config(151_936, 1024, 3072, 28, 16, 8, 128, qk_norm=True, tie_word_embeddings=True),
+    "tiny": Config(509, 64, 128, 2, 4, 2, 16),
+}
+"""Shapes by name; `tiny` is for machines without a GPU."""
+
+
+class Model:
+    """A decoder.
+
+    Args:
+        weights: by name as in `weight_shapes`.
+        max_seq_len: positions that there are.
+    """
+
+    def __init__(self, config: Config, weights: dict[str, torch.Tensor], max_seq_len: int) -> None:
+        self.config = config
+        self.weights = weights
+        self.dtype, self.device = weights["embed"].dtype, weights["embed"].device
+        angles = torch.outer(torch.arange(max_seq_len).float(), rope_frequencies(config))
+        self.rotation = torch.stack([angles.cos(), angles.sin()]).to(weights["embed"])  # as precise as transformers'
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states `[tokens, hidden_size]` of tokens at positions `[tokens]`, before the last norm."""
+        c, w = self.config, self.weights
+        cos, sin = self.rotation[:, positions].unsqueeze(2)
+        x = embedding(tokens, w["embed"])
+        for layer in range(c.num_layers):
+            y = self.norm(x, f"{layer}.input_norm")
+            qkv = linear(y, w[f"{layer}.qkv"]).unflatten(-1, (-1, c.head_dim))
+            qk, v = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), 1)
+            if c.qk_norm:
+                qk = rms_norm(qk, (c.head_dim,), eps=c.rms_norm_eps) * w[f"{layer}.qk_norm"]
+            a, b = qk.chunk(2, -1)
+            qk = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+            q, k = qk.split((c.num_heads, c.num_kv_heads), 1)
+            x = x + linear(attend(layer, q, k, v).flatten(1), w[f"{layer}.o"])
+            gate, up = linear(self.norm(x, f"{layer}.post_norm"), w[f"{layer}.gate_up"]).chunk(2, -1)
+            x = x + linear(silu(gate) * up, w[f"{layer}.down"])
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`[tokens, vocab_size]` from the hidden states of some tokens."""
+        return linear(self.norm(hidden, "norm"), self.weights.get("lm_head", self.weights["embed"]))
+
+    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        return rms_norm(x, x.shape[-1:], self.weights[name], self.config.rms_norm_eps)
+
+
+def rope_frequencies(config: Config) -> torch.Tensor:
+    """Radians a token for each pair of dims; Llama 3 slows those down that turn less than once in its first context."""
+    rope, dims = config.rope, torch.arange(0, config.head_dim, 2).float()
+    frequencies = rope["rope_theta"] ** (-dims / config.head_dim)
+    if rope.get("rope_type", "default") == "default":
+        return frequencies
+    if rope["rope_type"] != "llama3":
+        raise ValueError(f"got RoPE of type {rope['rope_type']!r}; this engine knows 'default' and 'llama3'")
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    turns = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / rope["factor"])
+
+
+def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The tensors of a model: q, k and v of a layer are one matrix, gate and up another."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_heads, config.num_kv_heads
+    shapes: dict[str, tuple[int, ...]] = {"embed": (config.vocab_size, hidden), "norm": (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes["lm_head"] = config.vocab_size, hidden
+    for layer in range(config.num_layers):
+        shapes[f"{layer}.input_norm"] = shapes[f"{layer}.post_norm"] = (hidden,)
+        shapes[f"{layer}.qkv"] = (heads + 2 * kv_heads) * config.head_dim, hidden
+        shapes[f"{layer}.o"] = hidden, heads * config.head_dim
+        shapes[f"{layer}.gate_up"] = 2 * config.intermediate_size, hidden
+        shapes[f"{layer}.down"] = hidden, config.intermediate_size
+        if config.qk_norm:
+            shapes[f"{layer}.qk_norm"] = heads + kv_heads, config.head_dim
+    return shapes
+
+
+def random_model(config: Config, max_seq_len: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Model:
+    """Random weights that keep the size of what they multiply; norms are 1. Made on the device."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for name, shape in weight_shapes(config).items():
+        if name.endswith("norm"):
+            weights[name] = torch.ones(shape, dtype=dtype, device=device)
+        else:
+            random = torch.empty(shape, dtype=dtype, device=device).normal_(0, shape[-1] ** -0.5, generator=generator)
+            weights[name] = random
+    return Model(config, weights, max_seq_len)
+
+
+def load_model(folder: Path, max_seq_len: int, device: torch.device, dtype: torch.dtype) -> Model:
+    """A Llama or Qwen3 as transformers saves it: `config.json` and safetensors files.
+
+    Raises:
+        ValueError: another kind of model.
+    """
+    from safetensors import safe_open
+
+    config = read_config(json.loads((folder / "config.json").read_text()))
+    files = [safe_open(path, "pt", device=str(device)) for path in sorted(folder.glob("*.safetensors"))]
+    names = {name: file for file in files for name in file.keys()}  # noqa: SIM118, it is no dictionary
+
+    def read(*parts: str) -> torch.Tensor:
+        return torch.cat([names[f"{part}.weight"].get_tensor(f"{part}.weight").to(dtype) for part in parts])
+
+    weights = {"embed": read("model.embed_tokens"), "norm": read("model.norm")}
+    if not config.tie_word_embeddings:
+        weights["lm_head"] = read("lm_head")
+    for layer in range(config.num_layers):
+        at = f"model.layers.{layer}"
+        weights[f"{layer}.input_norm"] = read(f"{at}.input_layernorm")
+        weights[f"{layer}.post_norm"] = read(f"{at}.post_attention_layernorm")
+        weights[f"{layer}.qkv"] = read(*(f"{at}.self_attn.{name}_proj" for name in "qkv"))
+        weights[f"{layer}.o"] = read(f"{at}.self_attn.o_proj")
+        weights[f"{layer}.gate_up"] = read(f"{at}.mlp.gate_proj", f"{at}.mlp.up_proj")
+        weights[f"{layer}.down"] = read(f"{at}.mlp.down_proj")
+        if config.qk_norm:
+            norms = (f"{at}.self_attn.{name}_norm" for name in "qk")
+            counts = config.num_heads, config.num_kv_heads
+            weights[f"{layer}.qk_norm"] = torch.cat([read(norm).expand(n, -1) for norm, n in zip(norms, counts)])
+    return Model(config, weights, max_seq_len)
+
+
+def read_config(config: Mapping[str, Any]) -> Config:
+    """Of a `config.json`."""
+    kind = config["model_type"]
+    if kind not in ("llama", "qwen3") or config.get("attention_bias") or config.get("mlp_bias"):
+        raise ValueError(f"got a model of type {kind!r}; this engine knows Llama and Qwen3, without biases")
+    theta = {"rope_theta": config.get("rope_theta", 10_000.0)}
+    return Config(
+        config["vocab_size"],
+        config["hidden_size"],
+        config["intermediate_size"],
+        config["num_hidden_layers"],
+        config["num_attention_heads"],
+        config["num_key_value_heads"],
+        config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+        kind == "qwen3",
+        config.get("tie_word_embeddings", False),
+        config["rms_norm_eps"],
+        config.get("rope_parameters") or theta | (config.get("rope_scaling") or {}),
+    )

@@ -1,0 +1,96 @@
+"""Blocks of a preallocated pool and a block table, as serving engines have them."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vmmkv import KVLayout
+
+from .backend import Rows, pinned
+
+
+class PagedKV:
+    """A `KVBackend`. The free blocks are a stack: those that were freed last, and may be in caches, come first."""
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        max_sequences: int,
+        max_seq_len: int,
+        max_bytes: int,
+        device: torch.device,
+        block_size: int = 16,
+    ) -> None:
+        blocks = max_bytes // (block_size * layout.token_bytes)
+        shape = layout.num_layers, blocks, 2, block_size, layout.num_kv_heads, layout.head_dim
+        self.pool = torch.zeros(shape, dtype=layout.dtype, device=device)
+        self.block_size = block_size
+        self.table = np.zeros((max_sequences, -(-max_seq_len // block_size)), np.int32)
+        self.block_table = torch.zeros(self.table.shape, dtype=torch.int32, device=device)
+        self.lengths = np.zeros(max_sequences, np.int64)
+        self.free_blocks = np.arange(blocks, dtype=np.int32)
+        self.num_free = blocks
+        self.free_rows = list(range(max_sequences))
+        self.changed: list[Rows] = []
+        """Places in the flat table that the device's does not have yet."""
+
+    def fits(self, tokens: int, spare: int = 0) -> bool:
+        return tokens + spare <= self.num_free * self.block_size and bool(self.free_rows)
+
+    def admit(self, tokens: int) -> int:
+        row = self.free_rows.pop()
+        count = -(-tokens // self.block_size)
+        first = row * self.table.shape[1]
+        self._fill(np.arange(first, first + count))
+        self.lengths[row] = tokens
+        return row
+
+    def extend(self, rows: Rows) -> bool:
+        lengths = self.lengths[rows]
+        blocks, inside = np.divmod(lengths, self.block_size)
+        full = inside == 0
+        places = rows[full] * self.table.shape[1] + blocks[full]
+        if len(places) > self.num_free:
+            return False
+        if len(places):
+            self._fill(places)
+        self.lengths[rows] = lengths + 1
+        return True
+
+    def _fill(self, places: Rows) -> None:
+        """Puts free blocks into places of the flat table."""
+        self.num_free -= len(places)
+        self.table.ravel()[places] = self.free_blocks[self.num_free : self.num_free + len(places)]
+        self.changed.append(places)
+
+    def free(self, rows: list[int]) -> None:
+        for row in rows:
+            count = -(-int(self.lengths[row]) // self.block_size)
+            self.free_blocks[self.num_free : self.num_free + count] = self.table[row, :count]
+            self.num_free += count
+        self.free_rows += rows
+
+    def publish(self) -> None:
+        if self.changed:
+            places = np.concatenate(self.changed)
+            device = self.block_table.device
+            update = pinned(np.stack([places, self.table.ravel()[places]]), device).to(device, non_blocking=True)
+            self.block_table.view(-1)[update[0]] = update[1].int()
+            self.changed.clear()
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        blocks = self.pool[layer]
+        return blocks[:, 0], blocks[:, 1]
+
+    def physical_bytes(self) -> int:
+        return self.pool.nbytes + self.block_table.nbytes
+
+    def driver_seconds(self) -> float:
+        return 0.0
+
+    def give_back(self) -> None:
+        """Nothing: a pool is one tensor."""
+
+    def close(self) -> None:
+        del self.pool

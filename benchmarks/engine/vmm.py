@@ -1,0 +1,71 @@
+"""Rows of a `vmmkv.KVCache`: contiguous, memory under tokens only."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from vmmkv import KVCache, KVLayout, OutOfPagesError
+from vmmkv.driver import open_driver
+
+from .backend import Rows
+
+HOST_PAGE_TOKENS = 16
+"""On the host a page holds about as many tokens as a 2 MiB page does of Llama-3.1-8B."""
+
+
+class VmmKV:
+    """A `KVBackend`."""
+
+    block_table = None
+
+    def __init__(
+        self, layout: KVLayout, max_sequences: int, max_seq_len: int, max_bytes: int, device: torch.device
+    ) -> None:
+        page_size = None
+        if device.type == "cpu":
+            granularity = open_driver(device).granularity
+            page_size = -(-HOST_PAGE_TOKENS * layout.token_bytes // granularity) * granularity
+        driver = open_driver(device, page_size)
+        self.cache = KVCache(layout, max_sequences, max_seq_len, max_bytes=max_bytes, driver=driver)
+        self.sequences = np.full(max_sequences, None, object)
+
+    def fits(self, tokens: int, spare: int = 0) -> bool:
+        stats = self.cache.stats()
+        unused = stats.budget_bytes - stats.pages["used"] * self.cache.page_size
+        needed = (tokens + spare) * self.cache.layout.token_bytes
+        return needed <= unused and stats.rows["live"] < self.cache.max_sequences
+
+    def admit(self, tokens: int) -> int:
+        sequence = self.cache.sequence(tokens)
+        self.sequences[sequence.row] = sequence
+        return sequence.row
+
+    def extend(self, rows: Rows) -> bool:
+        try:
+            self.cache.extend(self.sequences[rows].tolist(), 1)
+        except OutOfPagesError:
+            return False
+        return True
+
+    def free(self, rows: list[int]) -> None:
+        self.cache.free(self.sequences[rows].tolist())
+        self.sequences[rows] = None
+
+    def publish(self) -> None:
+        pass
+
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.cache.kv(layer)
+
+    def physical_bytes(self) -> int:
+        return self.cache.stats().physical_bytes
+
+    def driver_seconds(self) -> float:
+        return self.cache.stats().driver_seconds
+
+    def give_back(self) -> None:
+        self.cache.trim()
+
+    def close(self) -> None:
+        self.cache.close()

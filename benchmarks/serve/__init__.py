@@ -1,0 +1,1 @@
+"""The serving benchmark: `python -m benchmarks.serve`."""

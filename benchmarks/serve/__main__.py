@@ -1,0 +1,177 @@
+"""Serving with vmmkv, with a block table and with static slots: the same requests, model, kernels and budget.
+
+    python -m benchmarks.serve [--trace FILE]... [--json FILE] [--plot FILE]
+
+Replays a trace with `benchmarks.engine`: at saturation, all requests waiting, and at shares of the throughput that the
+block table reached there. Then long prompts, with the fastest prefill kernels of rows and of blocks. Without a GPU
+it runs a tiny model, with lengths divided by 16.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+from rich.progress import Progress
+
+from benchmarks.attention.peers import versions
+from benchmarks.engine.engine import BACKENDS
+from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
+from vmmkv import KVLayout
+from vmmkv.budget import parse_bytes
+from vmmkv.cli.output import console, errors
+from vmmkv.driver import open_driver
+from vmmkv.environment import environment
+
+from .measure import Settings, free_memory, serve
+from .prompts import compare_prefill
+from .report import compare, draw, tables
+from .workloads import Limits, Workload, make_workload
+
+
+class Usual(NamedTuple):
+    """What is measured unless one asks for something else."""
+
+    model: str
+    memory: str
+    max_seq_len: int
+    prompt_tokens: int
+    shorten: int
+
+
+GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
+HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
+CHOICES = *BACKENDS, "vmm+fa3", "paged+flashinfer"
+LARGEST = 0.9
+"""Of the budget: requests that would take more are left out."""
+
+
+def main(
+    trace: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines; the first is the main one."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}, or a folder of safetensors.")] = None,
+    memory: Annotated[str | None, typer.Option(help="Budget for K and V, of each backend.")] = None,
+    backends: Annotated[list[str], typer.Option(help=f"Of {', '.join(CHOICES)}.")] = list(BACKENDS),  # noqa: B006
+    rates: Annotated[list[float], typer.Option(help="Of the main trace: shares of saturation.")] = [0.5],  # noqa: B006
+    requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 500,
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Most tokens of the main trace; of others a quarter, at saturation only.")
+    ] = 800_000,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
+    max_seq_len: Annotated[
+        int | None, typer.Option(help="What static slots are made for, if no request is longer.")
+    ] = None,
+    chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the long prompts.")] = None,
+    shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and random requests.")] = 0,
+    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
+    json_output: Annotated[Path | None, typer.Option("--json", help="Write the result.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw memory and concurrency over time.")] = None,
+) -> None:
+    """Measure serving with each KV backend."""
+    deadline = perf_counter() + budget_seconds
+    unknown = set(backends) - set(CHOICES)
+    if unknown:
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: backends are {', '.join(CHOICES)}")
+    driver = open_driver(device)
+    usual = GPU if driver.device.type == "cuda" else HOST
+    name = model or usual.model
+    config = find_config(name)
+    dtype = torch.bfloat16 if usual is GPU else torch.float32
+    max_bytes = parse_bytes(memory or usual.memory, driver.memory_info()[0])
+    token_bytes = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype).token_bytes
+    limits = Limits(
+        requests,
+        tokens,
+        longest=int(LARGEST * max_bytes) // token_bytes,
+        max_seq_len=max_seq_len or usual.max_seq_len,
+        shorten=shorten or usual.shorten,
+    )
+    first, *others = trace or [None]
+    workloads = [make_workload(first, limits, seed)]
+    workloads += [make_workload(path, limits._replace(tokens=tokens // 4), seed) for path in others]
+    prompt = prompt_tokens or usual.prompt_tokens
+    positions = max(prompt, *(workload.max_seq_len for workload in workloads))
+    make = random_model if name in MODELS else load_model
+    weights = make(config if name in MODELS else Path(name), positions, driver.device, dtype)
+    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed)
+    result: dict[str, Any] = {
+        "environment": environment(driver.device),
+        "peers": versions(),
+        "model": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "budget_bytes": max_bytes,
+        "token_bytes": token_bytes,
+        "max_sequences": max_sequences,
+        "chunk": chunk,
+        "workloads": [describe(workload) for workload in workloads],
+        "serving": [],
+        "prefill": [],
+        "skipped": [],
+        "missed": [],
+    }
+    try:
+        measure(result, settings, workloads, backends, rates, prompt)
+    finally:  # what was measured is not lost to what fails behind it
+        result["comparisons"] = compare(result)
+        for table in tables(result):
+            console.print(table)
+        if json_output:
+            json_output.write_text(json.dumps(result, indent=2) + "\n")
+        if plot and result["serving"]:
+            draw(result, plot)
+
+
+def find_config(model: str) -> Config:
+    """Of a model by name, or in a folder."""
+    if model in MODELS:
+        return MODELS[model]
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        raise typer.BadParameter(f"{model}: it must be one of {', '.join(MODELS)}, or a folder with a config.json")
+    return read_config(json.loads(path.read_text()))
+
+
+def describe(workload: Workload) -> dict[str, Any]:
+    return {
+        "name": workload.name,
+        "requests": len(workload.requests),
+        "tokens": workload.tokens,
+        "output_tokens": sum(request.output for request in workload.requests),
+        "max_seq_len": workload.max_seq_len,
+        "left_out": workload.left_out,
+    }
+
+
+def measure(
+    result: dict[str, Any],
+    settings: Settings,
+    workloads: list[Workload],
+    backends: list[str],
+    rates: list[float],
+    prompt_tokens: int,
+) -> None:
+    """Adds to a result the main trace, long prompts, other traces: what matters most comes first."""
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("Preparing", total=None)
+
+        def progress(name: str, finished: int, total: int) -> None:
+            bar.update(task, description=name, completed=finished, total=total)
+
+        for index, workload in enumerate(workloads):
+            serve(result, settings, workload, backends, [] if index else rates, progress)
+            if index == 0:
+                compare_prefill(result, settings, prompt_tokens, progress)
+                free_memory()
+
+
+if __name__ == "__main__":
+    typer.run(main)

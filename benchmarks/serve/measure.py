@@ -1,0 +1,177 @@
+"""Requests served by each backend, at saturation and at other rates."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from benchmarks.engine.engine import Engine
+from benchmarks.engine.model import Model
+from benchmarks.engine.run import Run
+
+from .workloads import Workload, arrivals
+
+Row = dict[str, Any]
+Progress = Callable[[str, int, int], object]
+"""Told what runs, how many requests have finished, and of how many."""
+
+REFERENCE = "paged"
+"""Whose throughput at saturation the other arrival rates are shares of; the first backend where it is not measured."""
+
+
+class Settings(NamedTuple):
+    """What all measurements share."""
+
+    model: Model
+    max_bytes: int
+    max_sequences: int
+    chunk: int
+    deadline: float
+    seed: int
+
+
+def serve(
+    result: dict[str, Any],
+    settings: Settings,
+    workload: Workload,
+    backends: list[str],
+    rates: list[float],
+    progress: Progress,
+) -> None:
+    """Adds to a result a row for each backend at saturation and at each rate, and what the deadline left out.
+
+    Args:
+        backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`.
+        rates: shares of the throughput of `REFERENCE` at saturation.
+    """
+    missed = result["missed"]
+    saturated = 0.0
+    reference: Run | None = None
+    for backend in sorted(backends, key=lambda name: name != REFERENCE):
+        engine = None
+        for rate in (None, *rates):
+            load = "saturation" if rate is None else f"{rate:.0%} load"
+            name = f"{workload.name}, {load}, {backend}"
+            if perf_counter() > settings.deadline or (rate and not saturated):
+                missed.append(name)
+                continue
+            engine = engine or make_engine(settings, workload, backend)
+            row = {"trace": workload.name, "load": load, "rate": rate, "backend": backend}
+            run, measured = run_load(engine, settings, workload, rate, saturated, partial(progress, name))
+            if run.finished < len(run.outputs):
+                missed.append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
+            if not run.running:
+                continue
+            if reference is None:
+                saturated, reference = run.finished / run.seconds, run
+            same = same_tokens(run, reference) if rate is None else None
+            result["serving"].append(row | measured | {"same_tokens": same})
+        if engine:
+            engine.close()
+        del engine
+        free_memory()
+
+
+def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
+    """An engine that has served a prompt already, and holds as little memory as it can."""
+    max_tokens = max(workload.tokens, 2 * settings.chunk)
+    name, _, prefill = backend.partition("+")
+    engine = Engine(
+        settings.model,
+        name,
+        settings.max_bytes,
+        settings.max_sequences,
+        workload.max_seq_len,
+        max_tokens,
+        chunk=settings.chunk,
+        prefill=prefill or None,
+    )
+    prompt = min(settings.chunk, workload.max_seq_len - 2)
+    engine.run([torch.zeros(prompt, dtype=torch.int64)], [2])
+    engine.kv.give_back()
+    return engine
+
+
+def run_load(
+    engine: Engine,
+    settings: Settings,
+    workload: Workload,
+    rate: float | None,
+    saturated: float,
+    progress: Callable[[int, int], object],
+) -> tuple[Run, Row]:
+    """The workload at once, or a share of it at this share of the saturated rate, which takes about as long."""
+    requests = workload.first(round((rate or 1) * len(workload.requests)))
+    prompts = workload.prompts(settings.model.config.vocab_size, settings.seed)[: len(requests)]
+    times = arrivals(requests, rate * saturated, settings.seed).tolist() if rate else None
+    driver_seconds = engine.kv.driver_seconds()
+    run = engine.run(
+        prompts,
+        [request.output for request in requests],
+        times,
+        deadline=settings.deadline,
+        progress=lambda finished: progress(finished, len(requests)),
+    )
+    row = figures(run) if run.running else {}
+    row["driver_us"] = (engine.kv.driver_seconds() - driver_seconds) * 1e6 / max(len(run.running), 1)
+    engine.kv.give_back()
+    row["idle_bytes"] = engine.kv.physical_bytes()
+    return run, row
+
+
+def figures(run: Run) -> Row:
+    """What is reported of a run that had steps. Times are in seconds, host times in microseconds a step.
+
+    Mean concurrency is over time, `crowded_concurrency` over the steps in which a request waited for room.
+    """
+    done = np.isfinite(run.finish)
+    several = done & (run.outputs > 1)
+    first = (run.first - run.arrivals)[done]
+    each = ((run.finish - run.first)[several]) / (run.outputs - 1)[several]
+    running, waiting = np.array(run.running), np.array(run.waiting)
+    took = np.array(run.step_seconds)
+    crowded = waiting > 0
+    steps = len(running)
+    seen, taken = (np.array([sample[index] for sample in run.samples]) for index in (0, 1))
+    return {
+        "requests": len(run.outputs),
+        "finished": run.finished,
+        "seconds": run.seconds,
+        "requests_per_s": run.finished / run.seconds,
+        "output_tokens_per_s": run.generated / run.seconds,
+        "tokens_per_s": (run.generated + int(run.prompts[np.isfinite(run.first)].sum())) / run.seconds,
+        "ttft_s": quantiles(first),
+        "tpot_s": quantiles(each),
+        "steps": steps,
+        "peak_concurrency": int(running.max()),
+        "mean_concurrency": float(np.average(running, weights=took)),
+        "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
+        "preemptions": run.preemptions,
+        "manager_us": run.manager_ns / 1e3 / steps,
+        "host_us": run.host_ns / 1e3 / steps,
+        "peak_bytes": int(taken.max()),
+        "mean_bytes": float(np.average((taken[1:] + taken[:-1]) / 2, weights=np.diff(seen))),
+        "samples": [[round(seconds, 3), nbytes, count] for seconds, nbytes, count in run.samples],
+    }
+
+
+def quantiles(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float | None]:
+    return {f"p{p}": float(np.percentile(values, p)) if len(values) else None for p in (50, 99)}
+
+
+def same_tokens(run: Run, other: Run) -> float | None:
+    """Of the requests that finished in both runs, the share with the same tokens. Another schedule rounds otherwise."""
+    both = np.flatnonzero(np.isfinite(run.finish) & np.isfinite(other.finish))
+    return float(np.mean([run.output(i) == other.output(i) for i in both])) if len(both) else None
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

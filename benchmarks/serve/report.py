@@ -1,0 +1,131 @@
+"""A result as comparisons, tables and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from vmmkv.cli.output import format_bytes, make_table
+
+Row = dict[str, Any]
+
+
+def compare(result: dict[str, Any]) -> list[Row]:
+    """The ratios that the benchmark is for, and what we aim at: at saturation of the main trace, and for prompts."""
+    found: list[Row] = []
+
+    def add(what: str, rows: tuple[Row, Row], key: str, at_least: float | None = None, at_most: float = inf) -> None:
+        if rows[0][key] is not None and rows[1][key]:
+            value = rows[0][key] / rows[1][key]
+            row = {"what": what, "value": value}
+            if at_least is not None:
+                aim = f">= {at_least:g}" if at_most == inf else f"<= {at_most:g}"
+                row |= {"aim": aim, "met": at_least <= value <= at_most}
+            found.append(row)
+
+    for index, (name, measured) in enumerate(by_case(result["serving"])):
+        rows = {backend: row for backend, row in measured.items() if row["finished"] == row["requests"]}
+        main = index == 0
+        if {"vmm", "paged"} <= rows.keys():
+            pair, names = (rows["vmm"], rows["paged"]), f"{name}: vmm over paged"
+            add(f"{names}, tokens/s", pair, "output_tokens_per_s", 1.0 if main else None)
+            add(f"{names}, concurrency while others wait", pair, "crowded_concurrency", 0.99 if main else None)
+            add(f"{names}, cache manager's host time a step", pair, "manager_us", 0.0 if main else None, at_most=1.0)
+            add(f"{names}, memory when idle", pair, "idle_bytes", 0.0 if main else None, at_most=0.01)
+        if {"vmm", "static"} <= rows.keys():
+            pair, names = (rows["vmm"], rows["static"]), f"{name}: vmm over static"
+            add(f"{names}, tokens/s", pair, "output_tokens_per_s")
+            add(f"{names}, concurrency while others wait", pair, "crowded_concurrency", 3.0 if main else None)
+    prompts = {(row["backend"], row["kernel"]): row for row in result["prefill"]}
+    for aim, *both in ((1.2, ("vmm", "fa3"), ("paged", "flashinfer")), (None, ("vmm", "numba"), ("paged", "numba"))):
+        if prompts.keys() >= set(both):
+            names = "prompts: {} {} over {} {}".format(*both[0], *both[1])
+            pair = prompts[both[0]], prompts[both[1]]
+            add(f"{names}, whole prefill", pair, "tokens_per_s", aim)
+            add(f"{names}, attention alone", pair, "attention_tokens_per_s", aim)
+    return found
+
+
+def by_case(rows: list[Row]) -> list[tuple[str, dict[str, Row]]]:
+    """By trace and load, in the order in which they were first measured, a row for each backend."""
+    cases: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        cases.setdefault(f"{row['trace']}, {row['load']}", {})[row["backend"]] = row
+    return list(cases.items())
+
+
+def tables(result: dict[str, Any]) -> list[Table]:
+    """A table for each trace and load, for prompts, for the comparisons, and for what is missing."""
+    found = []
+    for name, rows in by_case(result["serving"]):
+        lines = [(what, *map(show, rows.values())) for what, show in FIGURES.items()]
+        found.append(make_table(name, ("", *rows), lines))
+    if result["prefill"]:
+        columns = "backend, kernel", "tokens/s", "attention alone", "its share of the time"
+        title = f"Prompts of {result['prefill'][0]['prompt_tokens']:,} tokens"
+        found.append(make_table(title, columns, map(prompt_line, result["prefill"])))
+    if result["comparisons"]:
+        columns = "what", "measured", "aim", "met"
+        found.append(make_table("Comparisons", columns, map(comparison_line, result["comparisons"])))
+    missing = [(f"{row['backend']} {row['kernel']}", row["reason"]) for row in result["skipped"]]
+    missing += [(name, "not reached in time") for name in result["missed"]]
+    if missing:
+        found.append(make_table("Not measured", ("what", "why"), missing))
+    return found
+
+
+FIGURES: dict[str, Callable[[Row], object]] = {
+    "requests finished": lambda row: f"{row['finished']} of {row['requests']}",
+    "output tokens/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
+    "time to first token, s, p50": lambda row: number(row["ttft_s"]["p50"], 2),
+    "p99": lambda row: number(row["ttft_s"]["p99"], 2),
+    "time per output token, ms, p50": lambda row: number(row["tpot_s"]["p50"], 1, 1e3),
+    " p99": lambda row: number(row["tpot_s"]["p99"], 1, 1e3),
+    "concurrency, peak": lambda row: row["peak_concurrency"],
+    "mean": lambda row: number(row["mean_concurrency"], 1),
+    "mean while others wait": lambda row: number(row["crowded_concurrency"], 1),
+    "preemptions": lambda row: row["preemptions"],
+    "host, µs a step": lambda row: f"{row['host_us']:,.0f}",
+    "cache manager, µs a step": lambda row: f"{row['manager_us']:,.1f}",
+    "of it driver calls": lambda row: f"{row['driver_us']:,.1f}",
+    "memory, peak": lambda row: format_bytes(row["peak_bytes"]),
+    " mean": lambda row: format_bytes(row["mean_bytes"]),
+    "when idle": lambda row: format_bytes(row["idle_bytes"]),
+    "same tokens as the first": lambda row: f"{row['same_tokens']:.0%}" if row["same_tokens"] is not None else "-",
+}
+"""Lines of the serving tables."""
+
+
+def number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:,.{digits}f}"
+
+
+def prompt_line(row: Row) -> tuple[str, ...]:
+    name = f"{row['backend']}, {row['kernel']}"
+    return name, f"{row['tokens_per_s']:,.0f}", f"{row['attention_tokens_per_s']:,.0f}", f"{row['attention_share']:.0%}"
+
+
+def comparison_line(row: Row) -> tuple[str, ...]:
+    return row["what"], f"{row['value']:.3f}", row.get("aim", ""), {True: "yes", False: "no"}.get(row.get("met"), "")
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Memory and concurrency over time, a column for each trace and load, a line for each backend."""
+    from matplotlib.figure import Figure
+
+    cases = by_case(result["serving"])
+    figure = Figure(figsize=(5 * len(cases), 6), layout="constrained")
+    axes = figure.subplots(2, len(cases), squeeze=False)
+    for (memory, concurrency), (name, rows) in zip(axes.T, cases):
+        for backend, row in rows.items():
+            times, taken, running = zip(*row["samples"])
+            memory.plot(times, [nbytes / 2**30 for nbytes in taken], label=backend)
+            concurrency.plot(times, running)
+        memory.set(title=name, ylabel="physical memory, GiB", ylim=(0, None))
+        concurrency.set(xlabel="seconds", ylabel="requests that run", ylim=(0, None))
+        memory.legend()
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,173 @@
+"""The serving benchmark on the host: what it reports adds up, and it says what it left out."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from benchmarks.engine.run import Run
+from benchmarks.serve.__main__ import main
+from benchmarks.serve.measure import figures, same_tokens
+from benchmarks.serve.report import compare
+from benchmarks.serve.workloads import Limits, arrivals, make_workload
+from vmmkv.workload import Request
+
+APP = typer.Typer()
+APP.command()(main)
+
+
+def run_benchmark(*args: str) -> Any:
+    return CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--device", "cpu", "--shorten", "1", *args])
+
+
+@pytest.fixture
+def traces(tmp_path: Path) -> list[str]:
+    rng = np.random.default_rng()
+    main, other = tmp_path / "main.csv", tmp_path / "other.jsonl"
+    lines = (f"2023-11-16 18:15:{second:02},{rng.integers(1, 90)},{rng.integers(2, 12)}" for second in range(24))
+    main.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    fields = ({"timestamp": 0, "input_length": size, "output_length": 3} for size in (70, 5000, 20))
+    other.write_text("\n".join(map(json.dumps, fields)))
+    return ["--trace", str(main), "--trace", str(other)]
+
+
+def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tmp_path: Path) -> None:
+    files = "--json", str(tmp_path / "result.json"), "--plot", str(tmp_path / "result.png")
+    sizes = "--memory", "512KiB", "--max-seq-len", "128", "--tokens", "4000", "--prompt-tokens", "64"
+    done = run_benchmark(*traces, *files, *sizes)
+    assert done.exit_code == 0, done.output
+    result = json.loads((tmp_path / "result.json").read_text())
+    rows = {(row["trace"], row["load"], row["backend"]): row for row in result["serving"]}
+    loads = [("main", "saturation"), ("main", "50% load"), ("other", "saturation")]
+    assert rows.keys() == {(*load, backend) for load in loads for backend in ("vmm", "paged", "static")}
+    assert [(work["requests"], work["left_out"]) for work in result["workloads"]] == [(24, 0), (2, 1)]
+    for (trace, load, backend), row in rows.items():
+        assert row["finished"] == row["requests"] == {"main": 12 if "50" in load else 24, "other": 2}[trace]
+        if load == "saturation":
+            assert row["same_tokens"] > 0.9  # another schedule rounds otherwise
+        else:
+            assert row["same_tokens"] is None
+        assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"] <= row["seconds"]
+        assert 0 < row["manager_us"] < row["host_us"]
+        assert row["peak_concurrency"] >= row["mean_concurrency"] > 0
+        budget = result["budget_bytes"] + (32 << 10)  # of the block table
+        assert row["mean_bytes"] <= row["peak_bytes"] <= budget
+        assert row["idle_bytes"] == (0 if backend == "vmm" else row["peak_bytes"])
+    assert rows["main", "saturation", "static"]["peak_concurrency"] == (512 << 10) // (128 * result["token_bytes"])
+    assert [(row["backend"], row["kernel"]) for row in result["prefill"]] == [("vmm", "torch"), ("paged", "torch")]
+    assert all(0 < row["attention_share"] < 1.5 for row in result["prefill"])
+    assert {row["kernel"] for row in result["skipped"]} == {"fa3", "flashinfer"}
+    assert result["missed"] == []
+    for words in ("main, saturation", "main, 50% load", "vmm over paged, tokens/s", "Prompts of 64 tokens", "fa3"):
+        assert words in done.stdout
+    assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    done = run_benchmark("--requests", "2000", "--tokens", "10000000", "--budget-seconds", "1", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    missed = json.loads(path.read_text())["missed"]
+    assert {name.split(":")[0] for name in missed} >= {"conversations, saturation, static", "prompts of 512 tokens"}
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("--backends", "stack"), ("--backends", "paged+fa3"), ("--model", "no/such/folder")]
+)
+def test_what_is_unknown_is_refused(option: str, value: str) -> None:
+    assert run_benchmark(option, value).exit_code == 2
+
+
+@given(st.lists(st.integers(0, 10**7), min_size=2, max_size=50), st.floats(0.1, 100))
+def test_arrivals_keep_the_pace_of_the_trace(milliseconds: list[int], rate: float) -> None:
+    times = np.sort(milliseconds) / 1000
+    requests = [Request(1, 1, time) for time in times.tolist()]
+    scaled = arrivals(requests, rate, seed=0)
+    assert scaled[0] == 0
+    assert scaled[-1] == pytest.approx((len(times) - 1) / rate)
+    assert (np.diff(scaled) >= 0).all()
+    if times[-1] > times[0]:
+        assert scaled == pytest.approx((times - times[0]) * scaled[-1] / (times[-1] - times[0]))
+
+
+def test_workloads_are_the_first_requests_that_fit(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("".join(f'{{"input_length": {n}, "output_length": 10}}\n' for n in (90, 990, 50, 40, 30)))
+    limits = Limits(requests=3, tokens=10**6, longest=500, max_seq_len=64)
+    workload = make_workload(path, limits, 0)
+    assert [request.prompt for request in workload.requests] == [90, 50, 40]
+    assert (workload.left_out, workload.max_seq_len) == (1, 100)
+    assert [request.prompt for request in make_workload(path, limits._replace(tokens=209), 0).requests] == [90, 50]
+    assert make_workload(path, limits._replace(shorten=10), 0).requests[1] == Request(99, 1)
+    with pytest.raises(ValueError, match="no request"):
+        make_workload(path, limits._replace(tokens=50), 0)
+
+
+def make_run() -> Run:
+    """Three requests of which the last did not finish."""
+    run = Run(np.array([0.0, 1.0, 2.0]), *np.array([[7, 8, 9], [5, 1, 4]]))
+    run.first[:], run.finish[:] = [0.5, 2.0, 3.0], [2.5, 2.0, np.nan]
+    run.tokens = np.arange(34)
+    run.seconds, run.generated, run.manager_ns, run.host_ns = 4.0, 8, 20_000, 90_000
+    run.running, run.waiting, run.step_seconds = [1, 3, 2], [0, 1, 0], [1.0, 1.0, 2.0]
+    run.samples = [(0.0, 0, 1), (1.0, 100, 3), (4.0, 100, 0)]
+    return run
+
+
+def test_figures_of_a_run() -> None:
+    row = figures(make_run())
+    assert (row["requests"], row["finished"], row["output_tokens_per_s"]) == (3, 2, 2.0)
+    assert row["ttft_s"] == {"p50": 0.75, "p99": pytest.approx(0.995)}
+    assert row["tpot_s"]["p50"] == 0.5  # two seconds for four tokens behind the first
+    assert (row["peak_concurrency"], row["mean_concurrency"], row["crowded_concurrency"]) == (3, 2.0, 3.0)
+    assert (row["manager_us"], row["host_us"]) == (pytest.approx(20 / 3), 30.0)
+    assert (row["peak_bytes"], row["mean_bytes"]) == (100, 87.5)
+    assert row["tokens_per_s"] == (8 + 24) / 4
+
+
+def test_same_tokens_looks_at_outputs_of_finished_requests() -> None:
+    run, other = make_run(), make_run()
+    other.tokens[[0, 33]] = -1  # a prompt, and a request that did not finish
+    assert same_tokens(run, other) == 1.0
+    other.tokens[20] = -1  # the only output of the second
+    assert same_tokens(run, other) == 0.5
+
+
+def test_comparisons_know_their_aims() -> None:
+    def row(backend: str, load: str, **changes: float) -> dict[str, Any]:
+        usual = {"output_tokens_per_s": 100.0, "crowded_concurrency": 50.0, "manager_us": 10.0, "idle_bytes": 8}
+        usual |= {"requests": 3, "finished": 3}
+        return {"trace": "t", "load": load, "backend": backend} | usual | changes
+
+    serving = [row("paged", "saturation"), row("vmm", "saturation", manager_us=11.0, idle_bytes=0)]
+    serving += [row("static", "saturation", crowded_concurrency=10.0), row("paged", "50% load"), row("vmm", "50% load")]
+    prompts = [
+        {"backend": backend, "kernel": kernel, "tokens_per_s": speed, "attention_tokens_per_s": 2 * speed}
+        for backend, kernel, speed in (("vmm", "fa3", 118.0), ("paged", "flashinfer", 100.0))
+    ]
+    found = {line["what"]: line for line in compare({"serving": serving, "prefill": prompts})}
+    measured = {what.split(": ")[-1].split(", ", 1)[-1]: line for what, line in found.items() if "50%" not in what}
+    assert {what: line.get("met") for what, line in measured.items()} == {
+        "tokens/s": None,  # over static; there is no aim
+        "concurrency while others wait": True,
+        "cache manager's host time a step": False,
+        "memory when idle": True,
+        "whole prefill": False,
+        "attention alone": False,
+    }
+    assert found["t, saturation: vmm over paged, tokens/s"]["met"]
+    assert math.isclose(found["prompts: vmm fa3 over paged flashinfer, whole prefill"]["value"], 1.18)
+    assert not any("met" in line for what, line in found.items() if "50%" in what)
+    serving[0]["finished"] = 2
+    assert not any(
+        "t, saturation: vmm over paged" in line["what"] for line in compare({"serving": serving, "prefill": []})
+    )

@@ -1,0 +1,261 @@
+"""The serving engine: every backend generates what a model without any cache would, and gives everything back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.engine.engine import BACKENDS, Engine
+from benchmarks.engine.model import Config, Model, load_model, random_model
+from benchmarks.engine.paged import PagedKV
+from benchmarks.engine.run import Run
+from benchmarks.engine.schedule import Schedule
+from vmmkv import KVLayout
+
+CPU = torch.device("cpu")
+RNG = np.random.default_rng()
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+VOCABULARY = 97
+KINDS = {"Llama": {"rope_parameters": LLAMA3}, "Qwen3": {"tie_word_embeddings": True}}
+
+
+def reference_model(kind: str, folder: Path, device: torch.device) -> transformers.PreTrainedModel:
+    """A random model of transformers, saved. On a GPU its tokens are so large that pages are few."""
+    gpu = device.type == "cuda"
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 4 if gpu else 2,
+        "num_attention_heads": 16 if gpu else 4,
+        "num_key_value_heads": 8 if gpu else 2,
+        "head_dim": 64 if gpu else 8,
+        "max_position_embeddings": 1024,
+        "eos_token_id": None,
+    }
+    config = getattr(transformers, f"{kind}Config")(**sizes, **KINDS[kind], initializer_range=0.2)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
+    model.save_pretrained(folder)
+    return model.to(device)
+
+
+Logits = Callable[[torch.Tensor], torch.Tensor]
+"""Of tokens `[tokens]`, `[tokens, vocab_size]`, without any cache."""
+
+
+@torch.inference_mode()
+def check_greedy(logits: Logits, prompts: list[torch.Tensor], run: Run) -> None:
+    """Every token is the likeliest behind those before it, or as likely as rounding can tell."""
+    for request, prompt in enumerate(prompts):
+        output = torch.tensor(run.output(request))
+        found = logits(torch.cat([prompt, output]))[len(prompt) - 1 : -1].cpu()
+        chosen = found.gather(1, output.unsqueeze(1)).squeeze(1)
+        assert (found.amax(1) - chosen).max() < 1e-3, f"request {request}: {output.tolist()}"
+
+
+def logits_without_cache(model: Model) -> Logits:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
+
+    return lambda tokens: model.logits(model.forward(tokens, torch.arange(len(tokens)), attend))
+
+
+def random_seed() -> int:
+    return int(RNG.integers(2**31))
+
+
+def random_requests(count: int, longest: int, most: int) -> tuple[list[torch.Tensor], list[int]]:
+    prompts = [torch.from_numpy(RNG.integers(0, VOCABULARY, size)) for size in RNG.integers(1, longest + 1, count)]
+    return prompts, RNG.integers(most // 2, most + 1, count).tolist()
+
+
+def check_nothing_is_kept(engine: Engine, backend: str) -> None:
+    kv = engine.kv
+    if backend == "vmm":
+        kv.cache.check()
+        assert kv.cache.stats().rows["live"] == 0
+        kv.give_back()
+        assert kv.physical_bytes() == 0
+    else:
+        assert len(kv.free_rows) == len(set(kv.free_rows)) > 0
+    if backend == "paged":
+        assert sorted(kv.free_blocks.tolist()) == list(range(kv.num_free))
+        assert kv.num_free == kv.pool.shape[1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_backends_generate_what_transformers_would_without_a_cache(kind: str, device: str, tmp_path: Path) -> None:
+    where = torch.device(device)
+    reference = reference_model(kind, tmp_path, where)
+    model = load_model(tmp_path, 512, where, torch.float32)
+    layout = KVLayout(model.config.num_layers, model.config.num_kv_heads, model.config.head_dim, torch.float32)
+    page = 2 << 20 if device == "cuda" else 16 * layout.token_bytes
+    page_tokens = page // layout.token_bytes
+    prompts, outputs = random_requests(9, 2 * page_tokens, page_tokens)
+    for backend in BACKENDS:
+        engine = Engine(model, backend, 9 * page, 5, 4 * page_tokens, 10_000, chunk=page_tokens + 5)
+        run = engine.run(prompts, outputs)
+        check_greedy(lambda tokens: reference(tokens.to(where).unsqueeze(0)).logits[0], prompts, run)
+        assert run.finished == len(prompts)
+        assert run.generated == sum(outputs)
+        assert max(run.running) <= 5
+        assert (run.first <= run.finish).all()
+        check_nothing_is_kept(engine, backend)
+        engine.close()
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
+    """Prompts, outputs, blocks of the pool, sequences, chunk."""
+    prompts = draw(st.lists(st.integers(1, 80), min_size=1, max_size=12))
+    outputs = draw(st.lists(st.integers(1, 60), min_size=len(prompts), max_size=len(prompts)))
+    least = -(-max(map(sum, zip(prompts, outputs))) // 16)
+    blocks = draw(st.integers(least, 3 * least))
+    return prompts, outputs, blocks, draw(st.integers(1, 6)), draw(st.integers(1, 64))
+
+
+@given(batches())
+@settings(max_examples=60)
+def test_schedules_serve_all_requests_within_their_means(batch: tuple[list[int], list[int], int, int, int]) -> None:
+    prompts, outputs, blocks, max_sequences, chunk = batch
+    layout = KVLayout(1, 1, 8, torch.float32)
+    kv = PagedKV(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU)
+    schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk)
+    schedule.waiting.extend(range(len(prompts)))
+    sampled = np.zeros(len(prompts), int)
+    finished: list[int] = []
+    while step := schedule.next():
+        assert 0 < len(step.decode) + len(step.prefill) <= len(schedule.running) <= max_sequences
+        assert not set(step.decode) & set(step.prefill)
+        assert step.counts.sum() <= chunk
+        assert schedule.running == sorted(schedule.running)  # first come, first served
+        assert all(request > max(schedule.running) for request in schedule.waiting)
+        computing = np.concatenate([step.decode, step.prefill])
+        ends = schedule.computed[computing] + np.concatenate([np.ones_like(step.decode), step.counts])
+        assert (ends <= kv.lengths[schedule.row[computing]]).all()
+        rows = schedule.row[schedule.running]
+        held = [block for row in rows for block in kv.table[row, : -(-kv.lengths[row] // 16)].tolist()]
+        assert sorted(held + kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))  # each block once
+        for row in rows:
+            count = -(-kv.lengths[row] // 16)
+            assert kv.block_table[row, :count].tolist() == kv.table[row, :count].tolist()
+        sampled[step.sampled] += 1
+        finished += schedule.advance(step)
+    assert sampled.tolist() == outputs
+    assert sorted(finished) == list(range(len(prompts)))
+    assert kv.num_free == blocks
+
+
+@pytest.mark.parametrize("backend", ["vmm", "paged"])
+def test_a_full_pool_preempts_the_last_and_the_tokens_stay_the_same(backend: str) -> None:
+    model = tiny_model()
+    prompts, outputs = random_requests(4, 16, 64)
+    roomy, tight = (Engine(model, backend, blocks * 16 * 512, 4, 160, 1000) for blocks in (100, 9))  # 512 bytes a token
+    for engine in (roomy, tight):
+        run = engine.run(prompts, outputs)
+        assert (run.preemptions > 0) == (engine is tight)
+        check_greedy(logits_without_cache(model), prompts, run)
+
+
+def test_one_schedule_gives_the_same_tokens_on_all_backends() -> None:
+    model = tiny_model()
+    prompts, outputs = random_requests(20, 60, 20)
+    runs = [Engine(model, backend, 1 << 20, 8, 160, 2000, chunk=48).run(prompts, outputs) for backend in BACKENDS]
+    assert len({(*run.running, *run.tokens.tolist()) for run in runs}) == 1
+    check_greedy(logits_without_cache(model), prompts, runs[0])
+
+
+def tiny_model() -> Model:
+    return random_model(Config(VOCABULARY, 64, 64, 2, 4, 2, 16), 256, CPU, torch.float32, random_seed())
+
+
+def test_our_kernels_serve_padded_batches() -> None:
+    """What a captured graph does on a GPU: a batch of a fixed size with empty places, here in the simulator."""
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the kernels run on it, in the tests beside this one")
+    model = random_model(Config(VOCABULARY, 64, 64, 1, 2, 1, 64), 64, CPU, torch.float32, random_seed())
+    prompts, outputs = random_requests(2, 4, 3)
+    for backend in ("vmm", "paged"):
+        engine = Engine(model, backend, 1 << 17, 4, 32, 100, attention="numba")
+        engine.graphs = {4: SimpleNamespace(replay=lambda engine=engine: engine._decode(4))}
+        check_greedy(logits_without_cache(model), prompts, engine.run(prompts, outputs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_on_a_gpu_all_backends_and_graphs_agree_in_bf16(head_dim: int) -> None:
+    device = torch.device("cuda")
+    model = random_model(
+        Config(VOCABULARY, 256, 512, 4, 8, 2, head_dim, True), 2048, device, torch.bfloat16, random_seed()
+    )
+    prompts, outputs = random_requests(40, 700, 40)
+    found = []
+    for backend, graphs in (("vmm", True), ("paged", True), ("static", True), ("vmm", False)):
+        engine = Engine(model, backend, 256 << 20, 40, 1024, 100_000, chunk=512, graphs=graphs)
+        run = engine.run(prompts, outputs)
+        assert bool(engine.graphs) == graphs
+        assert run.preemptions == 0
+        check_nothing_is_kept(engine, backend)
+        engine.close()
+        found.append([run.output(request) for request in range(len(prompts))])
+    rows, paged, static, ungraphed = found
+    assert [request for request in range(len(prompts)) if rows[request] != paged[request]] == []
+    assert [request for request in range(len(prompts)) if rows[request] != static[request]] == []
+    # Without graphs batches are not padded, and matrix products round otherwise: sooner or later tokens differ.
+    assert np.mean([one[:2] == other[:2] for one, other in zip(rows, ungraphed)]) > 0.8
+
+
+def test_samples_follow_the_distribution(device: str) -> None:
+    count, temperature = 3000, 0.7
+    config = Config(7, 64, 64, 1, 2, 1, 64)
+    model = random_model(config, 16, torch.device(device), torch.float32, seed=random_seed())
+    engine = Engine(model, "static", 1 << 21, 100, 16, 2 * count, temperature=temperature)
+    tokens = engine.run([torch.tensor([3])] * count, [1] * count).tokens[1::2]
+    hidden = model.forward(
+        torch.tensor([3], device=device), torch.tensor([0], device=device), lambda _, q, k, v: v.repeat(1, 2, 1)
+    )
+    probabilities = (model.logits(hidden)[0] / temperature).softmax(-1).cpu().numpy()
+    deviation = np.bincount(tokens, minlength=7) / count - probabilities
+    assert (np.abs(deviation) < 5 * np.sqrt(probabilities * (1 - probabilities) / count) + 1e-3).all()
+
+
+def test_requests_wait_for_their_arrival_and_a_deadline_stops_the_run() -> None:
+    engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
+    prompts, outputs = random_requests(3, 20, 4)
+    run = engine.run(prompts, outputs, [0.0, 0.05, 0.3])
+    assert run.finished == 3
+    assert (run.first > run.arrivals).all()
+    start = time.perf_counter()
+    run = engine.run(prompts, outputs, [0.0, 0.01, 60.0], deadline=start + 1.0)
+    assert time.perf_counter() - start < 10
+    assert run.finished == 2
+    assert np.isnan(run.first[2])
+    check_nothing_is_kept(engine, "vmm")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_has_no_room_is_refused(backend: str) -> None:
+    engine = Engine(tiny_model(), backend, 10 * 16 * 512, 4, 160, 200)
+    with pytest.raises(ValueError, match="no room"):
+        engine.run([torch.zeros(150, dtype=torch.int64)], [11])
+    with pytest.raises(ValueError, match="max_tokens"):
+        engine.run([torch.zeros(90, dtype=torch.int64)] * 2, [11, 11])
+    assert engine.run([torch.zeros(149, dtype=torch.int64)], [11]).finished == 1
