@@ -50,7 +50,7 @@ def simulate(model: str, gib: int, scheme: str, requests: list[Request], max_seq
     layout = MODELS[model]
     max_sequences = min(len(requests), ADDRESS_LIMIT // (max_seq_len * layout.token_bytes))
     allocator = make_allocator(scheme, layout, gib << 30, max_seq_len, max_sequences)
-    batching = Batching(allocator, requests, max_sequences)
+    batching: Batching[Any] = Batching(allocator, requests, max_sequences)
     row: dict[str, Any] = {"model": model, "budget_gib": gib, "scheme": scheme, "max_seq_len": max_seq_len}
     row["requests"] = len(requests)
     samples, peak, crowded = [], 0, 0
@@ -67,7 +67,7 @@ def simulate(model: str, gib: int, scheme: str, requests: list[Request], max_seq
             batching.retire()
     except OutOfPagesError as error:  # the largest request alone does not fit
         return row | {"error": str(error), "sequences": 0, "peak_sequences": 0, "waste": None, "unused_tokens": None}
-    sequences, tokens, used = np.array(samples[:crowded], np.float64).sum(0)
+    sequences, tokens, used = np.array(samples[:crowded], np.float64).sum(0).tolist()
     return row | {
         "sequences": sequences / crowded,
         "peak_sequences": peak,

@@ -31,7 +31,7 @@ from vmmkv.workload import Request, conversations, read_trace
 
 from .virtual import BlockPool
 
-MODES = TRIMMED, _, POOL = ("vmmkv, trimmed", "vmmkv", "preallocated pool")
+MODES = TRIMMED, KEPT, POOL = ("vmmkv, trimmed", "vmmkv", "preallocated pool")
 QUIET = 4
 """Sequences that run while it is quiet."""
 TRIM_STEPS = 50
