@@ -53,23 +53,26 @@ def simulate(model: str, gib: int, scheme: str, requests: list[Request], max_seq
     batching: Batching[Any] = Batching(allocator, requests, max_sequences)
     row: dict[str, Any] = {"model": model, "budget_gib": gib, "scheme": scheme, "max_seq_len": max_seq_len}
     row["requests"] = len(requests)
-    samples, peak, crowded = [], 0, 0
+    samples: list[tuple[float, ...]] = []  # sequences, their tokens, and the tokens that there would be room for
+    crowded: list[tuple[float, ...]] = []
+    peak = 0
     try:
         while batching.waiting or batching.running:
             batching.admit()
             peak = max(peak, len(batching.running))
             if batching.steps % SAMPLE_STEPS == 0:
                 tokens = sum(running.length for running in batching.running)
-                samples.append((len(batching.running), tokens, used_bytes(allocator, layout) / layout.token_bytes))
-                if batching.waiting or not crowded:
-                    crowded = len(samples)
+                sample = len(batching.running), tokens, used_bytes(allocator, layout) / layout.token_bytes
+                if batching.waiting or not samples:
+                    crowded.append(sample)
+                samples.append(sample)
             batching.decode(SAMPLE_STEPS - batching.steps % SAMPLE_STEPS)
             batching.retire()
     except OutOfPagesError as error:  # the largest request alone does not fit
         return row | {"error": str(error), "sequences": 0, "peak_sequences": 0, "waste": None, "unused_tokens": None}
-    sequences, tokens, used = np.array(samples[:crowded], np.float64).sum(0).tolist()
+    sequences, tokens, used = map(sum, zip(*crowded))
     return row | {
-        "sequences": sequences / crowded,
+        "sequences": sequences / len(crowded),
         "peak_sequences": peak,
         "waste": 1 - tokens / used,
         "unused_tokens": (used - tokens) / sequences,
@@ -199,7 +202,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
                 dashes = "--" if row["scheme"] == "token-major" else "-"  # it lies over blocks of 16
                 for axis, values in zip(axes[:, column], (points["waste"], points["sequences"])):
                     axis.plot(steps, values, color=colour, ls=dashes, lw=1.2, label=row["scheme"])
-        axes[0, column].set(title=f"{model}, {BUDGETS[-1]} GiB", yscale="log", ylim=(1e-3, 1))
+        axes[0, column].set(title=f"{model}, {BUDGETS[-1]} GiB", yscale="log", ylim=(3e-4, 1))
         axes[1, column].set(xlabel="thousand decode steps", ylim=(0, None))
     axes[0, 0].set_ylabel("bytes without a token")
     axes[1, 0].set_ylabel("sequences")

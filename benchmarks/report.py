@@ -84,10 +84,18 @@ def update(root: Path, check: bool) -> tuple[list[str], set[str]]:
         if not picture.exists() or not picture.read_text().endswith(mark):
             stale.append(name)
             if not check:
-                picture.parent.mkdir(parents=True, exist_ok=True)
-                plot(json.loads(result.read_text()), picture)
+                draw(plot, json.loads(result.read_text()), picture)
                 picture.write_text(picture.read_text() + mark)
     return stale, missing
+
+
+def draw(plot: Callable[[dict[str, Any], Path], None], result: dict[str, Any], path: Path) -> None:
+    """An SVG whose text is text and whose names do not change from run to run."""
+    from matplotlib import rc_context
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        plot(result, path)
 
 
 def main(

@@ -175,7 +175,10 @@ def fragmentation_waste(result: Result) -> str:
     """At the largest budget, which waste does not depend on."""
 
     def cell(row: Result) -> str:
-        return "does not fit" if "error" in row else f"{row['waste']:.1%}, {row['unused_tokens']:,.0f} tokens"
+        if "error" in row:
+            return "does not fit"
+        unused = row["unused_tokens"]
+        return f"{row['waste']:.1%}, {unused:,.{0 if unused > 100 else 1}f} tokens"
 
     return schemes_by_models(result, fragmentation.BUDGETS[-1], cell)
 

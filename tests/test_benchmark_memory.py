@@ -209,11 +209,12 @@ def test_idle(device: str, tmp_path: Path) -> None:
     result = json.loads(run(idle.main, *options).stdout)
     trimmed, kept, pool = result["runs"]
     assert [row["mode"] for row in result["runs"]] == list(idle.MODES)
-    assert trimmed["quiet_bytes"] < trimmed["busy_bytes"] <= kept["quiet_bytes"] <= pool["quiet_bytes"]
+    slack = 32 << 20 if device == "cuda" else 0  # what CUDA takes for itself, for events say
+    assert trimmed["quiet_bytes"] + slack < trimmed["busy_bytes"] <= kept["quiet_bytes"] + slack
+    assert kept["quiet_bytes"] <= pool["quiet_bytes"] + slack
     assert pool["quiet_bytes"] == pool["busy_bytes"] == pool["mean_bytes"] >= pool["budget_bytes"]
     assert trimmed["trimmed_bytes"] > 0 == kept["trimmed_bytes"]
     assert trimmed["return_driver_calls"] > kept["return_driver_calls"] >= pool["return_driver_calls"] == 0
-    for run_ in result["runs"]:
-        assert run_["return_sequences"] > 0
+    assert all(row["return_sequences"] > 0 for row in result["runs"])
     assert "<svg" in plot.read_text()
     idle.show(result)
