@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -18,7 +16,7 @@ from ..driver import open_driver
 from ..environment import environment
 from ..schemes import SCHEMES, allocated_bytes
 from ..workload import conversations, read_trace
-from .output import console, errors, format_bytes, make_table, print_json
+from .output import check_plot, console, errors, format_bytes, make_table, print_json
 from .replay import Replay
 
 TRUE_LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
@@ -53,12 +51,12 @@ def demo(
     invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
     """
     if plot:
-        _check_plot(plot)
+        check_plot(plot)
     rng = np.random.default_rng(seed)
     work = read_trace(trace)[:requests] if trace else conversations(requests, rng)
     longest = max(request.total for request in work)
-    cache = _make_cache(device, sequences, max(longest, STATIC_TOKENS), max(budget_tokens, longest))
-    replay = Replay(cache, deque(work), check_every, rng)
+    cache = make_cache(device, sequences, max(longest, STATIC_TOKENS), max(budget_tokens, longest))
+    replay = Replay(cache, work, check_every, rng)
     start = perf_counter()
     try:
         with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
@@ -82,7 +80,7 @@ def demo(
         raise typer.Exit(1)
 
 
-def _make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens: int) -> KVCache:
+def make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens: int) -> KVCache:
     """A cache of the true geometry on a GPU, of the small one on the host."""
     driver = open_driver(device)
     layout = TRUE_LAYOUT
@@ -96,7 +94,7 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
     """All figures of a run. Waste is that of the same live sequences, by each scheme, at true geometry."""
     cache = replay.cache
     stats = cache.stats()
-    peak = max(range(replay.steps), key=lambda step: replay.lengths[step].sum())
+    peak = max(range(len(replay.lengths)), key=lambda step: replay.lengths[step].sum())
     waste, waste_at_peak = {}, {}
     for scheme in SCHEMES:
         allocated = [
@@ -109,8 +107,8 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(cache.device) if cache.device.type == "cuda" else str(cache.device),
         "environment": environment(cache.device),
         "requests": requests,
-        "steps": replay.steps,
-        "preemptions": replay.preemptions,
+        "steps": replay.batching.steps,
+        "preemptions": replay.batching.preemptions,
         "peak_sequences": max(map(len, replay.lengths)),
         "peak_tokens": int(replay.lengths[peak].sum()),
         "budget_bytes": stats.budget_bytes,
@@ -166,14 +164,6 @@ def _print(result: dict[str, Any], plot: Path | None) -> None:
     )
     if plot:
         console.print(f"Page map over time: {plot}")
-
-
-def _check_plot(path: Path) -> None:
-    """Refuses, before the work, what could not be drawn after it."""
-    if not find_spec("matplotlib"):
-        raise typer.BadParameter('--plot needs matplotlib: pip install "vmmkv[bench]"')
-    if path.suffix not in (".png", ".pdf", ".svg") or not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"--plot {path}: write a .png, .pdf or .svg file in a folder that exists")
 
 
 def _plot(replay: Replay, path: Path) -> None:

@@ -7,7 +7,6 @@ looks at the cache: a page that went to the wrong place shows as a wrong answer.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -16,10 +15,11 @@ import numpy.typing as npt
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .. import KVCache, OutOfPagesError, Sequence
+from .. import KVCache, Sequence
 from ..errors import InvariantError
 from ..schemes import allocated_bytes
 from ..workload import Request
+from .batching import Batching
 
 TABLE_SIZE = 4093
 CHUNK = 1024
@@ -29,21 +29,11 @@ GROUP = 4
 
 
 @dataclass
-class Running:
-    """A request that has a sequence."""
-
-    request: Request
-    sequence: Sequence
-    generated: int
-
-
-@dataclass
 class Replay:
     """Replays `requests` on `cache`, as many at a time as it has rows and pages for.
 
     Attributes:
-        steps: decode steps so far.
-        preemptions: sequences that were freed to make room, to be computed again.
+        batching: who runs and who waits.
         lengths: per step the lengths of all running sequences.
         waste: at each check the waste that the cache reports of itself.
         max_error: the worst attention error, |out - reference| / |reference|.
@@ -51,11 +41,9 @@ class Replay:
     """
 
     cache: KVCache
-    requests: deque[Request]
+    requests: list[Request]
     check_every: int
     rng: np.random.Generator
-    steps: int = 0
-    preemptions: int = 0
     checks: int = 0
     max_error: float = 0.0
     lengths: list[npt.NDArray[np.int64]] = field(default_factory=list)
@@ -71,87 +59,63 @@ class Replay:
         self._generator = torch.Generator().manual_seed(int(self.rng.integers(2**31)))
         self._table = torch.randn(TABLE_SIZE, layout.num_layers, 2, heads, width, generator=self._generator)
         self._table = self._table.to(layout.dtype).to(self.cache.device)
-        self._running: list[Running] = []
-        self._waiting = deque((request, 0) for request in self.requests)
+        self.batching = Batching(self.cache, self.requests, self.cache.max_sequences)
 
     def run(self) -> Iterator[int]:
         """Runs to the end; yields how many requests have finished after each step."""
         finished = 0
-        while self._waiting or self._running:
-            self._admit()
-            self._decode()
+        while self.batching.waiting or self.batching.running:
+            for running in self.batching.admit():
+                self._write_prompt(running.sequence)
+            self.batching.decode()
+            self._write_tokens()
             self._observe()
-            done = [running for running in self._running if running.generated >= running.request.output]
-            self._running = [running for running in self._running if running.generated < running.request.output]
-            self.cache.free([running.sequence for running in done])
-            finished += len(done)
+            finished += self.batching.retire()
             yield finished
         self.cache.check()
 
-    def _admit(self) -> None:
-        """Starts waiting requests, in order, while there are rows and pages."""
-        while self._waiting and len(self._running) < self.cache.max_sequences:
-            request, generated = self._waiting[0]
-            try:
-                sequence = self.cache.sequence(request.prompt + generated)
-            except OutOfPagesError:
-                if not self._running:
-                    raise
-                return
-            self._waiting.popleft()
-            self._running.append(Running(request, sequence, generated))
-            for positions in torch.split(torch.arange(sequence.length, device=self.cache.device), CHUNK):
-                records = self._table[self._indices(sequence.number, positions)]
-                for layer in range(self.cache.layout.num_layers):
-                    for which, cache in enumerate(self.cache.kv(layer)):
-                        cache[sequence.row, positions] = records[:, layer, which]
+    def _write_prompt(self, sequence: Sequence) -> None:
+        for positions in torch.split(torch.arange(sequence.length, device=self.cache.device), CHUNK):
+            records = self._table[self._indices(sequence.number, positions)]
+            for layer in range(self.cache.layout.num_layers):
+                for which, cache in enumerate(self.cache.kv(layer)):
+                    cache[sequence.row, positions] = records[:, layer, which]
 
-    def _decode(self) -> None:
-        """One more token for every running sequence; the newest make room where pages are short."""
-        while True:
-            try:
-                self.cache.extend([running.sequence for running in self._running], 1)
-                break
-            except OutOfPagesError:
-                if len(self._running) == 1:
-                    raise
-                victim = self._running.pop()
-                victim.sequence.free()
-                self._waiting.appendleft((victim.request, victim.generated))
-                self.preemptions += 1
+    def _write_tokens(self) -> None:
+        """The last token of every running sequence."""
         device = self.cache.device
+        sequences = [running.sequence for running in self.batching.running]
         numbers, rows, positions = (
             torch.tensor(values, device=device)
-            for values in zip(*((r.sequence.number, r.sequence.row, r.sequence.length - 1) for r in self._running))
+            for values in zip(*((sequence.number, sequence.row, sequence.length - 1) for sequence in sequences))
         )
         records = self._table[self._indices(numbers, positions)]
         for layer in range(self.cache.layout.num_layers):
             for which, cache in enumerate(self.cache.kv(layer)):
                 cache[rows, positions] = records[:, layer, which]
-        for running in self._running:
-            running.generated += 1
 
     def _observe(self) -> None:
         """Takes down what is live; at regular steps checks the books and the attention."""
-        lengths = np.array([running.sequence.length for running in self._running])
+        sequences = [running.sequence for running in self.batching.running]
+        lengths = np.array([sequence.length for sequence in sequences])
         self.lengths.append(lengths)
-        self.steps += 1
-        if self.steps % self.check_every and self.steps > 1:
+        steps = self.batching.steps
+        if steps % self.check_every and steps > 1:
             return
         stats = self.cache.stats()
         self.waste.append(stats.waste)
-        self.page_maps.append((self.steps, self.cache.page_map()))
+        self.page_maps.append((steps, self.cache.page_map()))
         expected = allocated_bytes(
             "vmmkv", self.cache.layout, lengths, self.cache.max_seq_len, self.cache.page_size
         ).sum()
         if stats.pages["used"] * self.cache.page_size != expected:
             raise InvariantError(
-                f"step {self.steps}: {stats.pages['used']} pages are used; the tokens need {expected} bytes"
+                f"step {steps}: {stats.pages['used']} pages are used; the tokens need {expected} bytes"
             )
         self.cache.check()
-        for index in self.rng.choice(len(self._running), min(4, len(self._running)), replace=False):
+        for index in self.rng.choice(len(sequences), min(4, len(sequences)), replace=False):
             layer = int(self.rng.integers(self.cache.layout.num_layers))
-            error = self._attention_error(self._running[index].sequence, layer)
+            error = self._attention_error(sequences[index], layer)
             self.max_error = float(np.maximum(self.max_error, error))  # NaN stays
             self.checks += 1
 

@@ -1,0 +1,214 @@
+"""What each way to lay out a KV cache wastes, and how many sequences it admits: a whole trace in virtual time.
+
+    python -m benchmarks.fragmentation [--trace FILE] [--requests N] [--json] [--plot FILE]
+
+All requests wait from the beginning; as many run as the allocator has memory for, and where it runs short the newest
+are preempted. Needs no GPU and no memory: the allocators of `benchmarks.virtual` keep books only.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.progress import track
+
+from vmmkv import KVLayout, OutOfPagesError
+from vmmkv.arena import ADDRESS_LIMIT
+from vmmkv.cli.batching import Batching
+from vmmkv.cli.output import check_plot, console, errors, make_table, print_json
+from vmmkv.environment import environment
+from vmmkv.workload import Request, conversations, read_trace
+
+from .virtual import SCHEMES, make_allocator, used_bytes
+
+MODELS = {
+    "Llama-2-7B": KVLayout(num_layers=32, num_kv_heads=32, head_dim=128),
+    "Llama-3.1-8B": KVLayout(num_layers=32, num_kv_heads=8, head_dim=128),
+    "Llama-3.1-70B, TP 8": KVLayout(num_layers=80, num_kv_heads=1, head_dim=128),
+    "Qwen3-0.6B": KVLayout(num_layers=28, num_kv_heads=8, head_dim=128),
+}
+"""K and V in bf16; of eight GPUs each has one of the 70B's eight KV heads."""
+BUDGETS = (20, 80)
+RESERVATIONS = (2048, 4096, 8192)
+"""Tokens that static reservation keeps for a sequence; its waste depends on nothing as much as on this."""
+SAMPLE_STEPS = 20
+CURVE_POINTS = 100
+
+
+def simulate(model: str, gib: int, scheme: str, requests: list[Request], max_seq_len: int) -> dict[str, Any]:
+    """One trace on one allocator.
+
+    Means are over the steps in which requests wait. `waste` is the part of the used bytes that holds no token,
+    `unused_tokens` the same in tokens a sequence.
+    """
+    layout = MODELS[model]
+    max_sequences = min(len(requests), ADDRESS_LIMIT // (max_seq_len * layout.token_bytes))
+    allocator = make_allocator(scheme, layout, gib << 30, max_seq_len, max_sequences)
+    batching: Batching[Any] = Batching(allocator, requests, max_sequences)
+    row: dict[str, Any] = {"model": model, "budget_gib": gib, "scheme": scheme, "max_seq_len": max_seq_len}
+    row["requests"] = len(requests)
+    samples: list[tuple[float, ...]] = []  # sequences, their tokens, and the tokens that there would be room for
+    crowded: list[tuple[float, ...]] = []
+    peak = 0
+    try:
+        while batching.waiting or batching.running:
+            batching.admit()
+            peak = max(peak, len(batching.running))
+            if batching.steps % SAMPLE_STEPS == 0:
+                tokens = sum(running.length for running in batching.running)
+                sample = len(batching.running), tokens, used_bytes(allocator, layout) / layout.token_bytes
+                if batching.waiting or not samples:
+                    crowded.append(sample)
+                samples.append(sample)
+            batching.decode(SAMPLE_STEPS - batching.steps % SAMPLE_STEPS)
+            batching.retire()
+    except OutOfPagesError as error:  # the largest request alone does not fit
+        return row | {"error": str(error), "sequences": 0, "peak_sequences": 0, "waste": None, "unused_tokens": None}
+    sequences, tokens, used = map(sum, zip(*crowded))
+    return row | {
+        "sequences": sequences / len(crowded),
+        "peak_sequences": peak,
+        "waste": 1 - tokens / used,
+        "unused_tokens": (used - tokens) / sequences,
+        "steps": batching.steps,
+        "preemptions": batching.preemptions,
+        "curve": curve(np.array(samples, np.float64)),
+    }
+
+
+def curve(samples: np.ndarray) -> dict[str, Any]:
+    """At most `CURVE_POINTS` means over equal parts of the time; `steps_a_point` says how long a part is."""
+    width = -(-len(samples) // CURVE_POINTS)
+    sequences, tokens, used = np.array(
+        [samples[start : start + width].sum(0) for start in range(0, len(samples), width)]
+    ).T
+    counts = np.minimum(width, len(samples) - width * np.arange(len(used)))
+    return {
+        "steps_a_point": width * SAMPLE_STEPS,
+        "waste": (1 - tokens / used).round(4).tolist(),
+        "sequences": (sequences / counts).round(1).tolist(),
+    }
+
+
+def run(requests: list[Request], max_seq_len: int) -> dict[str, Any]:
+    """All models, budgets and schemes, and static reservation of several lengths, in one process per processor."""
+    jobs: list[tuple[str, tuple[Any, ...]]] = [
+        ("runs", (model, gib, scheme, fitting(requests, max_seq_len), max_seq_len))
+        for model in MODELS
+        for gib in BUDGETS
+        for scheme in SCHEMES
+    ]
+    jobs += [
+        ("reservations", ("Llama-3.1-8B", BUDGETS[-1], "static", fitting(requests, tokens), tokens))
+        for tokens in RESERVATIONS
+    ]
+    # Not forked: torch's threads would not be there.
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        futures = [pool.submit(simulate, *arguments) for _, arguments in jobs]
+        finished = as_completed(futures)
+        for _ in track(
+            finished, "Replaying", len(jobs), console=errors, transient=True, disable=not errors.is_terminal
+        ):
+            pass
+    result: dict[str, Any] = {}
+    for (part, _), future in zip(jobs, futures):
+        result.setdefault(part, []).append(future.result())
+    return result
+
+
+def fitting(requests: list[Request], max_seq_len: int) -> list[Request]:
+    """The requests that a server with this limit takes."""
+    return [request for request in requests if request.total <= max_seq_len]
+
+
+def main(
+    trace: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="How many; the whole trace by default, 2,000 without one.")
+    ] = None,
+    max_seq_len: Annotated[int, typer.Option(min=1, help="Longer requests are left out.")] = 8192,
+    seed: Annotated[int, typer.Option(min=0, help="Of lengths, without a trace.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    plot_file: Annotated[
+        Path | None, typer.Option("--plot", help="Write a picture of waste and sequences over time.")
+    ] = None,
+) -> None:
+    """Measure waste and admitted batch of each way to lay out a KV cache."""
+    if plot_file:
+        check_plot(plot_file)
+    work = read_trace(trace)[:requests] if trace else conversations(requests or 2000, np.random.default_rng(seed))
+    served = len(fitting(work, max_seq_len))
+    if not served:
+        raise typer.BadParameter(f"--max-seq-len {max_seq_len}: every request is longer")
+    result: dict[str, Any] = {
+        "environment": environment(torch.device("cpu")),
+        "trace": trace.name if trace else "lognormal, those of vmmkv.workload.conversations",
+        "requests": served,
+        "left_out": len(work) - served,
+        "max_seq_len": max_seq_len,
+    }
+    result |= run(work, max_seq_len)
+    if plot_file:
+        plot(result, plot_file)
+    if json_output:
+        print_json(result)
+    else:
+        show(result)
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints a table per budget, and one of reservations."""
+    columns = ("model", "scheme", "waste", "unused tokens a sequence", "sequences", "most", "of static")
+    for gib in BUDGETS:
+        rows = [row for row in result["runs"] if row["budget_gib"] == gib]
+        static = {row["model"]: row["sequences"] for row in rows if row["scheme"] == "static"}
+        cells = [(row["model"], row["scheme"], *figures(row, static[row["model"]])) for row in rows]
+        console.print(make_table(f"{result['requests']:,} requests in {gib} GiB", columns, cells))
+    cells = [
+        (f"{row['max_seq_len']:,} tokens", f"{row['requests']:,} requests fit", *figures(row, row["sequences"]))
+        for row in result["reservations"]
+    ]
+    console.print(make_table("Static reservation", columns, cells))
+
+
+def figures(row: dict[str, Any], static: float) -> tuple[str, ...]:
+    if "error" in row:
+        return "does not fit", "", "0", "0", ""
+    of_static = f"{row['sequences'] / static:.1f} x" if static else ""
+    unused, sequences = f"{row['unused_tokens']:,.0f}", f"{row['sequences']:,.1f}"
+    return f"{row['waste']:.1%}", unused, sequences, f"{row['peak_sequences']:,}", of_static
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Waste above, running sequences below, over decode steps; a column per model, at the largest budget."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 6), layout="constrained")
+    axes = figure.subplots(2, len(MODELS), sharex="col")
+    for column, model in enumerate(MODELS):
+        for row in result["runs"]:
+            if (row["model"], row["budget_gib"]) == (model, BUDGETS[-1]) and "curve" in row:
+                points = row["curve"]
+                steps = np.arange(len(points["waste"])) * points["steps_a_point"] / 1000
+                colour = f"C{SCHEMES.index(row['scheme'])}"
+                dashes = "--" if row["scheme"] == "token-major" else "-"  # it lies over blocks of 16
+                for axis, values in zip(axes[:, column], (points["waste"], points["sequences"])):
+                    axis.plot(steps, values, color=colour, ls=dashes, lw=1.2, label=row["scheme"])
+        axes[0, column].set(title=f"{model}, {BUDGETS[-1]} GiB", yscale="log", ylim=(3e-4, 1))
+        axes[1, column].set(xlabel="thousand decode steps", ylim=(0, None))
+    axes[0, 0].set_ylabel("bytes without a token")
+    axes[1, 0].set_ylabel("sequences")
+    figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=len(SCHEMES))
+    figure.savefig(path)
+
+
+if __name__ == "__main__":
+    typer.run(main)

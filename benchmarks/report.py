@@ -1,0 +1,117 @@
+"""Writes the tables in the README and docs, and the plots, from the result files: no figure is typed by hand.
+
+    python -m benchmarks.report [--check]
+
+A table stands between `<!-- table: name -->` and `<!-- /table -->`, each on a line of its own; `benchmarks.tables`
+has a function for each name. Where a result file is missing the text between them stays as it is. A plot names the
+digest of its result file and is drawn anew when that changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vmmkv.cli.output import console, errors
+
+from . import fragmentation, idle, reuse
+from .tables import TABLES
+
+ROOT = Path(__file__).parent.parent
+RESULTS = "benchmarks/results"
+DOCUMENTS = ("README.md", "kernels/README.md", "docs/**/*.md")
+PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
+    "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
+    "docs/assets/reuse.svg": ("reuse_h200.json", reuse.plot),
+    "docs/assets/idle.svg": ("idle_h200.json", idle.plot),
+}
+
+OPENING = "<!-- table:"
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- /table -->)", re.DOTALL)
+
+
+def fill(text: str, results: Path) -> tuple[str, set[str]]:
+    """A document with its tables written anew, and the result files that it would need but that are missing.
+
+    Raises:
+        ValueError: a table has no function, or no end.
+    """
+    missing: set[str] = set()
+
+    def write(match: re.Match[str]) -> str:
+        opening, name, body, closing = match.groups()
+        if name not in TABLES:
+            raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
+        if OPENING in body:
+            raise ValueError(f"table {name!r} has no <!-- /table -->")
+        paths = [results / source for source in TABLES[name].sources]
+        absent = {path.name for path in paths if not path.exists()}
+        missing.update(absent)
+        if absent:
+            return match[0]
+        return f"{opening}{TABLES[name].write(*(json.loads(path.read_text()) for path in paths))}\n{closing}"
+
+    filled, tables = MARKED.subn(write, text)
+    if tables != text.count(OPENING):
+        raise ValueError("a <!-- table: name --> is not on a line of its own, or has no <!-- /table -->")
+    return filled, missing
+
+
+def update(root: Path, check: bool) -> tuple[list[str], set[str]]:
+    """Writes what is out of date, or only finds it; returns its paths, and the result files that are missing."""
+    stale: list[str] = []
+    missing: set[str] = set()
+    for path in sorted(path for pattern in DOCUMENTS for path in root.glob(pattern)):
+        text = path.read_text()
+        filled, absent = fill(text, root / RESULTS)
+        missing |= absent
+        if filled != text:
+            stale.append(str(path.relative_to(root)))
+            if not check:
+                path.write_text(filled)
+    for name, (source, plot) in PLOTS.items():
+        result, picture = root / RESULTS / source, root / name
+        if not result.exists():
+            missing.add(source)
+            continue
+        mark = f"<!-- {source} sha256 {hashlib.sha256(result.read_bytes()).hexdigest()} -->\n"
+        if not picture.exists() or not picture.read_text().endswith(mark):
+            stale.append(name)
+            if not check:
+                draw(plot, json.loads(result.read_text()), picture)
+                picture.write_text(picture.read_text() + mark)
+    return stale, missing
+
+
+def draw(plot: Callable[[dict[str, Any], Path], None], result: dict[str, Any], path: Path) -> None:
+    """An SVG whose text is text and whose names do not change from run to run."""
+    from matplotlib import rc_context
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": path.name}):
+        plot(result, path)
+
+
+def main(
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; exit with 1 where a file is out of date.")
+    ] = False,
+) -> None:
+    """Write tables and plots from the result files."""
+    stale, missing = update(ROOT, check)
+    for source in sorted(missing):
+        errors.print(f"There is no {RESULTS}/{source}: what it tells stays as it is", style="yellow")
+    for path in stale:
+        console.print(f"{path} is out of date: run python -m benchmarks.report" if check else f"Wrote {path}")
+    if check and stale:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,256 @@
+"""What `benchmarks.report` writes: a function per table, from result files to Markdown.
+
+A function's name, with hyphens, is the table's name. To add one, write it under `@table` with the files that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vmmkv import KVLayout
+from vmmkv.cli.output import format_bytes
+from vmmkv.schemes import BLOCK_TOKENS
+
+from . import fragmentation, idle, reuse
+from .virtual import SCHEMES
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Writes Markdown from the results in `sources`, files of `benchmarks/results/`."""
+
+    sources: tuple[str, ...]
+    write: Callable[..., str]
+
+
+TABLES: dict[str, Table] = {}
+
+
+def table(*sources: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
+    def register(write: Callable[..., str]) -> Callable[..., str]:
+        TABLES[write.__name__.replace("_", "-")] = Table(sources, write)
+        return write
+
+    return register
+
+
+def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    head, *lines = (f"| {' | '.join(cells)} |" for cells in (columns, *rows))
+    return "\n".join([head, "|---" * len(columns) + "|", *lines])
+
+
+# ------------------------------------------------------------------ the demo and the allocator
+
+
+@table("demo_azure_h200.json")
+def demo(result: Result) -> str:
+    labels = {
+        "static": "static reservation of 8192 tokens",
+        "per_layer": "2 MiB pages, a tensor per layer and K/V",
+        "block_table_16": "block table, 16 tokens",
+        "vmmkv": "**vmmkv**",
+    }
+    rows = [(label, f"{result['waste'][scheme]:.1%}") for scheme, label in labels.items()]
+    label, waste = rows[-1]
+    rows[-1] = label, f"**{waste}**"
+    return markdown(("scheme, same live sequences", "allocated bytes without a token"), rows)
+
+
+@table("demo_azure_h200.json")
+def demo_pages(result: Result) -> str:
+    return (
+        "{pages_created:,} pages were created and served {page_uses:,} times ({reuse_factor:.0f} uses a page); "
+        "{adoptions:,} sequences started on a\nrow that was mapped already. All driver calls together took "
+        "{driver_seconds:.1f} s of the {seconds:.0f} s that the replay took (it writes\nK and V, but runs no model). "
+        "The worst of {checks:,} attention outputs was off by {max_error:.1%} of its norm from float64: bf16."
+    ).format(**result)
+
+
+@table("allocator_h200.json")
+def allocator(result: Result) -> str:
+    rows = []
+    for part, what in (("growth_new", "new pages"), ("growth_reclaimed", "pages of a parked row")):
+        for row in sorted(result[part], key=lambda row: -row["pages_a_step"]):
+            pages = row["pages_a_step"]
+            if pages != 16:
+                name = f"`extend` onto {what}, {'one' if pages == 1 else pages} at a time"
+                rows.append(
+                    (name, f"{row['extend_us']:.1f} µs a page", f"{row['raw_us']:.1f} µs", f"{row['ratio']:.2f}")
+                )
+    steps = {row["crossing"]: row for row in result["batch_step"]}
+    rows.append(("decode step of 256 sequences, none needs a page", duration(steps[0]["step_us"]), "", ""))
+    for crossing, name in ((16, "16 of them need one"), (256, "all of them")):
+        row = steps[crossing]
+        rows.append((name, duration(row["step_us"]), duration(row["raw_us"]), f"{row['ratio']:.2f}"))
+    one, empty = result["adoption"][0], result["torch_empty"][0]
+    assert not one["driver_calls"]
+    rows.append(("free a sequence", f"{duration(one['free_us'])}, no driver call", "", ""))
+    rows.append(("start one on a parked row", f"{duration(one['adopt_us'])}, no driver call", "", ""))
+    both = f"{duration(empty['fresh_us'])} new, {empty['cached_us']:.1f} µs from torch's cache"
+    rows.append(("for comparison, `torch.empty` of 2 MiB", both, "", ""))
+    return markdown(("operation", "vmmkv", "the same driver calls by hand", "ratio"), rows)
+
+
+def duration(microseconds: float) -> str:
+    return f"{microseconds:.0f} µs" if microseconds < 1000 else f"{microseconds / 1000:.1f} ms"
+
+
+# ------------------------------------------------------------------ attention
+
+LAYOUTS = {"contiguous": "contiguous", "token-major": "token-major", "paged-16": "blocks of 16"}
+KERNELS = {
+    "vmmkv, auto": "**vmmkv**",
+    "SDPA, cuDNN": "cuDNN through SDPA",
+    "FlashAttention-3": "FlashAttention-3",
+    "FlashInfer, tensor cores": "FlashInfer, tensor cores",
+    "FlashInfer": "FlashInfer",
+}
+ABSENT = {
+    ("SDPA, cuDNN", "paged-16"): "cannot",
+    ("FlashAttention-3", "token-major"): "not run: it reads past a sequence's end",
+    ("FlashAttention-3", "paged-16"): "not in this build",
+}
+
+
+@table("attention_h200.json")
+def attention_decode(result: Result) -> str:
+    cases = {
+        "16 x 4096": "16 x 4,096 tokens",
+        "64 x 4096": "64 x 4,096 tokens",
+        "ragged": "256 sequences of the Azure trace",
+    }
+    rows = kernel_rows(result["decode"], cases, "gb_per_s")
+    rows.append(("for comparison, a device copy", f"{result['bandwidth']['copy_gb_per_s']:.0f}", "", ""))
+    return markdown(("decode, GB/s of K and V read", *LAYOUTS.values()), rows)
+
+
+@table("attention_h200.json")
+def attention_prefill(result: Result) -> str:
+    cases = {"1 x 16384": "1 x 16,384 tokens", "2048 after 30000": "2,048 tokens after 30,000"}
+    columns = ("prefill, causal, TFLOP/s", *LAYOUTS.values())
+    return markdown(columns, kernel_rows(result["prefill"], cases, "tflops"))
+
+
+def kernel_rows(measured: list[Result], cases: dict[str, str], figure: str) -> list[tuple[str, ...]]:
+    """A row for each case and each kernel that ran in it, a cell for each layout."""
+    found = {(row["case"], row["kernel"], row["layout"]): f"{row[figure]:.0f}" for row in measured}
+    rows = []
+    for case, label in cases.items():
+        for kernel, name in KERNELS.items():
+            cells = [found.get((case, kernel, layout)) for layout in LAYOUTS]
+            if any(cells):
+                name += f", {label}" if kernel == "vmmkv, auto" else ""
+                rows.append((name, *(cell or ABSENT.get((kernel, layout), "") for cell, layout in zip(cells, LAYOUTS))))
+    return rows
+
+
+@table("ncu_h200.json")
+def kernel_bounds(result: Result) -> str:
+    lines = {
+        "memory, of its peak rate": "{dram_throughput_percent_of_peak:.0f} %",
+        "tensor cores busy": "{tensor_pipe_active_percent:.0f} %",
+        "issue slots used": "{issue_slots_used_percent:.0f} %",
+        "hits in the second cache": "{l2_hit_percent:.0f} %",
+        "registers a thread": "{registers}",
+        "warps on a multiprocessor": "{warps_per_multiprocessor:.0f}",
+        "multiprocessor's clock": "{sm_ghz:.2f} GHz",
+    }
+    kernels = result["kernels"]
+    columns = [name.replace("causal ", "").replace("4096", "4,096").replace("16384", "16,384") for name in kernels]
+    rows = [(what, *(cell.format(**figures) for figures in kernels.values())) for what, cell in lines.items()]
+    return markdown(("", *columns), rows)
+
+
+# ------------------------------------------------------------------ memory
+
+
+@table("fragmentation.json")
+def fragmentation_waste(result: Result) -> str:
+    """At the largest budget, which waste does not depend on."""
+
+    def cell(row: Result) -> str:
+        if "error" in row:
+            return "does not fit"
+        unused = row["unused_tokens"]
+        return f"{row['waste']:.1%}, {unused:,.{0 if unused > 100 else 1}f} tokens"
+
+    return schemes_by_models(result, fragmentation.BUDGETS[-1], cell)
+
+
+@table("fragmentation.json")
+def fragmentation_batch_20(result: Result) -> str:
+    return batches(result, 20)
+
+
+@table("fragmentation.json")
+def fragmentation_batch_80(result: Result) -> str:
+    return batches(result, 80)
+
+
+def batches(result: Result, gib: int) -> str:
+    static = {
+        row["model"]: row["sequences"]
+        for row in result["runs"]
+        if (row["scheme"], row["budget_gib"]) == ("static", gib)
+    }
+
+    def cell(row: Result) -> str:
+        gain = row["sequences"] / static[row["model"]] if static[row["model"]] else 0
+        of_static = f", {gain:.1f} x" if row["scheme"] != "static" and gain else ""
+        return f"{row['sequences']:,.0f} (most {row['peak_sequences']:,}){of_static}"
+
+    return schemes_by_models(result, gib, cell)
+
+
+def schemes_by_models(result: Result, gib: int, cell: Callable[[Result], str]) -> str:
+    labels = {
+        "static": f"static reservation of {result['max_seq_len']:,} tokens",
+        "block 16": "block table, 16 tokens",
+        "block 64": "block table, 64 tokens",
+        "block 256": "block table, 256 tokens",
+        "per layer": "2 MiB pages, a range per layer and K/V",
+        "token-major": "**vmmkv**: 2 MiB pages, token-major",
+    }
+    cells = {(row["scheme"], row["model"]): cell(row) for row in result["runs"] if row["budget_gib"] == gib}
+    rows = [(labels[scheme], *(cells[scheme, model] for model in fragmentation.MODELS)) for scheme in SCHEMES]
+    return markdown((f"{gib} GiB", *fragmentation.MODELS), rows)
+
+
+@table("fragmentation.json")
+def static_reservation(result: Result) -> str:
+    rows = [
+        (f"{row['max_seq_len']:,} tokens", f"{row['requests']:,}", f"{row['waste']:.1%}")
+        for row in result["reservations"]
+    ]
+    return markdown(("reserved for each sequence", "requests that fit", "waste"), rows)
+
+
+@table("reuse_h200.json")
+def page_reuse(result: Result) -> str:
+    return markdown(("", *(case["case"] for case in result["cases"])), reuse.table(result))
+
+
+@table("idle_h200.json")
+def idle_memory(result: Result) -> str:
+    return markdown(("", *(run["mode"] for run in result["runs"])), idle.table(result))
+
+
+@table()
+def cache_sizes() -> str:
+    """Arithmetic: `KVLayout`, and the formula that the claims page gives."""
+    cases = {
+        f"Llama-2-13B (40 layers, 40 KV heads of 128), {BLOCK_TOKENS} tokens": (KVLayout(40, 40, 128), BLOCK_TOKENS),
+        "32 layers, 32 KV heads of 64, 4 x 2,048 tokens": (KVLayout(32, 32, 64, torch.float16), 4 * 2048),
+        "the same with 8 KV heads": (KVLayout(32, 8, 64, torch.float16), 4 * 2048),
+    }
+    rows = []
+    for what, (layout, tokens) in cases.items():
+        nbytes = tokens * layout.token_bytes
+        rows.append((what, f"{layout.token_bytes:,}", f"{nbytes:,}", format_bytes(nbytes), f"{nbytes / 1e6:,.1f} MB"))
+    return markdown(("K and V in 16 bits", "bytes a token", "bytes", "binary", "decimal"), rows)

@@ -1,0 +1,127 @@
+"""The ways to lay out a KV cache, as allocators that hand out memory which is not there: only the books are kept.
+
+An 80 GiB cache can so be filled on a machine that has less. The rows are a real `KVCache` on a driver without
+memory; static reservation and block tables are a pool with a free list.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import vmmkv
+from vmmkv import KVCache, KVLayout, OutOfPagesError
+from vmmkv.driver import Handle
+from vmmkv.driver.host import HostDriver
+
+SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-major")
+"""`static` reserves the maximum for each sequence. `per layer` has a range of 2 MiB pages for K and for V of each
+layer, `token-major` one for all of them: both are a `KVCache`."""
+
+
+class BookkeepingDriver(HostDriver):
+    """Addresses without memory: pages are numbers, and an access anywhere faults.
+
+    Args:
+        nbytes: the memory that the device is said to have.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(vmmkv.driver.DEFAULT_PAGE_SIZE)
+        self.nbytes = nbytes
+        self._numbers = itertools.count()
+
+    def memory_info(self) -> tuple[int, int]:
+        return self.nbytes, self.nbytes
+
+    def create(self) -> Handle:
+        return Handle(next(self._numbers))
+
+    def release(self, handle: Handle) -> None:
+        pass
+
+    def map(self, address: int, handle: Handle) -> None:
+        pass
+
+    def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
+        pass
+
+    def unmap(self, address: int, nbytes: int) -> None:
+        pass
+
+
+@dataclass(slots=True, eq=False)
+class BlockSequence:
+    """A sequence in blocks: its length, and its row of the block table."""
+
+    length: int
+    blocks: list[int]
+
+
+class BlockPool:
+    """Blocks of one size from a free list; with blocks of `max_seq_len` tokens it is static reservation.
+
+    Args:
+        num_blocks: blocks of the pool.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, num_blocks: int, block_tokens: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_tokens = block_tokens
+        self.free_blocks = list(range(num_blocks))
+
+    @property
+    def used_blocks(self) -> int:
+        return self.num_blocks - len(self.free_blocks)
+
+    def sequence(self, tokens: int) -> BlockSequence:
+        sequence = BlockSequence(0, [])
+        self.extend([sequence], tokens)
+        return sequence
+
+    def extend(self, sequences: Sequence[BlockSequence], tokens: int) -> None:
+        """All of them or none, as `KVCache.extend`."""
+        size = self.block_tokens
+        missing = [-(-(sequence.length + tokens) // size) - len(sequence.blocks) for sequence in sequences]
+        if sum(missing) > len(self.free_blocks):
+            requested, available = sum(missing), len(self.free_blocks)
+            raise OutOfPagesError(
+                f"asked for {requested} more blocks of {size} tokens; {available} of {self.num_blocks} are free",
+                requested=requested,
+                available=available,
+            )
+        for sequence, count in zip(sequences, missing):
+            sequence.length += tokens
+            for _ in range(count):
+                sequence.blocks.append(self.free_blocks.pop())
+
+    def free(self, sequences: Sequence[BlockSequence]) -> None:
+        for sequence in sequences:
+            self.free_blocks += sequence.blocks
+            sequence.blocks.clear()
+
+
+def make_allocator(
+    scheme: str, layout: KVLayout, budget: int, max_seq_len: int, max_sequences: int
+) -> KVCache | BlockPool:
+    """An allocator of one of `SCHEMES` over `budget` bytes."""
+    if scheme == "per layer":
+        # K and V of each layer as layers of their own, which have no V.
+        heads, width = layout.num_kv_heads, layout.head_dim
+        layout = KVLayout(2 * layout.num_layers, heads, width, layout.dtype, v_head_dim=0, layers_per_range=1)
+    if scheme in ("per layer", "token-major"):
+        driver = BookkeepingDriver(budget)
+        # One row more than there could be pages for: what runs out is memory.
+        rows = min(max_sequences, budget // driver.page_size // len(layout.record_bytes) + 1)
+        return KVCache(layout, rows, max_seq_len, max_bytes=budget, driver=driver)
+    block_tokens = max_seq_len if scheme == "static" else int(scheme.removeprefix("block "))
+    return BlockPool(budget // (block_tokens * layout.token_bytes), block_tokens)
+
+
+def used_bytes(allocator: KVCache | BlockPool, layout: KVLayout) -> int:
+    """Bytes that live sequences keep from others."""
+    if isinstance(allocator, BlockPool):
+        return allocator.used_blocks * allocator.block_tokens * layout.token_bytes
+    return allocator.stats().pages["used"] * allocator.page_size

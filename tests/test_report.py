@@ -1,0 +1,87 @@
+"""The report: that the committed documents say what the result files say, and that it notices when they do not."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from benchmarks import report
+from benchmarks.tables import TABLES, Table
+
+
+def test_documents_and_plots_are_up_to_date() -> None:
+    stale, _ = report.update(ROOT, check=True)
+    assert not stale, "run python -m benchmarks.report"
+
+
+def test_every_table_has_a_place() -> None:
+    documents = "".join(path.read_text() for pattern in report.DOCUMENTS for path in ROOT.glob(pattern))
+    assert [name for name in TABLES if f"{report.OPENING} {name} -->" not in documents] == []
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A project with one table and one result."""
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("before\n<!-- table: answer -->\nold\n<!-- /table -->\nafter\n")
+    (tmp_path / report.RESULTS).mkdir(parents=True)
+    (tmp_path / report.RESULTS / "answer.json").write_text('{"answer": 42}')
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def answer_table(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if "root" in request.fixturenames:
+        monkeypatch.setitem(TABLES, "answer", Table(("answer.json",), lambda result: f"| {result['answer']} |"))
+
+
+def test_a_table_is_written_between_its_marks(root: Path) -> None:
+    page = root / "docs" / "page.md"
+    before = page.read_text()
+    assert report.update(root, check=True)[0] == ["docs/page.md"]
+    assert page.read_text() == before
+    assert report.update(root, check=False)[0] == ["docs/page.md"]
+    assert page.read_text() == before.replace("old", "| 42 |")
+    assert report.update(root, check=True)[0] == []
+
+
+def test_without_a_result_the_text_stays(root: Path) -> None:
+    (root / report.RESULTS / "answer.json").unlink()
+    stale, missing = report.update(root, check=False)
+    assert not stale
+    assert "answer.json" in missing
+    assert "\nold\n" in (root / "docs" / "page.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("<!-- table: question -->\n<!-- /table -->", "no table 'question'"),
+        ("<!-- table: answer -->\n", "has no <!-- /table -->"),
+        ("<!-- table: answer -->\n<!-- table: answer -->\n<!-- /table -->", "has no <!-- /table -->"),
+    ],
+)
+def test_marks_that_make_no_sense_are_refused(root: Path, text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        report.fill(text, root / report.RESULTS)
+
+
+def test_a_plot_is_drawn_anew_when_its_result_changes(root: Path) -> None:
+    name = "docs/assets/fragmentation.svg"
+    source, _ = report.PLOTS[name]
+    shutil.copy(ROOT / report.RESULTS / source, root / report.RESULTS)
+    assert name in report.update(root, check=False)[0]
+    picture = (root / name).read_text()
+    assert "<svg" in picture
+    assert report.update(root, check=True)[0] == []
+    result = json.loads((root / report.RESULTS / source).read_text())
+    for row in result["runs"]:
+        row["curve"]["waste"][0] /= 2
+    (root / report.RESULTS / source).write_text(json.dumps(result))
+    assert report.update(root, check=True)[0] == [name]
+    report.update(root, check=False)
+    assert (root / name).read_text() != picture

@@ -1,0 +1,116 @@
+"""Continuous batching: requests wait in order, start while there is memory, grow together, and finish."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from ..errors import OutOfPagesError
+from ..workload import Request
+
+SequenceT = TypeVar("SequenceT")
+
+
+class Allocator(Protocol[SequenceT]):
+    """What a batch needs of a cache. `sequence` and `extend` raise `OutOfPagesError` and change nothing then."""
+
+    def sequence(self, tokens: int) -> SequenceT: ...
+    def extend(self, sequences: list[SequenceT], tokens: int) -> None: ...
+    def free(self, sequences: list[SequenceT]) -> None: ...
+
+
+@dataclass(slots=True)
+class Running(Generic[SequenceT]):
+    """A request that has a sequence."""
+
+    request: Request
+    sequence: SequenceT
+    generated: int
+
+    @property
+    def length(self) -> int:
+        """Tokens of the sequence."""
+        return self.request.prompt + self.generated
+
+    @property
+    def left(self) -> int:
+        """Tokens still to be generated."""
+        return self.request.output - self.generated
+
+
+class Batching(Generic[SequenceT]):
+    """Replays `requests` on a cache, as many at a time as it has memory for, and at most `max_running`.
+
+    A step is `admit`, `decode`, `retire`.
+
+    Attributes:
+        waiting: requests that wait, in order, and how many tokens of each were generated before it was preempted.
+        running: requests that run, the newest last.
+        steps: decode steps so far.
+        preemptions: sequences that were freed to make room, to be computed again.
+    """
+
+    def __init__(self, allocator: Allocator[SequenceT], requests: Iterable[Request], max_running: int) -> None:
+        self.allocator = allocator
+        self.max_running = max_running
+        self.waiting = deque((request, 0) for request in requests)
+        self.running: list[Running[SequenceT]] = []
+        self.steps = 0
+        self.preemptions = 0
+
+    def admit(self) -> list[Running[SequenceT]]:
+        """Starts waiting requests, in order, while there is memory; returns those that it started.
+
+        Raises:
+            OutOfPagesError: nothing runs, and there is no memory for the next request.
+        """
+        running = len(self.running)
+        while self.waiting and len(self.running) < self.max_running:
+            request, generated = self.waiting[0]
+            try:
+                sequence = self.allocator.sequence(request.prompt + generated)
+            except OutOfPagesError:
+                if not self.running:
+                    raise
+                break
+            self.waiting.popleft()
+            self.running.append(Running(request, sequence, generated))
+        return self.running[running:]
+
+    def decode(self, most: int = 1) -> int:
+        """Steps until a sequence finishes or memory runs short, at most `most`; returns how many.
+
+        Where there is no memory for one step, the newest make room: the result is that of single steps.
+
+        Raises:
+            OutOfPagesError: one sequence runs, and there is no memory for its next token.
+        """
+        steps = min([most, *(running.left for running in self.running)])
+        while True:
+            try:
+                self.allocator.extend([running.sequence for running in self.running], steps)
+                break
+            except OutOfPagesError:
+                if steps > 1:
+                    steps //= 2
+                elif len(self.running) == 1:
+                    raise
+                else:
+                    victim = self.running.pop()
+                    self.allocator.free([victim.sequence])
+                    self.waiting.appendleft((victim.request, victim.generated))
+                    self.preemptions += 1
+        for running in self.running:
+            running.generated += steps
+        self.steps += steps
+        return steps
+
+    def retire(self) -> int:
+        """Frees the sequences that are finished; returns how many."""
+        done = [running.sequence for running in self.running if not running.left]
+        if done:
+            self.allocator.free(done)
+            self.running = [running for running in self.running if running.left]
+        return len(done)
