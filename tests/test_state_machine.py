@@ -259,6 +259,8 @@ class CacheMachine(RuleBasedStateMachine):
     def rows_can_be_read_to_their_ends(self) -> None:
         """Holes are where restoring a tail failed, too; the books know of them."""
         for model in getattr(self, "live", []) if self.zero_tail else []:
+            if not model.sequence.length:
+                continue
             row, holes = model.sequence.row, False
             for arena, record in self.cache._rows.ranges:
                 address, size = arena.rows[row].address, arena.page_size

@@ -56,8 +56,8 @@ class KVCache:
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page; None is 2 MiB.
         scrub: zero pages before another sequence can read them; one memset per extension onto pages.
-        zero_tail: let kernels read a live row to its very end, as stock attention under a mask does: one
-            read-only page of zeros is mapped wherever the row has no page, and pages of another sequence are
+        zero_tail: let kernels read a live row that holds tokens to its very end, as stock attention under a mask
+            does: one read-only page of zeros is mapped wherever the row has no page, and pages of another sequence are
             zeroed before (it implies `scrub`). Only what `release_before` gave back still faults. It is slower:
             a row's tail costs driver calls for each of its pages once, and growing onto a page, or taking one
             from a live row, waits for the GPU; neither can be done in a stream capture. Streams that read a

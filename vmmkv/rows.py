@@ -18,8 +18,8 @@ Invariants:
  3. A page leaves a row, or a row changes its owner, only after the fence of the row has passed (or in the
     order of the one stream that the fence is on).
  4. `grow` maps all pages for all its rows or leaves every length as it was.
- 5. With `zero_tail` a live row may be read from its first page to its very end, and holds nothing of another
-    sequence. A failure that could not be undone leaves `Row.has_hole` true; the next `grow` repairs it.
+ 5. With `zero_tail` a live row that holds tokens may be read from its first page to its very end, and holds nothing
+    of another sequence. A failure that could not be undone leaves `Row.has_hole` true; the next `grow` repairs it.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Rows:
         self.owner_of[row] = owner
         self._refresh(row)
         try:
-            if tokens > self.capacity_of[row] or self.zero_tail:
+            if tokens > self.capacity_of[row] or (tokens and self.zero_tail):
                 self.grow([row], [tokens], [0])
         except BaseException:
             self._vacate(row)
@@ -292,7 +292,7 @@ class Rows:
                 with suppress(DriverError):
                     arena.unmap_back(row, ready)
         for row in rows:
-            if self.zero_tail:
+            if self.zero_tail and self.length_of[row]:
                 with suppress(DriverError, StreamCaptureError):
                     self._fill_tails(row)
             self._refresh(row)
@@ -437,7 +437,7 @@ class Rows:
                 if live:
                     unmapped += arena.unmap_front(row, min(first, mapping.first + count - unmapped))
                 unmapped += arena.unmap_back(row, max(end, mapping.end - (count - unmapped)))
-                if live and self.zero_tail and mapping.ready == mapping.end:  # else `grow` counts on what is there
+                if self.zero_tail and self.length_of[row] and mapping.ready == mapping.end:  # else `grow` repairs it
                     arena.fill_tail(row, *self.zero_pages)
         finally:
             if live:

@@ -205,6 +205,8 @@ def _attend_without_kernels(
 
 
 def _warn(lacking: str) -> None:
+    if torch.compiler.is_compiling():
+        return
     logger.warning_once(
         f'attn_implementation="{NAME}" has no kernels for {lacking}; attention runs on SDPA (or the model\'s own) there'
     )

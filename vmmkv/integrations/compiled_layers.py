@@ -20,7 +20,6 @@ import torch
 from ..cache import KVCache
 from ..errors import StreamCaptureError
 from ..kernels import append
-from ..kernels.ptx import SIMULATED
 from ..layout import KVLayout
 from .attention import NAME, even_cu_seqlens, kernels_take
 from .batch import Batch
@@ -265,7 +264,7 @@ def _write_rows(
     """Writes K and V, `[batch, num_kv_heads, tokens, head_dim]`, behind the `lengths` tokens of each row."""
     batch_size, num_kv_heads, tokens, head_dim = keys.shape
     k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    if (k.is_cuda or SIMULATED) and not any(width * k.itemsize % 16 for width in (head_dim, values.shape[3])):
+    if k.is_cuda and not any(width * k.itemsize % 16 for width in (head_dim, values.shape[3])):
         k, v = k.reshape(-1, num_kv_heads, head_dim), v.reshape(-1, num_kv_heads, values.shape[3])
         cu_seqlens = even_cu_seqlens(batch_size, tokens, keys.device) if tokens > 1 else None
         append(k, v, k_rows, v_rows, row_numbers, lengths, cu_seqlens)
