@@ -56,6 +56,9 @@ class ReadDriver(StreamedDriver):
     def read(self, *streams: str) -> None:
         self.readers, self.events_before = streams, len(self.events)
 
+    def synchronize(self) -> None:
+        self.readers = ()
+
     def _before_unmap(self, address: int, nbytes: int) -> None:
         finished = {stream for stream, event in self.events[self.events_before :] if event.done}
         assert finished.issuperset(self.readers), "unmapped under a reader"
@@ -190,6 +193,23 @@ def test_a_zero_tail_is_not_taken_from_its_readers(make_cache, device: str, then
         driver.stream = "another"
         other = cache.sequence(50)
     assert any(event.waited for _, event in driver.events[driver.events_before :])
+    cache.check()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_pages_that_failures_left_are_not_taken_from_readers_either(make_cache, device: str) -> None:
+    driver = ReadDriver()
+    cache = make_cache(driver=driver, max_sequences=1, zero_tail=True)
+    sequence = cache.sequence(1)
+    driver.fail("set_access")
+    for skip in (1, 2):  # the first unmap takes zero pages out of the way; the others would undo the growth
+        driver.fail("unmap", skip)
+    with pytest.raises(vmmkv.DriverError):
+        sequence.extend(50)
+    driver.read("main")
+    sequence.free()
+    sequence = cache.sequence(1)
+    assert not cache.kv(0)[0][sequence.row].any()
     cache.check()
 
 

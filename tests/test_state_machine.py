@@ -200,7 +200,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert stats.physical_bytes == (stats.pages["used"] + self.zero_tail) * self.driver.page_size
 
     @rule(
-        call=st.sampled_from(["any", "create", "map", "set_access", "unmap", "release"]),
+        call=st.sampled_from(["any", "create", "map", "set_access", "unmap", "release", "fill"]),
         skip=st.integers(0, 6),
         out_of_memory=st.booleans(),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -106,6 +107,27 @@ def test_a_hole_that_could_not_be_closed_is_closed_by_the_next_growth(device: st
     sequence.extend(1)
     assert len(driver.mapped) == mapped
     assert not cache.kv(0)[0][sequence.row].any()
+
+
+def test_after_any_two_failed_calls_the_next_growth_makes_the_row_whole(device: str, make_cache) -> None:
+    for skips in itertools.product(range(12), repeat=2):
+        driver = FaultyDriver(small_driver(device))
+        cache = make_cache(driver=driver, pages=21, zero_tail=True)
+        gone, sequence = cache.sequence(100), cache.sequence(1)
+        gone.k(0).fill_(float("nan"))
+        gone.free()
+        for skip in skips:
+            driver.fail("any", skip)
+        with contextlib.suppress(vmmkv.DriverError):
+            sequence.extend(25)  # takes pages of the parked row
+        driver.heal()
+        cache.check()
+        for tokens in (10, 30):
+            sequence.extend(tokens)
+            assert not cache.kv(0)[0][sequence.row].any()
+            cache.check()
+        cache.close()
+        assert not driver.mapped
 
 
 def test_driver_calls_for_tails_are_counted(device: str, make_cache) -> None:
