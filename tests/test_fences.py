@@ -47,6 +47,24 @@ class StreamedDriver(FaultyDriver):
             event.done = True
 
 
+class ReadDriver(StreamedDriver):
+    """Work that the test names reads rows to their ends: nothing may be unmapped before it has finished."""
+
+    readers: tuple[str, ...] = ()
+    events_before = 0
+
+    def read(self, *streams: str) -> None:
+        self.readers, self.events_before = streams, len(self.events)
+
+    def synchronize(self) -> None:
+        self.readers = ()
+
+    def _before_unmap(self, address: int, nbytes: int) -> None:
+        finished = {stream for stream, event in self.events[self.events_before :] if event.done}
+        assert finished.issuperset(self.readers), "unmapped under a reader"
+        super()._before_unmap(address, nbytes)
+
+
 @pytest.fixture
 def driver() -> StreamedDriver:
     return StreamedDriver()
@@ -151,6 +169,61 @@ def test_a_sliding_window_uses_only_pages_whose_fence_has_passed(driver, make_ca
     assert not any(event.waited for _, event in driver.events)
 
 
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("then", ["extend", "reclaim", "trim", "reuse"])
+def test_a_zero_tail_is_not_taken_from_its_readers(make_cache, device: str, then: str) -> None:
+    driver = ReadDriver()
+    cache = make_cache(driver=driver, max_sequences=2, pages=22, zero_tail=True)
+    driver.stream = "first"
+    sequence, other = cache.sequence(0 if then == "reuse" else 100), cache.sequence(1)
+    sequence.truncate(0)
+    cache._rows.record_stream(sequence.row, "recorded")
+    driver.stream = "last"
+    if then == "extend":
+        cache.trim()
+    driver.read("first", "recorded", "last")
+    if then == "extend":
+        sequence.extend(1)
+    elif then == "reclaim":
+        other.extend(50)
+    elif then == "trim":
+        cache.trim()
+    else:
+        sequence.free()
+        driver.stream = "another"
+        other = cache.sequence(50)
+    assert any(event.waited for _, event in driver.events[driver.events_before :])
+    cache.check()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_pages_that_failures_left_are_not_taken_from_readers_either(make_cache, device: str) -> None:
+    driver = ReadDriver()
+    cache = make_cache(driver=driver, max_sequences=1, zero_tail=True)
+    sequence = cache.sequence(1)
+    driver.fail("set_access")
+    for skip in (1, 2):  # the first unmap takes zero pages out of the way; the others would undo the growth
+        driver.fail("unmap", skip)
+    with pytest.raises(vmmkv.DriverError):
+        sequence.extend(50)
+    driver.read("main")
+    sequence.free()
+    sequence = cache.sequence(1)
+    assert not cache.kv(0)[0][sequence.row].any()
+    cache.check()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_adopting_a_row_that_is_long_enough_waits_for_nothing(make_cache, driver, device: str) -> None:
+    cache = make_cache(driver=driver, zero_tail=True)
+    cache.sequence(50).free()
+    for _, event in driver.events:
+        event.waited = False
+    row = cache.sequence(40).row
+    assert not cache.kv(0)[0][row].any()
+    assert not any(event.waited for _, event in driver.events)
+
+
 # ---------------------------------------------------------------------- on a GPU
 
 
@@ -188,6 +261,29 @@ def test_a_reader_on_a_side_stream_sees_its_data(gpu_cache, device: str, then: s
         other.k(0).fill_(9)
     torch.cuda.synchronize()
     assert (read == 3).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+@pytest.mark.parametrize("then", ["extend", "reclaim"])
+def test_a_dense_reader_on_a_side_stream_sees_its_row(gpu_cache, device: str, then: str) -> None:
+    cache = gpu_cache(max_sequences=2, pages=22, zero_tail=True)
+    side = torch.cuda.Stream()
+    sequence, other = cache.sequence(10 if then == "extend" else 100), cache.sequence(1)
+    sequence.k(0).fill_(3)
+    written = sequence.length
+    sequence.truncate(10)
+    sequence.record_stream(side)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(LONG)
+        read = cache.kv(0)[0][sequence.row].clone()
+    grown = sequence if then == "extend" else other
+    grown.extend(80)
+    grown.k(0).fill_(9)
+    torch.cuda.synchronize()
+    assert (read[:written] == 3).all()
+    assert not read[written:].any()
 
 
 @pytest.mark.gpu
@@ -246,16 +342,20 @@ def test_during_a_capture_growth_works_and_fences_are_refused(gpu_cache, device:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-def test_scrubbing_is_refused_in_a_capture_and_nothing_changes(gpu_cache, device: str) -> None:
-    cache = gpu_cache(scrub=True)
+@pytest.mark.parametrize("policy", ["scrub", "zero_tail"])
+def test_scrubbing_is_refused_in_a_capture_and_nothing_changes(gpu_cache, device: str, policy: str) -> None:
+    cache = gpu_cache(**{policy: True})
     sequence = cache.sequence(10)
+    pages = cache.page_map().tolist()
     graph = torch.cuda.CUDAGraph()
     value = torch.zeros(1, device="cuda")
     with torch.cuda.graph(graph):
         value += 1
-        with pytest.raises(vmmkv.StreamCaptureError):
-            sequence.extend(50)
+        for grow in (sequence.extend, cache.sequence):
+            with pytest.raises(vmmkv.StreamCaptureError):
+                grow(50)
     assert sequence.length == 10
+    assert cache.page_map()[: len(pages)].tolist() == pages
     sequence.extend(50)
     assert not sequence.k(0)[10:].any()
     cache.check()
