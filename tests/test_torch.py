@@ -393,7 +393,9 @@ def filled(nbytes: int, value: int) -> torch.Tensor:
 
 @pytest.fixture
 def before() -> int:
-    """Free bytes of the device, once the kernels that the tests use are on it."""
+    """Free bytes of the device, once the kernels that the tests use are on it, and tensors of tests before are not."""
+    gc.collect()
+    torch.cuda.empty_cache()
     torch.cuda._sleep(1)
     assert (filled(MIB, 3).fill_(4) == 4).all()
     return free_bytes()

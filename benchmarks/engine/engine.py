@@ -279,9 +279,9 @@ class Engine:
     def _capture(self) -> None:
         """A graph for each of some batch sizes, made with padding only: what it does depends on its inputs."""
         sizes = {1, 2, 4, 8, *range(16, self.max_sequences, 16), self.max_sequences}
-        self.inputs.zero_()
         pool = None
         for size in sorted(sizes, reverse=True):
+            self.inputs.zero_()
             self.inputs[:size] = len(self.tokens) - 2
             self._decode(size)  # compiles, and makes workspaces
             torch.cuda.synchronize()
