@@ -99,7 +99,6 @@ class LayerGroup:
                 break
         return layout
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         """Writes K and V of a layer's next tokens, `[batch_size, num_kv_heads, tokens, head_dim]`, from token
         `first` on: where the layer ends, or where an empty layer begins.
@@ -121,6 +120,9 @@ class LayerGroup:
         k.copy_(keys)
         v.copy_(values)
         extent.rows, extent.first, extent.end = rows, begin, end
+
+    write_outside_graphs = torch.compiler.disable(write)  # type: ignore[no-untyped-call]
+    """For what is being compiled: driver calls are no part of a graph. Eager callers save its cost."""
 
     def _accept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Learns what K and V look like, and refuses those that a copy would convert or broadcast silently."""

@@ -52,8 +52,13 @@ class VmmLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             VmmkvError: see `LayerGroup.write`; nothing was written.
         """
         first = self._first_visible(self._extent.end)
-        self._group.write(self._index, key_states, value_states, self._extent.end)
+        self._write(key_states, value_states, self._extent.end)
         return self._group.read(self._index, first)
+
+    def _write(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        group = self._group
+        write = group.write_outside_graphs if torch.compiler.is_compiling() else group.write
+        write(self._index, keys, values, first)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """How many tokens the next `query_length` ones attend to, themselves included, and the first of them."""
@@ -149,7 +154,7 @@ class VmmSlidingWindowLayer(VmmLayer):  # type: ignore[no-untyped-call]
             return attended
         # A prompt attends to nothing but itself, and only its last tokens will be attended to: no others are kept.
         first = self._first_visible(tokens)
-        self._group.write(self._index, key_states[:, :, first:], value_states[:, :, first:], first)
+        self._write(key_states[:, :, first:], value_states[:, :, first:], first)
         return key_states, value_states
 
     def get_max_length(self) -> int:
