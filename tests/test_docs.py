@@ -7,6 +7,7 @@ import re
 import runpy
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,6 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
 @pytest.mark.parametrize("name", ["KVCache.extend", "Sequence.write", "OutOfPagesError", "VmmCache.reserve", "decode"])
 def test_the_reference_shows_what_users_call(site: Path, name: str) -> None:
     """In the inventory that other sites link by; a module that is moved would leave its page empty."""
-    import zlib
-
     head, body = (site / "objects.inv").read_bytes().split(b"zlib.\n")
     assert head.startswith(b"# Sphinx inventory")
     names = [line.split()[0] for line in zlib.decompress(body).decode().splitlines()]
