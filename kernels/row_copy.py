@@ -32,7 +32,11 @@ def copy_tokens(
     Args:
         source: `[rows, tokens, num_kv_heads, head_dim]`, any dtype, any strides of rows, tokens and heads.
         target: likewise, with the same heads and widths; may be `source`.
-        source_rows, source_starts, target_rows, target_starts, lengths: int32 `[ranges]`, on the device.
+        source_rows: int32 `[ranges]`, on the device, like the next four.
+        source_starts: the first token of each range there.
+        target_rows: the row that each range goes to.
+        target_starts: where its first token goes.
+        lengths: how many tokens it has.
         max_length: none of `lengths` is greater; tokens behind it are not copied.
 
     Raises:

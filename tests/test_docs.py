@@ -1,0 +1,63 @@
+"""The documentation builds without a warning and needs no network, its examples run, and what it names exists."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+DOCS = ROOT / "docs"
+EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built; a link that leads nowhere or a docstring that cannot be read is a warning, and so an error."""
+    site = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    build = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert build.returncode == 0, build.stderr
+    return site
+
+
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    pages = {path: path.read_text() for path in site.rglob("*.html")}
+    assert site / "reference" / "cache.html" in pages
+    for path, page in pages.items():
+        loaded = re.findall(r"<(?:script|img|iframe)\b[^>]*\bsrc=\"?([^\" >]+)|<link\b[^>]*\bhref=\"?([^\" >]+)", page)
+        assert [address for pair in loaded for address in pair if re.match(r"(\w+:)?//", address)] == [], path
+
+
+@pytest.mark.parametrize("name", ["KVCache.extend", "Sequence.write", "OutOfPagesError", "VmmCache.reserve", "decode"])
+def test_the_reference_shows_what_users_call(site: Path, name: str) -> None:
+    """In the inventory that other sites link by; a module that is moved would leave its page empty."""
+    head, body = (site / "objects.inv").read_bytes().split(b"zlib.\n")
+    assert head.startswith(b"# Sphinx inventory")
+    names = [line.split()[0] for line in zlib.decompress(body).decode().splitlines()]
+    assert [full for full in names if full.endswith(f".{name}")]
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_example_runs(path: Path) -> None:
+    runpy.run_path(str(path), run_name="__main__")
+
+
+def test_guides_show_every_example() -> None:
+    pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
+    assert EXAMPLES
+    assert [path.name for path in EXAMPLES if f"docs/examples/{path.name}:" not in pages] == []
+
+
+def test_tests_that_pages_name_exist() -> None:
+    pages = [*DOCS.rglob("*.md"), ROOT / "CONTRIBUTING.md"]
+    named = {match for page in pages for match in re.findall(r"(tests/\w+\.py)::(\w+)", page.read_text())}
+    assert named
+    assert [test for test in named if f"def {test[1]}(" not in (ROOT / test[0]).read_text()] == []
