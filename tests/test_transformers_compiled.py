@@ -179,6 +179,7 @@ def test_captured_by_hand(name: str) -> None:
         while len(tokens) < 25:
             graph.replay()
             tokens.append(token.clone())
+    stream.synchronize()
     assert torch.equal(torch.cat(tokens, 1), expected)
     assert cache.get_seq_length() == 12 + 23
 

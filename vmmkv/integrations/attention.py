@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from ..kernels import decode, prefill
 from ..kernels.checks import ATTENTION_DTYPES, HEAD_DIMS
 from ..kernels.ptx import SIMULATED
 from ..kernels.row_decode import MAX_QUERIES
+from .row_writes import even_cu_seqlens
 
 NAME = "vmmkv"
 
@@ -143,12 +143,6 @@ def attend(
     cu_seqlens = even_cu_seqlens(batch_size, q_length, query.device)
     output = prefill(q.reshape(-1, num_heads, head_dim), k, v, cu_seqlens, seq_lens, **options)
     return output.view(batch_size, q_length, num_heads, head_dim), None
-
-
-@lru_cache(64)
-def even_cu_seqlens(batch_size: int, q_length: int, device: torch.device) -> torch.Tensor:
-    """Where equally long sequences begin, `[batch_size + 1]`."""
-    return torch.arange(0, (batch_size + 1) * q_length, q_length, dtype=torch.int32, device=device)
 
 
 def _lacking(

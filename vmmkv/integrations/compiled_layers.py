@@ -19,12 +19,12 @@ import torch
 
 from ..cache import KVCache
 from ..errors import StreamCaptureError
-from ..kernels import append
 from ..layout import KVLayout
-from .attention import NAME, even_cu_seqlens, kernels_take
+from .attention import NAME, kernels_take
 from .batch import Batch
 from .layer_group import LayerGroup
 from .layers import VmmLayer
+from .row_writes import append_rows, can_append
 
 
 class Place(NamedTuple):
@@ -262,16 +262,12 @@ def _write_rows(
     lengths: torch.Tensor,
 ) -> None:
     """Writes K and V, `[batch, num_kv_heads, tokens, head_dim]`, behind the `lengths` tokens of each row."""
-    batch_size, num_kv_heads, tokens, head_dim = keys.shape
-    k, v = keys.transpose(1, 2), values.transpose(1, 2)
-    if k.is_cuda and not any(width * k.itemsize % 16 for width in (head_dim, values.shape[3])):
-        k, v = k.reshape(-1, num_kv_heads, head_dim), v.reshape(-1, num_kv_heads, values.shape[3])
-        cu_seqlens = even_cu_seqlens(batch_size, tokens, keys.device) if tokens > 1 else None
-        append(k, v, k_rows, v_rows, row_numbers, lengths, cu_seqlens)
-    else:
-        token = lengths[:1] + torch.arange(tokens, device=keys.device)
-        k_rows.index_copy_(1, token, k)
-        v_rows.index_copy_(1, token, v)
+    if can_append(keys, values):
+        append_rows(keys, values, k_rows, v_rows, row_numbers, lengths)
+        return
+    token = lengths[:1] + torch.arange(keys.shape[2], device=keys.device)
+    k_rows.index_copy_(1, token, keys.transpose(1, 2))
+    v_rows.index_copy_(1, token, values.transpose(1, 2))
 
 
 # To compilers it is one operation that writes into rows: they would take the copies apart, and copy whole rows.

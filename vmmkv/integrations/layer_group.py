@@ -116,9 +116,7 @@ class LayerGroup:
         if end > batch.end:
             self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
         batch.reserve(rows, begin, end)
-        k, v = batch.kv(layer, rows, first, end)
-        k.copy_(keys)
-        v.copy_(values)
+        batch.write(layer, keys, values, first)
         extent.rows, extent.first, extent.end = rows, begin, end
 
     write_outside_graphs = torch.compiler.disable(write)  # type: ignore[no-untyped-call]

@@ -1,0 +1,50 @@
+"""K and V as transformers has them, written into rows by the append kernel.
+
+One launch, whatever the strides: torch's `copy_` counts in 32 bits, and cuts a write to rows that are gigabytes apart
+into one launch per row, for K and for V.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from ..kernels import append
+from ..kernels.checks import ALIGNMENT
+
+
+def can_append(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether the kernel takes K and V like these: on a GPU, in whole vectors."""
+    step = ALIGNMENT // keys.itemsize
+    return keys.is_cuda and not any(
+        states.stride(3) != 1
+        or states.data_ptr() % ALIGNMENT
+        or any(size % step for size in (states.shape[3], *states.stride()[:3]))
+        for states in (keys, values)
+    )
+
+
+def append_rows(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    row_numbers: torch.Tensor,
+    starts: torch.Tensor,
+) -> None:
+    """Writes K and V, `[batch_size, num_kv_heads, tokens, head_dim]`, to rows.
+
+    Args:
+        k_rows, v_rows: `[rows, max_seq_len, num_kv_heads, head_dim]`.
+        row_numbers: int32 `[batch_size]`.
+        starts: int32 `[batch_size]`, where in its row each sequence's new tokens begin.
+    """
+    batch_size, num_kv_heads, tokens, head_dim = keys.shape
+    k = keys.transpose(1, 2).reshape(-1, num_kv_heads, head_dim)
+    v = values.transpose(1, 2).reshape(-1, num_kv_heads, values.shape[3])
+    cu_seqlens = even_cu_seqlens(batch_size, tokens, keys.device) if tokens > 1 else None
+    append(k, v, k_rows, v_rows, row_numbers, starts, cu_seqlens)
+
+
+def even_cu_seqlens(batch_size: int, tokens: int, device: torch.device) -> torch.Tensor:
+    """Where equally long sequences begin, int32 `[batch_size + 1]`."""
+    return torch.arange(0, batch_size * tokens + 1, tokens, dtype=torch.int32, device=device)
