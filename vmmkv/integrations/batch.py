@@ -59,6 +59,10 @@ class Batch:
         self._renew(0)
         self._set_rows(0)
 
+    def holds(self, rows: int, first: int, end: int) -> bool:
+        """Whether rows `[0, rows)` hold the tokens `[first, end)`."""
+        return rows <= self.rows and self.first <= first and end <= self.end
+
     def reserve(self, rows: int, first: int, end: int) -> None:
         """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need.
 

@@ -23,6 +23,8 @@ class Extent:
     rows: int = 0
     first: int = 0
     end: int = 0
+    accepted: tuple[object, ...] = ()
+    """What the last K and V looked like: those that look the same need no other check."""
 
 
 class Shape(NamedTuple):
@@ -115,7 +117,8 @@ class LayerGroup:
         begin, end = extent.first if extent.rows else first, first + tokens
         if end > batch.end:
             self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
-        batch.reserve(rows, begin, end)
+        if not batch.holds(rows, begin, end):
+            batch.reserve(rows, begin, end)
         batch.write(layer, keys, values, first)
         extent.rows, extent.first, extent.end = rows, begin, end
 
@@ -129,7 +132,11 @@ class LayerGroup:
                 "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
                 "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
             )
-        rows = self._extents[layer].rows
+        extent = self._extents[layer]
+        rows = extent.rows
+        looks = rows, keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
+        if looks == extent.accepted:
+            return
         if not rows and Shape.of(keys, values) != self._shapes[layer]:
             self.learn(layer, keys, values)
         kv_cache = self._held().kv_cache
@@ -148,6 +155,7 @@ class LayerGroup:
                 raise DtypeError(f"got K or V as {states.dtype}; this cache holds {kv_cache.layout.dtype}")
             if states.device != kv_cache.device:
                 raise DeviceError(f"got K or V on {states.device}; this cache, and its model, are on {kv_cache.device}")
+        extent.accepted = looks if rows else ()
 
     def read(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens that a layer holds from `first` on: views
