@@ -167,6 +167,46 @@ def kernel_bounds(result: Result) -> str:
     return markdown(("", *columns), rows)
 
 
+# ------------------------------------------------------------------ transformers
+
+
+@table("generate_h200.json")
+def generate_step(result: Result) -> str:
+    shapes = [(1, 512), (1, 8192), (1, 32_768), (8, 512), (8, 32_768), (32, 8192)]
+    columns = ("ms a decode step", *(f"{batch} x {prompt:,}" for batch, prompt in shapes))
+    return markdown(columns, generate_rows(result, shapes, lambda cell: f"{cell['step_ms']:.1f}"))
+
+
+@table("generate_h200.json")
+def generate_memory(result: Result) -> str:
+    shapes = [(1, 8192), (8, 32_768), (32, 8192)]
+    columns = ("peak of K and V over live K and V", *(f"{batch} x {prompt:,}" for batch, prompt in shapes))
+    return markdown(
+        columns, generate_rows(result, shapes, lambda cell: f"{cell['kv_peak_bytes'] / cell['live_bytes']:.3f}")
+    )
+
+
+@table("generate_h200.json")
+def generate_copies(result: Result) -> str:
+    shapes = [(1, 512), (1, 32_768), (8, 32_768), (32, 8192)]
+    columns = ("bytes copied in a step", *(f"{batch} x {prompt:,}" for batch, prompt in shapes))
+    plain = result | {"cells": [cell for cell in result["cells"] if not cell["compiled"]]}
+    return markdown(columns, generate_rows(plain, shapes, lambda cell: format_bytes(cell["copied_bytes"])))
+
+
+def generate_rows(
+    result: Result, shapes: list[tuple[int, int]], figure: Callable[[Result], str]
+) -> list[tuple[str, ...]]:
+    """A row for each way to decode Llama-3.1-8B, ours in bold."""
+    cells = [cell for cell in result["cells"] if cell["model"] == "Llama-3.1-8B"]
+    rows = []
+    for name in dict.fromkeys(cell["contender"] for cell in cells):
+        of = {(cell["batch"], cell["prompt"]): cell for cell in cells if cell["contender"] == name}
+        figures = [figure(of[shape]) if of[shape]["status"] == "measured" else of[shape]["status"] for shape in shapes]
+        rows.append((f"**{name}**" if name.startswith("VmmCache") else name, *figures))
+    return rows
+
+
 # ------------------------------------------------------------------ memory
 
 

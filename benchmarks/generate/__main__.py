@@ -34,8 +34,9 @@ from .models import build, token_bytes
 from .plans import CPU, GPU, Plan
 from .tables import shape, tables
 
-ERROR_BOUND = 0.05
-"""A relative error of logits that rounding to bf16 in every layer can explain."""
+ERROR_BOUND = 0.08
+"""A relative error of logits that rounding to bf16 in every layer can explain. Backends of SDPA differ by 0.05, and
+compiled steps by 0.06, with torch's own caches as well."""
 
 
 def main(
