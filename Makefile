@@ -1,9 +1,12 @@
-# `make demo`, `make test`, `make notebooks` and `make docs`. Each makes its environment first, and uses a GPU where there is one.
+# Each target makes its environment first, and uses a GPU where there is one: `make demo`, `make test`, `make benchmarks`,
+# `make notebooks`, `make docs`.
 
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test lint notebooks docs
+.PHONY: demo test lint benchmarks notebooks docs
+
+BENCHMARKS := fragmentation reuse idle allocator generate serve
 
 demo: .venv/demo
 	@echo "== Replaying requests through a vmmkv cache, checking attention against float64"
@@ -11,7 +14,10 @@ demo: .venv/demo
 
 test: .venv/test
 	@echo "== Running the tests (those that need a GPU run where there is one)"
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST)
+
+benchmarks: .venv/benchmarks
+	@for name in $(BENCHMARKS); do echo "== benchmarks.$$name"; $(BIN)/python -m benchmarks.$$name || exit; done
 
 notebooks: .venv/notebooks
 	@echo "== Opening the notebooks"
@@ -37,6 +43,12 @@ lint: .venv/test
 	@echo "== Installing vmmkv and what its tests need into .venv"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
+	@touch $@
+
+.venv/benchmarks: pyproject.toml constraints.txt
+	@echo "== Installing vmmkv and what its benchmarks need into .venv"
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench,hf]"
 	@touch $@
 
 .venv/notebooks: pyproject.toml constraints.txt
