@@ -8,6 +8,7 @@ import pickle
 import random
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -562,40 +563,41 @@ def test_a_growable_tensor_is_a_tensor(device: str, data, dtype, per_page: float
     max_rows = 10 * page // row_bytes + 1
     grown = GrowableTensor((max_rows, width, inner), dtype, max_bytes=budget * page, driver=driver)
     model, views, faulty = grown.tensor.clone(), [], False
-    for _ in range(data.draw(st.integers(1, 12))):
-        action = data.draw(st.sampled_from(["resize", "append", "trim", "fail"]))
-        length = data.draw(st.integers(0, max_rows))
-        try:
-            if action == "fail":
-                driver.fail(data.draw(st.sampled_from(["create", "map", "set_access", "unmap"])), length % 4)
-                faulty = True
-            elif action == "trim":
-                grown.trim()
-                if not faulty:
-                    assert grown.stats().physical_bytes == -(-len(model) * row_bytes // page) * page
-            elif action == "append":
-                rows = random_rows(max(length - len(model), 0), model)
-                grown.append(rows)
-                model = torch.cat([model, rows])
-            else:
-                grown.resize(length)
-                new = random_rows(max(length - len(model), 0), model)
-                grown.tensor[len(model) :] = new
-                model = torch.cat([model[:length], new])
-        except vmmkv.OutOfPagesError:
-            assert -(-length * row_bytes // page) > budget
-        except vmmkv.DriverError:
-            assert faulty
-        faulty = faulty and bool(driver._faults)
-        assert grown.shape == grown.tensor.shape == model.shape
-        assert grown.tensor.is_contiguous()
-        assert torch.equal(grown.tensor, model)
-        assert len(grown) <= grown.capacity <= max_rows
-        assert grown.stats().physical_bytes == len(driver.handles) * page <= budget * page
-        views = [view for view in views if len(view) <= len(model)] + [grown.tensor]
-        assert all(torch.equal(view, model[: len(view)]) for view in views)
-        assert len({view.data_ptr() for view in views if len(view)}) <= 1
-    driver.heal()
+    with ExitStack() as end:  # hypothesis may leave an example anywhere
+        end.callback(driver.heal)
+        for _ in range(data.draw(st.integers(1, 12))):
+            action = data.draw(st.sampled_from(["resize", "append", "trim", "fail"]))
+            length = data.draw(st.integers(0, max_rows))
+            try:
+                if action == "fail":
+                    driver.fail(data.draw(st.sampled_from(["create", "map", "set_access", "unmap"])), length % 4)
+                    faulty = True
+                elif action == "trim":
+                    grown.trim()
+                    if not faulty:
+                        assert grown.stats().physical_bytes == -(-len(model) * row_bytes // page) * page
+                elif action == "append":
+                    rows = random_rows(max(length - len(model), 0), model)
+                    grown.append(rows)
+                    model = torch.cat([model, rows])
+                else:
+                    grown.resize(length)
+                    new = random_rows(max(length - len(model), 0), model)
+                    grown.tensor[len(model) :] = new
+                    model = torch.cat([model[:length], new])
+            except vmmkv.OutOfPagesError:
+                assert -(-length * row_bytes // page) > budget
+            except vmmkv.DriverError:
+                assert faulty
+            faulty = faulty and bool(driver._faults)
+            assert grown.shape == grown.tensor.shape == model.shape
+            assert grown.tensor.is_contiguous()
+            assert torch.equal(grown.tensor, model)
+            assert len(grown) <= grown.capacity <= max_rows
+            assert grown.stats().physical_bytes == len(driver.handles) * page <= budget * page
+            views = [view for view in views if len(view) <= len(model)] + [grown.tensor]
+            assert all(torch.equal(view, model[: len(view)]) for view in views)
+            assert len({view.data_ptr() for view in views if len(view)}) <= 1
     grown.close()
     assert not driver.handles
 
