@@ -16,6 +16,7 @@ from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
 from . import fragmentation, idle, reuse
+from .serve import report as serving
 from .virtual import SCHEMES
 
 Result = dict[str, Any]
@@ -269,6 +270,36 @@ def static_reservation(result: Result) -> str:
         for row in result["reservations"]
     ]
     return markdown(("reserved for each sequence", "requests that fit", "waste"), rows)
+
+
+# ------------------------------------------------------------------ serving
+
+
+@table("serve_h200.json")
+def serve_saturation(result: Result) -> str:
+    return serving_table(result, 0)
+
+
+@table("serve_h200.json")
+def serve_load(result: Result) -> str:
+    return serving_table(result, 1)
+
+
+def serving_table(result: Result, case: int) -> str:
+    name, backends = serving.by_case(result["serving"])[case]
+    rows = [(what.strip(), *(str(show(row)) for row in backends.values())) for what, show in serving.FIGURES.items()]
+    return markdown((name, *backends), rows)
+
+
+@table("serve_h200.json")
+def serve_prompts(result: Result) -> str:
+    columns = "backend, kernel", "tokens/s", "attention alone", "its share of the time"
+    return markdown(columns, map(serving.prompt_line, result["prefill"]))
+
+
+@table("serve_h200.json")
+def serve_comparisons(result: Result) -> str:
+    return markdown(("what", "measured", "aim", "met"), map(serving.comparison_line, result["comparisons"]))
 
 
 @table("reuse_h200.json")
