@@ -128,7 +128,7 @@ def attend(
             attention_mask = _mask_of(spans, query.shape[2], key.shape[2], sliding_window)
         more = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **kwargs}
         if attention_mask is not None and kernels_take(key, value) and key.shape[2] > query.shape[2]:
-            # They may be whole rows of a cache made with compile=True, with memory only where the mask lets kernels read.
+            # They may be whole rows of a cache made with compile=True, which have memory for live tokens only.
             seen = _seen_tokens(attention_mask)
             key, value, attention_mask = key[:, :, seen], value[:, :, seen], attention_mask[..., seen]
             if (bias := more.get("position_bias")) is not None:
@@ -183,7 +183,7 @@ def _mask_of(spans: torch.Tensor, q_length: int, kv_length: int, window: int | N
 
 
 def _seen_tokens(attention_mask: torch.Tensor) -> slice:
-    """From the first token that any query sees to the last; `attention_mask` is `[..., kv_length]`, bool or additive."""
+    """From the first token that any query sees to the last; `attention_mask`, `[..., kv_length]`, is bool or added."""
     if attention_mask.dtype != torch.bool:
         attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min
     seen = attention_mask.flatten(0, -2).any(0).nonzero().flatten().tolist()
