@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 from generation import LENGTHS, caches, check_same_generation, left_padding, random_tokens, vmm_cache
-from tiny_models import MODELS, WIDE_MODELS, WINDOW, skip_unsupported, tiny_model
+from tiny_models import DECODER, MODELS, WIDE_MODELS, WINDOW, skip_unsupported, tiny_model
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, DynamicCache, PreTrainedModel
+from transformers import CompileConfig, DynamicCache, LlamaConfig, PreTrainedModel
 
 import vmmkv
 
@@ -96,6 +96,50 @@ def test_turns_and_copies(name: str, device: str) -> None:
     assert torch.equal(*conversations)
 
 
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("name", ["llama-gqa-wide", "mistral-wide"])
+def test_a_mask_without_kernels_reads_live_tokens_only(name: str, device: str) -> None:
+    """SDPA cannot know where rows have no memory, or, behind a window, none any more."""
+    model = tiny_model(name, "vmmkv", device)
+    tokens = random_tokens(model, 2, 60)
+    mask = torch.ones_like(tokens)
+    mask[:, ::5] = 0
+    expected, logits = [], []
+    for cache, results in zip(caches(model, compile=True), (expected, logits)):
+        for start in range(0, 60, 20):
+            seen = slice(start, start + 20)
+            with torch.no_grad():
+                output = model(tokens[:, seen], attention_mask=mask[:, : seen.stop], past_key_values=cache)
+            results.append(output.logits[mask[:, seen].bool()])
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+def test_a_wrong_guess_of_the_shape_does_no_harm(device: str) -> None:
+    """The kernels could take what is announced, but not what comes."""
+    model = tiny_model("llama-gqa", "vmmkv", device)
+    tokens = random_tokens(model, 2, 12)
+    cache = vmm_cache(model.config, device, compile=True)
+    cache.early_initialization(2, 2, 64, torch.float32, torch.device(device))
+    assert torch.equal(generate(model, tokens, past_key_values=cache), generate(model, tokens))
+
+
+@pytest.mark.parametrize("modes", [(torch.no_grad, torch.inference_mode), (torch.inference_mode, torch.no_grad)])
+@pytest.mark.usefixtures("_uncompiled")
+def test_no_grad_and_inference_mode_in_either_order(modes, device: str) -> None:
+    model = tiny_model("gemma3", "sdpa", device)
+    generated = []
+    for cache in caches(model, compile=True):
+        tokens = random_tokens(model, 2, 6)
+        for mode in (*modes, *modes):
+            with mode():
+                logits = model(tokens, past_key_values=cache).logits
+                cache = copy.deepcopy(cache)
+                tokens = logits[:, -3:].argmax(-1)
+        generated.append(logits.clone())
+    torch.testing.assert_close(*generated, atol=1e-4, rtol=1e-4)
+
+
 # ---------------------------------------------------------------------- one graph
 
 COMPILED = [("llama-gqa", "sdpa"), ("gemma3", "sdpa"), *[(name, "vmmkv") for name in WIDE_MODELS]]
@@ -155,6 +199,48 @@ def test_compiled_by_hand(name: str, attention: str, device: str) -> None:
     assert torch.equal(torch.cat(tokens, 1), expected)
     check_one_graph()
     assert cache.get_seq_length() == 12 + 23
+
+
+def test_layers_of_different_shapes(device: str) -> None:
+    """What a prompt has told of the last layer is where the graph finds the first."""
+    config = LlamaConfig(**DECODER)
+    cache, reference = vmm_cache(config, device, compile=True), DynamicCache(config=config)
+
+    def forward(kv: list[torch.Tensor]) -> list[torch.Tensor]:
+        return [states for index, (k, v) in enumerate(kv) for states in cache.update(k, v, index)]
+
+    step = torch.compile(forward, backend="eager", fullgraph=True)
+    for length, tokens in enumerate([10, 1, 1], start=10):
+        kv = [torch.randn(2, 2, heads, tokens, 16, device=device) for heads in (2, 2, 6, 4)]
+        expected = [states for index, (k, v) in enumerate(kv) for states in reference.update(k, v, index)]
+        if tokens == 1:
+            cache.reserve(length)
+        for states, reference_states in zip((forward if tokens > 1 else step)(kv), expected):
+            assert torch.equal(states[:, :, :length], reference_states)
+
+
+def test_reserved_room_stays(device: str) -> None:
+    """Whatever else happens before, or between, passes that the host does not see: a page holds 8 tokens."""
+    model = tiny_model("llama-gqa", "sdpa", device)
+    reference, cache = caches(model, compile=True)
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        for each in (cache, reference):
+            model(random_tokens(model, 3, 4), past_key_values=each)
+        cache.reserve(16)
+        for each in (cache, reference):
+            each.batch_select_indices(torch.tensor([2, 0], device=device))
+        for length in range(5, 19):
+            token = random_tokens(model, 2, 1, seed=length)
+            run = step if 5 < length < 17 else model
+            logits = run(token, past_key_values=cache).logits
+            torch.testing.assert_close(logits, model(token, past_key_values=reference).logits, atol=1e-4, rtol=1e-4)
+            for kv_cache in cache.kv_caches:
+                kv_cache.check()
+                assert used_pages(cache) >= 2 * -(-16 * kv_cache.layout.token_bytes // kv_cache.page_size)
+        cache.reset()
+        with pytest.raises(ValueError, match="after a prompt"):
+            cache.reserve(16)
 
 
 @pytest.mark.gpu
@@ -252,6 +338,15 @@ def test_what_cannot_map_pages_says_so(device: str) -> None:
             cache.reserve(201)
     with pytest.raises(ValueError, match="compile=True"):
         vmm_cache(model.config, device).reserve(20)
+
+
+def test_layers_with_other_tokens_are_refused(device: str) -> None:
+    """As of models that keep an image in some of their layers."""
+    cache = vmm_cache(LlamaConfig(**DECODER), device, compile=True)
+    prompt, image = (torch.randn(2, 2, 2, tokens, 16, device=device) for tokens in (3, 190))
+    cache.update(*prompt, 0)
+    with pytest.raises(vmmkv.ShapeError, match=r"190 tokens.*without compile=True"):
+        cache.update(*image, 1)
 
 
 @pytest.mark.usefixtures("_uncompiled")

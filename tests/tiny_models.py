@@ -109,7 +109,7 @@ MODELS = {
     "t5": (
         "T5",
         "ForConditionalGeneration",
-        {**ENCODER_DECODER, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 8, "decoder_start_token_id": 0},
+        {**ENCODER_DECODER, "d_kv": 64, "d_ff": 64, "num_layers": 3, "num_heads": 8, "decoder_start_token_id": 0},
     ),
 }
 

@@ -127,6 +127,12 @@ def attend(
         if spans is not None:
             attention_mask = _mask_of(spans, query.shape[2], key.shape[2], sliding_window)
         more = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **kwargs}
+        if attention_mask is not None and kernels_take(key, value) and key.shape[2] > query.shape[2]:
+            # They may be whole rows of a cache made with compile=True, which have memory for live tokens only.
+            seen = _seen_tokens(attention_mask)
+            key, value, attention_mask = key[:, :, seen], value[:, :, seen], attention_mask[..., seen]
+            if (bias := more.get("position_bias")) is not None:
+                more["position_bias"] = bias[..., seen]
         return _attend_without_kernels(module, query, key, value, attention_mask, dropout, scaling, **more)
     batch_size, num_heads, q_length, head_dim = query.shape
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
@@ -174,6 +180,14 @@ def _mask_of(spans: torch.Tensor, q_length: int, kv_length: int, window: int | N
     query = end - q_length + torch.arange(q_length, device=spans.device)[:, None]
     seen = (key >= first) & (key <= query)
     return seen & (key > query - window) if window else seen
+
+
+def _seen_tokens(attention_mask: torch.Tensor) -> slice:
+    """From the first token that any query sees to the last; `attention_mask`, `[..., kv_length]`, is bool or added."""
+    if attention_mask.dtype != torch.bool:
+        attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min
+    seen = attention_mask.flatten(0, -2).any(0).nonzero().flatten().tolist()
+    return slice(seen[0], seen[-1] + 1) if seen else slice(0)
 
 
 def _attend_without_kernels(

@@ -155,14 +155,14 @@ class Batch:
             self._starts, self._starts_at = torch.full_like(self._row_numbers, position), position
         append_rows(keys, values, *self.kv_cache.kv(layer), self._row_numbers[:rows], self._starts[:rows])
 
-    def copy(self, layout: KVLayout, layers: Iterable[int]) -> Batch:
+    def copy(self, layout: KVLayout, layers: Iterable[int], zero_tail: bool) -> Batch:
         """Another batch that holds the same tokens, laid out anew; what it holds of other layers is undefined.
 
         Raises:
             OutOfPagesError, DriverError: as in `reserve`.
         """
         old = self.kv_cache
-        twin = Batch(layout, old.max_sequences, old.max_seq_len, old.device, old.page_size, self.zero_tail)
+        twin = Batch(layout, old.max_sequences, old.max_seq_len, old.device, old.page_size, zero_tail)
         twin.reserve(self.rows, self.first, self.end)
         for layer in layers:
             there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))
@@ -171,4 +171,4 @@ class Batch:
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Batch:
-        return self.copy(self.kv_cache.layout, range(self.kv_cache.layout.num_layers))
+        return self.copy(self.kv_cache.layout, range(self.kv_cache.layout.num_layers), self.zero_tail)

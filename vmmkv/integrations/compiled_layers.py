@@ -7,21 +7,21 @@ device when that is about to leave the pages that are mapped, every few tokens.
 
 Invariants:
  1. `lengths <= bound <= batch.end` between forward passes: what a pass reads, and all that it writes, is mapped.
+    `bound` is `batch.end` where the user has reserved room: passes that the host does not see may fill it.
  2. All rows are equally long, and all layers of a group write the same tokens.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
 from ..cache import KVCache
-from ..errors import StreamCaptureError
-from ..layout import KVLayout
+from ..errors import ShapeError, StreamCaptureError
 from .attention import NAME, kernels_take
-from .batch import Batch
 from .layer_group import LayerGroup
 from .layers import VmmLayer
 from .row_writes import append_rows, can_append
@@ -74,35 +74,60 @@ class CompiledLayerGroup(LayerGroup):
         """Whether the user has said how long sequences may become until the next `reset`."""
         self._attention = attention
         self._bound = 0
-        self._places: dict[int, Place] = {}
+        self._pass = 0, 0
+        """Sequences, and tokens of each, of the last forward pass that began outside of a graph."""
+        self._places: list[Place] = []
 
     @property
     def num_layers(self) -> int:
         return len(self._extents)
 
-    def _new_batch(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> Batch:
-        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
-            self.row_numbers = torch.arange(self._max_batch_size, dtype=torch.int32, device=keys.device)
-            self.lengths = torch.zeros_like(self.row_numbers)
-        zero_tail = self._attention() != NAME or not kernels_take(keys, values)
-        return Batch(layout, self._max_batch_size, self.max_seq_len, keys.device, self._page_size, zero_tail)
+    def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        batch = self.batch
+        super().learn(layer, keys, values)
+        if batch is None:
+            with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
+                self.row_numbers = torch.arange(self._max_batch_size, dtype=torch.int32, device=keys.device)
+                self.lengths = torch.zeros_like(self.row_numbers)
+        if batch is not self.batch:
+            self._tell_compilers()
+
+    def _reads_whole_rows(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        return self._attention() != NAME or not kernels_take(keys, values)
+
+    def _tell_compilers(self) -> None:
+        """Where the layers of a new batch lie, and that its memory never moves."""
+        kv_cache = self._held().kv_cache
+        self._places = [Place.of(kv_cache, layer) for layer in range(self.num_layers)]
+        for tensor in (self.lengths, *map(kv_cache.range, range(len(kv_cache.layout.record_bytes)))):
+            torch._dynamo.mark_static_address(tensor)  # or CUDA graphs would not be made, since it is written
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayerGroup:
+        memo[id(self)] = twin = copy.copy(self)
+        with torch.inference_mode(False):  # as in `learn`
+            vars(twin).update(copy.deepcopy(vars(self), memo))
+        if twin.batch:
+            twin._tell_compilers()
+        return twin
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
     def begin(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Before a layer writes K and V, `[batch_size, num_kv_heads, tokens, head_dim]`, outside of a graph.
 
         Raises:
-            VmmkvError: see `LayerGroup.write`.
+            ShapeError: the first layer has got another number of tokens; and what `LayerGroup.write` raises.
         """
         self._accept(layer, keys, values)
         rows, _, tokens, _ = keys.shape
         if layer == 0:
             self.make_room(tokens, rows)
+            self._pass = rows, tokens
+        elif (rows, tokens) != self._pass:
+            raise ShapeError(
+                f"got {tokens} tokens of {rows} sequences for layer {layer} of its group, and {self._pass[1]} of "
+                f"{self._pass[0]} for the first: a model of such layers needs a cache made without compile=True"
+            )
         self._extents[layer].rows = rows
-        kv_cache = self._held().kv_cache
-        self._places[layer] = Place.of(kv_cache, layer)
-        for tensor in (kv_cache.range(self._places[layer].range), self.lengths):
-            torch._dynamo.mark_static_address(tensor)  # or CUDA graphs would not be made, since it is written
 
     def make_room(self, tokens: int, rows: int = 0) -> None:
         """Maps the pages that a forward pass of so many tokens will write to.
@@ -127,13 +152,13 @@ class CompiledLayerGroup(LayerGroup):
         end = length + tokens
         whole_pages = -(-end // batch.page_tokens) * batch.page_tokens
         batch.reserve(rows, batch.first, max(min(whole_pages, self.max_seq_len), end))
-        self._bound = end
+        self._bound = batch.end if self.is_reserved else end
 
     def reserve(self, seq_len: int) -> None:
         """Maps pages for sequences of up to `seq_len` tokens; see `VmmCache.reserve`."""
         batch = self._held()
         batch.reserve(batch.rows, batch.first, seq_len)
-        self._bound = max(self._bound, seq_len)
+        self._bound = batch.end
         self.is_reserved = True
 
     def check_reserved(self) -> None:
@@ -167,13 +192,13 @@ class CompiledLayerGroup(LayerGroup):
     def fit(self) -> None:
         if self.batch is None:
             return
-        if any(extent.rows for extent in self._extents):
-            self.learn_length()
-            self._bound = int(self.lengths[0])
-        else:
+        rows = max(extent.rows for extent in self._extents)
+        if not rows:
             self.lengths.zero_()
             self._bound, self.is_reserved = 0, False
-        super().fit()
+        elif not self.is_reserved:
+            self._bound = int(self.lengths[0])
+        self.batch.shrink(rows, self.batch.first, self._bound)
 
     def learn_length(self) -> None:
         """Asks the device how long the rows are."""

@@ -76,15 +76,18 @@ class LayerGroup:
         shapes = [*self._shapes[:layer], shape, *self._shapes[layer + 1 :]]
         if self.batch is None:
             layout = self._layout([known or shape for known in shapes], keys.dtype)
-            self.batch = self._new_batch(layout, keys, values)
+            zero_tail = self._reads_whole_rows(keys, values)
+            self.batch = Batch(layout, self._max_batch_size, self.max_seq_len, keys.device, self._page_size, zero_tail)
         elif shape != self._room(layer):
             layout = self._layout([known or shape for known in shapes], self.batch.kv_cache.layout.dtype)
             others = [index for index, known in enumerate(self._shapes) if known and index != layer]
-            self.batch = self.batch.copy(layout, others)
+            zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
+            self.batch = self.batch.copy(layout, others, zero_tail)
         self._shapes = shapes
 
-    def _new_batch(self, layout: KVLayout, keys: torch.Tensor, values: torch.Tensor) -> Batch:
-        return Batch(layout, self._max_batch_size, self.max_seq_len, keys.device, self._page_size)
+    def _reads_whole_rows(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether attention to K and V like these reads rows to their end."""
+        return False
 
     def _room(self, layer: int) -> Shape:
         """The shape that a layer's place in the record has."""

@@ -42,7 +42,8 @@ class VmmCache(DynamicCache):
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
             tokens only; others read `max_seq_len` tokens at each step, zeros behind the live ones, and are slower
             the larger it is. Layers write a prompt as a whole, also where a window moves over it. Not for
-            assisted generation.
+            assisted generation, and not for the cross-attention of an encoder-decoder, which knows no length: there
+            make that one of the two caches without it.
 
     Raises:
         LayoutError: at the first write, where a single layer's rows are longer than 32-bit strides reach, or the
@@ -86,9 +87,10 @@ class VmmCache(DynamicCache):
 
         Raises:
             ValueError: the cache was made without `compile=True`, or nothing was written to it.
-            SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`; nothing has changed.
+            SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`. What was reserved stays so.
         """
-        groups = [group for group in self._groups.values() if isinstance(group, CompiledLayerGroup) and group.batch]
+        compiled = [group for group in self._groups.values() if isinstance(group, CompiledLayerGroup)]
+        groups = [group for group in compiled if group.batch and group.batch.rows]
         if not groups:
             raise ValueError("reserve() is for caches with compile=True, after a prompt was written to them")
         for group in groups:
