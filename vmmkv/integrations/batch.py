@@ -153,7 +153,10 @@ class Batch:
         position = first - self.origin
         if position != self._starts_at:  # once for all layers of a forward pass
             self._starts, self._starts_at = torch.full_like(self._row_numbers, position), position
-        append_rows(keys, values, *self.kv_cache.kv(layer), self._row_numbers[:rows], self._starts[:rows])
+        row_numbers, starts = self._row_numbers, self._starts
+        if rows < self.rows:
+            row_numbers, starts = row_numbers[:rows], starts[:rows]
+        append_rows(keys, values, *self.kv_cache.kv(layer), row_numbers, starts)
 
     def copy(self, layout: KVLayout, layers: Iterable[int], zero_tail: bool) -> Batch:
         """Another batch that holds the same tokens, laid out anew; what it holds of other layers is undefined.
