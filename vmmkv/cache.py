@@ -347,6 +347,14 @@ class KVCache:
 
     # ------------------------------------------------------------------ accounting
 
+    @property
+    def available_pages(self) -> int:
+        """Pages that new tokens can have: those of the budget that hold no tokens of live sequences."""
+        with self._lock:
+            self._check_usable()
+            self._free_abandoned()
+            return self._pool.budget - len(self._rows.zero_pages) - self._rows.used_pages
+
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
         with self._lock:

@@ -74,6 +74,7 @@ class Rows:
         """Sequences that started on a row with mapped pages."""
         self._driver = pool.driver
         self._page_size = pool.driver.page_size
+        self._page_tokens = -(-self._page_size // min(record for _, record in ranges))
         self.scrub = scrub or zero_tail
         self.zero_tail = zero_tail
         self.zero_pages = pool.take(int(zero_tail))
@@ -378,10 +379,10 @@ class Rows:
     @property
     def used_pages(self) -> int:
         """Pages that hold tokens of live sequences."""
-        live = self.owner >= 0
-        start, length = self.start[live], self.length[live]
-        size = self._page_size
-        return sum(int((-(-length * record // size) - start * record // size).sum()) for _, record in self.ranges)
+        size = self._page_size  # rows that belong to nobody hold no tokens
+        return -sum(
+            int((self.length * -record // size).sum() + (self.start * record // size).sum()) for _, record in self.ranges
+        )
 
     @property
     def surplus_pages(self) -> int:
@@ -397,7 +398,9 @@ class Rows:
         return surplus
 
     def reclaim(self, count: int) -> int:
-        """Unmaps up to `count` surplus pages, those nobody can adopt first, the oldest first.
+        """Unmaps up to `count` surplus pages: those nobody can adopt, tails of live rows, parked rows.
+
+        A sequence grows into its tail page by page, and into its far end last; the next sequence adopts parked rows whole.
 
         Takes idle pages where it can and waits for the GPU where it must. Returns how many.
         """
@@ -407,8 +410,12 @@ class Rows:
         return reclaimed
 
     def _candidates(self) -> Iterator[int]:
-        """Rows that may have surplus pages."""
+        """Rows that may have surplus pages, those that will miss them least first. Some come twice."""
         yield from list(self.retired)
+        tails = self.capacity - self.length
+        tails[self.owner < 0] = 0
+        longest_first = np.argsort(-tails, kind="stable")
+        yield from longest_first[tails[longest_first] >= self._page_tokens].tolist()
         yield from list(self.parked)
         yield from np.flatnonzero(self.owner >= 0).tolist()
 
@@ -448,16 +455,6 @@ class Rows:
                 self._settle(row)
         return unmapped
 
-    def _parked_pages(self, enough: int) -> int:
-        """Pages of parked rows, counted up to `enough`: what is usually there to be reclaimed."""
-        count = 0
-        for row in self.parked:
-            for arena, _ in self.ranges:
-                count += len(arena.rows[row].pages)
-            if count >= enough:
-                break
-        return count
-
     def _supply(self, count: int) -> list[int]:
         """`count` pages: free ones, then retired ones, then new ones, and under pressure any surplus."""
         if self.retired and count > self.pool.free:
@@ -472,9 +469,6 @@ class Rows:
 
     def _press(self, count: int, missing: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Reclaims `missing` pages, or raises before it changes anything."""
-        if self._parked_pages(missing) >= missing:
-            self.reclaim(missing)
-            return
         used = self.used_pages - count  # `grow` counts those asked for among the used ones already
         surplus = self.pool.taken - len(self.zero_pages) - used
         if surplus < missing:
