@@ -74,6 +74,8 @@ class Rows:
         """Sequences that started on a row with mapped pages."""
         self._driver = pool.driver
         self._page_size = pool.driver.page_size
+        self.spare = pool.budget // 512
+        """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
         self._page_tokens = -(-self._page_size // min(record for _, record in ranges))
         self.scrub = scrub or zero_tail
         self.zero_tail = zero_tail
@@ -397,27 +399,28 @@ class Rows:
             surplus += len(mapping.pages) - (min(end, mapping.end) - first)
         return surplus
 
-    def reclaim(self, count: int) -> int:
-        """Unmaps up to `count` surplus pages: those nobody can adopt, tails of live rows, parked rows.
+    def reclaim(self, count: int, spare: int = 0) -> int:
+        """Unmaps up to `count` surplus pages, and up to `spare` more where they are idle. Returns how many.
 
-        A sequence grows into its tail page by page, and into its far end last; the next sequence adopts parked rows whole.
-
-        Takes idle pages where it can and waits for the GPU where it must. Returns how many.
+        Takes idle pages where it can and waits for the GPU where it must.
         """
-        reclaimed = self._reclaim_from(self._candidates(), count)
+        reclaimed = self._reclaim_from(self._candidates(), count + spare)
         if reclaimed < count:
             reclaimed += self._reclaim_from(self._candidates(), count - reclaimed, wait=True)
         return reclaimed
 
     def _candidates(self) -> Iterator[int]:
-        """Rows that may have surplus pages, those that will miss them least first. Some come twice."""
+        """Rows that may have surplus pages, those that will miss them least first. Some come twice.
+
+        Nobody can adopt what is retired. The end of a long tail is used many tokens from now, if at all; parked rows
+        may be adopted whole by the next sequence, the oldest are the least likely to be.
+        """
         yield from list(self.retired)
         tails = self.capacity - self.length
-        tails[self.owner < 0] = 0
-        longest_first = np.argsort(-tails, kind="stable")
-        yield from longest_first[tails[longest_first] >= self._page_tokens].tolist()
+        live = np.flatnonzero((tails >= self._page_tokens) & (self.owner >= 0))
+        yield from live[np.argsort(-tails[live])].tolist()
         yield from list(self.parked)
-        yield from np.flatnonzero(self.owner >= 0).tolist()
+        yield from np.flatnonzero(self.owner >= 0).tolist()  # with `scrub` no capacity shows a tail
 
     def _reclaim_from(self, rows: Iterable[int], count: int, wait: bool = False) -> int:
         reclaimed = 0
@@ -481,4 +484,4 @@ class Rows:
                 requested=count,
                 available=available,
             ) from cause
-        self.reclaim(missing)
+        self.reclaim(missing, self.spare)
