@@ -417,8 +417,9 @@ class Rows:
         """
         yield from list(self.retired)
         tails = self.capacity - self.length
-        live = np.flatnonzero((tails >= self._page_tokens) & (self.owner >= 0))
-        yield from live[np.argsort(-tails[live])].tolist()
+        rows = np.flatnonzero((tails >= self._page_tokens) & (self.owner >= 0))
+        if len(rows):
+            yield from rows[np.argsort(-tails[rows])].tolist()
         yield from list(self.parked)
         yield from np.flatnonzero(self.owner >= 0).tolist()  # with `scrub` no capacity shows a tail
 
@@ -458,6 +459,16 @@ class Rows:
                 self._settle(row)
         return unmapped
 
+    def _parked_pages(self, enough: int) -> int:
+        """Pages of parked rows, counted up to `enough`: what is usually there to be reclaimed."""
+        count = 0
+        for row in self.parked:
+            for arena, _ in self.ranges:
+                count += len(arena.rows[row].pages)
+            if count >= enough:
+                break
+        return count
+
     def _supply(self, count: int) -> list[int]:
         """`count` pages: free ones, then retired ones, then new ones, and under pressure any surplus."""
         if self.retired and count > self.pool.free:
@@ -472,6 +483,9 @@ class Rows:
 
     def _press(self, count: int, missing: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Reclaims `missing` pages, or raises before it changes anything."""
+        if self._parked_pages(missing) >= missing:
+            self.reclaim(missing, self.spare)
+            return
         used = self.used_pages - count  # `grow` counts those asked for among the used ones already
         surplus = self.pool.taken - len(self.zero_pages) - used
         if surplus < missing:
