@@ -349,11 +349,15 @@ class KVCache:
 
     @property
     def available_pages(self) -> int:
-        """Pages that new tokens can have: those of the budget that hold no tokens of live sequences."""
+        """Pages of the budget that hold no tokens and can be had without waiting for the GPU.
+
+        Not counted are pages behind a live sequence that work of the sequence before it may still read: they can be
+        had, too, but the host waits. Those of parked rows are counted: the stream that freed them adopts them at once.
+        """
         with self._lock:
             self._check_usable()
             self._free_abandoned()
-            return self._pool.budget - len(self._rows.zero_pages) - self._rows.used_pages
+            return self._rows.available_pages
 
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""

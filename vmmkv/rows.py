@@ -383,13 +383,20 @@ class Rows:
         """Pages that hold tokens of live sequences."""
         size = self._page_size  # rows that belong to nobody hold no tokens
         return -sum(
-            int((self.length * -record // size).sum() + (self.start * record // size).sum()) for _, record in self.ranges
+            int((self.length * -record // size).sum() + (self.start * record // size).sum())
+            for _, record in self.ranges
         )
 
     @property
     def surplus_pages(self) -> int:
         """Mapped pages that hold no tokens of live sequences."""
         return self.pool.taken - len(self.zero_pages) - self.used_pages
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that hold no tokens, but for those behind live rows that work on the GPU may still read."""
+        fenced = sum(self._surplus(row) for row in self._tails() if not self._fences[row].passed())
+        return self.pool.budget - len(self.zero_pages) - self.used_pages - fenced
 
     def _surplus(self, row: int) -> int:
         """Surplus pages of one row. A row that is just growing may not have all of its used pages yet."""
@@ -416,12 +423,15 @@ class Rows:
         may be adopted whole by the next sequence, the oldest are the least likely to be.
         """
         yield from list(self.retired)
-        tails = self.capacity - self.length
-        rows = np.flatnonzero((tails >= self._page_tokens) & (self.owner >= 0))
-        if len(rows):
-            yield from rows[np.argsort(-tails[rows])].tolist()
+        yield from self._tails()
         yield from list(self.parked)
         yield from np.flatnonzero(self.owner >= 0).tolist()  # with `scrub` no capacity shows a tail
+
+    def _tails(self) -> list[int]:
+        """Live rows with surplus pages behind their tokens, as far as capacities show them; the longest tail first."""
+        tails = self.capacity - self.length
+        rows = np.flatnonzero((tails >= self._page_tokens) & (self.owner >= 0))
+        return rows[np.argsort(-tails[rows])].tolist() if len(rows) else []
 
     def _reclaim_from(self, rows: Iterable[int], count: int, wait: bool = False) -> int:
         reclaimed = 0
