@@ -74,7 +74,8 @@ class Rows:
         """Sequences that started on a row with mapped pages."""
         self._driver = pool.driver
         self._page_size = pool.driver.page_size
-        self.spare = pool.budget // 512
+        # A live row's zero tail grows with each page that is taken from it.
+        self.spare = 0 if zero_tail else pool.budget // 512
         """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
         self._page_tokens = -(-self._page_size // min(record for _, record in ranges))
         self.scrub = scrub or zero_tail
