@@ -132,6 +132,20 @@ def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, ma
     cache.check()
 
 
+def test_available_pages_can_be_had_without_waiting(driver, make_cache) -> None:
+    cache = make_cache(driver=driver, pages=20)
+    long, short = (cache.layout.pages(tokens, cache.page_size) for tokens in (80, 5))
+    cache.sequence(80).free()
+    live = [cache.sequence(5)]  # adopts all of its pages, which may still be read
+    assert cache.available_pages == 20 - long
+    live.append(cache.sequence(5 * (20 - long)))  # a page for each five tokens
+    assert not any(event.waited for _, event in driver.events)
+    driver.finish()
+    assert cache.available_pages == long - short
+    live.append(cache.sequence(5 * (long - short)))
+    assert not any(event.waited for _, event in driver.events)
+
+
 def test_recorded_streams_and_the_first_stream_are_fenced(driver, make_cache) -> None:
     cache = make_cache(driver=driver)
     driver.stream = "first"

@@ -44,8 +44,8 @@ class CacheMachine(RuleBasedStateMachine):
     device = "cpu"
     zero_tail = False
 
-    @initialize(layers_per_range=st.sampled_from([None, 1, 2]), scrub=st.booleans())
-    def make(self, layers_per_range: int | None, scrub: bool) -> None:
+    @initialize(layers_per_range=st.sampled_from([None, 1, 2]), scrub=st.booleans(), spare=st.integers(0, 3))
+    def make(self, layers_per_range: int | None, scrub: bool, spare: int) -> None:
         self.driver = FaultyDriver(small_driver(self.device))
         self.scrub = scrub or self.zero_tail
         self.layout = small_layout(self.driver, layers_per_range=layers_per_range)
@@ -58,6 +58,7 @@ class CacheMachine(RuleBasedStateMachine):
             scrub=scrub,
             zero_tail=self.zero_tail,
         )
+        self.cache._rows.spare = spare  # so small a budget would have none
         self.zero = self.driver.handles.copy()
         self.live: list[Model] = []
         self.addresses = [self.cache.kv(layer)[0].data_ptr() for layer in range(3)]
@@ -223,6 +224,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.pages["used"] + stats.pages["surplus"] == len(pages)
         assert sum(stats.pages.values()) == len(self.driver.handles)
         assert stats.physical_bytes == len(self.driver.handles) * self.driver.page_size <= stats.budget_bytes
+        assert self.cache.available_pages == BUDGET - stats.pages["used"]
         assert stats.tokens == sum(model.length - model.start for model in self.live)
         assert stats.rows["live"] == len(self.live)
         assert len(set(map(id, pages.values()))) == len(pages), "one page at two addresses"

@@ -347,6 +347,18 @@ class KVCache:
 
     # ------------------------------------------------------------------ accounting
 
+    @property
+    def available_pages(self) -> int:
+        """Pages of the budget that hold no tokens and can be had without waiting for the GPU.
+
+        Not counted are pages behind a live sequence that work of the sequence before it may still read: they can be
+        had, too, but the host waits. Those of parked rows are counted: the stream that freed them adopts them at once.
+        """
+        with self._lock:
+            self._check_usable()
+            self._free_abandoned()
+            return self._rows.available_pages
+
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
         with self._lock:

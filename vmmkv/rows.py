@@ -74,6 +74,10 @@ class Rows:
         """Sequences that started on a row with mapped pages."""
         self._driver = pool.driver
         self._page_size = pool.driver.page_size
+        # A live row's zero tail grows with each page that is taken from it.
+        self.spare = 0 if zero_tail else pool.budget // 512
+        """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
+        self._page_tokens = -(-self._page_size // min(record for _, record in ranges))
         self.scrub = scrub or zero_tail
         self.zero_tail = zero_tail
         self.zero_pages = pool.take(int(zero_tail))
@@ -378,15 +382,22 @@ class Rows:
     @property
     def used_pages(self) -> int:
         """Pages that hold tokens of live sequences."""
-        live = self.owner >= 0
-        start, length = self.start[live], self.length[live]
-        size = self._page_size
-        return sum(int((-(-length * record // size) - start * record // size).sum()) for _, record in self.ranges)
+        size = self._page_size  # rows that belong to nobody hold no tokens
+        return -sum(
+            int((self.length * -record // size).sum() + (self.start * record // size).sum())
+            for _, record in self.ranges
+        )
 
     @property
     def surplus_pages(self) -> int:
         """Mapped pages that hold no tokens of live sequences."""
         return self.pool.taken - len(self.zero_pages) - self.used_pages
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that hold no tokens, but for those behind live rows that work on the GPU may still read."""
+        fenced = sum(self._surplus(row) for row in self._tails() if not self._fences[row].passed())
+        return self.pool.budget - len(self.zero_pages) - self.used_pages - fenced
 
     def _surplus(self, row: int) -> int:
         """Surplus pages of one row. A row that is just growing may not have all of its used pages yet."""
@@ -396,21 +407,32 @@ class Rows:
             surplus += len(mapping.pages) - (min(end, mapping.end) - first)
         return surplus
 
-    def reclaim(self, count: int) -> int:
-        """Unmaps up to `count` surplus pages, those nobody can adopt first, the oldest first.
+    def reclaim(self, count: int, spare: int = 0) -> int:
+        """Unmaps up to `count` surplus pages, and up to `spare` more where they are idle. Returns how many.
 
-        Takes idle pages where it can and waits for the GPU where it must. Returns how many.
+        Takes idle pages where it can and waits for the GPU where it must.
         """
-        reclaimed = self._reclaim_from(self._candidates(), count)
+        reclaimed = self._reclaim_from(self._candidates(), count + spare)
         if reclaimed < count:
             reclaimed += self._reclaim_from(self._candidates(), count - reclaimed, wait=True)
         return reclaimed
 
     def _candidates(self) -> Iterator[int]:
-        """Rows that may have surplus pages."""
+        """Rows that may have surplus pages, those that will miss them least first. Some come twice.
+
+        Nobody can adopt what is retired. The end of a long tail is used many tokens from now, if at all; parked rows
+        may be adopted whole by the next sequence, the oldest are the least likely to be.
+        """
         yield from list(self.retired)
+        yield from self._tails()
         yield from list(self.parked)
-        yield from np.flatnonzero(self.owner >= 0).tolist()
+        yield from np.flatnonzero(self.owner >= 0).tolist()  # with `scrub` no capacity shows a tail
+
+    def _tails(self) -> list[int]:
+        """Live rows with surplus pages behind their tokens, as far as capacities show them; the longest tail first."""
+        tails = self.capacity - self.length
+        rows = np.flatnonzero((tails >= self._page_tokens) & (self.owner >= 0))
+        return rows[np.argsort(-tails[rows])].tolist() if len(rows) else []
 
     def _reclaim_from(self, rows: Iterable[int], count: int, wait: bool = False) -> int:
         reclaimed = 0
@@ -473,7 +495,7 @@ class Rows:
     def _press(self, count: int, missing: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Reclaims `missing` pages, or raises before it changes anything."""
         if self._parked_pages(missing) >= missing:
-            self.reclaim(missing)
+            self.reclaim(missing, self.spare)
             return
         used = self.used_pages - count  # `grow` counts those asked for among the used ones already
         surplus = self.pool.taken - len(self.zero_pages) - used
@@ -487,4 +509,4 @@ class Rows:
                 requested=count,
                 available=available,
             ) from cause
-        self.reclaim(missing)
+        self.reclaim(missing, self.spare)

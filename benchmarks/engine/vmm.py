@@ -29,16 +29,16 @@ class VmmKV:
         driver = open_driver(device, page_size)
         self.cache = KVCache(layout, max_sequences, max_seq_len, max_bytes=max_bytes, driver=driver)
         self.sequences = np.full(max_sequences, None, object)
+        self.free_rows = max_sequences
 
     def fits(self, tokens: int, spare: int = 0) -> bool:
-        stats = self.cache.stats()
-        unused = stats.budget_bytes - stats.pages["used"] * self.cache.page_size
         needed = (tokens + spare) * self.cache.layout.token_bytes
-        return needed <= unused and stats.rows["live"] < self.cache.max_sequences
+        return bool(self.free_rows) and needed <= self.cache.available_pages * self.cache.page_size
 
     def admit(self, tokens: int) -> int:
         sequence = self.cache.sequence(tokens)
         self.sequences[sequence.row] = sequence
+        self.free_rows -= 1
         return sequence.row
 
     def extend(self, rows: Rows) -> bool:
@@ -51,6 +51,7 @@ class VmmKV:
     def free(self, rows: list[int]) -> None:
         self.cache.free(self.sequences[rows].tolist())
         self.sequences[rows] = None
+        self.free_rows += len(rows)
 
     def publish(self) -> None:
         pass
