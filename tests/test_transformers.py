@@ -502,6 +502,20 @@ def test_what_does_not_fit_is_refused(device: str, mixed_config: PreTrainedConfi
     check_same_state(cache, reference)
 
 
+def test_a_cache_keeps_to_its_budget(device: str) -> None:
+    """8 tokens fill a page."""
+    config = LlamaConfig(**{**DECODER, "num_hidden_layers": 2})
+    cache, reference = vmm_cache(config, device, max_bytes=4 * PAGE_SIZE[device]), DynamicCache(config=config)
+    forward(device, 2, 16, cache, reference)
+    with pytest.raises(vmmkv.OutOfPagesError, match="max_bytes"):
+        forward(device, 2, 1, cache)
+    check_same_state(cache, reference)
+    for each in (cache, reference):
+        each.crop(-3)
+    forward(device, 2, 3, cache, reference)
+    check_same_state(cache, reference)
+
+
 def test_a_window_that_has_moved_cannot_be_cropped(device: str, mixed_config: PreTrainedConfig) -> None:
     """Nor can the layers of full attention be, then: those before the window are as they were, too."""
     config = copy.deepcopy(mixed_config)

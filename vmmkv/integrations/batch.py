@@ -8,6 +8,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,39 +20,48 @@ from ..sequence import Sequence
 from .row_writes import append_rows, can_append
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a batch can grow to.
+
+    Attributes:
+        max_seq_len: tokens of a row. Virtual addresses only.
+        max_batch_size: rows, likewise.
+        max_bytes: the budget, as in `KVCache`.
+        page_size: bytes of a page; None is 2 MiB.
+    """
+
+    max_seq_len: int
+    max_batch_size: int
+    max_bytes: float | str | None
+    page_size: int | None
+
+
 class Batch:
     """Equally long sequences.
 
     Args:
         layout: the shape of a token.
-        max_batch_size: rows; they take virtual addresses only.
-        max_seq_len: tokens of a row, likewise.
+        limits: what it can grow to.
         device: where K and V are.
-        page_size: bytes of a page; None is 2 MiB.
         zero_tail: rows can be read to their end, as in `KVCache`.
 
     Raises:
-        LayoutError, DeviceError: as in `KVCache`.
+        LayoutError, BudgetError, DeviceError: as in `KVCache`.
     """
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        max_batch_size: int,
-        max_seq_len: int,
-        device: torch.device,
-        page_size: int | None,
-        zero_tail: bool = False,
-    ) -> None:
+    def __init__(self, layout: KVLayout, limits: Limits, device: torch.device, zero_tail: bool = False) -> None:
         self.kv_cache = KVCache(
             layout,
-            max_batch_size,
-            max_seq_len,
+            limits.max_batch_size,
+            limits.max_seq_len,
+            max_bytes=limits.max_bytes,
             device=device,
-            page_size=page_size,
+            page_size=limits.page_size,
             int32_strides=True,
             zero_tail=zero_tail,
         )
+        self._limits = limits
         self.zero_tail = zero_tail
         self.origin = self.first = self.end = 0
         self.page_tokens = max(self.kv_cache.page_size // max(layout.record_bytes), 1)
@@ -164,8 +174,7 @@ class Batch:
         Raises:
             OutOfPagesError, DriverError: as in `reserve`.
         """
-        old = self.kv_cache
-        twin = Batch(layout, old.max_sequences, old.max_seq_len, old.device, old.page_size, zero_tail)
+        twin = Batch(layout, self._limits, self.kv_cache.device, zero_tail)
         twin.reserve(self.rows, self.first, self.end)
         for layer in layers:
             there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))

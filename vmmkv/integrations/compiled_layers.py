@@ -22,6 +22,7 @@ import torch
 from ..cache import KVCache
 from ..errors import ShapeError, StreamCaptureError
 from .attention import NAME, kernels_take
+from .batch import Limits
 from .layer_group import LayerGroup
 from .layers import VmmLayer
 from .row_writes import append_rows, can_append
@@ -60,15 +61,8 @@ class CompiledLayerGroup(LayerGroup):
         attention: the name of the attention that will read the rows. Any but vmmkv's own reads rows to their end.
     """
 
-    def __init__(
-        self,
-        max_seq_len: int,
-        max_batch_size: int,
-        page_size: int | None,
-        sliding_window: int | None,
-        attention: Callable[[], str],
-    ) -> None:
-        super().__init__(max_seq_len, max_batch_size, page_size)
+    def __init__(self, limits: Limits, sliding_window: int | None, attention: Callable[[], str]) -> None:
+        super().__init__(limits)
         self.sliding_window = sliding_window
         self.is_reserved = False
         """Whether the user has said how long sequences may become until the next `reset`."""
@@ -87,7 +81,7 @@ class CompiledLayerGroup(LayerGroup):
         super().learn(layer, keys, values)
         if batch is None:
             with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
-                self.row_numbers = torch.arange(self._max_batch_size, dtype=torch.int32, device=keys.device)
+                self.row_numbers = torch.arange(self._limits.max_batch_size, dtype=torch.int32, device=keys.device)
                 self.lengths = torch.zeros_like(self.row_numbers)
         if batch is not self.batch:
             self._tell_compilers()

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import AutogradError, DeviceError, DtypeError, ShapeError
 from ..layout import KVLayout
-from .batch import Batch
+from .batch import Batch, Limits
 
 
 @dataclass
@@ -43,15 +43,12 @@ class LayerGroup:
     """Layers that share token records. Nothing is reserved before the first write.
 
     Args:
-        max_seq_len: tokens of a row.
-        max_batch_size: rows.
-        page_size: bytes of a page; None is 2 MiB.
+        limits: what its batch can grow to.
     """
 
-    def __init__(self, max_seq_len: int, max_batch_size: int, page_size: int | None) -> None:
-        self.max_seq_len = max_seq_len
-        self._max_batch_size = max_batch_size
-        self._page_size = page_size
+    def __init__(self, limits: Limits) -> None:
+        self.max_seq_len = limits.max_seq_len
+        self._limits = limits
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []
         self.batch: Batch | None = None
@@ -77,7 +74,7 @@ class LayerGroup:
         if self.batch is None:
             layout = self._layout([known or shape for known in shapes], keys.dtype)
             zero_tail = self._reads_whole_rows(keys, values)
-            self.batch = Batch(layout, self._max_batch_size, self.max_seq_len, keys.device, self._page_size, zero_tail)
+            self.batch = Batch(layout, self._limits, keys.device, zero_tail)
         elif shape != self._room(layer):
             layout = self._layout([known or shape for known in shapes], self.batch.kv_cache.layout.dtype)
             others = [index for index, known in enumerate(self._shapes) if known and index != layer]

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ..cache import KVCache
+from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
 from .layer_group import LayerGroup
 from .layers import VmmLayer, VmmSlidingWindowLayer
@@ -37,6 +38,8 @@ class VmmCache(DynamicCache):
         config: of the model. Layers that keep other things than K and V stay what `DynamicCache` makes them.
         max_seq_len: tokens that a sequence may have, prompt included. Virtual addresses only.
         max_batch_size: sequences at a time, beams and returned sequences counted. Virtual addresses only.
+        max_bytes: the budget of each of the `kv_caches`, as in `KVCache`; None is 80 % of the memory that is free when
+            it is made.
         page_size: bytes of a page; None is 2 MiB.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
@@ -56,19 +59,20 @@ class VmmCache(DynamicCache):
         max_seq_len: int,
         *,
         max_batch_size: int = 64,
+        max_bytes: float | str | None = None,
         page_size: int | None = None,
         compile: bool = False,
     ) -> None:
         super().__init__(config=config)
         self._groups: dict[int | None, LayerGroup] = {}
+        limits = Limits(max_seq_len, max_batch_size, max_bytes, page_size)
 
         def attention() -> str:
             return str(config.get_text_config(decoder=True)._attn_implementation)
 
         def group(window: int | None) -> Any:
-            sizes = max_seq_len, max_batch_size, page_size
             if window not in self._groups:
-                self._groups[window] = CompiledLayerGroup(*sizes, window, attention) if compile else LayerGroup(*sizes)
+                self._groups[window] = CompiledLayerGroup(limits, window, attention) if compile else LayerGroup(limits)
             return self._groups[window]
 
         full, sliding = (
@@ -99,8 +103,7 @@ class VmmCache(DynamicCache):
     @property
     def kv_caches(self) -> list[KVCache]:
         """What K and V lie in, for accounting and `trim()`: a `KVCache` for full attention, and one for each window.
-        Those of layers that nothing was written to are missing. Each may take 80 % of the memory that was free when
-        it was made."""
+        Those of layers that nothing was written to are missing."""
         return [group.batch.kv_cache for group in self._groups.values() if group.batch]
 
     def crop(self, tokens_to_remove: int) -> None:
