@@ -1,6 +1,7 @@
 """Everything that can go wrong, as types: what was asked, what there was, what would help.
 
-After any of these is raised the cache is as it was before the call, and usable.
+After any of these the cache is as it was before the call. It is usable, too, unless the error says that it is not:
+`InvariantError`, `ForkError`, and `UseAfterFreeError` of a closed cache.
 """
 
 
