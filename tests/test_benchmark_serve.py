@@ -81,7 +81,14 @@ def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--backends", "stack"), ("--backends", "paged+fa3"), ("--model", "no/such/folder")]
+    ("option", "value"),
+    [
+        ("--backends", "stack"),
+        ("--backends", "paged+fa3"),
+        ("--model", "no/such/folder"),
+        ("--json", "no/such/folder/result.json"),
+        ("--plot", "result.txt"),
+    ],
 )
 def test_what_is_unknown_is_refused(option: str, value: str) -> None:
     assert run_benchmark(option, value).exit_code == 2

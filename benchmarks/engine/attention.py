@@ -165,7 +165,7 @@ def flashinfer_attention(kv: PagedKV) -> Attend:
         if batch is not planned:
             plan(batch, q)
             planned = batch
-        return wrapper.run(q.contiguous(), kv.kv(layer))
+        return wrapper.run(q, kv.kv(layer), out=torch.empty_like(q))  # without `out` it fills one with zeros
 
     return attend
 
