@@ -81,7 +81,14 @@ def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("option", "value"), [("--backends", "stack"), ("--backends", "paged+fa3"), ("--model", "no/such/folder")]
+    ("option", "value"),
+    [
+        ("--backends", "stack"),
+        ("--backends", "paged+fa3"),
+        ("--model", "no/such/folder"),
+        ("--json", "no/such/folder/result.json"),
+        ("--plot", "result.txt"),
+    ],
 )
 def test_what_is_unknown_is_refused(option: str, value: str) -> None:
     assert run_benchmark(option, value).exit_code == 2
@@ -117,7 +124,7 @@ def make_run() -> Run:
     run = Run(np.array([0.0, 1.0, 2.0]), *np.array([[7, 8, 9], [5, 1, 4]]))
     run.first[:], run.finish[:] = [0.5, 2.0, 3.0], [2.5, 2.0, np.nan]
     run.tokens = np.arange(34)
-    run.seconds, run.generated, run.manager_ns, run.host_ns = 4.0, 8, 20_000, 90_000
+    run.seconds, run.generated, run.manager_ns, run.host_ns = 4.0, 8, [4000, 5000, 11_000], 90_000
     run.running, run.waiting, run.step_seconds = [1, 3, 2], [0, 1, 0], [1.0, 1.0, 2.0]
     run.samples = [(0.0, 0, 1), (1.0, 100, 3), (4.0, 100, 0)]
     return run
@@ -130,6 +137,7 @@ def test_figures_of_a_run() -> None:
     assert row["tpot_s"]["p50"] == 0.5  # two seconds for four tokens behind the first
     assert (row["peak_concurrency"], row["mean_concurrency"], row["crowded_concurrency"]) == (3, 2.0, 3.0)
     assert (row["manager_us"], row["host_us"]) == (pytest.approx(20 / 3), 30.0)
+    assert row["manager_step_us"] == {"p50": 5.0, "p99": pytest.approx(10.88)}
     assert (row["peak_bytes"], row["mean_bytes"]) == (100, 87.5)
     assert row["tokens_per_s"] == (8 + 24) / 4
 

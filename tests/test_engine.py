@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
+from benchmarks.engine.attention import Batch, numba_attention
 from benchmarks.engine.engine import BACKENDS, Engine
 from benchmarks.engine.model import Config, Model, load_model, random_model
 from benchmarks.engine.paged import PagedKV
@@ -221,6 +222,29 @@ def test_on_a_gpu_all_backends_and_graphs_agree_in_bf16(head_dim: int) -> None:
     assert [request for request in range(len(prompts)) if rows[request] != static[request]] == []
     # Without graphs batches are not padded, and matrix products round otherwise: sooner or later tokens differ.
     assert np.mean([one[:2] == other[:2] for one, other in zip(rows, ungraphed)]) > 0.8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("backend", "peer", "module"), [("vmm", "fa3", "fa3_fwd_interface"), ("paged", "flashinfer", "flashinfer")]
+)
+def test_on_a_gpu_peers_attend_to_chunks_of_prompts_as_our_kernels_do(backend: str, peer: str, module: str) -> None:
+    pytest.importorskip(module, reason=f"{module} is not installed")
+    config = Config(VOCABULARY, 256, 512, 2, 8, 2, 128)
+    model = random_model(config, 1024, torch.device("cuda"), torch.bfloat16, random_seed())
+    prompts, _ = random_requests(20, 900, 1)
+    engine = Engine(model, backend, 256 << 20, 20, 1024, 20_000, chunk=512, prefill=peer)
+    theirs, ours = engine.prefill_attention, numba_attention(engine.kv)
+
+    def both(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+        found = theirs(layer, q, batch)
+        torch.testing.assert_close(found, ours(layer, q, batch), rtol=2e-2, atol=2e-2)
+        return found
+
+    engine.prefill_attention = both
+    assert engine.run(prompts, [2] * len(prompts)).finished == len(prompts)
+    check_nothing_is_kept(engine, backend)
+    engine.close()
 
 
 def test_samples_follow_the_distribution(device: str) -> None:

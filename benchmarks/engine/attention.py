@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -136,8 +137,10 @@ def flashinfer_attention(kv: PagedKV) -> Attend:
     from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
     workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=kv.pool.device)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    # One for each step that may be on its way: a plan is copied from a pinned buffer that the next one overwrites.
+    wrappers = cycle([BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD") for _ in range(2)])
     planned: Batch | None = None
+    wrapper: Any = None
 
     def plan(batch: Batch, q: torch.Tensor) -> None:
         assert batch.host is not None
@@ -161,11 +164,11 @@ def flashinfer_attention(kv: PagedKV) -> Attend:
         )
 
     def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
-        nonlocal planned
+        nonlocal planned, wrapper
         if batch is not planned:
+            planned, wrapper = batch, next(wrappers)
             plan(batch, q)
-            planned = batch
-        return wrapper.run(q.contiguous(), kv.kv(layer))
+        return wrapper.run(q, kv.kv(layer), out=torch.empty_like(q))  # without `out` it fills one with zeros
 
     return attend
 

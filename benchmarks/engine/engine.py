@@ -114,7 +114,7 @@ class Engine:
             schedule.remove(list(schedule.running))
         run.seconds = perf_counter() - begin
         run.tokens = self.tokens[: (sizes + counts).sum()].cpu().numpy().copy()
-        run.preemptions, run.manager_ns = schedule.preemptions, schedule.manager_ns
+        run.preemptions = schedule.preemptions
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
         return run
 
@@ -141,7 +141,7 @@ class Engine:
             there = int(np.searchsorted(run.arrivals, now, "right"))
             schedule.waiting.extend(range(arrived, there))
             arrived = there
-            start = perf_counter_ns()
+            start, managed = perf_counter_ns(), schedule.manager_ns
             step = schedule.next()
             if step is None:
                 if launched:
@@ -156,6 +156,7 @@ class Engine:
             run.waiting.append(len(schedule.waiting))
             leaving = schedule.advance(step)
             run.host_ns += perf_counter_ns() - start
+            run.manager_ns.append(schedule.manager_ns - managed)
             if run.wants_sample(now):
                 run.samples.append((now, self.kv.physical_bytes(), run.running[-1]))
             if len(launched) > 1:

@@ -74,9 +74,11 @@ class PagedKV:
     def publish(self) -> None:
         if self.changed:
             places = np.concatenate(self.changed)
-            device = self.block_table.device
-            update = pinned(np.stack([places, self.table.ravel()[places]]), device).to(device, non_blocking=True)
-            self.block_table.view(-1)[update[0]] = update[1].int()
+            device, end = self.block_table.device, 2 * len(places)
+            # One copy and one kernel: places are int64, as scatter takes them, and blocks behind them int32.
+            packed = np.concatenate([places.view(np.int32), self.table.ravel()[places]])
+            update = pinned(packed, device).to(device, non_blocking=True)
+            self.block_table.view(-1).scatter_(0, update[:end].view(torch.int64), update[end:])
             self.changed.clear()
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

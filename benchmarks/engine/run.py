@@ -25,7 +25,8 @@ class Run:
         seconds: until the last request had finished, or the run was stopped.
         generated: tokens.
         running, waiting: requests in each step, and `step_seconds`, how long it took.
-        preemptions, manager_ns: see `Schedule`.
+        preemptions: see `Schedule`.
+        manager_ns: host time in the cache manager for each step, waits for the device included.
         host_ns: host time in all that prepares and launches steps, the cache manager's included.
         samples: `(seconds, physical bytes, running requests)` over time.
     """
@@ -42,7 +43,7 @@ class Run:
     waiting: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     preemptions: int = 0
-    manager_ns: int = 0
+    manager_ns: list[int] = field(default_factory=list)
     host_ns: int = 0
     samples: list[tuple[float, int, int]] = field(default_factory=list)
 

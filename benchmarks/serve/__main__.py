@@ -23,7 +23,7 @@ from benchmarks.engine.engine import BACKENDS
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
 from vmmkv import KVLayout
 from vmmkv.budget import parse_bytes
-from vmmkv.cli.output import console, errors
+from vmmkv.cli.output import check_plot, console, errors
 from vmmkv.driver import open_driver
 from vmmkv.environment import environment
 
@@ -61,7 +61,7 @@ def main(
     rates: Annotated[list[float], typer.Option(help="Of the main trace: shares of saturation.")] = [0.5],  # noqa: B006
     requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 500,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of the main trace; of others a quarter, at saturation only.")
+        int, typer.Option(min=1, help="Most tokens of the main trace; of others half, at saturation only.")
     ] = 800_000,
     max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
     max_seq_len: Annotated[
@@ -81,6 +81,10 @@ def main(
     unknown = set(backends) - set(CHOICES)
     if unknown:
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: backends are {', '.join(CHOICES)}")
+    if plot:
+        check_plot(plot)
+    if json_output and not json_output.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--json {json_output}: write it in a folder that exists")
     driver = open_driver(device)
     usual = GPU if driver.device.type == "cuda" else HOST
     name = model or usual.model
@@ -97,7 +101,7 @@ def main(
     )
     first, *others = trace or [None]
     workloads = [make_workload(first, limits, seed)]
-    workloads += [make_workload(path, limits._replace(tokens=tokens // 4), seed) for path in others]
+    workloads += [make_workload(path, limits._replace(tokens=tokens // 2), seed) for path in others]
     prompt = prompt_tokens or usual.prompt_tokens
     positions = max(prompt, *(workload.max_seq_len for workload in workloads))
     make = random_model if name in MODELS else load_model
@@ -122,10 +126,10 @@ def main(
         measure(result, settings, workloads, backends, rates, prompt)
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
-        for table in tables(result):
-            console.print(table)
         if json_output:
             json_output.write_text(json.dumps(result, indent=2) + "\n")
+        for table in tables(result):
+            console.print(table)
         if plot and result["serving"]:
             draw(result, plot)
 

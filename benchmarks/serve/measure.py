@@ -24,6 +24,9 @@ Progress = Callable[[str, int, int], object]
 REFERENCE = "paged"
 """Whose throughput at saturation the other arrival rates are shares of; the first backend where it is not measured."""
 
+WARM_UPS = 16
+"""Sizes of prompts that an engine serves before it is measured, up to a whole chunk."""
+
 
 class Settings(NamedTuple):
     """What all measurements share."""
@@ -79,7 +82,10 @@ def serve(
 
 
 def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
-    """An engine that has served a prompt already, and holds as little memory as it can."""
+    """An engine that has served prompts of many sizes already, and holds as little memory as it can.
+
+    For each size libraries choose among kernels, which are loaded when they first run: the first backend would wait.
+    """
     max_tokens = max(workload.tokens, 2 * settings.chunk)
     name, _, prefill = backend.partition("+")
     engine = Engine(
@@ -92,8 +98,9 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
         chunk=settings.chunk,
         prefill=prefill or None,
     )
-    prompt = min(settings.chunk, workload.max_seq_len - 2)
-    engine.run([torch.zeros(prompt, dtype=torch.int64)], [2])
+    longest = min(settings.chunk, workload.max_seq_len - 2)
+    for prompt in range(longest, 0, -max(longest // WARM_UPS, 1)):
+        engine.run([torch.zeros(prompt, dtype=torch.int64)], [2])
     engine.kv.give_back()
     return engine
 
@@ -153,7 +160,8 @@ def figures(run: Run) -> Row:
         "mean_concurrency": float(np.average(running, weights=took)),
         "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
         "preemptions": run.preemptions,
-        "manager_us": run.manager_ns / 1e3 / steps,
+        "manager_us": sum(run.manager_ns) / 1e3 / steps,
+        "manager_step_us": quantiles(np.array(run.manager_ns) / 1e3),
         "host_us": run.host_ns / 1e3 / steps,
         "peak_bytes": int(taken.max()),
         "mean_bytes": float(np.average((taken[1:] + taken[:-1]) / 2, weights=np.diff(seen))),

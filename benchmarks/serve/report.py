@@ -92,6 +92,8 @@ FIGURES: dict[str, Callable[[Row], object]] = {
     "host, µs a step": lambda row: f"{row['host_us']:,.0f}",
     "cache manager, µs a step": lambda row: f"{row['manager_us']:,.1f}",
     "of it driver calls": lambda row: f"{row['driver_us']:,.1f}",
+    "in a step, p50": lambda row: number(row["manager_step_us"]["p50"], 1),
+    "  p99": lambda row: number(row["manager_step_us"]["p99"], 1),
     "memory, peak": lambda row: format_bytes(row["peak_bytes"]),
     " mean": lambda row: format_bytes(row["mean_bytes"]),
     "when idle": lambda row: format_bytes(row["idle_bytes"]),
