@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from statistics import median
 from time import perf_counter_ns
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
 from rich.progress import track
 
 from vmmkv import KVCache, KVLayout, Sequence
+from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
 from vmmkv.driver import Driver, open_driver
 from vmmkv.environment import environment
@@ -214,8 +215,8 @@ def torch_empty(driver: Driver, pages: int) -> dict[str, float]:
 
 
 def main(
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: Device = None,
+    json_output: JsonOutput = False,
 ) -> None:
     """Measure what the allocator costs."""
     driver = open_driver(device)

@@ -21,9 +21,10 @@ from rich.progress import track
 from vmmkv import KVLayout, OutOfPagesError
 from vmmkv.arena import ADDRESS_LIMIT
 from vmmkv.cli.batching import Batching
+from vmmkv.cli.options import JsonOutput, LengthsSeed, TraceFile
 from vmmkv.cli.output import check_plot, console, errors, make_table, print_json
 from vmmkv.environment import environment
-from vmmkv.workload import Request, conversations, read_trace
+from vmmkv.workload import Request, conversations, name_of, read_trace
 
 from .virtual import SCHEMES, make_allocator, used_bytes
 
@@ -128,15 +129,13 @@ def fitting(requests: list[Request], max_seq_len: int) -> list[Request]:
 
 
 def main(
-    trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines.")
-    ] = None,
+    trace: TraceFile = None,
     requests: Annotated[
         int | None, typer.Option(min=1, help="How many; the whole trace by default, 2,000 without one.")
     ] = None,
     max_seq_len: Annotated[int, typer.Option(min=1, help="Longer requests are left out.")] = 8192,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, without a trace.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    seed: LengthsSeed = 0,
+    json_output: JsonOutput = False,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Write a picture of waste and sequences over time.")
     ] = None,
@@ -150,7 +149,7 @@ def main(
         raise typer.BadParameter(f"--max-seq-len {max_seq_len}: every request is longer")
     result: dict[str, Any] = {
         "environment": environment(torch.device("cpu")),
-        "trace": trace.name if trace else "lognormal, those of vmmkv.workload.conversations",
+        "trace": name_of(trace),
         "requests": served,
         "left_out": len(work) - served,
         "max_seq_len": max_seq_len,

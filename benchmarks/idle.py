@@ -24,10 +24,11 @@ from rich.progress import Progress
 from vmmkv import KVCache
 from vmmkv.cli.batching import Batching
 from vmmkv.cli.demo import STATIC_TOKENS, make_cache
+from vmmkv.cli.options import Device, JsonOutput, LengthsSeed, TraceFile
 from vmmkv.cli.output import check_plot, console, errors, format_bytes, make_table, print_json
 from vmmkv.driver import open_driver
 from vmmkv.environment import environment
-from vmmkv.workload import Request, conversations, read_trace
+from vmmkv.workload import Request, conversations, name_of, read_trace
 
 from .virtual import BlockPool
 
@@ -141,14 +142,12 @@ class Load:
 
 
 def main(
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines.")
-    ] = None,
+    device: Device = None,
+    trace: TraceFile = None,
     sequences: Annotated[int, typer.Option(min=1, help="How many run while it is busy.")] = 64,
     steps: Annotated[int, typer.Option(min=2, help="Decode steps of each of the three phases.")] = 1000,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, without a trace.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    seed: LengthsSeed = 0,
+    json_output: JsonOutput = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture of memory over time.")] = None,
 ) -> None:
     """Measure what memory goes back when load falls."""
@@ -160,7 +159,7 @@ def main(
     work = list(islice(cycle(work), 2 * int(finish) + sequences))  # the queue never runs dry
     result: dict[str, Any] = {
         "environment": environment(torch_device),
-        "trace": trace.name if trace else "lognormal, those of vmmkv.workload.conversations",
+        "trace": name_of(trace),
         "runs": [],
     }
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:

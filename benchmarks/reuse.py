@@ -22,10 +22,11 @@ from rich.progress import Progress
 from vmmkv import VACANT_PAGE, KVCache
 from vmmkv.cli.batching import Batching
 from vmmkv.cli.demo import STATIC_TOKENS, make_cache
+from vmmkv.cli.options import Device, JsonOutput, LengthsSeed, TraceFile
 from vmmkv.cli.output import check_plot, console, errors, make_table, print_json
 from vmmkv.driver import open_driver
 from vmmkv.environment import environment
-from vmmkv.workload import Request, conversations, read_trace
+from vmmkv.workload import Request, conversations, name_of, read_trace
 
 BUDGETS = {"tight": 1024, "roomy": 2048}
 """Tokens of the budget for each row. Requests are some 1,300 tokens long."""
@@ -129,14 +130,12 @@ def distribution(parts: list[npt.NDArray[np.float64]]) -> dict[str, Any]:
 
 
 def main(
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
-    trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines.")
-    ] = None,
+    device: Device = None,
+    trace: TraceFile = None,
     requests: Annotated[int, typer.Option(min=1, help="How many requests to replay.")] = 2000,
     sequences: Annotated[int, typer.Option(min=1, help="How many may run at a time.")] = 64,
-    seed: Annotated[int, typer.Option(min=0, help="Of lengths, without a trace.")] = 0,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    seed: LengthsSeed = 0,
+    json_output: JsonOutput = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture of reuse over time.")] = None,
 ) -> None:
     """Measure how pages are reused."""
@@ -146,7 +145,7 @@ def main(
     longest = max(request.total for request in work)
     result: dict[str, Any] = {
         "environment": environment(open_driver(device).device),
-        "trace": trace.name if trace else "lognormal, those of vmmkv.workload.conversations",
+        "trace": name_of(trace),
         "cases": [],
     }
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:

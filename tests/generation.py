@@ -64,3 +64,7 @@ def check_same_generation(
     for logits, expected in zip(output.logits, reference.logits):
         torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-4)
     return cache
+
+
+def driver_calls(cache: VmmCache) -> int:
+    return sum(call.count for kv_cache in cache.kv_caches for call in kv_cache.stats().driver_calls.values())

@@ -13,7 +13,16 @@ import numpy as np
 import pytest
 import torch
 from faulty import FaultyDriver
-from generation import LENGTHS, PAGE_SIZE, caches, check_same_generation, left_padding, random_tokens, vmm_cache
+from generation import (
+    LENGTHS,
+    PAGE_SIZE,
+    caches,
+    check_same_generation,
+    driver_calls,
+    left_padding,
+    random_tokens,
+    vmm_cache,
+)
 from tiny_models import DECODER, MODELS, WINDOW, skip_unsupported, tiny_model
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedConfig
@@ -314,10 +323,6 @@ def pages(cache: VmmCache, state: str = "used") -> list[int]:
     """Pages of full attention and of windows, in this order."""
     by_length = sorted(cache.kv_caches, key=lambda kv_cache: -kv_cache.stats().tokens)
     return [kv_cache.stats().pages[state] for kv_cache in by_length]
-
-
-def driver_calls(cache: VmmCache) -> int:
-    return sum(call.count for kv_cache in cache.kv_caches for call in kv_cache.stats().driver_calls.values())
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from generation import LENGTHS, caches, check_same_generation, left_padding, random_tokens, vmm_cache
+from generation import LENGTHS, caches, check_same_generation, driver_calls, left_padding, random_tokens, vmm_cache
 from tiny_models import DECODER, MODELS, WIDE_MODELS, WINDOW, skip_unsupported, tiny_model
 from torch._dynamo.utils import counters
 from transformers import CompileConfig, DynamicCache, LlamaConfig, PreTrainedModel
@@ -275,10 +275,6 @@ def test_captured_by_hand(name: str) -> None:
 
 def used_pages(cache: vmmkv.KVCache) -> int:
     return sum(kv_cache.stats().pages["used"] for kv_cache in cache.kv_caches)
-
-
-def driver_calls(cache: vmmkv.KVCache) -> int:
-    return sum(call.count for kv_cache in cache.kv_caches for call in kv_cache.stats().driver_calls.values())
 
 
 @pytest.mark.usefixtures("_uncompiled")

@@ -57,7 +57,7 @@ def budget_pages(
         max_tokens = operator.index(max_tokens)
         begun = max(min(max_sequences, max_tokens) - 1, 0) * len(layout.record_bytes)
         pages = layout.pages(max_tokens, driver.page_size) + begun + zero_tail
-        return _check_pages(driver, pages, f"max_tokens={max_tokens}", least)
+        return _check_pages(driver, driver.memory_info(), pages, f"max_tokens={max_tokens}", least)
     assert max_bytes is not None
     return pages_within(driver, max_bytes, least)
 
@@ -68,13 +68,14 @@ def pages_within(driver: Driver, max_bytes: float | str, least: int = 1) -> int:
     Raises:
         BudgetError: it is no size, under `least` pages, or over the device's memory.
     """
-    free, _ = driver.memory_info()
-    return _check_pages(driver, parse_bytes(max_bytes, free) // driver.page_size, f"max_bytes={max_bytes!r}", least)
+    memory = driver.memory_info()
+    pages = parse_bytes(max_bytes, memory[0]) // driver.page_size
+    return _check_pages(driver, memory, pages, f"max_bytes={max_bytes!r}", least)
 
 
-def _check_pages(driver: Driver, pages: int, asked: str, least: int) -> int:
-    """`pages`, where they are enough to begin with and no more than the device has."""
-    free, total = driver.memory_info()
+def _check_pages(driver: Driver, memory: tuple[int, int], pages: int, asked: str, least: int) -> int:
+    """`pages`, where they are enough to begin with and no more than the device has; `memory` is free and total."""
+    free, total = memory
     if pages < least:
         raise BudgetError(
             f"asked for {asked}, which is {pages} pages of {driver.page_size} bytes; it takes at least {least} to "

@@ -67,6 +67,11 @@ def _seconds(row: Mapping[str, Any]) -> float:
     return float(row.get("timestamp", 0)) / 1000
 
 
+def name_of(trace: Path | None) -> str:
+    """What results call the requests that were replayed: a trace's, or random ones."""
+    return trace.name if trace else "lognormal, those of vmmkv.workload.conversations"
+
+
 def conversations(count: int, rng: np.random.Generator) -> list[Request]:
     """Random requests with a long tail, about as long as those of a chat service (some 1,300 tokens each)."""
     prompts = np.clip(rng.lognormal(6.5, 1.0, count), 8, 7000).astype(int)

@@ -16,8 +16,10 @@ import torch
 import typer
 from rich.progress import Progress
 
+from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, print_json
 from vmmkv.environment import environment
+from vmmkv.workload import name_of
 
 from .cases import compare_ragged, compile_kernels, decode_cases, prefill_cases, quick_cases, run_case
 from .peers import versions
@@ -36,7 +38,7 @@ class Part(StrEnum):
 
 
 def main(
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: JsonOutput = False,
     quick: Annotated[bool, typer.Option("--quick", help="One shape of each.")] = False,
     trace: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Ragged lengths: a CSV or JSON lines trace.")
@@ -67,7 +69,7 @@ def run(quick: bool, trace: Path | None, only: Part | None) -> dict[str, Any]:
     result: dict[str, Any] = {
         "environment": environment(device),
         "peers": versions(),
-        "ragged_lengths": trace.name if trace else "lognormal, those of vmmkv.workload.conversations",
+        "ragged_lengths": name_of(trace),
         "skipped": [],
     }
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:

@@ -22,6 +22,7 @@ import typer
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
+from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, print_json
 from vmmkv.environment import environment
 from vmmkv.integrations.transformers import VmmCache
@@ -40,8 +41,8 @@ compiled steps by 0.06, with torch's own caches as well."""
 
 
 def main(
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    json_output: JsonOutput = False,
+    device: Device = None,
     only: Annotated[str | None, typer.Option(help="One model, by its name.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of the models, instead of all.")] = None,
     budget_seconds: Annotated[float, typer.Option(help="Start no other cell after so long.")] = 540,

@@ -23,6 +23,7 @@ from benchmarks.engine.engine import BACKENDS
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
 from vmmkv import KVLayout
 from vmmkv.budget import parse_bytes
+from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
 from vmmkv.driver import open_driver
 from vmmkv.environment import environment
@@ -70,7 +71,7 @@ def main(
     chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the long prompts.")] = None,
     shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    device: Device = None,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and random requests.")] = 0,
     budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
     json_output: Annotated[Path | None, typer.Option("--json", help="Write the result.")] = None,

@@ -16,6 +16,7 @@ from ..driver import open_driver
 from ..environment import environment
 from ..schemes import SCHEMES, allocated_bytes
 from ..workload import conversations, read_trace
+from .options import Device, JsonOutput, TraceFile
 from .output import check_plot, console, errors, format_bytes, make_table, print_json
 from .replay import Replay
 
@@ -32,17 +33,15 @@ LABELS = ("static reservation", "block table, 16 tokens", "per layer, 2 MiB page
 
 
 def demo(
-    trace: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines.")
-    ] = None,
+    trace: TraceFile = None,
     requests: Annotated[int, typer.Option(min=1, help="How many requests to replay.")] = 300,
     sequences: Annotated[int, typer.Option(min=1, help="How many may run at a time.")] = 48,
     budget_tokens: Annotated[int, typer.Option(min=1024, help="The budget, in tokens.")] = 40_960,
     check_every: Annotated[int, typer.Option(min=1, help="Steps between two checks of attention and books.")] = 25,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu; cuda where there is a GPU.")] = None,
+    device: Device = None,
     seed: Annotated[int, typer.Option(min=0, help="Of lengths and contents.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Write a picture of the page map over time.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Replay requests with continuous batching under a budget, and check attention on the rows.
 

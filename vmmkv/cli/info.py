@@ -14,6 +14,7 @@ import torch
 import typer
 
 from ..driver import Driver, open_driver
+from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
 PAGES = 64
@@ -28,7 +29,7 @@ PAGE_LIFE = {
 
 def info(
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; cuda where there is a GPU.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Say what this machine's memory system can do, and what a page costs on it.
 

@@ -16,6 +16,7 @@ from ..layout import KVLayout
 from ..model_config import MAX_SEQ_LEN, dtype_from_name, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
 from ..sequence import check_length
+from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
 
@@ -35,7 +36,7 @@ def plan(
     ] = None,
     batch: Annotated[int | None, typer.Option(min=1, help="With --tokens: the exact size of this cache.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of each of its sequences.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    json_output: JsonOutput = False,
 ) -> None:
     """Say how much of a model's KV cache fits into some memory.
 
