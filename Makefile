@@ -33,32 +33,14 @@ lint: .venv/test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-.venv/demo: pyproject.toml constraints.txt
-	@echo "== Installing vmmkv and what its demo needs into .venv"
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench]"
-	@touch $@
+EXTRAS_demo := bench
+EXTRAS_test := test
+EXTRAS_benchmarks := bench,hf
+EXTRAS_notebooks := notebooks
+EXTRAS_docs := docs
 
-.venv/test: pyproject.toml constraints.txt
-	@echo "== Installing vmmkv and what its tests need into .venv"
+.venv/%: pyproject.toml constraints.txt
+	@echo "== Installing vmmkv into .venv, and what 'make $*' needs"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[test]"
-	@touch $@
-
-.venv/benchmarks: pyproject.toml constraints.txt
-	@echo "== Installing vmmkv and what its benchmarks need into .venv"
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[bench,hf]"
-	@touch $@
-
-.venv/notebooks: pyproject.toml constraints.txt
-	@echo "== Installing vmmkv and what its notebooks need into .venv"
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[notebooks]"
-	@touch $@
-
-.venv/docs: pyproject.toml constraints.txt
-	@echo "== Installing what the documentation is built with into .venv"
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS_$*)]"
 	@touch $@
