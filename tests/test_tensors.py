@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 
 import numpy as np
 import pytest
@@ -196,6 +197,22 @@ def test_the_end_is_silent(device: str, what: str) -> None:
 def test_the_end_is_silent_after_a_lost_context(what: str) -> None:
     child = run_python(LIFETIME, "cuda", what)
     assert (child.returncode, child.stdout, child.stderr) == (0, "done\n", "")
+
+
+def test_the_last_view_may_die_of_an_error(make_cache) -> None:
+    """`list` drops what it has read while the error is on its way; nothing may get lost or come in between."""
+    alive = weakref.WeakSet()
+
+    def views_then_an_error():
+        cache = make_cache()
+        alive.add(cache)
+        yield cache.range(0)
+        del cache
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        list(views_then_an_error())
+    assert not alive
 
 
 def test_memory_goes_back_when_the_last_view_dies() -> None:

@@ -1,15 +1,13 @@
 """Zero-copy torch tensors over a virtual range.
 
-The range enters torch once, as bytes, through DLPack: the only way that takes any address, mapped or not,
-any dtype, and an owner. Everything else is a view of that tensor. A view keeps its arena alive (the whole
-cache's memory, that is, but not the sequence that it was made for).
+The range enters torch once, as bytes, through DLPack: the only way that takes any address, mapped or not.
+Everything else is a view of that tensor. A view keeps its arena alive (the whole cache's memory, that is, but not the
+sequence that it was made for).
 """
 
 from __future__ import annotations
 
-import atexit
 import ctypes
-from typing import Any
 
 import torch
 import torch.utils.dlpack
@@ -18,9 +16,6 @@ from .layout import KVLayout
 
 # https://dmlc.github.io/dlpack/latest/c_api.html
 KDLCPU, KDLCUDA, KDLUINT = 1, 2, 1
-
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class _DLTensor(ctypes.Structure):
@@ -42,28 +37,15 @@ class _DLManagedTensor(ctypes.Structure):
     _fields_ = [
         ("tensor", _DLTensor),
         ("manager", ctypes.c_void_p),
-        ("deleter", _Deleter),
+        ("deleter", ctypes.c_void_p),
+        ("length", ctypes.c_int64),  # not DLPack's: what the shape points to
     ]
 
 
-_exports: dict[int, tuple[_DLManagedTensor, Any]] = {}
-"""By address of the structure: what torch still points to, and the owner of the memory."""
-
-
-def _forget(address: int) -> None:
-    _exports.pop(address, None)
-
-
-_forget_export = _Deleter(_forget)
-
-
-@atexit.register
-def _forget_exports() -> None:
-    """Tensors that outlive the interpreter must not call back into it."""
-    for managed, _ in _exports.values():
-        managed.deleter = _Deleter()
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(managed))
-
+_malloc = ctypes.pythonapi.PyMem_RawMalloc
+_malloc.restype = ctypes.c_void_p
+_malloc.argtypes = [ctypes.c_size_t]
+_free = ctypes.cast(ctypes.pythonapi.PyMem_RawFree, ctypes.c_void_p)
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -72,13 +54,18 @@ _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 def export_range(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
     """A uint8 tensor `[nbytes]` over a range, mapped or not; its storage keeps `owner` alive."""
-    managed = _DLManagedTensor(deleter=_forget_export)
-    shape = (ctypes.c_int64 * 1)(nbytes)
+    # torch calls the deleter from any thread, with an exception pending, or after Python's end. So it is `free`, not
+    # Python code, and the owner hangs on the storage's Python object, which torch drops as Python would.
+    memory = _malloc(ctypes.sizeof(_DLManagedTensor))
+    managed = _DLManagedTensor.from_address(memory)
+    managed.length = nbytes
+    shape = ctypes.pointer(ctypes.c_int64.from_address(memory + _DLManagedTensor.length.offset))
     kind = KDLCUDA if device.type == "cuda" else KDLCPU
     managed.tensor = _DLTensor(address, kind, device.index or 0, 1, KDLUINT, 8, 1, shape, None, 0)
-    _exports[ctypes.addressof(managed)] = managed, (owner, shape)
-    capsule = _new_capsule(ctypes.addressof(managed), b"dltensor", None)
-    return torch.utils.dlpack.from_dlpack(capsule)
+    managed.manager, managed.deleter = None, _free
+    tensor = torch.utils.dlpack.from_dlpack(_new_capsule(memory, b"dltensor", None))
+    tensor.untyped_storage()._vmmkv_owner = owner  # type: ignore[attr-defined]
+    return tensor
 
 
 def kv_views(
