@@ -5,6 +5,7 @@ One block of threads per token. With a block table only the token's address diff
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, lru_cache
 from typing import Any
 
@@ -74,6 +75,26 @@ def append(
         *strides,
     )
     kernel.launch((k.shape[0], 1), k.get_device(), arguments)
+
+
+def bind_append(
+    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: torch.Tensor
+) -> Callable[[int, int, int], None]:
+    """`append`, one token to each sequence, for tensors that look like these: what is left to do at each step.
+
+    Returns:
+        a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`.
+    """
+    kernel, table_stride, strides = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None)))
+    caches = k_cache.data_ptr(), v_cache.data_ptr()
+    check_alignment(*caches)
+    before, behind = (*caches, rows.data_ptr()), (0, 0, rows.shape[0], table_stride, *strides)
+    blocks, device = (k.shape[0], 1), k.get_device()
+
+    def append_bound(k_address: int, v_address: int, starts_address: int) -> None:
+        kernel.launch(blocks, device, (k_address, v_address, *before, starts_address, *behind))
+
+    return append_bound
 
 
 @lru_cache(1024)  # prompts have many lengths

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import vmmkv
 from vmmkv.kernels import append, copy_tokens
+from vmmkv.kernels.row_append import bind_append
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -32,9 +33,10 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     dtype=st.sampled_from(DTYPES),
     ragged=st.booleans(),
     block_size=st.sampled_from([0, 16, 32]),
+    bound=st.booleans(),
     data=st.data(),
 )
-def test_append(lengths, heads, dims, dtype, ragged, block_size, data) -> None:
+def test_append(lengths, heads, dims, dtype, ragged, block_size, bound, data) -> None:
     """New tokens land where they belong, and nothing else changes, in rows of a cache and in blocks."""
     starts = [start for start, _ in lengths]
     counts = [count if ragged else 1 for _, count in lengths]
@@ -66,7 +68,12 @@ def test_append(lengths, heads, dims, dtype, ragged, block_size, data) -> None:
             place = (blocks[2 * row + position // block_size], position % block_size) if block_size else (row, position)
             expected[0][place], expected[1][place] = k[first], v[first]
             first += 1
-    append(k, v, *caches, int32(rows), int32(starts), cu_seqlens, block_table)
+    numbers, positions = int32(rows), int32(starts)
+    if bound and not ragged and not block_size:
+        write = bind_append(k, v, *caches, numbers)
+        write(k.data_ptr(), v.data_ptr(), positions.data_ptr())
+    else:
+        append(k, v, *caches, numbers, positions, cu_seqlens, block_table)
     if not block_size:
         caches = [view for layer in range(3) for view in cache.kv(layer)]
         expected = everything

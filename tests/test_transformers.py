@@ -272,6 +272,21 @@ def test_random_operations(seed: int, device: str, mixed_config: PreTrainedConfi
             kv_cache.check()
 
 
+def test_tokens_from_anywhere(device: str, mixed_config: PreTrainedConfig) -> None:
+    """Whether they lie as the last ones did, apart, or where no kernel can read whole vectors."""
+    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    forward(device, 2, 5, cache, reference)
+    head_dim = PAGE_SIZE[device] // 256
+    for offset, step in ((0, 1), (0, 1), (1, 1), (8, 1), (0, 2), (1, 2), (0, 1), (3, 1)):
+        for layer in range(mixed_config.num_hidden_layers):
+            memory = torch.randn(2, 2, 1, 2, 2 * head_dim + 8, device=device)[
+                ..., offset : offset + step * head_dim : step
+            ]
+            k, v = memory.transpose(2, 3)
+            kept, expected = cache.update(k, v, layer), reference.update(k, v, layer)
+            assert all(map(torch.equal, kept, expected))
+
+
 def test_selection_by_a_mask(device: str, mixed_config: PreTrainedConfig) -> None:
     cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
     forward(device, 3, 10, cache, reference)

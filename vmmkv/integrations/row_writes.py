@@ -6,10 +6,50 @@ into one launch per row, for K and for V.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ..kernels import append
 from ..kernels.checks import ALIGNMENT
+from ..kernels.row_append import bind_append
+
+
+class TokenWriter:
+    """Writes one token of each sequence to the rows of one layer, step after step: what does not differ between steps
+    is looked at once.
+
+    Args:
+        k_rows, v_rows: as in `append_rows`.
+        row_numbers: likewise, of as many sequences as there may be.
+    """
+
+    def __init__(self, k_rows: torch.Tensor, v_rows: torch.Tensor, row_numbers: torch.Tensor) -> None:
+        self._places = k_rows, v_rows, row_numbers
+        self._looks: tuple[object, ...] = ()
+        self._append: Callable[[int, int, int], None] | None = None
+
+    def write(self, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor) -> bool:
+        """Writes K and V, unless they are more than a token of each sequence, or not for the kernel.
+
+        Args:
+            keys, values, starts: as in `append_rows`.
+
+        Returns:
+            whether they were written.
+        """
+        looks = keys.shape, keys.stride(), values.shape, values.stride()
+        if looks != self._looks:
+            self._looks, self._append = looks, None
+            if keys.shape[2] == 1 and can_append(keys, values):
+                k_rows, v_rows, row_numbers = self._places
+                rows = row_numbers[: keys.shape[0]]
+                self._append = bind_append(keys.squeeze(2), values.squeeze(2), k_rows, v_rows, rows)
+        k, v = keys.data_ptr(), values.data_ptr()
+        if self._append is None or (k | v) % ALIGNMENT:
+            return False
+        self._append(k, v, starts.data_ptr())
+        return True
 
 
 def can_append(keys: torch.Tensor, values: torch.Tensor) -> bool:
