@@ -196,4 +196,4 @@ copy_box = instruction(
     "", "lllllll", _copy_box,
 )  # fmt: skip
 """Begins to copy a box to shared memory: address, tensor map, element, head, token, row or block, and the barrier
-that waits for it. What is outside the tensor becomes zeros, and is not read."""
+that waits for it. What is outside the tensor becomes zeros; its first page must then be mapped."""

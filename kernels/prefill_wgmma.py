@@ -12,7 +12,7 @@ The two groups take turns at issuing, so that one's softmax runs beside the othe
 
 K and V are copied by one tensor map each, whatever their strides: a row is read like any other tensor, one copy a
 tile. With a block table it is one copy a block. Where a copy would reach beyond the live tokens of a sequence they are
-copied one by one, and the rest becomes zeros without being read.
+copied one by one, and nothing else is read.
 
 Instructions and layouts are those of the PTX manual; the plan is that of FlashAttention-3 (arXiv 2407.08608).
 """

@@ -2,8 +2,8 @@
 
 A tile is rows of 128 bytes: of the first 64 elements of all its tokens, then of the next 64, swizzled (see `hopper`).
 In a row of a cache it is one copy for each 64 elements, whatever the strides; with a block table it is one a block.
-Where a copy would reach beyond the live tokens they are copied one by one, and the rest becomes zeros without being
-read.
+Where a copy would reach beyond the live tokens they are copied one by one, and in place of each of the rest a live one:
+a copy from outside of the tensor would give zeros, but touches the tensor's first page, which may not be mapped.
 """
 
 from __future__ import annotations
@@ -62,11 +62,9 @@ def make_copy_tile(head_dim: int, tile: int, block_size: int) -> tuple[Any, Any]
                 item = lane
                 while item < box * halves:
                     half = item // box
-                    this = first + item % box
-                    inside = this % block_size if block_size else this
-                    if this < begin or this >= length:
-                        inside = -1  # outside the tensor
-                    to_token = to + (half * tile + this - token) * 128
+                    live = max(min(first + item % box, length - 1), begin)
+                    inside = live % block_size if block_size else live
+                    to_token = to + (half * tile + index * box + item % box) * 128
                     copy_box(to_token, token_map, half * 64, head, inside, its_home, full)
                     item += 32
 

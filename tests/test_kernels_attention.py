@@ -53,14 +53,14 @@ class Inputs(NamedTuple):
 
 
 def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
-    """Random data in shuffled rows of a cache, or in shuffled blocks."""
+    """Random data in shuffled rows of a cache, or in shuffled blocks. Nothing is in the first row."""
     shapes = [(length, case.kv_heads, case.head_dim) for length in lengths]
     live_k, live_v = ([torch.randn(shape, device=DEVICE).to(case.dtype) for shape in shapes] for _ in "kv")
     starts = [python_random.randint(0, min(20, length - count)) for count, length in zip(counts, lengths)]
-    rows = python_random.sample(range(len(lengths)), len(lengths))
+    rows = python_random.sample(range(1, len(lengths) + 1), len(lengths))
     if case.block_size:
         blocks = -(-max(lengths) // case.block_size)
-        names = torch.randperm(blocks * len(lengths)).view(len(lengths), blocks)
+        names = torch.randperm(blocks * (len(lengths) + 1)).view(-1, blocks)
         shape = (names.numel(), case.block_size, case.kv_heads, case.head_dim)
         k, v = (torch.full(shape, torch.nan, device=DEVICE, dtype=case.dtype) for _ in "kv")
         block_table = names.to(DEVICE, torch.int32)
@@ -95,10 +95,11 @@ def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
 
 
 def rows_of_a_cache(case: Case, rows: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the middle layer of three; all that is mapped is NaN, the rest is not mapped."""
-    layout = vmmkv.KVLayout(3, case.kv_heads, case.head_dim, case.dtype)
-    cache = vmmkv.KVCache(layout, len(rows), max(max(lengths), 1), max_bytes="256MiB", device=DEVICE)
-    sequences = {sequence.row: sequence for sequence in [cache.sequence() for _ in rows]}
+    """K and V of the second layer; all that is mapped is NaN, the rest is not mapped. A page has but a few tokens."""
+    num_layers, page_size = (3, 4096) if DEVICE == "cpu" else (32, None)
+    layout = vmmkv.KVLayout(num_layers, case.kv_heads, case.head_dim, case.dtype)
+    cache = vmmkv.KVCache(layout, len(rows) + 1, max(lengths), max_bytes="4GiB", device=DEVICE, page_size=page_size)
+    sequences = {sequence.row: sequence for sequence in [cache.sequence() for _ in range(len(rows) + 1)]}
     for row, length in zip(rows, lengths):
         sequences[row].extend(length)
         for layer in range(3):
