@@ -21,6 +21,7 @@ import typer
 from vmmkv.cli.output import console, errors
 
 from . import fragmentation, idle, reuse
+from .serve import report as serving
 from .tables import TABLES
 
 ROOT = Path(__file__).parent.parent
@@ -30,6 +31,7 @@ PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
     "docs/assets/reuse.svg": ("reuse_h200.json", reuse.plot),
     "docs/assets/idle.svg": ("idle_h200.json", idle.plot),
+    "docs/assets/serve.svg": ("serve_h200.json", serving.draw),
 }
 
 OPENING = "<!-- table:"

@@ -179,6 +179,13 @@ def generate_step(result: Result) -> str:
 
 
 @table("generate_h200.json")
+def generate_step_qwen(result: Result) -> str:
+    shapes = [(1, 512), (1, 32_768), (8, 512), (8, 32_768), (32, 8192), (32, 32_768)]
+    columns = ("ms a decode step", *(f"{batch} x {prompt:,}" for batch, prompt in shapes))
+    return markdown(columns, generate_rows(result, shapes, lambda cell: f"{cell['step_ms']:.1f}", "Qwen3-0.6B"))
+
+
+@table("generate_h200.json")
 def generate_memory(result: Result) -> str:
     shapes = [(1, 8192), (8, 32_768), (32, 8192)]
     columns = ("peak of K and V over live K and V", *(f"{batch} x {prompt:,}" for batch, prompt in shapes))
@@ -196,10 +203,10 @@ def generate_copies(result: Result) -> str:
 
 
 def generate_rows(
-    result: Result, shapes: list[tuple[int, int]], figure: Callable[[Result], str]
+    result: Result, shapes: list[tuple[int, int]], figure: Callable[[Result], str], model: str = "Llama-3.1-8B"
 ) -> list[tuple[str, ...]]:
-    """A row for each way to decode Llama-3.1-8B, ours in bold."""
-    cells = [cell for cell in result["cells"] if cell["model"] == "Llama-3.1-8B"]
+    """A row for each way to decode a model, ours in bold."""
+    cells = [cell for cell in result["cells"] if cell["model"] == model]
     rows = []
     for name in dict.fromkeys(cell["contender"] for cell in cells):
         of = {(cell["batch"], cell["prompt"]): cell for cell in cells if cell["contender"] == name}
