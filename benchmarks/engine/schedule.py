@@ -73,7 +73,7 @@ class Schedule:
         self.waiting: deque[int] = deque()
         self.running: list[int] = []
         self.blocked = False
-        """The first that waits did not fit, and nothing was freed since."""
+        """The first that waits did not fit; since then nothing was freed, and no prompt computed."""
         self.preemptions = 0
         self.manager_ns = 0
 
@@ -125,6 +125,8 @@ class Schedule:
         self.computed[step.decode] += 1
         self.computed[step.prefill] += step.counts
         self.known[step.sampled] += 1
+        if len(step.prefill):
+            self.blocked = False  # what they were promised may lie in memory that their rows had already
         finished = step.sampled[self.known[step.sampled] == self.total[step.sampled]].tolist()
         self.remove(finished)
         return finished
