@@ -149,9 +149,8 @@ def test_schedules_serve_all_requests_within_their_means(
     finished: list[int] = []
     running: list[int] = []
     while step := schedule.next():
-        if (
-            len(schedule.running) > 1 and schedule.running[-1] not in running
-        ):  # it came to others, whose prompts fit, too
+        if len(schedule.running) > 1 and schedule.running[-1] not in running:
+            # It came to others, and what they were promised is still to be had.
             known = schedule.known[schedule.running]
             assert known.sum() + HEADROOM * len(known) <= blocks * 16
         assert 0 < len(step.decode) + len(step.prefill) <= len(schedule.running) <= max_sequences
