@@ -20,7 +20,8 @@ from benchmarks.engine.engine import BACKENDS, Engine
 from benchmarks.engine.model import Config, Model, load_model, random_model
 from benchmarks.engine.paged import PagedKV
 from benchmarks.engine.run import Run
-from benchmarks.engine.schedule import Schedule
+from benchmarks.engine.schedule import HEADROOM, Schedule
+from benchmarks.engine.vmm import VmmKV
 from vmmkv import KVLayout
 
 CPU = torch.device("cpu")
@@ -133,36 +134,58 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
     return prompts, outputs, blocks, draw(st.integers(1, 6)), draw(st.integers(1, 64))
 
 
-@given(batches())
+@pytest.mark.parametrize("backend", [PagedKV, VmmKV])
+@given(batch=batches())
 @settings(max_examples=60)
-def test_schedules_serve_all_requests_within_their_means(batch: tuple[list[int], list[int], int, int, int]) -> None:
+def test_schedules_serve_all_requests_within_their_means(
+    backend: type[PagedKV | VmmKV], batch: tuple[list[int], list[int], int, int, int]
+) -> None:
     prompts, outputs, blocks, max_sequences, chunk = batch
-    layout = KVLayout(1, 1, 8, torch.float32)
-    kv = PagedKV(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU)
+    layout = KVLayout(1, 1, 64, torch.float32)  # a block, and a page on the host, is 16 tokens
+    kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU)
     schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk)
     schedule.waiting.extend(range(len(prompts)))
     sampled = np.zeros(len(prompts), int)
     finished: list[int] = []
+    running: list[int] = []
     while step := schedule.next():
+        if len(schedule.running) > 1 and schedule.running[-1] not in running:
+            # It came to others, and what they were promised is still to be had.
+            known = schedule.known[schedule.running]
+            assert known.sum() + HEADROOM * len(known) <= blocks * 16
         assert 0 < len(step.decode) + len(step.prefill) <= len(schedule.running) <= max_sequences
         assert not set(step.decode) & set(step.prefill)
         assert step.counts.sum() <= chunk
         assert schedule.running == sorted(schedule.running)  # first come, first served
         assert all(request > max(schedule.running) for request in schedule.waiting)
-        computing = np.concatenate([step.decode, step.prefill])
-        ends = schedule.computed[computing] + np.concatenate([np.ones_like(step.decode), step.counts])
-        assert (ends <= kv.lengths[schedule.row[computing]]).all()
-        rows = schedule.row[schedule.running]
-        held = [block for row in rows for block in kv.table[row, : -(-kv.lengths[row] // 16)].tolist()]
-        assert sorted(held + kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))  # each block once
-        for row in rows:
-            count = -(-kv.lengths[row] // 16)
-            assert kv.block_table[row, :count].tolist() == kv.table[row, :count].tolist()
+        ends = schedule.computed.copy()
+        ends[step.decode] += 1
+        ends[step.prefill] += step.counts
+        check_room(kv, schedule.row[schedule.running], ends[schedule.running], blocks)
         sampled[step.sampled] += 1
         finished += schedule.advance(step)
+        running = list(schedule.running)
     assert sampled.tolist() == outputs
     assert sorted(finished) == list(range(len(prompts)))
-    assert kv.num_free == blocks
+    assert kv.fits(blocks * 16)
+    kv.close()
+
+
+def check_room(kv: PagedKV | VmmKV, rows: np.ndarray, tokens: np.ndarray, blocks: int) -> None:
+    """Rows have room for exactly these tokens, which is on the device, and nobody else's."""
+    if isinstance(kv, VmmKV):
+        kv.cache.check()
+        assert [sequence.length for sequence in kv.sequences[rows]] == tokens.tolist()
+        for row, count in zip(rows, tokens):
+            for cache in kv.kv(0):
+                cache[row, :count] = row  # a fault where nothing is mapped
+        for row, count in zip(rows, tokens):
+            assert all((cache[row, :count] == row).all() for cache in kv.kv(0))
+        return
+    assert kv.lengths[rows].tolist() == tokens.tolist()
+    counts = -(-tokens // 16)
+    held = [block for row, count in zip(rows, counts) for block in kv.block_table[row, :count].tolist()]
+    assert sorted(held + kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))  # each block once
 
 
 @pytest.mark.parametrize("backend", ["vmm", "paged"])

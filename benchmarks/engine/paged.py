@@ -38,31 +38,28 @@ class PagedKV:
     def fits(self, tokens: int, spare: int = 0) -> bool:
         return tokens + spare <= self.num_free * self.block_size and bool(self.free_rows)
 
-    def admit(self, tokens: int) -> int:
+    def admit(self) -> int:
         row = self.free_rows.pop()
-        count = -(-tokens // self.block_size)
-        first = row * self.table.shape[1]
-        self._fill(np.arange(first, first + count))
-        self.lengths[row] = tokens
+        self.lengths[row] = 0
         return row
 
-    def extend(self, rows: Rows) -> bool:
-        lengths = self.lengths[rows]
-        blocks, inside = np.divmod(lengths, self.block_size)
-        full = inside == 0
-        places = rows[full] * self.table.shape[1] + blocks[full]
-        if len(places) > self.num_free:
+    def extend(self, rows: Rows, counts: Rows | int) -> bool:
+        before = self.lengths[rows]
+        lengths = before + counts
+        blocks = -(lengths // -self.block_size)
+        needed = blocks + before // -self.block_size
+        ends = needed.cumsum()
+        total = int(ends[-1])
+        if total > self.num_free:
             return False
-        if len(places):
-            self._fill(places)
-        self.lengths[rows] = lengths + 1
+        if total:
+            # In the flat table the new blocks of a row follow those that it has.
+            places = np.arange(total) + (rows * self.table.shape[1] + blocks - ends).repeat(needed)
+            self.num_free -= total
+            self.table.ravel()[places] = self.free_blocks[self.num_free : self.num_free + total]
+            self.changed.append(places)
+        self.lengths[rows] = lengths
         return True
-
-    def _fill(self, places: Rows) -> None:
-        """Puts free blocks into places of the flat table."""
-        self.num_free -= len(places)
-        self.table.ravel()[places] = self.free_blocks[self.num_free : self.num_free + len(places)]
-        self.changed.append(places)
 
     def free(self, rows: list[int]) -> None:
         for row in rows:

@@ -2,7 +2,8 @@
 
 A request has `known` tokens, those of its prompt and those sampled so far, and K and V of `computed` of them. One that
 lacks K and V of one token decodes: it takes part in every step. One that lacks more is a prompt, and gets a chunk of
-what the step's budget leaves. A request that is preempted keeps its tokens and computes K and V anew.
+what the step's budget leaves. Room is made step by step, for the tokens that it computes; where there is none, the
+request that came last is preempted: it keeps its tokens and computes K and V anew.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Schedule:
         chunk: tokens of prompts in a step.
 
     Attributes:
-        preemptions: requests that lost their K and V to others.
+        preemptions: requests that lost their room to others.
         manager_ns: host time in the cache manager.
 
     Raises:
@@ -68,24 +69,32 @@ class Schedule:
             raise ValueError(f"got a request of {self.total.max()} tokens; this budget has no room for it")
         self.known = prompts.copy()
         self.computed = np.zeros_like(prompts)
-        self.held = np.zeros_like(prompts)
-        """Tokens that there is room for."""
         self.row = np.full_like(prompts, -1)
         self.waiting: deque[int] = deque()
         self.running: list[int] = []
         self.blocked = False
-        """The first that waits did not fit, and nothing was freed since."""
+        """The first that waits did not fit; since then nothing was freed, and no prompt computed."""
         self.preemptions = 0
         self.manager_ns = 0
 
     def next(self) -> Step | None:
-        """The next step; None: nothing to do."""
+        """The next step, for whose tokens there is room; None: nothing to do."""
         self._admit()
-        self._grow()
-        self._timed(self.kv.publish)
+        while self.running:
+            step = self._plan()
+            rows, counts = self.row[step.decode], 1
+            if len(step.prefill):
+                rows = np.concatenate([rows, self.row[step.prefill]])
+                counts = np.concatenate([np.ones_like(step.decode), step.counts])
+            if self._timed(self.kv.extend, rows, counts):
+                self._timed(self.kv.publish)
+                return step
+            self._preempt()
+        return None
+
+    def _plan(self) -> Step:
+        """A step of those that run."""
         running = np.array(self.running, np.int64)
-        if not len(running):
-            return None
         lacking = self.known[running] - self.computed[running]
         decode, prefill = running[lacking == 1], running[lacking > 1]
         wanted = lacking[lacking > 1]
@@ -95,35 +104,29 @@ class Schedule:
 
     def _admit(self) -> None:
         while self.waiting and not self.blocked and len(self.running) < self.max_sequences:
-            request = self.waiting[0]
-            tokens, others = int(self.known[request]), len(self.running)
-            if others and not self._timed(self.kv.fits, tokens, HEADROOM * (others + 1)):
+            request, others = self.waiting[0], len(self.running)
+            promised = int((self.known - self.computed)[self.running].sum())
+            if others and not self._timed(self.kv.fits, int(self.known[request]), promised + HEADROOM * (others + 1)):
                 self.blocked = True
                 return
             self.waiting.popleft()
-            self.row[request] = self._timed(self.kv.admit, tokens)
-            self.held[request] = tokens
+            self.row[request] = self._timed(self.kv.admit)
             self.running.append(request)
 
-    def _grow(self) -> None:
-        """Room for the tokens that were sampled; those that came last make it where there is none."""
-        while True:
-            running = np.array(self.running, np.int64)
-            growing = running[self.held[running] < self.known[running]]
-            if not len(growing) or self._timed(self.kv.extend, self.row[growing]):
-                self.held[growing] += 1
-                return
-            request = self.running.pop()
-            self._free([request])
-            self.computed[request] = 0
-            self.waiting.appendleft(request)
-            self.preemptions += 1
+    def _preempt(self) -> None:
+        request = self.running.pop()
+        self._free([request])
+        self.computed[request] = 0
+        self.waiting.appendleft(request)
+        self.preemptions += 1
 
     def advance(self, step: Step) -> list[int]:
-        """Takes a step for done; returns the requests that have all of their tokens, whose K and V are gone."""
+        """Takes the last step for done; returns the requests that have all of their tokens, whose K and V are gone."""
         self.computed[step.decode] += 1
         self.computed[step.prefill] += step.counts
         self.known[step.sampled] += 1
+        if len(step.prefill):
+            self.blocked = False  # what they were promised may lie in memory that their rows had already
         finished = step.sampled[self.known[step.sampled] == self.total[step.sampled]].tolist()
         self.remove(finished)
         return finished

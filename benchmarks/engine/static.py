@@ -26,10 +26,10 @@ class StaticKV:
     def fits(self, tokens: int, spare: int = 0) -> bool:
         return tokens <= self.max_seq_len and bool(self.free_rows)
 
-    def admit(self, tokens: int) -> int:
+    def admit(self) -> int:
         return self.free_rows.pop()
 
-    def extend(self, rows: Rows) -> bool:
+    def extend(self, rows: Rows, counts: Rows | int) -> bool:
         return True
 
     def free(self, rows: list[int]) -> None:

@@ -35,15 +35,15 @@ class VmmKV:
         needed = (tokens + spare) * self.cache.layout.token_bytes
         return bool(self.free_rows) and needed <= self.cache.available_pages * self.cache.page_size
 
-    def admit(self, tokens: int) -> int:
-        sequence = self.cache.sequence(tokens)
+    def admit(self) -> int:
+        sequence = self.cache.sequence()
         self.sequences[sequence.row] = sequence
         self.free_rows -= 1
         return sequence.row
 
-    def extend(self, rows: Rows) -> bool:
+    def extend(self, rows: Rows, counts: Rows | int) -> bool:
         try:
-            self.cache.extend(self.sequences[rows].tolist(), 1)
+            self.cache.extend(self.sequences[rows].tolist(), counts)
         except OutOfPagesError:
             return False
         return True
