@@ -153,6 +153,17 @@ def test_truncate_and_release_know_which_tokens_there_are(make_cache, tokens: in
 # ---------------------------------------------------------------------- adoption and reclaim
 
 
+def test_expected_tokens_find_the_row_that_fits_and_map_nothing(make_cache) -> None:
+    cache = make_cache()
+    cache.free([cache.sequence(n) for n in (100, 20, 60)])
+    before = driver_calls(cache)
+    for expected in (58, 95, 18):
+        sequence = cache.sequence(expected_tokens=expected)
+        assert sequence.length == 0
+        assert sequence.capacity >= expected  # any other choice leaves one of them too little
+    assert driver_calls(cache) == before
+
+
 def test_adopting_a_parked_row_makes_no_driver_call(make_cache) -> None:
     cache = make_cache()
     for _ in range(3):

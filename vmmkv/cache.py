@@ -138,12 +138,16 @@ class KVCache:
         """Bytes of a page."""
         return self._driver.page_size
 
-    def sequence(self, tokens: int = 0) -> Sequence:
+    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0) -> Sequence:
         """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one.
 
         It belongs to the current stream: order work on other streams behind it, and name them with
-        `Sequence.record_stream`. Without tokens it takes no memory. Naming the prompt's length here, rather
-        than in a first `extend`, finds the parked row that fits best.
+        `Sequence.record_stream`. Without tokens it takes no memory.
+
+        Args:
+            tokens: that there is room for at once.
+            expected_tokens: that it will have soon, where these come in chunks: maps nothing for them, but finds the
+                parked row that fits best.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.
@@ -157,7 +161,7 @@ class KVCache:
             check_length(tokens, self.max_seq_len)
             self._free_abandoned()
             number = next(self._numbers)
-            return Sequence(self, number, self._rows.acquire(number, tokens))
+            return Sequence(self, number, self._rows.acquire(number, tokens, expected_tokens))
 
     def extend(
         self, sequences: Collection[Sequence], tokens: int | Collection[int] | npt.NDArray[np.integer[Any]]

@@ -125,14 +125,14 @@ class Rows:
 
     # ------------------------------------------------------------------ taking and leaving rows
 
-    def acquire(self, owner: int, tokens: int) -> int:
+    def acquire(self, owner: int, tokens: int, expected: int = 0) -> int:
         """A row for a new sequence, with room for `tokens` tokens: parked where possible, else empty.
 
         Raises:
             OutOfRowsError: all rows are live.
             OutOfPagesError, DriverError: see `grow`; the row is not taken.
         """
-        row = self._pick(tokens)
+        row = self._pick(max(tokens, expected))
         adopted = any(arena.rows[row].pages for arena, _ in self.ranges)
         self.owner_of[row] = owner
         self._refresh(row)

@@ -23,8 +23,8 @@ class KVBackend(Protocol):
     def fits(self, tokens: int, spare: int = 0) -> bool:
         """Whether there is a row and room for one more sequence of `tokens`, and for `spare` tokens of any."""
 
-    def admit(self) -> int:
-        """Starts a sequence without room for tokens; returns its row."""
+    def admit(self, tokens: int) -> int:
+        """Starts a sequence that will have so many tokens, without room for any; returns its row."""
 
     def extend(self, rows: Rows, counts: Rows | int) -> bool:
         """Makes room for so many more tokens in each of these rows; False: not in all, and nothing changed."""

@@ -38,7 +38,7 @@ class PagedKV:
     def fits(self, tokens: int, spare: int = 0) -> bool:
         return tokens + spare <= self.num_free * self.block_size and bool(self.free_rows)
 
-    def admit(self) -> int:
+    def admit(self, tokens: int) -> int:
         row = self.free_rows.pop()
         self.lengths[row] = 0
         return row

@@ -105,12 +105,12 @@ class Schedule:
     def _admit(self) -> None:
         while self.waiting and not self.blocked and len(self.running) < self.max_sequences:
             request, others = self.waiting[0], len(self.running)
-            promised = int((self.known - self.computed)[self.running].sum())
-            if others and not self._timed(self.kv.fits, int(self.known[request]), promised + HEADROOM * (others + 1)):
+            tokens, promised = int(self.known[request]), int((self.known - self.computed)[self.running].sum())
+            if others and not self._timed(self.kv.fits, tokens, promised + HEADROOM * (others + 1)):
                 self.blocked = True
                 return
             self.waiting.popleft()
-            self.row[request] = self._timed(self.kv.admit)
+            self.row[request] = self._timed(self.kv.admit, tokens)
             self.running.append(request)
 
     def _preempt(self) -> None:

@@ -26,7 +26,7 @@ class StaticKV:
     def fits(self, tokens: int, spare: int = 0) -> bool:
         return tokens <= self.max_seq_len and bool(self.free_rows)
 
-    def admit(self) -> int:
+    def admit(self, tokens: int) -> int:
         return self.free_rows.pop()
 
     def extend(self, rows: Rows, counts: Rows | int) -> bool:

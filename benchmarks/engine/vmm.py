@@ -35,8 +35,8 @@ class VmmKV:
         needed = (tokens + spare) * self.cache.layout.token_bytes
         return bool(self.free_rows) and needed <= self.cache.available_pages * self.cache.page_size
 
-    def admit(self) -> int:
-        sequence = self.cache.sequence()
+    def admit(self, tokens: int) -> int:
+        sequence = self.cache.sequence(expected_tokens=tokens)
         self.sequences[sequence.row] = sequence
         self.free_rows -= 1
         return sequence.row
