@@ -196,4 +196,5 @@ copy_box = instruction(
     "", "lllllll", _copy_box,
 )  # fmt: skip
 """Begins to copy a box to shared memory: address, tensor map, element, head, token, row or block, and the barrier
-that waits for it. What is outside the tensor becomes zeros; its first page must then be mapped."""
+that waits for it. Elements outside the tensor become zeros; a copy that is outside as a whole needs the tensor's first
+page mapped."""

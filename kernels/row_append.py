@@ -83,7 +83,8 @@ def bind_append(
     """`append`, one token to each sequence, for tensors that look like these: what is left to do at each step.
 
     Returns:
-        a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`.
+        a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the caches and
+        the rows by address alone: keep them.
     """
     kernel, table_stride, strides = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None)))
     caches = k_cache.data_ptr(), v_cache.data_ptr()

@@ -30,10 +30,14 @@ class SimulatedMap(NamedTuple):
         from .hopper import swizzled
 
         element, head, token, row = place
+        width, heads, tokens, rows = self.sizes
+        assert 0 <= head < heads, "a copy from outside touches the tensor's first page"
+        assert 0 <= token <= tokens - self.box_tokens, "a copy from outside touches the tensor's first page"
+        assert 0 <= row < rows, "a copy from outside touches the tensor's first page"
         for index, vector in product(range(self.box_tokens), range(0, ELEMENTS, 8)):
             position = element + vector, head, token + index, row
             to = swizzled(target + index * 2 * ELEMENTS + vector * 2)
-            if all(0 <= at < size for at, size in zip(position, self.sizes)):
+            if position[0] < width:
                 source = self.address + position[0] * 2 + sum(np.multiply(position[1:], self.strides).tolist())
                 ctypes.memmove(to, source, 16)
             else:

@@ -162,6 +162,10 @@ def test_expected_tokens_find_the_row_that_fits_and_map_nothing(make_cache) -> N
         assert sequence.length == 0
         assert sequence.capacity >= expected  # any other choice leaves one of them too little
     assert driver_calls(cache) == before
+    with pytest.raises(vmmkv.SequenceTooLongError):
+        cache.sequence(expected_tokens=cache.max_seq_len + 1)
+    with pytest.raises(ValueError, match="-1"):
+        cache.sequence(expected_tokens=-1)
 
 
 def test_adopting_a_parked_row_makes_no_driver_call(make_cache) -> None:

@@ -199,6 +199,14 @@ def test_a_full_pool_preempts_the_last_and_the_tokens_stay_the_same(backend: str
         check_greedy(logits_without_cache(model), prompts, run)
 
 
+def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device may have less than the budget; the last request has nobody to take memory from."""
+    engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
+    monkeypatch.setattr(engine.kv, "extend", lambda rows, counts: False)
+    with pytest.raises(MemoryError):
+        engine.run(*random_requests(4, 16, 8))
+
+
 def test_one_schedule_gives_the_same_tokens_on_all_backends() -> None:
     model = tiny_model()
     prompts, outputs = random_requests(20, 60, 20)

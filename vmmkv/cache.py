@@ -146,19 +146,20 @@ class KVCache:
 
         Args:
             tokens: that there is room for at once.
-            expected_tokens: that it will have soon, where these come in chunks: maps nothing for them, but finds the
-                parked row that fits best.
+            expected_tokens: that it will soon have in all, where they come in chunks: maps nothing for them, but finds
+                the parked row that fits best.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
                 new sequence then.
         """
-        tokens = operator.index(tokens)
+        tokens, expected_tokens = operator.index(tokens), operator.index(expected_tokens)
         with self._lock:
             self._check_usable()
-            _check_tokens(tokens)
-            check_length(tokens, self.max_seq_len)
+            for count in (tokens, expected_tokens):
+                _check_tokens(count)
+                check_length(count, self.max_seq_len)
             self._free_abandoned()
             number = next(self._numbers)
             return Sequence(self, number, self._rows.acquire(number, tokens, expected_tokens))

@@ -24,7 +24,7 @@ class KVBackend(Protocol):
         """Whether there is a row and room for one more sequence of `tokens`, and for `spare` tokens of any."""
 
     def admit(self, tokens: int) -> int:
-        """Starts a sequence that will have so many tokens, without room for any; returns its row."""
+        """Starts a sequence that will have so many tokens, and promises no room yet; returns its row."""
 
     def extend(self, rows: Rows, counts: Rows | int) -> bool:
         """Makes room for so many more tokens in each of these rows; False: not in all, and nothing changed."""

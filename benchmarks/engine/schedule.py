@@ -53,7 +53,7 @@ class Schedule:
         chunk: tokens of prompts in a step.
 
     Attributes:
-        preemptions: requests that lost their room to others.
+        preemptions: requests that lost K and V to others.
         manager_ns: host time in the cache manager.
 
     Raises:
@@ -89,6 +89,8 @@ class Schedule:
             if self._timed(self.kv.extend, rows, counts):
                 self._timed(self.kv.publish)
                 return step
+            if len(self.running) == 1:
+                raise MemoryError("the budget has room for each request alone, the device has not: lower the budget")
             self._preempt()
         return None
 
@@ -116,9 +118,9 @@ class Schedule:
     def _preempt(self) -> None:
         request = self.running.pop()
         self._free([request])
+        self.preemptions += bool(self.computed[request])
         self.computed[request] = 0
         self.waiting.appendleft(request)
-        self.preemptions += 1
 
     def advance(self, step: Step) -> list[int]:
         """Takes the last step for done; returns the requests that have all of their tokens, whose K and V are gone."""

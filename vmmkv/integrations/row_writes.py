@@ -27,26 +27,27 @@ class TokenWriter:
     def __init__(self, k_rows: torch.Tensor, v_rows: torch.Tensor, row_numbers: torch.Tensor) -> None:
         self._places = k_rows, v_rows, row_numbers
         self._looks: tuple[object, ...] = ()
-        self._append: Callable[[int, int, int], None] | None = None
+        self._append: Callable[[int, int, int], None]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor) -> bool:
-        """Writes K and V, unless they are more than a token of each sequence, or not for the kernel.
+        """Writes K and V, unless they are more than a token of each sequence, or lie as the kernel cannot read them.
 
         Args:
-            keys, values, starts: as in `append_rows`.
+            keys, values, starts: as in `append_rows`; of the dtype and device of the rows.
 
         Returns:
             whether they were written.
         """
         looks = keys.shape, keys.stride(), values.shape, values.stride()
         if looks != self._looks:
-            self._looks, self._append = looks, None
-            if keys.shape[2] == 1 and can_append(keys, values):
-                k_rows, v_rows, row_numbers = self._places
-                rows = row_numbers[: keys.shape[0]]
-                self._append = bind_append(keys.squeeze(2), values.squeeze(2), k_rows, v_rows, rows)
+            if keys.shape[2] != 1 or not can_append(keys, values):
+                return False
+            k_rows, v_rows, row_numbers = self._places
+            rows = row_numbers[: keys.shape[0]]
+            self._append = bind_append(keys.squeeze(2), values.squeeze(2), k_rows, v_rows, rows)
+            self._looks = looks
         k, v = keys.data_ptr(), values.data_ptr()
-        if self._append is None or (k | v) % ALIGNMENT:
+        if (k | v) % ALIGNMENT:
             return False
         self._append(k, v, starts.data_ptr())
         return True
