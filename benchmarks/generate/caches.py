@@ -13,6 +13,10 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 from vmmkv.integrations.transformers import VmmCache
 
 
+BUDGET = "95%"
+"""Of the memory that is free, for a `VmmCache`; the others have no budget, and fail where there is no more."""
+
+
 @dataclass(frozen=True)
 class Contender:
     """One way to decode.
@@ -42,8 +46,8 @@ class Contender:
         if self.cache is StaticCache:
             return StaticCache(model.config, max_cache_len=capacity)
         if self.cache is VmmCache:
-            options = {"compile": True} if self.compiled else {}
-            return VmmCache(model.config, model.config.max_position_embeddings, page_size=page_size, **options)
+            seq_len, options = model.config.max_position_embeddings, {"compile": True} if self.compiled else {}
+            return VmmCache(model.config, seq_len, max_bytes=BUDGET, page_size=page_size, **options)
         return DynamicCache(config=model.config)
 
     @contextmanager
