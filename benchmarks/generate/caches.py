@@ -12,7 +12,6 @@ from transformers import Cache, DynamicCache, PreTrainedModel, StaticCache
 
 from vmmkv.integrations.transformers import VmmCache
 
-
 BUDGET = "95%"
 """Of the memory that is free, for a `VmmCache`; the others have no budget, and fail where there is no more."""
 
