@@ -174,45 +174,52 @@ def kernel_bounds(result: Result) -> str:
 @table("generate_h200.json")
 def generate_step(result: Result) -> str:
     shapes = [(1, 512), (1, 8192), (1, 32_768), (8, 512), (8, 32_768), (32, 8192)]
-    columns = ("ms a decode step", *(f"{batch} x {prompt:,}" for batch, prompt in shapes))
-    return markdown(columns, generate_rows(result, shapes, lambda cell: f"{cell['step_ms']:.1f}"))
+    return generate_table(result["cells"], "ms a decode step", shapes, step_ms)
 
 
 @table("generate_h200.json")
 def generate_step_qwen(result: Result) -> str:
     shapes = [(1, 512), (1, 32_768), (8, 512), (8, 32_768), (32, 8192), (32, 32_768)]
-    columns = ("ms a decode step", *(f"{batch} x {prompt:,}" for batch, prompt in shapes))
-    return markdown(columns, generate_rows(result, shapes, lambda cell: f"{cell['step_ms']:.1f}", "Qwen3-0.6B"))
+    return generate_table(result["cells"], "ms a decode step", shapes, step_ms, "Qwen3-0.6B")
+
+
+def step_ms(cell: Result) -> str:
+    return f"{cell['step_ms']:.1f}"
 
 
 @table("generate_h200.json")
 def generate_memory(result: Result) -> str:
     shapes = [(1, 8192), (8, 32_768), (32, 8192)]
-    columns = ("peak of K and V over live K and V", *(f"{batch} x {prompt:,}" for batch, prompt in shapes))
-    return markdown(
-        columns, generate_rows(result, shapes, lambda cell: f"{cell['kv_peak_bytes'] / cell['live_bytes']:.3f}")
+    return generate_table(
+        result["cells"],
+        "peak of K and V over live K and V",
+        shapes,
+        lambda cell: f"{cell['kv_peak_bytes'] / cell['live_bytes']:.3f}",
     )
 
 
 @table("generate_h200.json")
 def generate_copies(result: Result) -> str:
     shapes = [(1, 512), (1, 32_768), (8, 32_768), (32, 8192)]
-    columns = ("bytes copied in a step", *(f"{batch} x {prompt:,}" for batch, prompt in shapes))
-    plain = result | {"cells": [cell for cell in result["cells"] if not cell["compiled"]]}
-    return markdown(columns, generate_rows(plain, shapes, lambda cell: format_bytes(cell["copied_bytes"])))
+    plain = [cell for cell in result["cells"] if not cell["compiled"]]
+    return generate_table(plain, "bytes copied in a step", shapes, lambda cell: format_bytes(cell["copied_bytes"]))
 
 
-def generate_rows(
-    result: Result, shapes: list[tuple[int, int]], figure: Callable[[Result], str], model: str = "Llama-3.1-8B"
-) -> list[tuple[str, ...]]:
-    """A row for each way to decode a model, ours in bold."""
-    cells = [cell for cell in result["cells"] if cell["model"] == model]
+def generate_table(
+    cells: list[Result],
+    what: str,
+    shapes: list[tuple[int, int]],
+    figure: Callable[[Result], str],
+    model: str = "Llama-3.1-8B",
+) -> str:
+    """A figure by batch size and prompt, a row for each way to decode a model, ours in bold."""
+    cells = [cell for cell in cells if cell["model"] == model]
     rows = []
     for name in dict.fromkeys(cell["contender"] for cell in cells):
         of = {(cell["batch"], cell["prompt"]): cell for cell in cells if cell["contender"] == name}
         figures = [figure(of[shape]) if of[shape]["status"] == "measured" else of[shape]["status"] for shape in shapes]
         rows.append((f"**{name}**" if name.startswith("VmmCache") else name, *figures))
-    return rows
+    return markdown((what, *(f"{batch} x {prompt:,}" for batch, prompt in shapes)), rows)
 
 
 # ------------------------------------------------------------------ memory

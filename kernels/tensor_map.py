@@ -31,9 +31,8 @@ class SimulatedMap(NamedTuple):
 
         element, head, token, row = place
         width, heads, tokens, rows = self.sizes
-        assert 0 <= head < heads, "a copy from outside touches the tensor's first page"
-        assert 0 <= token <= tokens - self.box_tokens, "a copy from outside touches the tensor's first page"
-        assert 0 <= row < rows, "a copy from outside touches the tensor's first page"
+        inside = 0 <= head < heads and 0 <= token <= tokens - self.box_tokens and 0 <= row < rows
+        assert inside, "a copy from outside touches the tensor's first page"
         for index, vector in product(range(self.box_tokens), range(0, ELEMENTS, 8)):
             position = element + vector, head, token + index, row
             to = swizzled(target + index * 2 * ELEMENTS + vector * 2)

@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from conftest import ROOT
 from rich.console import Console
 from transformers import StaticCache
@@ -73,8 +74,8 @@ def test_memory_is_that_of_the_tokens(result: dict) -> None:
 def test_a_dynamic_cache_copies_what_it_holds(result: dict) -> None:
     dynamic = {(cell["batch"], cell["prompt"]): cell for cell in figures(result, "DynamicCache")}
     for cell in figures(result, "VmmCache"):
-        if cell["attention"] == "vmmkv":  # here SDPA in its place, with a mask, for which older transformers copy more
-            continue
+        if cell["attention"] == "vmmkv" and transformers.__version__.startswith("5.17."):
+            continue  # SDPA in its place, on the CPU, has a mask, for which that version copies K and V
         other = dynamic[cell["batch"], cell["prompt"]]
         assert other["copied_bytes"] - cell["copied_bytes"] > 0.95 * other["live_bytes"]  # masks differ by some bytes
 

@@ -45,8 +45,8 @@ class Contender:
         if self.cache is StaticCache:
             return StaticCache(model.config, max_cache_len=capacity)
         if self.cache is VmmCache:
-            seq_len, options = model.config.max_position_embeddings, {"compile": True} if self.compiled else {}
-            return VmmCache(model.config, seq_len, max_bytes=BUDGET, page_size=page_size, **options)
+            seq_len = model.config.max_position_embeddings
+            return VmmCache(model.config, seq_len, max_bytes=BUDGET, page_size=page_size, compile=self.compiled)
         return DynamicCache(config=model.config)
 
     @contextmanager

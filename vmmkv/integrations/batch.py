@@ -17,7 +17,7 @@ from ..cache import KVCache
 from ..errors import OutOfRowsError, ReleasedTokensError
 from ..layout import KVLayout
 from ..sequence import Sequence
-from .row_writes import TokenWriter, append_rows, can_append
+from .row_writes import RowWriter
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Batch:
         views = [self.kv_cache.kv(layer) for layer in range(self.kv_cache.layout.num_layers)]
         self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self.kv_cache.device)
         self._starts, self._starts_at = self._row_numbers, -1
-        self._writers = [TokenWriter(k, v, self._row_numbers) for k, v in views]
+        self._writers = [RowWriter(k, v, self._row_numbers) for k, v in views]
         self._kv = [(k[:rows].transpose(1, 2), v[:rows].transpose(1, 2)) for k, v in views]
 
     def kv(self, layer: int, rows: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -158,14 +158,8 @@ class Batch:
         position = first - self.origin
         if position != self._starts_at:  # once for all layers of a forward pass
             self._starts, self._starts_at = torch.full_like(self._row_numbers, position), position
-        if self._writers[layer].write(keys, values, self._starts):
-            return
-        rows, _, tokens, _ = keys.shape
-        if can_append(keys, values):
-            row_numbers, starts = self._row_numbers[:rows], self._starts[:rows]
-            append_rows(keys, values, *self.kv_cache.kv(layer), row_numbers, starts)
-        else:
-            k, v = self.kv(layer, rows, first, first + tokens)
+        if not self._writers[layer].write(keys, values, self._starts):
+            k, v = self.kv(layer, keys.shape[0], first, first + keys.shape[2])
             k.copy_(keys)
             v.copy_(values)
 

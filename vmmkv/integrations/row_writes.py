@@ -15,9 +15,8 @@ from ..kernels.checks import ALIGNMENT
 from ..kernels.row_append import bind_append
 
 
-class TokenWriter:
-    """Writes one token of each sequence to the rows of one layer, step after step: what does not differ between steps
-    is looked at once.
+class RowWriter:
+    """Writes K and V to the rows of one layer. Of decode steps, what does not differ between them is looked at once.
 
     Args:
         k_rows, v_rows: as in `append_rows`.
@@ -30,21 +29,25 @@ class TokenWriter:
         self._append: Callable[[int, int, int], None]
 
     def write(self, keys: torch.Tensor, values: torch.Tensor, starts: torch.Tensor) -> bool:
-        """Writes K and V, unless they are more than a token of each sequence, or lie as the kernel cannot read them.
+        """Writes K and V, unless they lie as the kernel cannot read them.
 
         Args:
-            keys, values, starts: as in `append_rows`; of the dtype and device of the rows.
+            keys, values: as in `append_rows`; of the dtype and device of the rows.
+            starts: as in `append_rows`, of as many sequences as there may be.
 
         Returns:
             whether they were written.
         """
         looks = keys.shape, keys.stride(), values.shape, values.stride()
         if looks != self._looks:
-            if keys.shape[2] != 1 or not can_append(keys, values):
+            if not can_append(keys, values):
                 return False
             k_rows, v_rows, row_numbers = self._places
-            rows = row_numbers[: keys.shape[0]]
-            self._append = bind_append(keys.squeeze(2), values.squeeze(2), k_rows, v_rows, rows)
+            rows, _, tokens, _ = keys.shape
+            if tokens != 1:
+                append_rows(keys, values, k_rows, v_rows, row_numbers[:rows], starts[:rows])
+                return True
+            self._append = bind_append(keys.squeeze(2), values.squeeze(2), k_rows, v_rows, row_numbers[:rows])
             self._looks = looks
         k, v = keys.data_ptr(), values.data_ptr()
         if (k | v) % ALIGNMENT:
