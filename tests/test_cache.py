@@ -168,6 +168,21 @@ def test_expected_tokens_find_the_row_that_fits_and_map_nothing(make_cache) -> N
         cache.sequence(expected_tokens=-1)
 
 
+def test_pages_that_a_sequence_expects_to_need_are_reclaimed_after_parked_ones(make_cache) -> None:
+    cache = make_cache(pages=20)
+    first, second, busy = cache.sequence(30), cache.sequence(30), cache.sequence(1)
+    cache.free([first, second])
+    growing = cache.sequence(expected_tokens=30)
+    busy.extend(60)
+    assert cache.stats().pages_created == 20
+    before = driver_calls(cache)
+    growing.extend(30)
+    assert driver_calls(cache) == before
+    growing.truncate(0)
+    busy.extend(39)  # nothing else is left
+    assert busy.length == 100
+
+
 def test_adopting_a_parked_row_makes_no_driver_call(make_cache) -> None:
     cache = make_cache()
     for _ in range(3):

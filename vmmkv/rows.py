@@ -89,6 +89,8 @@ class Rows:
         self.capacity[-1] = -1
         self.owner = np.full(num_rows + 1, -1, np.int64)
         """By row: the number of the sequence that has it; -1 where none has."""
+        self.expected = np.zeros(num_rows + 1, np.int64)
+        """By row: the tokens that its sequence said it will soon have."""
         # The same memory for one row at a time, as Python's own integers: several times faster than numpy's.
         self.start_of, self.length_of = self.start.data, self.length.data
         self.capacity_of, self.owner_of = self.capacity.data, self.owner.data
@@ -128,6 +130,8 @@ class Rows:
     def acquire(self, owner: int, tokens: int, expected: int = 0) -> int:
         """A row for a new sequence, with room for `tokens` tokens: parked where possible, else empty.
 
+        Its pages for tokens that are `expected` are reclaimed after those of parked rows.
+
         Raises:
             OutOfRowsError: all rows are live.
             OutOfPagesError, DriverError: see `grow`; the row is not taken.
@@ -135,6 +139,7 @@ class Rows:
         row = self._pick(max(tokens, expected))
         adopted = any(arena.rows[row].pages for arena, _ in self.ranges)
         self.owner_of[row] = owner
+        self.expected[row] = expected
         self._refresh(row)
         try:
             if tokens > self.capacity_of[row] or (tokens and self.zero_tail):
@@ -396,7 +401,7 @@ class Rows:
     @property
     def available_pages(self) -> int:
         """Pages that hold no tokens, but for those behind live rows that work on the GPU may still read."""
-        fenced = sum(self._surplus(row) for row in self._tails() if not self._fences[row].passed())
+        fenced = sum(self._surplus(row) for row in self._tails(self.length) if not self._fences[row].passed())
         return self.pool.budget - len(self.zero_pages) - self.used_pages - fenced
 
     def _surplus(self, row: int) -> int:
@@ -421,16 +426,17 @@ class Rows:
         """Rows that may have surplus pages, those that will miss them least first. Some come twice.
 
         Nobody can adopt what is retired. The end of a long tail is used many tokens from now, if at all; parked rows
-        may be adopted whole by the next sequence, the oldest are the least likely to be.
+        may be adopted whole by the next sequence, the oldest are the least likely to be. What a sequence said that it
+        will need comes last.
         """
         yield from list(self.retired)
-        yield from self._tails()
+        yield from self._tails(np.maximum(self.length, self.expected))
         yield from list(self.parked)
         yield from np.flatnonzero(self.owner >= 0).tolist()  # with `scrub` no capacity shows a tail
 
-    def _tails(self) -> list[int]:
-        """Live rows with surplus pages behind their tokens, as far as capacities show them; the longest tail first."""
-        tails = self.capacity - self.length
+    def _tails(self, lengths: npt.NDArray[np.int64]) -> list[int]:
+        """Live rows with pages behind so many tokens, as far as capacities show them; the longest tail first."""
+        tails = self.capacity - lengths
         rows = np.flatnonzero((tails >= self._page_tokens) & (self.owner >= 0))
         return rows[np.argsort(-tails[rows])].tolist() if len(rows) else []
 
