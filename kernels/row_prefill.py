@@ -122,11 +122,7 @@ def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, geometry: t
     tokens, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     block_size = k.shape[1] if given.block_table else 0
-    asked, name = name, attention.choose(name, q.dtype, q.device, ("wgmma", "mma"))
-    if asked == "auto" and name == "wgmma" and head_dim % 64 and not block_size:
-        # Its copies of such heads lie partly outside of the tensor. Those that do as a whole touch the tensor's first
-        # page, which may have no memory; whether these do is not known.
-        name = "mma"
+    name = attention.choose(name, q.dtype, q.device, ("wgmma", "mma"))
     if name == "plain":
         kernel = plain.plain_kernel(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped)
         return attention.make_plan(given, kernel, (tokens, num_heads))
