@@ -1,12 +1,14 @@
 """What `benchmarks.report` writes: a function per table, from result files to Markdown.
 
-A function's name, with hyphens, is the table's name. To add one, write it under `@table` with the files that it reads.
+A function's name, with hyphens, is the table's name. To add one, write it under `@table` with the files that it reads, or
+put it into `TABLES` for each of several results.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -289,31 +291,26 @@ def static_reservation(result: Result) -> str:
 # ------------------------------------------------------------------ serving
 
 
-@table("serve_h200.json")
-def serve_saturation(result: Result) -> str:
-    return serving_table(result, 0)
-
-
-@table("serve_h200.json")
-def serve_load(result: Result) -> str:
-    return serving_table(result, 1)
-
-
 def serving_table(result: Result, case: int) -> str:
     name, backends = serving.by_case(result["serving"])[case]
     rows = [(what.strip(), *(str(show(row)) for row in backends.values())) for what, show in serving.FIGURES.items()]
     return markdown((name, *backends), rows)
 
 
-@table("serve_h200.json")
-def serve_prompts(result: Result) -> str:
+def prompts_table(result: Result) -> str:
     columns = "backend, kernel", "tokens/s", "attention alone", "its share of the time"
     return markdown(columns, map(serving.prompt_line, result["prefill"]))
 
 
-@table("serve_h200.json")
-def serve_comparisons(result: Result) -> str:
+def comparisons_table(result: Result) -> str:
     return markdown(("what", "measured", "aim", "met"), map(serving.comparison_line, result["comparisons"]))
+
+
+TABLES["serve-load"] = Table(("serve_h200.json",), partial(serving_table, case=1))
+for name, source in (("serve", "serve_h200.json"), ("serve-qwen3", "serve_qwen3_h200.json")):
+    TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, case=0))
+    TABLES[f"{name}-prompts"] = Table((source,), prompts_table)
+    TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
 
 
 @table("reuse_h200.json")

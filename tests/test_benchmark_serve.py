@@ -56,6 +56,8 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
             assert row["same_tokens"] > 0.9  # another schedule rounds otherwise
         else:
             assert row["same_tokens"] is None
+        assert len(row["rounds"]) == (3 if (trace, load) == ("main", "saturation") else 1)
+        assert row["output_tokens_per_s"] == np.median(row["rounds"])
         assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"] <= row["seconds"]
         assert 0 < row["manager_us"] < row["host_us"]
         assert row["peak_concurrency"] >= row["mean_concurrency"] > 0

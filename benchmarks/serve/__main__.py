@@ -2,9 +2,9 @@
 
     python -m benchmarks.serve [--trace FILE]... [--json FILE] [--plot FILE]
 
-Replays a trace with `benchmarks.engine`: at saturation, all requests waiting, and at shares of the throughput that the
-block table reached there. Then long prompts, with the fastest prefill kernels of rows and of blocks. Without a GPU
-it runs a tiny model, with lengths divided by 16.
+Replays a trace with `benchmarks.engine`: at saturation, all requests waiting, in several rounds of which the median is
+reported, and at shares of the throughput that the block table reached there. Then long prompts, with the fastest
+prefill kernels of rows and of blocks. Without a GPU it runs a tiny model, with lengths divided by 16.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ def main(
     memory: Annotated[str | None, typer.Option(help="Budget for K and V, of each backend.")] = None,
     backends: Annotated[list[str], typer.Option(help=f"Of {', '.join(CHOICES)}.")] = list(BACKENDS),  # noqa: B006
     rates: Annotated[list[float], typer.Option(help="Of the main trace: shares of saturation.")] = [0.5],  # noqa: B006
+    rounds: Annotated[int, typer.Option(min=1, help="Of the main trace at saturation; the median is reported.")] = 3,
     requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 500,
     tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of the main trace; of others half, at saturation only.")
@@ -124,7 +125,7 @@ def main(
         "missed": [],
     }
     try:
-        measure(result, settings, workloads, backends, rates, prompt)
+        measure(result, settings, workloads, backends, rates, rounds, prompt)
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
         if json_output:
@@ -162,6 +163,7 @@ def measure(
     workloads: list[Workload],
     backends: list[str],
     rates: list[float],
+    rounds: int,
     prompt_tokens: int,
 ) -> None:
     """Adds to a result the main trace, long prompts, other traces: what matters most comes first."""
@@ -172,8 +174,9 @@ def measure(
             bar.update(task, description=name, completed=finished, total=total)
 
         for index, workload in enumerate(workloads):
-            serve(result, settings, workload, backends, [] if index else rates, progress)
-            if index == 0:
+            main = index == 0
+            serve(result, settings, workload, backends, rates if main else [], rounds if main else 1, progress)
+            if main:
                 compare_prefill(result, settings, prompt_tokens, progress)
                 free_memory()
 

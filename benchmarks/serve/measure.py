@@ -45,9 +45,13 @@ def serve(
     workload: Workload,
     backends: list[str],
     rates: list[float],
+    rounds: int,
     progress: Progress,
 ) -> None:
     """Adds to a result a row for each backend at saturation and at each rate, and what the deadline left out.
+
+    Backends take turns, so that all meet what else goes on: at saturation `rounds` times, at other rates once. A row is
+    of the run with the median throughput.
 
     Args:
         backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`.
@@ -56,29 +60,42 @@ def serve(
     missed = result["missed"]
     saturated = 0.0
     reference: Run | None = None
-    for backend in sorted(backends, key=lambda name: name != REFERENCE):
-        engine = None
-        for rate in (None, *rates):
-            load = "saturation" if rate is None else f"{rate:.0%} load"
-            name = f"{workload.name}, {load}, {backend}"
-            if perf_counter() > settings.deadline or (rate and not saturated):
-                missed.append(name)
-                continue
-            engine = engine or make_engine(settings, workload, backend)
-            row = {"trace": workload.name, "load": load, "rate": rate, "backend": backend}
-            run, measured = run_load(engine, settings, workload, rate, saturated, partial(progress, name))
-            if run.finished < len(run.outputs):
-                missed.append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
-            if not run.running:
-                continue
-            if reference is None:
-                saturated, reference = run.finished / run.seconds, run
-            same = same_tokens(run, reference) if rate is None else None
-            result["serving"].append(row | measured | {"same_tokens": same})
-        if engine:
-            engine.close()
-        del engine
-        free_memory()
+    found: dict[tuple[str, str], list[Row]] = {}
+    try:
+        for number in range(rounds):
+            for backend in sorted(backends, key=lambda name: name != REFERENCE):
+                engine = None
+                for rate in (None, *(rates if number == 0 else ())):
+                    load = "saturation" if rate is None else f"{rate:.0%} load"
+                    name = f"{workload.name}, {load}, {backend}" + (f", round {number + 1}" if number else "")
+                    if perf_counter() > settings.deadline or (rate and not saturated):
+                        missed.append(name)
+                        continue
+                    engine = engine or make_engine(settings, workload, backend)
+                    row = {"trace": workload.name, "load": load, "rate": rate, "backend": backend}
+                    run, measured = run_load(engine, settings, workload, rate, saturated, partial(progress, name))
+                    if run.finished < len(run.outputs):
+                        missed.append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
+                    if not run.running:
+                        continue
+                    if reference is None:
+                        saturated, reference = run.finished / run.seconds, run
+                    same = same_tokens(run, reference) if rate is None else None
+                    found.setdefault((load, backend), []).append(row | measured | {"same_tokens": same})
+                if engine:
+                    engine.close()
+                del engine
+                free_memory()
+    finally:  # what was measured is not lost to what fails behind it
+        result["serving"] += map(middle, found.values())
+
+
+def middle(rows: list[Row]) -> Row:
+    """The run with the median throughput, of those that came to their end if one did; and the throughput of each."""
+    ended = [row for row in rows if row["finished"] == row["requests"]] or rows
+    ordered = sorted(ended, key=lambda row: float(row["output_tokens_per_s"]))
+    rounds = [row["output_tokens_per_s"] for row in ended]
+    return ordered[(len(ordered) - 1) // 2] | {"rounds": rounds}
 
 
 def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:

@@ -81,6 +81,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
 FIGURES: dict[str, Callable[[Row], object]] = {
     "requests finished": lambda row: f"{row['finished']} of {row['requests']}",
     "output tokens/s": lambda row: f"{row['output_tokens_per_s']:,.0f}",
+    "all rounds": lambda row: f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}",
     "time to first token, s, p50": lambda row: number(row["ttft_s"]["p50"], 2),
     "p99": lambda row: number(row["ttft_s"]["p99"], 2),
     "time per output token, ms, p50": lambda row: number(row["tpot_s"]["p50"], 1, 1e3),
