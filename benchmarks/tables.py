@@ -1,7 +1,7 @@
 """What `benchmarks.report` writes: a function per table, from result files to Markdown.
 
-A function's name, with hyphens, is the table's name. To add one, write it under `@table` with the files that it reads, or
-put it into `TABLES` for each of several results.
+A function's name, with hyphens, is the table's name. To add one, write it under `@table` with the files that it reads;
+one of several results goes into `TABLES`.
 """
 
 from __future__ import annotations

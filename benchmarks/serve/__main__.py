@@ -61,10 +61,10 @@ def main(
     backends: Annotated[list[str], typer.Option(help=f"Of {', '.join(CHOICES)}.")] = list(BACKENDS),  # noqa: B006
     rates: Annotated[list[float], typer.Option(help="Of the main trace: shares of saturation.")] = [0.5],  # noqa: B006
     rounds: Annotated[int, typer.Option(min=1, help="Of the main trace at saturation; the median is reported.")] = 3,
-    requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 500,
+    requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 300,
     tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of the main trace; of others half, at saturation only.")
-    ] = 800_000,
+    ] = 400_000,
     max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
     max_seq_len: Annotated[
         int | None, typer.Option(help="What static slots are made for, if no request is longer.")
