@@ -306,9 +306,9 @@ def comparisons_table(result: Result) -> str:
     return markdown(("what", "measured", "aim", "met"), map(serving.comparison_line, result["comparisons"]))
 
 
-TABLES["serve-load"] = Table(("serve_h200.json",), partial(serving_table, case=1))
 for name, source in (("serve", "serve_h200.json"), ("serve-qwen3", "serve_qwen3_h200.json")):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, case=0))
+    TABLES[f"{name}-load"] = Table((source,), partial(serving_table, case=1))
     TABLES[f"{name}-prompts"] = Table((source,), prompts_table)
     TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
 
