@@ -168,9 +168,10 @@ def test_expected_tokens_find_the_row_that_fits_and_map_nothing(make_cache) -> N
         cache.sequence(expected_tokens=-1)
 
 
-def test_pages_that_a_sequence_expects_to_need_are_reclaimed_after_parked_ones(make_cache) -> None:
+@pytest.mark.parametrize("parked", [30, 35])
+def test_pages_that_a_sequence_expects_to_need_are_reclaimed_after_parked_ones(make_cache, parked: int) -> None:
     cache = make_cache(pages=20)
-    first, second, busy = cache.sequence(30), cache.sequence(30), cache.sequence(1)
+    first, second, busy = cache.sequence(parked), cache.sequence(parked), cache.sequence(1)
     cache.free([first, second])
     growing = cache.sequence(expected_tokens=30)
     busy.extend(60)

@@ -147,7 +147,7 @@ class KVCache:
         Args:
             tokens: that there is room for at once.
             expected_tokens: that it will soon have in all, where they come in chunks: maps nothing for them, but finds
-                the parked row that fits best, and takes pages for others from there only where there are no others.
+                the parked row that fits best, and takes pages for others from there only where no others are idle.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.

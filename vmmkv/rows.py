@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -130,7 +131,7 @@ class Rows:
     def acquire(self, owner: int, tokens: int, expected: int = 0) -> int:
         """A row for a new sequence, with room for `tokens` tokens: parked where possible, else empty.
 
-        Its pages for tokens that are `expected` are reclaimed after those of parked rows.
+        Its pages for tokens that are `expected` are reclaimed after those of idle parked rows.
 
         Raises:
             OutOfRowsError: all rows are live.
@@ -422,17 +423,19 @@ class Rows:
             reclaimed += self._reclaim_from(self._candidates(), count - reclaimed, wait=True)
         return reclaimed
 
-    def _candidates(self) -> Iterator[int]:
-        """Rows that may have surplus pages, those that will miss them least first. Some come twice.
+    def _candidates(self) -> Iterator[tuple[int, int]]:
+        """Rows that may have surplus pages, and the tokens whose pages they keep; what is missed least comes first.
 
         Nobody can adopt what is retired. The end of a long tail is used many tokens from now, if at all; parked rows
         may be adopted whole by the next sequence, the oldest are the least likely to be. What a sequence said that it
         will need comes last.
         """
-        yield from list(self.retired)
-        yield from self._tails(np.maximum(self.length, self.expected))
-        yield from list(self.parked)
-        yield from np.flatnonzero(self.owner >= 0).tolist()  # with `scrub` no capacity shows a tail
+        yield from zip(list(self.retired), repeat(0))
+        tails = self._tails(np.maximum(self.length, self.expected))
+        yield from zip(tails, self.expected[tails].tolist())
+        yield from zip(list(self.parked), repeat(0))
+        live = np.flatnonzero(self.owner >= 0).tolist()  # with `scrub` no capacity shows a tail
+        yield from zip(live, repeat(0))
 
     def _tails(self, lengths: npt.NDArray[np.int64]) -> list[int]:
         """Live rows with pages behind so many tokens, as far as capacities show them; the longest tail first."""
@@ -440,9 +443,9 @@ class Rows:
         rows = np.flatnonzero((tails >= self._page_tokens) & (self.owner >= 0))
         return rows[np.argsort(-tails[rows])].tolist() if len(rows) else []
 
-    def _reclaim_from(self, rows: Iterable[int], count: int, wait: bool = False) -> int:
+    def _reclaim_from(self, rows: Iterable[tuple[int, int]], count: int, wait: bool = False) -> int:
         reclaimed = 0
-        for row in rows:
+        for row, keep in rows:
             if not self._surplus(row):
                 continue
             if self.zero_tail and self.owner_of[row] >= 0:  # whose surplus pages may be read at any time
@@ -450,21 +453,25 @@ class Rows:
             if wait:
                 self._fences[row].wait()
             if self._fences[row].passed():
-                reclaimed += self._unmap_surplus(row, count - reclaimed)
+                reclaimed += self._unmap_surplus(row, count - reclaimed, keep)
             if reclaimed >= count:
                 break
         return reclaimed
 
-    def _unmap_surplus(self, row: int, count: int) -> int:
-        """Unmaps up to `count` surplus pages of one row, whose fence has passed. Returns how many."""
+    def _unmap_surplus(self, row: int, count: int, keep: int = 0) -> int:
+        """Unmaps up to `count` surplus pages of one row, whose fence has passed; none of its first `keep` tokens.
+
+        Returns:
+            how many.
+        """
         live = self.owner_of[row] >= 0
         unmapped = 0
         try:
-            for arena, (first, end) in self._used(row):
+            for (arena, (first, end)), (_, (_, kept)) in zip(self._used(row), self._spans(0, keep)):
                 mapping = arena.rows[row]
                 if live:
                     unmapped += arena.unmap_front(row, min(first, mapping.first + count - unmapped))
-                unmapped += arena.unmap_back(row, max(end, mapping.end - (count - unmapped)))
+                unmapped += arena.unmap_back(row, max(end, kept, mapping.end - (count - unmapped)))
                 if self.zero_tail and self.length_of[row] and mapping.ready == mapping.end:  # else `grow` repairs it
                     arena.fill_tail(row, *self.zero_pages)
         finally:
@@ -489,7 +496,7 @@ class Rows:
     def _supply(self, count: int) -> list[int]:
         """`count` pages: free ones, then retired ones, then new ones, and under pressure any surplus."""
         if self.retired and count > self.pool.free:
-            self._reclaim_from(list(self.retired), count - self.pool.free)
+            self._reclaim_from(zip(list(self.retired), repeat(0)), count - self.pool.free)
         if count > self.pool.available:
             self._press(count, count - self.pool.available)
         try:
