@@ -97,7 +97,7 @@ class Load:
             self.batching.decode()
             self.batching.retire()
             self.seconds.append(perf_counter() - start)
-            if trim and quiet and step % TRIM_STEPS == 0:
+            if trim and quiet and (step - self.phase_steps) % TRIM_STEPS == 0:
                 self.trim()
             self.physical.append(self.physical_bytes())
             self.running.append(len(self.batching.running))

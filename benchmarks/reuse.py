@@ -74,7 +74,7 @@ def replay(name: str, cache: KVCache, requests: list[Request], result: dict[str,
     while batching.waiting or batching.running:
         batching.admit()
         batching.decode()
-        if batching.steps % OBSERVE_STEPS == 0:
+        if batching.steps % OBSERVE_STEPS == 0 or not history:
             seen = perf_counter()
             tenancies.observe(cache.page_map(), batching.steps, seen - start - watching)
             history.append((batching.steps, finished, *counts(cache, batching, len(requests))))

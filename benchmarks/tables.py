@@ -293,7 +293,7 @@ def static_reservation(result: Result) -> str:
 
 def serving_table(result: Result, case: int) -> str:
     name, backends = serving.by_case(result["serving"])[case]
-    rows = [(what.strip(), *(str(show(row)) for row in backends.values())) for what, show in serving.FIGURES.items()]
+    rows = [(what, *(str(show(row)) for row in backends.values())) for what, show in serving.FIGURES]
     return markdown((name, *backends), rows)
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from benchmarks.engine.run import Run
 from benchmarks.serve.__main__ import main
-from benchmarks.serve.measure import figures, same_tokens
+from benchmarks.serve.measure import figures, middle, same_tokens
 from benchmarks.serve.report import compare
 from benchmarks.serve.workloads import Limits, arrivals, make_workload
 from vmmkv.workload import Request
@@ -87,6 +87,7 @@ def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None
     [
         ("--backends", "stack"),
         ("--backends", "paged+fa3"),
+        ("--rates", "0"),
         ("--model", "no/such/folder"),
         ("--json", "no/such/folder/result.json"),
         ("--plot", "result.txt"),
@@ -164,20 +165,34 @@ def test_comparisons_know_their_aims() -> None:
         {"backend": backend, "kernel": kernel, "tokens_per_s": speed, "attention_tokens_per_s": 2 * speed}
         for backend, kernel, speed in (("vmm", "fa3", 118.0), ("paged", "flashinfer", 100.0))
     ]
-    found = {line["what"]: line for line in compare({"serving": serving, "prefill": prompts})}
-    measured = {what.split(": ")[-1].split(", ", 1)[-1]: line for what, line in found.items() if "50%" not in what}
-    assert {what: line.get("met") for what, line in measured.items()} == {
-        "tokens/s": None,  # over static; there is no aim
-        "concurrency while others wait": True,
-        "cache manager's host time a step": False,
-        "memory when idle": True,
-        "whole prefill": False,
-        "attention alone": False,
+    result = {"environment": {"cuda_driver": "13.0"}, "serving": serving, "prefill": prompts}
+    found = {line["what"]: line for line in compare(result)}
+    assert {what: line.get("met") for what, line in found.items() if "50%" not in what} == {
+        "t, saturation: vmm over paged, tokens/s": True,
+        "t, saturation: vmm over paged, concurrency while others wait": True,
+        "t, saturation: vmm over paged, cache manager's host time a step": False,
+        "t, saturation: vmm over paged, memory when idle": True,
+        "t, saturation: vmm over static, tokens/s": None,
+        "t, saturation: vmm over static, concurrency while others wait": True,
+        "prompts: vmm fa3 over paged flashinfer, whole prefill": False,
+        "prompts: vmm fa3 over paged flashinfer, attention alone": False,
     }
-    assert found["t, saturation: vmm over paged, tokens/s"]["met"]
     assert math.isclose(found["prompts: vmm fa3 over paged flashinfer, whole prefill"]["value"], 1.18)
     assert not any("met" in line for what, line in found.items() if "50%" in what)
+    on_host = compare(result | {"environment": {}, "prefill": []})
+    assert [line["what"].split(", ")[-1] for line in on_host if "met" in line] == [
+        "concurrency while others wait",
+        "memory when idle",
+        "concurrency while others wait",
+    ]
     serving[0]["finished"] = 2
-    assert not any(
-        "t, saturation: vmm over paged" in line["what"] for line in compare({"serving": serving, "prefill": []})
-    )
+    assert not any("t, saturation: vmm over paged" in line["what"] for line in compare(result))
+
+
+def test_the_run_with_the_median_throughput_is_reported() -> None:
+    def row(speed: float, finished: int = 3) -> dict[str, Any]:
+        return {"output_tokens_per_s": speed, "finished": finished, "requests": 3, "seconds": 100 / speed}
+
+    rows = [row(5.0), row(9.0), row(7.0), row(1.0, finished=2), row(8.0)]
+    assert middle(rows) == row(7.0) | {"rounds": [5.0, 9.0, 7.0, 8.0]}
+    assert middle(rows[3:4]) == rows[3] | {"rounds": [1.0]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +206,7 @@ def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(engine.kv, "extend", lambda rows, counts: False)
     with pytest.raises(MemoryError):
         engine.run(*random_requests(4, 16, 8))
+    check_nothing_is_kept(engine, "vmm")
 
 
 def test_one_schedule_gives_the_same_tokens_on_all_backends() -> None:
@@ -303,6 +305,15 @@ def test_requests_wait_for_their_arrival_and_a_deadline_stops_the_run() -> None:
     assert time.perf_counter() - start < 10
     assert run.finished == 2
     assert np.isnan(run.first[2])
+    check_nothing_is_kept(engine, "vmm")
+
+
+def test_requests_that_run_at_the_deadline_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
+    monkeypatch.setattr("benchmarks.engine.engine.perf_counter", itertools.count().__next__)
+    run = engine.run(*random_requests(3, 20, 100), deadline=60)
+    assert run.running[-1] == 3
+    assert run.finished == 0
     check_nothing_is_kept(engine, "vmm")
 
 

@@ -117,8 +117,8 @@ class CacheMachine(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------ operations
 
-    @rule(tokens=st.integers(0, MAX_SEQ_LEN + 1))
-    def start_sequence(self, tokens: int) -> None:
+    @rule(tokens=st.integers(0, MAX_SEQ_LEN + 1), expect=st.integers(0, MAX_SEQ_LEN))
+    def start_sequence(self, tokens: int, expect: int) -> None:
         expected: type[Exception] | None = None
         if tokens > MAX_SEQ_LEN:
             expected = vmmkv.SequenceTooLongError
@@ -127,7 +127,7 @@ class CacheMachine(RuleBasedStateMachine):
         elif not self.fits({-1: tokens}):
             expected = vmmkv.OutOfPagesError
         made: list[vmmkv.Sequence] = []
-        if self.outcome(lambda: made.append(self.cache.sequence(tokens)), expected):
+        if self.outcome(lambda: made.append(self.cache.sequence(tokens, expected_tokens=expect)), expected):
             content = torch.zeros(3, MAX_SEQ_LEN, 2, 2, self.layout.head_dim, device=self.device)
             model = Model(made.pop(), content, 0, tokens, self.driver.failures)
             self.live.append(model)

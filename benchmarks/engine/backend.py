@@ -14,7 +14,7 @@ Rows = npt.NDArray[np.int64]
 class KVBackend(Protocol):
     """Where K and V of sequences lie. A sequence is known by its row, of the tensors or of the block table.
 
-    `fits`, `admit`, `extend`, `free` and `publish` are the cache manager: their host time is what `Schedule` counts.
+    `fits`, `admit`, `extend` and `free` are the cache manager: their host time is what `Schedule` counts.
     """
 
     block_table: torch.Tensor | None
@@ -27,13 +27,13 @@ class KVBackend(Protocol):
         """Starts a sequence that will have so many tokens, and promises no room yet; returns its row."""
 
     def extend(self, rows: Rows, counts: Rows | int) -> bool:
-        """Makes room for so many more tokens in each of these rows; False: not in all, and nothing changed."""
+        """Makes room for so many more tokens in each of these rows; False: not in all, and nothing changed.
+
+        The device's block table follows on the current stream.
+        """
 
     def free(self, rows: list[int]) -> None:
         """Ends sequences. What the device still reads stays as it is until it has."""
-
-    def publish(self) -> None:
-        """Brings the device's block table up to date, on the current stream."""
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of a layer, `[rows, max_seq_len, num_kv_heads, head_dim]`, or in blocks."""

@@ -15,8 +15,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv import KVLayout
-
 from .attention import ATTENTION, Attend, Batch, numba_write, torch_write
 from .backend import KVBackend, pinned
 from .model import Model
@@ -62,9 +60,8 @@ class Engine:
     ) -> None:
         self.model, self.device = model, model.device
         self.max_sequences, self.chunk, self.temperature = max_sequences, chunk, temperature
-        config = model.config
-        self.layout = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, model.dtype)
-        self.kv = BACKENDS[backend](self.layout, max_sequences, max_seq_len, max_bytes, self.device)
+        layout = model.config.kv_layout(model.dtype)
+        self.kv = BACKENDS[backend](layout, max_sequences, max_seq_len, max_bytes, self.device)
         attention = attention or ("numba" if self.device.type == "cuda" else "torch")
         self.write = torch_write(self.kv) if attention == "torch" else numba_write(self.kv)
         self.decode_attention = ATTENTION[attention](self.kv)

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch.nn.functional import embedding, linear, rms_norm, silu
 
+from vmmkv import KVLayout
+
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Attention of a layer: takes its number, q, k, v of new tokens `[tokens, heads, head_dim]`; returns one like q."""
 
@@ -32,6 +34,9 @@ class Config:
     rms_norm_eps: float = 1e-5
     rope: Mapping[str, Any] = field(default_factory=lambda: {"rope_theta": 500_000.0})
     """`rope_theta`, and Llama 3's scaling where there is one."""
+
+    def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
 
 
 MODELS = {

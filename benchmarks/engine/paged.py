@@ -32,8 +32,6 @@ class PagedKV:
         self.free_blocks = np.arange(blocks, dtype=np.int32)
         self.num_free = blocks
         self.free_rows = list(range(max_sequences))
-        self.changed: list[Rows] = []
-        """Places in the flat table that the device's does not have yet."""
 
     def fits(self, tokens: int, spare: int = 0) -> bool:
         return tokens + spare <= self.num_free * self.block_size and bool(self.free_rows)
@@ -57,7 +55,7 @@ class PagedKV:
             places = np.arange(total) + (rows * self.table.shape[1] + blocks - ends).repeat(needed)
             self.num_free -= total
             self.table.ravel()[places] = self.free_blocks[self.num_free : self.num_free + total]
-            self.changed.append(places)
+            self._publish(places)
         self.lengths[rows] = lengths
         return True
 
@@ -68,15 +66,13 @@ class PagedKV:
             self.num_free += count
         self.free_rows += rows
 
-    def publish(self) -> None:
-        if self.changed:
-            places = np.concatenate(self.changed)
-            device, end = self.block_table.device, 2 * len(places)
-            # One copy and one kernel: places are int64, as scatter takes them, and blocks behind them int32.
-            packed = np.concatenate([places.view(np.int32), self.table.ravel()[places]])
-            update = pinned(packed, device).to(device, non_blocking=True)
-            self.block_table.view(-1).scatter_(0, update[:end].view(torch.int64), update[end:])
-            self.changed.clear()
+    def _publish(self, places: Rows) -> None:
+        """Brings these places of the flat table to the device's."""
+        device, end = self.block_table.device, 2 * len(places)
+        # One copy and one kernel: places are int64, as scatter takes them, and blocks behind them int32.
+        packed = np.concatenate([places.view(np.int32), self.table.ravel()[places]])
+        update = pinned(packed, device).to(device, non_blocking=True)
+        self.block_table.view(-1).scatter_(0, update[:end].view(torch.int64), update[end:])
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = self.pool[layer]

@@ -87,7 +87,6 @@ class Schedule:
                 rows = np.concatenate([rows, self.row[step.prefill]])
                 counts = np.concatenate([np.ones_like(step.decode), step.counts])
             if self._timed(self.kv.extend, rows, counts):
-                self._timed(self.kv.publish)
                 return step
             if len(self.running) == 1:
                 raise MemoryError("the budget has room for each request alone, the device has not: lower the budget")

@@ -35,9 +35,6 @@ class StaticKV:
     def free(self, rows: list[int]) -> None:
         self.free_rows += rows
 
-    def publish(self) -> None:
-        pass
-
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self.slots[layer]
         return k, v

@@ -53,9 +53,6 @@ class VmmKV:
         self.sequences[rows] = None
         self.free_rows += len(rows)
 
-    def publish(self) -> None:
-        pass
-
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.cache.kv(layer)
 

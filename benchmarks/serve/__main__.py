@@ -4,12 +4,14 @@
 
 Replays a trace with `benchmarks.engine`: at saturation, all requests waiting, in several rounds of which the median is
 reported, and at shares of the throughput that the block table reached there. Then long prompts, with the fastest
-prefill kernels of rows and of blocks. Without a GPU it runs a tiny model, with lengths divided by 16.
+prefill kernels of rows and of blocks. Without a GPU it runs a tiny model, with lengths divided by 16, and speeds say
+nothing: blocks are copied together there for torch's attention.
 """
 
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -21,7 +23,6 @@ from rich.progress import Progress
 from benchmarks.attention.peers import versions
 from benchmarks.engine.engine import BACKENDS
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
-from vmmkv import KVLayout
 from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
@@ -46,7 +47,8 @@ class Usual(NamedTuple):
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
 HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
-CHOICES = *BACKENDS, "vmm+fa3", "paged+flashinfer"
+CHOICES = dict.fromkeys(BACKENDS, "") | {"vmm+fa3": "fa3_fwd_interface", "paged+flashinfer": "flashinfer"}
+"""Backends, and the module that each needs beside ours."""
 LARGEST = 0.9
 """Of the budget: requests that would take more are left out."""
 
@@ -80,9 +82,14 @@ def main(
 ) -> None:
     """Measure serving with each KV backend."""
     deadline = perf_counter() + budget_seconds
-    unknown = set(backends) - set(CHOICES)
-    if unknown:
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: backends are {', '.join(CHOICES)}")
+    for backend in backends:
+        if backend not in CHOICES:
+            raise typer.BadParameter(f"{backend}: backends are {', '.join(CHOICES)}")
+        if CHOICES[backend] and not find_spec(CHOICES[backend]):
+            raise typer.BadParameter(f"{backend}: there is no module {CHOICES[backend]}")
+    rates = sorted(set(rates))
+    if rates and rates[0] <= 0:
+        raise typer.BadParameter(f"--rates {rates[0]:g}: a share of saturation is more than 0")
     if plot:
         check_plot(plot)
     if json_output and not json_output.absolute().parent.is_dir():
@@ -93,7 +100,7 @@ def main(
     config = find_config(name)
     dtype = torch.bfloat16 if usual is GPU else torch.float32
     max_bytes = parse_bytes(memory or usual.memory, driver.memory_info()[0])
-    token_bytes = KVLayout(config.num_layers, config.num_kv_heads, config.head_dim, dtype).token_bytes
+    token_bytes = config.kv_layout(dtype).token_bytes
     limits = Limits(
         requests,
         tokens,
@@ -174,9 +181,10 @@ def measure(
             bar.update(task, description=name, completed=finished, total=total)
 
         for index, workload in enumerate(workloads):
-            main = index == 0
-            serve(result, settings, workload, backends, rates if main else [], rounds if main else 1, progress)
-            if main:
+            if index:
+                serve(result, settings, workload, backends, [], 1, progress)
+            else:
+                serve(result, settings, workload, backends, rates, rounds, progress)
                 compare_prefill(result, settings, prompt_tokens, progress)
                 free_memory()
 

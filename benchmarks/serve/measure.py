@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -50,42 +51,38 @@ def serve(
 ) -> None:
     """Adds to a result a row for each backend at saturation and at each rate, and what the deadline left out.
 
-    Backends take turns, so that all meet what else goes on: at saturation `rounds` times, at other rates once. A row is
+    Backends take turns, in one order and then in the other: at saturation `rounds` times, at other rates once. A row is
     of the run with the median throughput.
 
     Args:
         backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`.
         rates: shares of the throughput of `REFERENCE` at saturation.
     """
-    missed = result["missed"]
-    saturated = 0.0
-    reference: Run | None = None
+    order = sorted(backends, key=lambda name: name != REFERENCE)
+    plan = [
+        (number, backend, rate)
+        for number in range(rounds)
+        for backend in (order[::-1] if number % 2 else order)
+        for rate in ((None,) if number else (None, *rates))
+    ]
     found: dict[tuple[str, str], list[Row]] = {}
+    reference: Run | None = None
     try:
-        for number in range(rounds):
-            for backend in sorted(backends, key=lambda name: name != REFERENCE):
-                engine = None
-                for rate in (None, *(rates if number == 0 else ())):
-                    load = "saturation" if rate is None else f"{rate:.0%} load"
-                    name = f"{workload.name}, {load}, {backend}" + (f", round {number + 1}" if number else "")
-                    if perf_counter() > settings.deadline or (rate and not saturated):
-                        missed.append(name)
-                        continue
-                    engine = engine or make_engine(settings, workload, backend)
-                    row = {"trace": workload.name, "load": load, "rate": rate, "backend": backend}
-                    run, measured = run_load(engine, settings, workload, rate, saturated, partial(progress, name))
-                    if run.finished < len(run.outputs):
-                        missed.append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
-                    if not run.running:
-                        continue
-                    if reference is None:
-                        saturated, reference = run.finished / run.seconds, run
-                    same = same_tokens(run, reference) if rate is None else None
-                    found.setdefault((load, backend), []).append(row | measured | {"same_tokens": same})
-                if engine:
-                    engine.close()
-                del engine
-                free_memory()
+        for number, backend, rate in plan:
+            load = "saturation" if rate is None else f"{rate * 100:g}% load"
+            name = f"{workload.name}, {load}, {backend}" + (f", round {number + 1}" if number else "")
+            if perf_counter() > settings.deadline:
+                result["missed"].append(name)
+                continue
+            run, row = run_load(settings, workload, backend, rate, reference, partial(progress, name))
+            free_memory()
+            if run.finished < len(run.outputs):
+                result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
+            if run.running:
+                reference = reference or run
+                about = {"trace": workload.name, "load": load, "rate": rate, "backend": backend}
+                same = {"same_tokens": same_tokens(run, reference) if rate is None else None}
+                found.setdefault((load, backend), []).append(about | row | same)
     finally:  # what was measured is not lost to what fails behind it
         result["serving"] += map(middle, found.values())
 
@@ -123,29 +120,32 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
 
 
 def run_load(
-    engine: Engine,
     settings: Settings,
     workload: Workload,
+    backend: str,
     rate: float | None,
-    saturated: float,
+    reference: Run | None,
     progress: Callable[[int, int], object],
 ) -> tuple[Run, Row]:
-    """The workload at once, or a share of it at this share of the saturated rate, which takes about as long."""
+    """The workload at once, or a share of it at this share of the reference's rate, which takes about as long."""
     requests = workload.first(round((rate or 1) * len(workload.requests)))
     prompts = workload.prompts(settings.model.config.vocab_size, settings.seed)[: len(requests)]
-    times = arrivals(requests, rate * saturated, settings.seed).tolist() if rate else None
-    driver_seconds = engine.kv.driver_seconds()
-    run = engine.run(
-        prompts,
-        [request.output for request in requests],
-        times,
-        deadline=settings.deadline,
-        progress=lambda finished: progress(finished, len(requests)),
-    )
-    row = figures(run) if run.running else {}
-    row["driver_us"] = (engine.kv.driver_seconds() - driver_seconds) * 1e6 / max(len(run.running), 1)
-    engine.kv.give_back()
-    row["idle_bytes"] = engine.kv.physical_bytes()
+    times = None
+    if rate and reference:
+        times = arrivals(requests, rate * reference.finished / reference.seconds, settings.seed).tolist()
+    with closing(make_engine(settings, workload, backend)) as engine:
+        driver_seconds = engine.kv.driver_seconds()
+        run = engine.run(
+            prompts,
+            [request.output for request in requests],
+            times,
+            deadline=settings.deadline,
+            progress=lambda finished: progress(finished, len(requests)),
+        )
+        row = figures(run) if run.running else {}
+        row["driver_us"] = (engine.kv.driver_seconds() - driver_seconds) * 1e6 / max(len(run.running), 1)
+        engine.kv.give_back()
+        row["idle_bytes"] = engine.kv.physical_bytes()
     return run, row
 
 

@@ -79,10 +79,9 @@ def compare_prefill(result: dict[str, Any], settings: Settings, tokens: int, pro
 
 def make_engine(settings: Settings, backend: str, kernel: str, tokens: int) -> Engine:
     """An engine for one prompt at a time, all of it in one step."""
-    config = settings.model.config
-    max_bytes = 4 * tokens * config.num_layers * config.num_kv_heads * config.head_dim * settings.model.dtype.itemsize
+    max_bytes = 4 * tokens * settings.model.config.kv_layout(settings.model.dtype).token_bytes
     return Engine(
-        settings.model, backend, 2 * max_bytes, 1, 2 * tokens, 4 * tokens, chunk=tokens, prefill=kernel, graphs=False
+        settings.model, backend, max_bytes, 1, 2 * tokens, 4 * tokens, chunk=tokens, prefill=kernel, graphs=False
     )
 
 
