@@ -145,7 +145,7 @@ class KVCache:
         `Sequence.record_stream`. Without tokens it takes no memory.
 
         Args:
-            tokens: that there is room for at once.
+            tokens: that there is room for at once, on the parked row that fits them best.
             expected_tokens: that it will soon have in all, where they come in chunks: maps nothing for them, but finds
                 the parked row that fits best, and takes pages for others from there only where no others are idle.
 

@@ -36,6 +36,7 @@ class Config:
     """`rope_theta`, and Llama 3's scaling where there is one."""
 
     def kv_layout(self, dtype: torch.dtype) -> KVLayout:
+        """Of K and V in this dtype."""
         return KVLayout(self.num_layers, self.num_kv_heads, self.head_dim, dtype)
 
 

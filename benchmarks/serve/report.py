@@ -34,12 +34,12 @@ def compare(result: dict[str, Any]) -> list[Row]:
     for index, (name, measured) in enumerate(by_case(result["serving"])):
         rows = {backend: row for backend, row in measured.items() if row["finished"] == row["requests"]}
         main = index == 0
+        timed = main and on_gpu
         if {"vmm", "paged"} <= rows.keys():
             pair, names = (rows["vmm"], rows["paged"]), f"{name}: vmm over paged"
-            add(f"{names}, tokens/s", pair, "output_tokens_per_s", 1.0 if main and on_gpu else None)
+            add(f"{names}, tokens/s", pair, "output_tokens_per_s", 1.0 if timed else None)
             add(f"{names}, concurrency while others wait", pair, "crowded_concurrency", 0.99 if main else None)
-            time = "manager_us", 0.0 if main and on_gpu else None
-            add(f"{names}, cache manager's host time a step", pair, *time, at_most=1.0)
+            add(f"{names}, cache manager's host time a step", pair, "manager_us", 0.0 if timed else None, at_most=1.0)
             add(f"{names}, memory when idle", pair, "idle_bytes", 0.0 if main else None, at_most=0.01)
         if {"vmm", "static"} <= rows.keys():
             pair, names = (rows["vmm"], rows["static"]), f"{name}: vmm over static"
