@@ -2,6 +2,7 @@
 
 from .cache import KVCache
 from .errors import (
+    ArgumentError,
     AutogradError,
     BudgetError,
     DeviceError,
@@ -10,14 +11,17 @@ from .errors import (
     DtypeError,
     ForkError,
     InvariantError,
+    KeptLayersWarning,
     LayoutError,
     OutOfPagesError,
+    OutOfRangeError,
     OutOfRowsError,
     ReleasedTokensError,
     SequenceTooLongError,
     ShapeError,
     StreamCaptureError,
     StrideLimitWarning,
+    UnsupportedError,
     UseAfterFreeError,
     VmmkvError,
 )
@@ -33,6 +37,7 @@ __all__ = [
     "SURPLUS_PAGE",
     "VACANT_PAGE",
     "ZERO_PAGE",
+    "ArgumentError",
     "AutogradError",
     "BudgetError",
     "CacheStats",
@@ -45,9 +50,11 @@ __all__ = [
     "InvariantError",
     "KVCache",
     "KVLayout",
+    "KeptLayersWarning",
     "LayerLayout",
     "LayoutError",
     "OutOfPagesError",
+    "OutOfRangeError",
     "OutOfRowsError",
     "ReleasedTokensError",
     "Sequence",
@@ -55,6 +62,7 @@ __all__ = [
     "ShapeError",
     "StreamCaptureError",
     "StrideLimitWarning",
+    "UnsupportedError",
     "UseAfterFreeError",
     "VmmkvError",
 ]
