@@ -100,8 +100,12 @@ def indexed_layer(kind: Any) -> type[VmmLayer]:
 
         def __init__(self, group: LayerGroup, layer_idx: int) -> None:
             VmmLayer.__init__(self, group, layer_idx)
+            self.reset()
+
+        def reset(self) -> None:
+            VmmLayer.reset(self)
             common = DynamicLayer()  # type: ignore[no-untyped-call]
-            for name, value in vars(kind()).items() - vars(common).items():
+            for name, value in vars(kind()).items() - vars(common).items():  # 5.17 would keep zeros of the indexer
                 setattr(self, name, value)
 
         def __reduce__(self) -> tuple[Any, ...]:

@@ -95,11 +95,12 @@ class LayerGroup:
         Raises:
             OutOfPagesError, DriverError: as in `Batch.reserve`.
         """
-        shapes = self._shapes[:num_layers]
-        known = [index for index, shape in enumerate(shapes) if shape]
+        known = {index: shape for index, shape in enumerate(self._shapes[:num_layers]) if shape}
         if self.batch is None or not known or num_layers == self.num_layers:
             return self.batch if known else None
-        layout = self._layout([shape or shapes[known[0]] for shape in shapes], self.batch.kv_cache.layout.dtype)
+        guess = next(iter(known.values()))
+        shapes = [known.get(index, guess) for index in range(num_layers)]
+        layout = self._layout(shapes, self.batch.kv_cache.layout.dtype)
         return self.batch.copy(layout, known, self.batch.zero_tail)
 
     def keep_first(self, num_layers: int, batch: Batch | None) -> None:

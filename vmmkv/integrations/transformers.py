@@ -160,11 +160,8 @@ class VmmCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends K and V of a layer, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend to.
-
-        Args:
-            layer_idx: the layer's number in the model.
-            args, kwargs: what else models give to caches; no `DynamicCache` has a use for it.
+        """Appends K and V of layer `layer_idx`, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend
+        to. What else models give to caches is passed over, as by `DynamicCache`.
 
         Raises:
             OutOfRangeError: there is no such layer.
