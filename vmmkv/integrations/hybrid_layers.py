@@ -28,7 +28,7 @@ class VmmHybridLayer(LinearAttentionAndFullAttentionLayer, VmmLayer):  # type: i
         number_of_states: as transformers has it.
     """
 
-    device: Any = None
+    device: Any = None  # of the states, as transformers sets them; of K and V the group knows
     dtype: Any = None
 
     def __init__(self, group: LayerGroup, layer_idx: int, number_of_states: int) -> None:

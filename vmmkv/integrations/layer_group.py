@@ -125,16 +125,16 @@ class LayerGroup:
             layout = self._layout([known or shape for known in shapes], keys.dtype)
             zero_tail = self._reads_whole_rows(keys, values)
             self.batch = Batch(layout, self._limits, keys.device, zero_tail)
-        elif (shape, dtype := self._dtype_with(keys.dtype)) != (self._room(layer), self.batch.kv_cache.layout.dtype):
-            layout = self._layout([known or shape for known in shapes], dtype)
+        elif shape != self._room(layer) or self._dtype_with(keys.dtype) != self.batch.kv_cache.layout.dtype:
+            layout = self._layout([known or shape for known in shapes], self._dtype_with(keys.dtype))
             others = [index for index, known in enumerate(self._shapes) if known and index != layer]
             zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
             self.batch = self.batch.copy(layout, others, zero_tail)
         self._shapes = shapes
 
     def _dtype_with(self, dtype: torch.dtype) -> torch.dtype:
-        """What holds tokens in `dtype` beside those that are there: of two dtypes that of more bytes."""
-        return max(dtype, self.dtype or dtype, key=lambda each: each.itemsize)
+        """Of K and V once there is a layer in `dtype`: that of those that are there, unless the other has more bytes."""
+        return max(self.dtype or dtype, dtype, key=lambda each: each.itemsize)
 
     def _reads_whole_rows(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether attention to K and V like these reads rows to their end."""

@@ -160,8 +160,8 @@ class VmmCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends K and V of layer `layer_idx`, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend
-        to. What else models give to caches is passed over, as by `DynamicCache`.
+        """Appends K and V of layer `layer_idx`, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they
+        attend to. What else models give to caches is passed over, as by `DynamicCache`.
 
         Raises:
             OutOfRangeError: there is no such layer.
