@@ -20,7 +20,7 @@ import torch
 import transformers
 from conftest import run_python
 from generation import LENGTHS, PAGE_SIZE, caches, random_tokens, vmm_cache
-from tiny_models import DECODER, EXPERTS, MODELS, VOCABULARY, WINDOW, tiny_model
+from tiny_models import DECODER, MODELS, VOCABULARY, WINDOW, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -30,24 +30,7 @@ from vmmkv.integrations.batch import Batch
 from vmmkv.integrations.layers import VmmLayer, VmmSlidingWindowLayer
 from vmmkv.integrations.transformers import VmmCache
 
-DEEPSEEK = {
-    **DECODER,
-    **EXPERTS,
-    "num_key_value_heads": 8,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 12,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "n_group": 2,
-    "topk_group": 1,
-    "index_topk": 6,
-    "index_head_dim": 16,
-    "index_n_heads": 4,
-}
-MAMBA = {"num_key_value_heads": 8, "mamba_d_state": 16, "use_mamba_kernels": False}
+INDEXER = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 4}
 
 HYBRIDS = {
     "falcon-h1": (
@@ -65,7 +48,14 @@ HYBRIDS = {
     "zamba2": (
         "Zamba2ForCausalLM",
         "Zamba2Config",
-        {**DECODER, **MAMBA, "chunk_size": 8, "layers_block_type": ["linear_attention", "hybrid"] * 2},
+        {
+            **DECODER,
+            "num_key_value_heads": 8,
+            "mamba_d_state": 16,
+            "use_mamba_kernels": False,
+            "chunk_size": 8,
+            "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        },
     ),
     "inkling": (
         "InklingForCausalLM",
@@ -85,7 +75,7 @@ HYBRIDS = {
             "layer_types": ["hybrid", "hybrid_sliding"] * 2,
         },
     ),
-    "deepseek-v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**DEEPSEEK, "first_k_dense_replace": 3}),
+    "deepseek-v32": ("DeepseekV32ForCausalLM", "DeepseekV32Config", {**MODELS["deepseek-v3"][2], **INDEXER}),
     "minimax-m3": (
         "MiniMaxM3VLForCausalLM",
         "MiniMaxM3VLTextConfig",
@@ -157,9 +147,9 @@ def check_same_state(cache: Cache, reference: Cache) -> None:
 
 @pytest.mark.parametrize("mode", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_hybrid_layers(name: str, mode: dict[str, int]) -> None:
-    model = make_model(*HYBRIDS[name])
-    cache = vmm_cache(model.config, "cpu")
+def test_hybrid_layers(name: str, mode: dict[str, int], device: str) -> None:
+    model = make_model(*HYBRIDS[name]).to(device)
+    cache = vmm_cache(model.config, device)
     with warnings.catch_warnings():
         warnings.simplefilter("error", vmmkv.KeptLayersWarning)
         check_same_tokens(model, [DynamicCache(config=model.config), cache], **mode)

@@ -133,7 +133,7 @@ class LayerGroup:
         self._shapes = shapes
 
     def _dtype_with(self, dtype: torch.dtype) -> torch.dtype:
-        """Of K and V once there is a layer in `dtype`: that of those that are there, unless the other has more bytes."""
+        """Of K and V once a layer has come in `dtype`: of what is there, unless the other has more bytes."""
         return max(self.dtype or dtype, dtype, key=lambda each: each.itemsize)
 
     def _reads_whole_rows(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
