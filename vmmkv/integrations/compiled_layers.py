@@ -56,13 +56,12 @@ class CompiledLayerGroup(LayerGroup):
     """Layers that share token records, and a length on the device.
 
     Args:
-        sliding_window: tokens that a token attends to, itself included; None: all. Pages behind it are given back.
+        limits, window: as in `LayerGroup`. Pages behind the window are given back.
         attention: the name of the attention that will read the rows. Any but vmmkv's own reads rows to their end.
     """
 
-    def __init__(self, limits: Limits, sliding_window: int | None, attention: Callable[[], str]) -> None:
-        super().__init__(limits)
-        self.sliding_window = sliding_window
+    def __init__(self, limits: Limits, window: int | None, attention: Callable[[], str]) -> None:
+        super().__init__(limits, window)
         self.is_reserved = False
         """Whether the user has said how long sequences may become until the next `reset`."""
         self._attention = attention
@@ -144,8 +143,8 @@ class CompiledLayerGroup(LayerGroup):
         if self._bound <= batch.end and rows <= batch.rows:
             return
         length = int(self.lengths[0])
-        if self.sliding_window and not batch.zero_tail:
-            batch.shrink(batch.rows, max(length + 1 - self.sliding_window, 0), batch.end)
+        if self.window and not batch.zero_tail:
+            batch.shrink(batch.rows, max(length + 1 - self.window, 0), batch.end)
         end = length + tokens
         whole_pages = -(-end // batch.page_tokens) * batch.page_tokens
         batch.reserve(rows, batch.first, max(min(whole_pages, self.max_seq_len), end))

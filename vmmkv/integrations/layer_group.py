@@ -59,10 +59,12 @@ class LayerGroup:
 
     Args:
         limits: what its batch can grow to.
+        window: tokens that a token of theirs attends to, itself included; None: all.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, window: int | None) -> None:
         self.max_seq_len = limits.max_seq_len
+        self.window = window
         self._limits = limits
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []

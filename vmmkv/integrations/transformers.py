@@ -111,17 +111,18 @@ class VmmCache(DynamicCache):
         super().__init__(config=config)
         self._limits = limits = Limits(max_seq_len, max_batch_size, max_bytes, page_size)
         self._is_compiled = compile
-        self._groups: defaultdict[int | None, list[LayerGroup]] = defaultdict(list)
-        """By window, one for each device."""
+        self._groups: list[LayerGroup] = []
+        """One for each window, on each device."""
 
         def attention() -> str:
             return str(config.get_text_config(decoder=True)._attn_implementation)
 
         def group(window: int | None) -> Any:
-            if not self._groups[window]:
-                made = CompiledLayerGroup(limits, window, attention) if compile else LayerGroup(limits)
-                self._groups[window].append(made)
-            return self._groups[window][0]
+            found = next((group for group in self._groups if group.window == window), None)
+            if found is None:
+                found = CompiledLayerGroup(limits, window, attention) if compile else LayerGroup(limits, window)
+                self._groups.append(found)
+            return found
 
         for index, layer in enumerate(self.layers):
             self.layers[index] = _with_rows(layer, index, group, compile) or layer
@@ -192,7 +193,7 @@ class VmmCache(DynamicCache):
         here = layer.group.device
         if here is None or here == device:
             return
-        groups = next(groups for groups in self._groups.values() if layer.group in groups)
+        groups = [group for group in self._groups if group.window == layer.group.window]
         behind = [
             each for each in self.layers[layer.layer_idx :] if isinstance(each, VmmLayer) and each.group in groups
         ]
@@ -201,17 +202,16 @@ class VmmCache(DynamicCache):
                 f"got K and V of layer {layer.layer_idx} on {device}; this cache keeps them on {here}. A model on "
                 "several devices needs a cache made without compile=True, and one that has moved, reset() before"
             )
-        kept = [(group, group.num_layers - sum(each.group is group for each in behind)) for group in groups]
-        batches = [group.batch_of_first(num_layers) for group, num_layers in kept]
-        for (group, num_layers), batch in zip(kept, batches):
+        kept = [group.num_layers - sum(each.group is group for each in behind) for group in groups]
+        batches = [group.batch_of_first(num_layers) for group, num_layers in zip(groups, kept)]
+        for group, num_layers, batch in zip(groups, kept, batches):
             group.keep_first(num_layers, batch)
-        groups[:] = [group for group in groups if group.num_layers]
-        target = next((group for group in groups if group.device == device), None)
-        if target is None:
-            target = LayerGroup(self._limits)
-            groups.append(target)
+        target = next(
+            (group for group in groups if group.device == device), LayerGroup(self._limits, layer.group.window)
+        )
         for each in behind:
             each.join(target)
+        self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.num_layers]
 
     def reserve(self, seq_len: int) -> None:
         """With `compile=True`: maps pages for sequences of up to `seq_len` tokens, for forward passes that are compiled
@@ -221,7 +221,7 @@ class VmmCache(DynamicCache):
             ValueError: the cache was made without `compile=True`, or nothing was written to it.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`. What was reserved stays so.
         """
-        compiled = [group for group in self._all_groups() if isinstance(group, CompiledLayerGroup)]
+        compiled = [group for group in self._groups if isinstance(group, CompiledLayerGroup)]
         groups = [group for group in compiled if group.batch and group.batch.rows]
         if not groups:
             raise ValueError("reserve() is for caches with compile=True, after a prompt was written to them")
@@ -232,10 +232,7 @@ class VmmCache(DynamicCache):
     def kv_caches(self) -> list[KVCache]:
         """What K and V lie in, for accounting and `trim()`: a `KVCache` for full attention, and one for each window, on
         each device. Those of layers that nothing was written to are missing."""
-        return [group.batch.kv_cache for group in self._all_groups() if group.batch]
-
-    def _all_groups(self) -> list[LayerGroup]:
-        return [group for groups in self._groups.values() for group in groups]
+        return [group.batch.kv_cache for group in self._groups if group.batch]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last tokens of all layers, or, where one cannot, of none.
@@ -299,7 +296,7 @@ class VmmCache(DynamicCache):
             self.reset()
             return
         try:
-            for group in self._all_groups():
+            for group in self._groups:
                 group.reserve_rows(len(chosen))
             for layer in self.layers:
                 layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
@@ -315,7 +312,7 @@ class VmmCache(DynamicCache):
         self._fit()
 
     def _fit(self) -> None:
-        for group in self._all_groups():
+        for group in self._groups:
             group.fit()
 
 
