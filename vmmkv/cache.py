@@ -55,6 +55,15 @@ def _operation(
     of one: it stays set unless the method has ended, with a result or with an error of its own.
     """
 
+    def attempt(cache: KVCache, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            result = method(cache, *args, **kwargs)
+        except (VmmkvError, ValueError, TypeError):
+            cache._is_dirty = False
+            raise
+        cache._is_dirty = False
+        return result
+
     @functools.wraps(method)
     def run(cache: KVCache, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         with cache._lock:
@@ -68,13 +77,7 @@ def _operation(
                     cache._recover()
                 cache._check_usable()
                 cache._is_dirty = True
-                try:
-                    result = method(cache, *args, **kwargs)
-                except (VmmkvError, ValueError, TypeError):
-                    cache._is_dirty = False
-                    raise
-                cache._is_dirty = False
-                return result
+                return attempt(cache, *args, **kwargs)
 
     return run
 
@@ -162,8 +165,11 @@ class KVCache:
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._ranges = [flat.view(layout.dtype) for flat in ranges]
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
-        self._abandoned: deque[tuple[int, int]] = deque()
+        self._abandoned: deque[weakref.KeyedRef[tuple[int, int], Sequence]] = deque()
         """Rows, and the numbers of their sequences, that were left behind without `free`."""
+        self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
+        """By row: what moves to `_abandoned` when the row's sequence is collected. That may be at any moment, in any
+        thread, so it takes no Python code, which could be interrupted."""
         self._numbers = itertools.count()
         self._lock, self._inside = threading.RLock(), threading.Lock()
         self._is_dirty = False
@@ -208,9 +214,10 @@ class KVCache:
     @_operation
     def _sequence(self, tokens: int, expected_tokens: int) -> Sequence:
         self._free_abandoned()
-        row = self._rows.pick(max(tokens, expected_tokens))
-        sequence = Sequence(self, next(self._numbers), row)  # from here on somebody frees the row
-        self._rows.take(row, sequence.number, tokens, expected_tokens)
+        row, number = self._rows.pick(max(tokens, expected_tokens)), next(self._numbers)
+        sequence = Sequence(self, number, row)
+        self._references[row] = weakref.KeyedRef(sequence, self._abandoned.append, (row, number))
+        self._rows.take(row, number, tokens, expected_tokens)  # from here on somebody will free it
         return sequence
 
     def extend(
@@ -346,7 +353,8 @@ class KVCache:
         batch = self._batch(dict.fromkeys(sequences))
         with self._lock:
             if self._inside.locked():
-                self._abandoned.extend((sequence._row, sequence._number) for sequence in batch)
+                references = [self._references[sequence._row] for sequence in batch]
+                self._abandoned.extend(reference for reference in references if reference and reference() in batch)
             elif not self._unusable:
                 self._free(batch)
 
@@ -361,7 +369,7 @@ class KVCache:
             return
         references = list(self._abandoned)
         try:
-            self._rows.release(references)
+            self._rows.release(reference.key for reference in references)
         except StreamCaptureError:
             return  # later, then
         for _ in references:

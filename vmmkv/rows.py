@@ -396,6 +396,7 @@ class Rows:
                 fence.wait()  # a dense kernel must not see these pages, so they cannot stay until later
             for arena, row, _, _, ready in plan:
                 with suppress(DriverError):
+                    arena.settle(row)
                     arena.unmap_back(row, ready)
         for row in rows:
             if not self.length_of[row]:
