@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import signal
 import sys
 from collections.abc import Callable
@@ -51,6 +52,7 @@ def interrupted(operation: Callable[[], object], line: int) -> int | None:
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # what it collects is another's, and interrupted there for nothing
     sys.settrace(trace)
     try:
         operation()
@@ -60,6 +62,7 @@ def interrupted(operation: Callable[[], object], line: int) -> int | None:
         return None
     finally:
         sys.settrace(before)
+        gc.enable()
     return line - left
 
 

@@ -189,12 +189,16 @@ class Arena:
         self.rows[0].doubt = None
 
     def settle(self, row: int) -> None:
-        """Makes the books of a row right after an interruption: what may or may not be mapped is unmapped."""
+        """Makes the books of a row right after an interruption: what may or may not be mapped is unmapped.
+
+        Raises:
+            DriverError: the doubt remains.
+        """
         mapping = self.rows[row]
         if mapping.doubt is None:
             return
         first, end = mapping.doubt
-        self._unmap(mapping, first, end)
+        self.driver.unmap(mapping.address + first * self.page_size, (end - first) * self.page_size)
         if end > mapping.end:
             mapping.tail = max(mapping.tail, end)
             mapping.tail_ready = max(mapping.tail, mapping.tail_ready)

@@ -7,6 +7,7 @@ import html
 import itertools
 import operator
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -45,6 +46,20 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
+OWN_ERRORS = VmmkvError, ValueError, TypeError
+"""What methods raise themselves, with the books as before."""
+
+
+def _was_interrupted(error: BaseException, outside: BaseException | None) -> bool:
+    """Whether an error came while another was handled that is none of our own; `outside` was there before."""
+    context = error.__context__
+    return (
+        context is not outside
+        and context is not None
+        and (not isinstance(context, OWN_ERRORS) or _was_interrupted(context, outside))
+    )
+
+
 def _operation(
     method: Callable[Concatenate[KVCache, Parameters], Result],
 ) -> Callable[Concatenate[KVCache, Parameters], Result]:
@@ -56,10 +71,11 @@ def _operation(
     """
 
     def attempt(cache: KVCache, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        outside = sys.exception()
         try:
             result = method(cache, *args, **kwargs)
-        except (VmmkvError, ValueError, TypeError):
-            cache._is_dirty = False
+        except OWN_ERRORS as error:
+            cache._is_dirty = _was_interrupted(error, outside)
             raise
         cache._is_dirty = False
         return result
