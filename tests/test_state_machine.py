@@ -182,6 +182,16 @@ class CacheMachine(RuleBasedStateMachine):
         sequences = [self.live[index].sequence for index in counts]
         self.grow(counts, lambda: self.cache.extend(sequences, list(counts.values())))
 
+    @precondition(lambda self: any(not model.length for model in self.live))
+    @rule(tokens=st.integers(0, MAX_SEQ_LEN), before=st.integers(0, MAX_SEQ_LEN))
+    def extend_from(self, tokens: int, before: int) -> None:
+        index = next(index for index, model in enumerate(self.live) if not model.length)
+        model, start = self.live[index], min(before, tokens)
+        model.start = start  # what it will need
+        self.grow({index: tokens}, lambda: self.cache.extend([model.sequence], tokens, starts=[start]))
+        if self.live and not model.length:
+            model.start = 0
+
     def grow(self, counts: dict[int, int], operation) -> None:
         lengths = {index: self.live[index].length + tokens for index, tokens in counts.items()}
         expected: type[Exception] | None = None
@@ -201,7 +211,7 @@ class CacheMachine(RuleBasedStateMachine):
                 model = self.live[index]
                 if length > capacities[index]:
                     model.failures = self.driver.failures
-                begin, model.length = model.length, length
+                begin, model.length = max(model.length, model.start), length
                 self.write(model, begin)
 
     @precondition(lambda self: self.live)

@@ -399,6 +399,9 @@ class KVCache:
         Only tokens of live sequences may be touched: an access elsewhere is a fault, which ends the process or the
         GPU's context. With `zero_tail` a live row may be read from its sequence's `start` to the row's end.
 
+        So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
+        the process. `Sequence.k` and `v` are as long as their sequence.
+
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
             strided, zero-copy, at addresses that never change.
@@ -409,7 +412,8 @@ class KVCache:
     def range(self, index: int) -> torch.Tensor:
         """A range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.
 
-        For compilers, which take one tensor that is written in place better than many that share its memory.
+        For compilers, which take one tensor that is written in place better than many that share its memory. Not to be
+        printed either.
         """
         self._check_usable()
         return self._ranges[index]
@@ -608,7 +612,7 @@ def _whole_numbers(
     """`count` numbers from 0 to `limit`, of as many or of one for all."""
     given = np.asarray(numbers)
     if given.dtype.kind not in "iu":  # also numbers of more than 64 bits
-        for number in given.flat:
+        for number in numbers if isinstance(numbers, Collection) else [numbers]:
             check_length(_check_tokens(number), limit)
     if given.shape not in ((), (count,)):
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
