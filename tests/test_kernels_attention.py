@@ -228,6 +228,27 @@ def test_prefill(case: Case, cached: int) -> None:
     check(case, inputs, out)
 
 
+@pytest.mark.filterwarnings("ignore::vmmkv.StrideLimitWarning")
+def test_prompts_in_rows_of_a_tebibyte() -> None:
+    """Tensor maps take no strides as long as these: another kernel does it, unless that one was asked for."""
+    case, lengths = Case(bf16, 64, 2, 1), [40, 23]
+    layout = vmmkv.KVLayout(3, case.kv_heads, case.head_dim, bf16)
+    tokens = (1 << 40) // layout.token_bytes + 1
+    cache = vmmkv.KVCache(layout, 3, tokens, max_bytes="1GiB", device=DEVICE)
+    sequences = [cache.sequence(length) for length in lengths]
+    k, v = cache.kv(1)
+    assert k.stride(0) * 2 >= 1 << 40
+    live_k, live_v = ([torch.randn(length, 1, 64, device=DEVICE).to(bf16) for length in lengths] for _ in "kv")
+    for sequence, new_k, new_v in zip(sequences, live_k, live_v):
+        k[sequence.row, : len(new_k)], v[sequence.row, : len(new_v)] = new_k, new_v
+    rows, q = int32([sequence.row for sequence in sequences]), torch.randn(63, 2, 64, device=DEVICE).to(bf16)
+    arguments = (q, k, v, int32([0, *lengths]).cumsum(0, dtype=torch.int32), int32(lengths), rows)
+    inputs = Inputs(q, k, v, lengths, lengths, rows, None, None, None, live_k, live_v)
+    check(case, inputs, prefill(*arguments))
+    with pytest.raises(ValueError, match="strides; it must be one of auto, mma, plain"):
+        prefill(*arguments, kernel="wgmma")
+
+
 def new_tokens() -> tuple[torch.Tensor, ...]:
     """Queries of three sequences, K and V of rows with room for 64 tokens, and what may index them."""
     q = torch.randn(3, 1, 4, 64, device=DEVICE, dtype=bf16)
