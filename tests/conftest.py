@@ -79,4 +79,5 @@ def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
     """Runs code in a process of its own, with the tests' helpers importable."""
     prelude = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
     script = prelude + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=300)
+    # What hangs is to end some day; a busy machine may take its time.
+    return subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=1800)
