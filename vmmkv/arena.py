@@ -82,9 +82,7 @@ class Arena:
         limit = row_bytes // self.page_size
         self.rows = [Row(self.address + index * row_bytes, limit) for index in range(num_rows)]
         # Not at exit: views may be read until the very end, and the process takes everything with it.
-        weakref.finalize(
-            self, _free_range, self.driver, self.address, self.nbytes, self.rows, os.getpid()
-        ).atexit = False
+        weakref.finalize(self, _free_range, pool, self.address, self.nbytes, self.rows, os.getpid()).atexit = False
 
     def begin_at(self, row: int, first: int) -> None:
         """Makes a row without pages begin at page `first`."""
@@ -260,8 +258,9 @@ def wait_for_device(driver: Driver) -> None:
         driver.synchronize()
 
 
-_waiting: deque[tuple[Driver, int, int, list[Row], int]] = deque()
-"""Ranges of arenas that are gone, and whose work could not be waited for then: during a graph capture, say."""
+_waiting: deque[tuple[PagePool, int, int, list[Row], int]] = deque()
+"""Ranges of arenas that are gone, and whose work could not be waited for then: during a graph capture, say. Their pools
+stay until they go, for a page is released when it is mapped no more."""
 
 
 def free_waiting() -> None:
@@ -271,14 +270,14 @@ def free_waiting() -> None:
             _free_range(*_waiting.popleft())
 
 
-def _free_range(driver: Driver, address: int, nbytes: int, rows: list[Row], owner: int) -> None:
+def _free_range(pool: PagePool, address: int, nbytes: int, rows: list[Row], owner: int) -> None:
     if os.getpid() != owner:
         return
     try:
-        wait_for_device(driver)
+        wait_for_device(pool.driver)
     except VmmkvError:
-        _waiting.append((driver, address, nbytes, rows, owner))
+        _waiting.append((pool, address, nbytes, rows, owner))
         return
-    _unmap_all(driver, rows)
+    _unmap_all(pool.driver, rows)
     with suppress(DriverError):
-        driver.free(address, nbytes)
+        pool.driver.free(address, nbytes)
