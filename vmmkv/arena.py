@@ -100,6 +100,8 @@ class Arena:
             self._unmap(mapping, mapping.tail, end)
             mapping.tail, mapping.tail_ready = end, max(end, mapping.tail_ready)
             mapping.doubt = None
+        if end <= mapping.ready:
+            return
         driver_map, handles, pages = self.driver.map, self.pool.handles, mapping.pages
         base, old_end = mapping.address, mapping.end
         start = perf_counter_ns()
