@@ -322,14 +322,15 @@ class KVCache:
         if isinstance(sequences, Sequence):
             raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
         batch = list(sequences)
+        with suppress(AttributeError):  # one look at each, where nothing is wrong
+            if len({sequence for sequence in batch if sequence._cache is self}) == len(batch):
+                return batch
         for sequence in batch:
             if not isinstance(sequence, Sequence):
                 raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
             if sequence._cache is not self:
                 raise ValueError(f"{sequence!r} belongs to another cache")
-        if len(set(batch)) != len(batch):
-            raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
-        return batch
+        raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
 
     @_operation
     def _truncate(self, sequence: Sequence, tokens: int) -> None:
