@@ -3,6 +3,8 @@
 Invariants:
  1. Rows `[0, rows)` hold the tokens `[first, end)`; token `t` lies at position `t - origin` of its row.
  2. Every row belongs to the batch for good, also those without tokens: so the i-th sequence is in row i.
+The first holds at every line, whatever interrupts it: the books say less before sequences hold less, and more after
+they hold more. What was cut short is put right by the next change.
 """
 
 from __future__ import annotations
@@ -66,8 +68,9 @@ class Batch:
         self.origin = self.first = self.end = 0
         self.page_tokens = max(self.kv_cache.page_size // max(layout.record_bytes), 1)
         self._sequences: list[Sequence] = []
-        self._renew(0)
+        self._is_changing = True
         self._set_rows(0)
+        self._finish_change()
 
     def holds(self, rows: int, first: int, end: int) -> bool:
         """Whether rows `[0, rows)` hold the tokens `[first, end)`."""
@@ -82,11 +85,12 @@ class Batch:
             SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`.
                 Nothing has changed in any case.
         """
-        if rows > len(self._sequences):
+        if rows > self.kv_cache.max_sequences:
             raise OutOfRowsError(
-                f"asked for a batch of {rows} sequences; there are {len(self._sequences)} rows. Make the cache with a "
-                "larger max_batch_size: a row without tokens takes addresses, not memory"
+                f"asked for a batch of {rows} sequences; there are {self.kv_cache.max_sequences} rows. Make the cache "
+                "with a larger max_batch_size: a row without tokens takes addresses, not memory"
             )
+        self._finish_change()
         if not self.rows:
             self.origin = self.first = self.end = first
         if first < self.first:
@@ -96,6 +100,7 @@ class Batch:
             )
         end = max(end, self.end)
         more = end - self.end
+        self._is_changing = True
         if rows > self.rows:
             added = rows - self.rows
             self.kv_cache.extend(self._sequences[:rows], [more] * self.rows + [end - self.origin] * added)
@@ -105,6 +110,7 @@ class Batch:
         elif more:
             self.kv_cache.extend(self._sequences[: self.rows], more)
         self.end = end
+        self._is_changing = False
 
     def shrink(self, rows: int, first: int, end: int) -> None:
         """Gives back the rows from `rows` on, and the tokens outside of `[first, end)`.
@@ -115,40 +121,53 @@ class Batch:
         Raises:
             StreamCaptureError: a CUDA graph is being captured.
         """
+        self._finish_change()
+        self._is_changing = True
         if rows < self.rows:
-            self._renew(rows)
             self._set_rows(rows)
+            self._renew(rows)
         if not rows:
             self.origin = self.first = self.end = 0
-            return
-        if end < self.end:
-            for sequence in self._sequences[:rows]:
-                sequence.truncate(end - self.origin)
+        elif end < self.end:
             self.end = end
+            self._truncate()
         if first - self.first >= self.page_tokens:
+            self.first = first
             for sequence in self._sequences[:rows]:
                 sequence.release_before(first - self.origin)
-            self.first = first
+        self._is_changing = False
+
+    def _finish_change(self) -> None:
+        """Makes sequences hold what the books say, where a change was cut short."""
+        if self._is_changing:
+            self._truncate()
+            self._renew(self.rows)
+            self._is_changing = False
+
+    def _truncate(self) -> None:
+        for sequence in self._sequences[: self.rows]:
+            sequence.truncate(self.end - self.origin)
 
     def _renew(self, first: int) -> None:
         """Empties the rows from `first` on. Their pages stay mapped, ready for the next tokens there."""
         self.kv_cache.free(self._sequences[first:])
-        renewed = [self.kv_cache.sequence() for _ in range(first, self.kv_cache.max_sequences)]
-        self._sequences[first:] = sorted(renewed, key=lambda sequence: sequence.row)
+        del self._sequences[first:]
+        while len(self._sequences) < self.kv_cache.max_sequences:
+            self._sequences.append(self.kv_cache.sequence())
+        self._sequences[first:] = sorted(self._sequences[first:], key=lambda sequence: sequence.row)
 
     def _set_rows(self, rows: int) -> None:
-        self.rows = rows
         views = [self.kv_cache.kv(layer) for layer in range(self.kv_cache.layout.num_layers)]
-        self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self.kv_cache.device)
-        self._starts, self._starts_at = self._row_numbers, -1
-        self._writers = [RowWriter(k, v, self._row_numbers) for k, v in views]
-        self._kv = [(k[:rows].transpose(1, 2), v[:rows].transpose(1, 2)) for k, v in views]
+        numbers = torch.arange(rows, dtype=torch.int32, device=self.kv_cache.device)
+        writers = [RowWriter(k, v, numbers) for k, v in views]
+        kv = [(k[:rows].transpose(1, 2), v[:rows].transpose(1, 2)) for k, v in views]
+        self.rows, self._starts, self._starts_at, self._writers, self._kv = rows, numbers, -1, writers, kv
 
     def kv(self, layer: int, rows: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens `[first, end)` in rows `[0, rows)`: `[rows, num_kv_heads, tokens, head_dim]` each,
         strided and zero-copy."""
         k, v = self._kv[layer]
-        if rows < self.rows:
+        if rows < len(k):
             k, v = k[:rows], v[:rows]
         position, tokens = first - self.origin, end - first
         return k.narrow(2, position, tokens), v.narrow(2, position, tokens)
@@ -157,7 +176,7 @@ class Batch:
         """Writes K and V, `[rows, num_kv_heads, tokens, head_dim]`, from token `first` on; there is room for them."""
         position = first - self.origin
         if position != self._starts_at:  # once for all layers of a forward pass
-            self._starts, self._starts_at = torch.full_like(self._row_numbers, position), position
+            self._starts, self._starts_at = torch.full_like(self._starts, position), position
         if not self._writers[layer].write(keys, values, self._starts):
             k, v = self.kv(layer, keys.shape[0], first, first + keys.shape[2])
             k.copy_(keys)

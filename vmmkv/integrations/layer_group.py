@@ -6,7 +6,6 @@ is the union of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -14,17 +13,7 @@ import torch
 from ..errors import AutogradError, DeviceError, DtypeError, ShapeError
 from ..layout import KVLayout
 from .batch import Batch, Limits
-
-
-@dataclass
-class Extent:
-    """What one layer holds: the tokens `[first, end)` of `rows` sequences."""
-
-    rows: int = 0
-    first: int = 0
-    end: int = 0
-    accepted: tuple[object, ...] = ()
-    """What the last K and V looked like: those that look the same need no other check."""
+from .extents import Extent, Passes
 
 
 class Shape(NamedTuple):
@@ -44,10 +33,12 @@ class LayerGroup:
 
     Args:
         limits: what its batch can grow to.
+        passes: of the cache that it is a part of.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, passes: Passes) -> None:
         self.max_seq_len = limits.max_seq_len
+        self.passes = passes
         self._limits = limits
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []
@@ -55,9 +46,11 @@ class LayerGroup:
 
     def add_layer(self) -> tuple[int, Extent]:
         """Another layer: its index in the group, and its extent, which the layer keeps up to date."""
+        extent = Extent()
         self._shapes.append(None)
-        self._extents.append(Extent())
-        return len(self._extents) - 1, self._extents[-1]
+        self._extents.append(extent)
+        self.passes.extents.append(extent)
+        return len(self._extents) - 1, extent
 
     def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes a layer's shape from K and V themselves, `[batch_size, num_kv_heads, tokens, head_dim]`.
@@ -108,30 +101,37 @@ class LayerGroup:
         Raises:
             AutogradError: autograd would record the write.
             ShapeError, DtypeError, DeviceError: they are not like those before.
+            UnfinishedPassError: as in `Passes.check`.
             OutOfRowsError, ReleasedTokensError, SequenceTooLongError, OutOfPagesError, DriverError: as in
                 `Batch.reserve`. Nothing was written in any case.
         """
         self._accept(layer, keys, values)
-        extent, batch = self._extents[layer], self._held()
+        extent = self._extents[layer]
         rows, _, tokens, _ = keys.shape
         begin, end = extent.first if extent.rows else first, first + tokens
+        self.passes.check(extent, end - extent.end)
+        self._make_room(rows, begin, end)
+        self._put(layer, keys, values, first)
+        self.passes.record(extent, rows, begin, end)
+
+    def _make_room(self, rows: int, first: int, end: int) -> None:
+        """Sees to it that rows `[0, rows)` hold the tokens `[first, end)`."""
+        batch = self._held()
         if end > batch.end:
             self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
-        if not batch.holds(rows, begin, end):
-            batch.reserve(rows, begin, end)
-        batch.write(layer, keys, values, first)
-        extent.rows, extent.first, extent.end = rows, begin, end
+        if not batch.holds(rows, first, end):
+            batch.reserve(rows, first, end)
+
+    def _put(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Writes where there is room."""
+        self._held().write(layer, keys, values, first)
 
     write_outside_graphs = torch.compiler.disable(write)  # type: ignore[no-untyped-call]
     """For what is being compiled: driver calls are no part of a graph. Eager callers save its cost."""
 
     def _accept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Learns what K and V look like, and refuses those that a copy would convert or broadcast silently."""
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise AutogradError(
-                "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
-                "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
-            )
+        check_autograd(keys, values)
         extent = self._extents[layer]
         rows = extent.rows
         looks = rows, keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
@@ -145,11 +145,8 @@ class LayerGroup:
                 f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer} of its group; it holds "
                 f"{self._shapes[layer]}. A cache serves one model"
             )
-        if rows and rows != keys.shape[0]:
-            raise ShapeError(
-                f"got a batch of {keys.shape[0]}; the cache holds {rows} sequences. Call reset() for another batch, "
-                "batch_repeat_interleave() or batch_select_indices() to go on with more or fewer of these"
-            )
+        if rows:
+            check_batch(extent, keys.shape[0])
         for states in (keys, values):
             if states.dtype != kv_cache.layout.dtype:
                 raise DtypeError(f"got K or V as {states.dtype}; this cache holds {kv_cache.layout.dtype}")
@@ -170,21 +167,48 @@ class LayerGroup:
             OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`; nothing has changed.
         """
         extent, batch = self._extents[layer], self._held()
-        old = self.read(layer, extent.first)
+        k, v = self.read(layer, extent.first)
+        indices = indices.to(k.device)
+        chosen = k.index_select(0, indices)
         batch.reserve(len(indices), extent.first, extent.end)
+        extent.changes += 1
         extent.rows = len(indices)
-        for source, target in zip(old, self.read(layer, extent.first)):
-            target.copy_(source.index_select(0, indices.to(source.device)))
+        new_k, new_v = self.read(layer, extent.first)
+        new_k.copy_(chosen)
+        del chosen
+        new_v.copy_(v.index_select(0, indices))
+        extent.changes += 1
 
     def fit(self) -> None:
         """Gives back rows, and tokens, that no layer holds any more."""
+        if self.batch:
+            self.batch.shrink(*self._needed())
+
+    def _needed(self) -> tuple[int, int, int]:
+        """Rows, first token and end of what layers hold."""
         held = [extent for extent in self._extents if extent.rows]
-        if held:
-            rows, first, end = (max(e.rows for e in held), min(e.first for e in held), max(e.end for e in held))
-            self._held().shrink(rows, first, end)
-        elif self.batch:
-            self.batch.shrink(0, 0, 0)
+        if not held:
+            return 0, 0, 0
+        return max(e.rows for e in held), min(e.first for e in held), max(e.end for e in held)
 
     def _held(self) -> Batch:
         assert self.batch is not None, "nothing was written yet"
         return self.batch
+
+
+def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raises `AutogradError` where autograd would record what is written."""
+    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        raise AutogradError(
+            "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
+            "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
+        )
+
+
+def check_batch(extent: Extent, rows: int) -> None:
+    """Raises `ShapeError` where a layer that holds tokens gets those of another batch."""
+    if rows != extent.rows:
+        raise ShapeError(
+            f"got a batch of {rows}; the cache holds {extent.rows} sequences. Call reset() for another batch, "
+            "batch_repeat_interleave() or batch_select_indices() to go on with more or fewer of these"
+        )

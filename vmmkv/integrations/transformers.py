@@ -6,6 +6,7 @@ reads a strided view of the rows.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from ..cache import KVCache
 from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
+from .extents import Passes
 from .layer_group import LayerGroup
 from .layers import VmmLayer, VmmSlidingWindowLayer
 
@@ -65,19 +67,20 @@ class VmmCache(DynamicCache):
     ) -> None:
         super().__init__(config=config)
         self._groups: dict[int | None, LayerGroup] = {}
-        limits = Limits(max_seq_len, max_batch_size, max_bytes, page_size)
+        limits, passes = Limits(max_seq_len, max_batch_size, max_bytes, page_size), Passes()
 
         def attention() -> str:
             return str(config.get_text_config(decoder=True)._attn_implementation)
 
         def group(window: int | None) -> Any:
             if window not in self._groups:
-                self._groups[window] = CompiledLayerGroup(limits, window, attention) if compile else LayerGroup(limits)
+                self._groups[window] = (
+                    CompiledLayerGroup(limits, passes, window, attention) if compile else LayerGroup(limits, passes)
+                )
             return self._groups[window]
 
-        full, sliding = (
-            (VmmCompiledLayer, VmmCompiledSlidingWindowLayer) if compile else (VmmLayer, VmmSlidingWindowLayer)
-        )
+        full: Any = partial(VmmCompiledLayer, self._groups) if compile else VmmLayer
+        sliding: Any = partial(VmmCompiledSlidingWindowLayer, self._groups) if compile else VmmSlidingWindowLayer
         for index, layer in enumerate(self.layers):
             # By exact type: subclasses keep more than K and V, and stay what transformers makes them.
             if type(layer) is DynamicLayer:

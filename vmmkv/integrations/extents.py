@@ -1,0 +1,92 @@
+"""What each layer of a cache holds, and that its layers have been through the same forward passes.
+
+Nobody says where a pass begins or ends. Layers write once in each, in any order, and some in none or in few of them: a
+layer that writes again begins the next one. A pass that broke off in the middle shows in its layers' lengths.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UnfinishedPassError
+
+
+@dataclass
+class Extent:
+    """What one layer holds: the tokens `[first, end)` of `rows` sequences."""
+
+    rows: int = 0
+    first: int = 0
+    end: int = 0
+    keeps_past: bool = False
+    """Whether `first` stays although a window has moved on."""
+    changes: int = 0
+    """How often the sequences were put into another order: odd while they are."""
+    last_pass: int = 0
+    """The number of the pass that it wrote in last."""
+    before: tuple[int, int] = 0, 0
+    """`last_pass` and `end` before that."""
+    accepted: tuple[object, ...] = ()
+    """What the last K and V looked like: those that look the same need no other check."""
+    expected: int = 0
+    """Where the length is on the device: tokens that a pass was announced with, or has begun to write; it may have
+    ended without being counted."""
+    written: int = 0
+    """Likewise: tokens that a compiled pass has written, and that are to be counted."""
+
+    def clear(self) -> None:
+        """Drops all tokens."""
+        self.rows = self.first = self.end = self.changes = self.expected = self.written = 0
+
+
+class Passes:
+    """The forward passes of a cache, over all of its layers."""
+
+    def __init__(self) -> None:
+        self.extents: list[Extent] = []
+        self._number = 1
+        self._states: dict[int, tuple[int, int]] = {}
+        """Length and changes that layers had before this pass, by the tokens that they got in it."""
+
+    def check(self, extent: Extent, tokens: int) -> None:
+        """Before a layer writes `tokens` more: layers that get as many in one pass were in the same state before it.
+
+        Raises:
+            UnfinishedPassError: they were not.
+        """
+        state = extent.end, extent.changes
+        expected: tuple[int, int] | None
+        if extent.last_pass == self._number:
+            expected = None if self.has_left_layers_behind() else state
+        else:
+            expected = self._states.get(tokens, state)
+        if expected != state or extent.changes % 2:
+            raise unfinished()
+
+    def record(self, extent: Extent, rows: int, first: int, end: int) -> None:
+        """A layer has written: it holds the tokens `[first, end)` of `rows` sequences now."""
+        if extent.last_pass == self._number:
+            self.start_over()
+        self._states[end - extent.end] = extent.end, extent.changes
+        extent.before = extent.last_pass, extent.end
+        held = rows, first, end, self._number, 0, 0
+        # In one line, of which an interrupt leaves no half.
+        extent.rows, extent.first, extent.end, extent.last_pass, extent.expected, extent.written = held
+
+    def start_over(self) -> None:
+        """Whoever writes next begins a pass."""
+        self._number, self._states = self._number + 1, {}
+
+    def has_left_layers_behind(self) -> bool:
+        """Whether layers that were in step have not all written in this pass: it is under way, or broke off."""
+        held = [extent for extent in self.extents if extent.rows]
+        behind = {(extent.last_pass, extent.end) for extent in held if extent.last_pass != self._number}
+        return any(extent.before in behind for extent in held if extent.last_pass == self._number)
+
+
+def unfinished() -> UnfinishedPassError:
+    """What to raise where layers are out of step."""
+    return UnfinishedPassError(
+        "a forward pass, or a change of the batch, ended in the middle: it has reached some layers and others not. "
+        "Call reset() and start over"
+    )
