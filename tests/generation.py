@@ -28,7 +28,7 @@ def caches(model: PreTrainedModel, **kwargs: int) -> list[Cache]:
     if model.config.is_encoder_decoder:
         return [
             EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config)),
-            EncoderDecoderCache(makers[1](), vmm_cache(model.config, model.device.type)),
+            EncoderDecoderCache(makers[1](), makers[1]()),
         ]
     return [make() for make in makers]
 

@@ -153,7 +153,7 @@ class CompiledLayerGroup(LayerGroup):
 
     def _put(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         if not (self.is_reserved and self._extents[layer].rows):
-            self.lengths[layer].fill_(first)
+            self.tell(layer)
         self.append(layer, _write_rows, keys, values)
 
     def append(
@@ -191,12 +191,15 @@ class CompiledLayerGroup(LayerGroup):
             for extent, end in zip(held, now):
                 extent.first, extent.end = self._first_kept(extent, extent.first, end), end
 
-    def tell(self) -> None:
-        """Tells the device what the host knows."""
-        if self.batch is not None:
-            ends = torch.tensor([[extent.end] for extent in self._extents], dtype=torch.int32)
-            self.lengths.copy_(ends, non_blocking=True)
-            self._is_told = True
+    def tell(self, layer: int) -> None:
+        """Tells the device how long a layer is."""
+        self.lengths[layer].fill_(self._extents[layer].end)
+
+    def tell_all(self) -> None:
+        """Tells it of all layers."""
+        ends = torch.tensor([[extent.end] for extent in self._extents], dtype=torch.int32)
+        self.lengths.copy_(ends, non_blocking=True)
+        self._is_told = True
 
     def expect(self, tokens: int, asker: Extent) -> None:
         """A pass of `tokens` may come, to the layers that are in the same state as `asker`: makes room for it.
@@ -210,7 +213,7 @@ class CompiledLayerGroup(LayerGroup):
             extent.expected = 0
         if held:
             if not (is_told or self.is_reserved):
-                self.tell()
+                self.tell_all()
             rows, first, _ = self._needed()
             end = max(extent.end for extent in held) + tokens
             self._make_room(rows, first, end)
@@ -257,7 +260,7 @@ class CompiledLayerGroup(LayerGroup):
         """Maps pages for sequences of up to `seq_len` tokens; see `VmmCache.reserve`."""
         self.settle()
         if not self.is_reserved:
-            self.tell()
+            self.tell_all()
         batch = self._held()
         batch.reserve(batch.rows, batch.first, seq_len)
         self.limit.fill_(batch.end)
@@ -266,7 +269,7 @@ class CompiledLayerGroup(LayerGroup):
     def select(self, layer: int, indices: torch.Tensor) -> None:
         self.settle()
         super().select(layer, indices)
-        self.lengths[layer].fill_(self._extents[layer].end)
+        self.tell(layer)
 
     def fit(self) -> None:
         if self.batch is None:
@@ -277,7 +280,7 @@ class CompiledLayerGroup(LayerGroup):
         super().fit()
         for extent in self._extents:
             extent.expected = 0  # its room may be gone
-        self.tell()
+        self.tell_all()
         self.limit.fill_(self.batch.end)
 
     def _needed(self) -> tuple[int, int, int]:
@@ -323,19 +326,18 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
         """K of the tokens that the layer keeps, as in `VmmLayer.keys`."""
-        self._settle()
-        return super().keys
+        return self._read()[0] if self._extent.rows else None
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
         """V, like `keys`."""
-        self._settle()
-        return super().values
+        return self._read()[1] if self._extent.rows else None
 
-    def _settle(self) -> None:
-        """Inside of a graph there is nothing to count; what room was reserved for is not known there, however."""
+    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inside of a graph there is nothing to count; where room was reserved, that breaks it, however."""
         if self._group.is_reserved or not torch.compiler.is_compiling():
             self._group.settle()
+        return self._group.read(self._index, self._extent.first)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -396,7 +398,8 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
 
     def crop(self, tokens_to_remove: int) -> None:
         super().crop(tokens_to_remove)
-        self._group.tell()
+        if self._extent.rows:
+            self._group.tell(self._index)
 
 
 class VmmCompiledSlidingWindowLayer(VmmCompiledLayer):  # type: ignore[no-untyped-call]
