@@ -105,5 +105,5 @@ class FaultyDriver:
             self.accessible.discard(page)
             self.writable.discard(page)
 
-    def _before_fill(self, address: int, nbytes: int, value: int = 0) -> None:
+    def _before_fill(self, address: int, nbytes: int, value: int, stream: object) -> None:
         assert set(self._pages(address, nbytes)) <= self.writable, "filled a page that may not be written"

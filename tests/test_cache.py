@@ -87,7 +87,7 @@ def test_a_device_without_memory_is_pressure_first_and_an_error_last(device: str
     other.truncate(0)
     for _ in range(2):
         driver.fail("create", out_of_memory=True)
-    with pytest.raises(vmmkv.OutOfPagesError, match="device has no memory left"):
+    with pytest.raises(vmmkv.OutOfPagesError, match="create failed with INJECTED"):
         sequence.extend(69)
     assert sequence.length == 31
     cache.check()

@@ -25,6 +25,9 @@ class FakeEvent:
     def synchronize(self) -> None:
         self.done = self.waited = True
 
+    def wait(self, stream: str) -> None:
+        pass
+
 
 class StreamedDriver(FaultyDriver):
     """A host driver that pretends to have streams: work on them ends when the test says so."""
@@ -189,24 +192,41 @@ def test_a_zero_tail_is_not_taken_from_its_readers(make_cache, device: str, then
     driver = ReadDriver()
     cache = make_cache(driver=driver, max_sequences=2, pages=22, zero_tail=True)
     driver.stream = "first"
-    sequence, other = cache.sequence(0 if then == "reuse" else 100), cache.sequence(1)
-    sequence.truncate(0)
+    sequence, other = cache.sequence({"extend": 20, "reuse": 1}.get(then, 100)), cache.sequence(1)
     cache._rows.record_stream(sequence.row, "recorded")
     driver.stream = "last"
-    if then == "extend":
-        cache.trim()
     driver.read("first", "recorded", "last")
     if then == "extend":
-        sequence.extend(1)
+        sequence.extend(50)
     elif then == "reclaim":
+        sequence.truncate(0)
         other.extend(50)
     elif then == "trim":
+        sequence.truncate(0)
         cache.trim()
     else:
         sequence.free()
         driver.stream = "another"
         other = cache.sequence(50)
     assert any(event.waited for _, event in driver.events[driver.events_before :])
+    cache.check()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_nobody_else_takes_pages_from_a_row_that_may_be_read_to_its_end(make_cache, driver, device: str) -> None:
+    """Not even while nothing reads it: somebody might begin to."""
+    cache = make_cache(driver=driver, max_sequences=2, pages=22, zero_tail=True)
+    kept, other = cache.sequence(100), cache.sequence(1)
+    kept.truncate(1)
+    driver.finish()
+    mapped = {address: page for address, page in driver.mapped.items() if address in driver.writable}
+    with pytest.raises(vmmkv.OutOfPagesError, match=r"asked for 9 more pages.*; 1 can be had"):
+        other.extend(52)
+    cache.trim()
+    assert mapped.items() <= driver.mapped.items()
+    assert cache.available_pages == 1
+    kept.truncate(0)
+    other.extend(52)
     cache.check()
 
 

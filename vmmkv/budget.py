@@ -20,7 +20,7 @@ def parse_bytes(size: float | str, free: int) -> int:
     Raises:
         BudgetError: it is none of these.
     """
-    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(%|[KMGT]?i?B?)\s*", str(size))
+    match = re.fullmatch(r"\s*(\d{1,30}\.?\d*)\s*(%|[KMGT]?i?B?)\s*", str(size))
     number, unit = (float(match[1]), match[2]) if match else (-1.0, "")
     if unit == "" and "." in str(size) and 0 < number <= 1:
         number, unit = number * 100, "%"

@@ -53,6 +53,9 @@ class _Done:
     def synchronize(self) -> None:
         pass
 
+    def wait(self, stream: None) -> None:
+        pass
+
 
 class HostDriver:
     """Pages of host memory (see `vmmkv.driver.Driver`). A handle is an offset into the memfd.
@@ -131,7 +134,7 @@ class HostDriver:
         self._check("mmap", at == address, MAPPINGS_HINT)
         self._mappings_left += nbytes // self.page_size
 
-    def fill(self, address: int, nbytes: int, value: int = 0) -> None:
+    def fill(self, address: int, nbytes: int, value: int, stream: None) -> None:
         ctypes.memset(address, value, nbytes)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
