@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from tiny_models import VOCABULARY
@@ -68,3 +70,10 @@ def check_same_generation(
 
 def driver_calls(cache: VmmCache) -> int:
     return sum(call.count for kv_cache in cache.kv_caches for call in kv_cache.stats().driver_calls.values())
+
+
+@contextmanager
+def inside_a_graph() -> Iterator[None]:
+    """What Python does when a graph is traced it does each time the graph runs, by guards and side effects."""
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        yield

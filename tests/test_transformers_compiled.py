@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -16,6 +16,7 @@ from generation import (
     caches,
     check_same_generation,
     driver_calls,
+    inside_a_graph,
     left_padding,
     random_tokens,
     vmm_cache,
@@ -27,13 +28,13 @@ from transformers import (
     CompileConfig,
     DynamicCache,
     LlamaConfig,
-    PreTrainedConfig,
     PreTrainedModel,
 )
 
 import vmmkv
 
 SEQ2SEQ = ["bart", "t5"]
+REST = {"max_new_tokens": LENGTHS["max_new_tokens"] - 3, "min_new_tokens": LENGTHS["min_new_tokens"] - 3}
 
 
 @pytest.fixture(autouse=True)
@@ -220,23 +221,18 @@ def random_kv(device: str, rows: int, tokens: int) -> list[torch.Tensor]:
     return [torch.randn(rows, PAGE_SIZE[device] // 4096, tokens, 64, device=device) for _ in "kv"]
 
 
-@contextmanager
-def inside_a_graph(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What Python does when a graph is traced it does, by guards and side effects, each time the graph runs."""
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.compiler, "is_compiling", lambda: True)
-        yield
-
-
 class Pair:
-    """A compiled cache and what it must be equal to. Of its layers some never write, others write images now and then.
+    """A cache and what it must be equal to. Of its layers some never write, others write an image now and then.
 
     A pass gives each of the other layers `tokens`, in any order.
     """
 
-    def __init__(self, config: PreTrainedConfig, device: str, random: np.random.Generator, recording: bool) -> None:
-        self.config, self.device, self.random, self.recording = config, device, random, recording
-        self.cache = vmm_cache(config, device, max_batch_size=8, compile=True)
+    def __init__(
+        self, attention: str, compile: bool, device: str, random: np.random.Generator, recording: bool
+    ) -> None:
+        self.config = tiny_model("gemma3", attention, "cpu").config
+        self.compile, self.device, self.random, self.recording = compile, device, random, recording
+        self.cache = vmm_cache(self.config, device, max_batch_size=8, compile=compile)
         self.reset()
 
     def reset(self) -> None:
@@ -255,15 +251,16 @@ class Pair:
     def length(self) -> int:
         return self.reference.get_seq_length(self.layers["text"][0])
 
-    def forward(self, tokens: int, *, is_asked: bool, graph: Callable[[], AbstractContextManager[None]]) -> None:
+    def forward(self, tokens: int, *, is_asked: bool, graph: bool = False) -> None:
         order = self.random.permutation(self.layers["text"]).tolist()
         if is_asked:
             for _ in range(self.random.integers(1, 3)):
-                assert self.cache.get_mask_sizes(tokens, int(self.random.choice(order))) == (200, 0)
-        with graph():
+                sizes = self.cache.get_mask_sizes(tokens, int(self.random.choice(order)))
+                assert not self.compile or sizes == (200, 0)
+        with inside_a_graph() if graph else nullcontext():
             for index in order:
-                self.update(index, tokens, is_whole=is_asked or graph is not nullcontext)
-        if self.layers["image"] and graph is nullcontext and self.random.random() < 0.3 and self.length < 100:
+                self.update(index, tokens, is_whole=self.compile and (is_asked or graph))
+        if self.layers["image"] and not graph and self.random.random() < 0.3 and self.length < 100:
             for index in self.layers["image"]:
                 self.update(index, 13, is_whole=False)
         self.newest += tokens
@@ -294,24 +291,24 @@ class Pair:
             getattr(each, name)(*arguments)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "vmmkv"])
+@pytest.mark.parametrize(("attention", "compile"), [("sdpa", False), ("sdpa", True), ("vmmkv", True)])
 @pytest.mark.parametrize("seed", range(6))
-def test_random_operations(seed: int, attention: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_operations(seed: int, attention: str, compile: bool, device: str) -> None:
     """Layers in any order, some of them, with and without a mask, in graphs and outside of them."""
     random = np.random.default_rng(seed)
-    pair = Pair(tiny_model("gemma3", attention, "cpu").config, device, random, recording=seed % 3 == 0)
-    graph = partial(inside_a_graph, monkeypatch)
-    operations = ["forward"] * 3 + ["graph"] * 4 + ["ask", "crop", "reserve", "reorder", "repeat", "select", "copy"]
+    pair = Pair(attention, compile, device, random, recording=seed % 3 == 0)
+    operations = ["forward"] * 3 + ["ask", "crop", "reorder", "repeat", "select", "copy"]
+    operations += ["graph"] * 4 + ["reserve"] if compile else []
     for _ in range(60):
         operation, tokens = random.choice([*operations, "reset"]), int(random.integers(1, 13))
         if operation == "reset" or pair.length > 150:
             pair.reset()
         elif operation == "forward" or not pair.length:
-            pair.forward(tokens, is_asked=bool(random.integers(2)), graph=nullcontext)
+            pair.forward(tokens, is_asked=bool(random.integers(2)))
         elif operation == "graph" and not pair.reserved:
-            pair.forward(tokens, is_asked=True, graph=graph)
+            pair.forward(tokens, is_asked=True, graph=True)
         elif operation == "graph" and pair.length + tokens <= pair.reserved:
-            pair.forward(tokens, is_asked=False, graph=graph)
+            pair.forward(tokens, is_asked=False, graph=True)
         elif operation == "ask":
             pair.cache.get_mask_sizes(tokens, pair.layers["text"][0])
             pair.cache.get_mask_sizes(tokens + 1, pair.layers["text"][0])  # so that no pass that comes was asked for
@@ -375,6 +372,19 @@ def test_no_compiler_copies_rows(device: str) -> None:
     lengths = {"max_new_tokens": 3, "min_new_tokens": 3}
     output = generate(model, tokens, past_key_values=cache, compile_config=compile_config(model, "inductor"), **lengths)
     assert torch.equal(output, generate(model, tokens, **lengths))
+    check_one_graph()
+
+
+@pytest.mark.parametrize("name", SEQ2SEQ)
+def test_one_graph_of_an_encoder_decoder(name: str, device: str) -> None:
+    """Cross-attention reads what it wrote before: its length is a part of the graph."""
+    model = tiny_model(name, "sdpa", device)
+    tokens = random_tokens(model, 2, 12)
+    _, cache = caches(model, compile=True)
+    for _ in range(2):
+        cache.reset()
+        output = generate(model, tokens, past_key_values=cache, compile_config=compile_config(model))
+        assert torch.equal(output, generate(model, tokens))
     check_one_graph()
 
 
@@ -517,19 +527,73 @@ def test_a_second_generation_maps_nothing(attention: str, device: str) -> None:
 
 
 def test_what_cannot_map_pages_says_so(device: str) -> None:
+    """Before anything is written: compiled passes that nobody has announced, also after some that were."""
     model = tiny_model("llama-gqa", "sdpa", device)
     cache = vmm_cache(model.config, device, compile=True)
     with pytest.raises(ValueError, match="after a prompt"):
         cache.reserve(20)
     step = torch.compile(model, backend="eager", fullgraph=True)
+    mask = torch.zeros(2, 1, 1, 200, device=device)
     with torch.no_grad():
         model(random_tokens(model, 2, 5), past_key_values=cache)
-        with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
-            step(random_tokens(model, 2, 1), past_key_values=cache)
+        for announced in (0, 1, 3):
+            for seed in range(announced):
+                cache.get_mask_sizes(1, 0)
+                step(random_tokens(model, 2, 1, seed=seed), attention_mask=mask, past_key_values=cache)
+            for tokens, given in ((1, None), (1, mask), (2, mask.expand(2, 1, 2, 200))):
+                with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
+                    step(random_tokens(model, 2, tokens), attention_mask=given, past_key_values=cache)
+        assert cache.get_seq_length() == 9
+        cache.get_mask_sizes(1, 0)
+        with pytest.raises(Exception, match=r"batch of 3.*holds 2"):
+            step(random_tokens(model, 3, 1), attention_mask=mask[:1], past_key_values=cache)
         with pytest.raises(vmmkv.SequenceTooLongError, match="max_seq_len=200"):
             cache.reserve(201)
     with pytest.raises(ValueError, match="compile=True"):
         vmm_cache(model.config, device).reserve(20)
+
+
+def test_no_write_goes_beyond_what_was_reserved() -> None:
+    """On a GPU the device itself stops, which ends its context."""
+    model = tiny_model("llama-gqa", "sdpa", "cpu")
+    cache = vmm_cache(model.config, "cpu", 20, compile=True)
+    step = torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        model(random_tokens(model, 2, 5), past_key_values=cache)
+        for reserved in (8, 20):
+            cache.reserve(reserved)
+            while int(cache.get_seq_length()) < reserved:
+                step(random_tokens(model, 2, 1), past_key_values=cache)
+            with pytest.raises(vmmkv.StreamCaptureError, match=rf"token {reserved}.*room for {reserved}"):
+                step(random_tokens(model, 2, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_a_compiled_pass_that_fails_in_the_middle(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts for nothing: some layers have written, and the host has not counted it."""
+    model = tiny_model(name, "sdpa", device)
+    tokens = random_tokens(model, 2, 6)
+    expected = generate(model, tokens)
+    cache = vmm_cache(model.config, device, compile=True)
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    config._compile_all_devices = True
+    calls, module = 0, sys.modules["vmmkv.integrations.compiled_layers"]
+    can_append = module.can_append
+
+    def fail_in_the_middle(*kv: torch.Tensor) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 4 * 3 + 2:  # layer 2 of the third step
+            raise RuntimeError("in the middle")
+        return can_append(*kv)
+
+    monkeypatch.setattr(module, "can_append", fail_in_the_middle)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        generate(model, tokens, past_key_values=cache, compile_config=config)
+    length = int(cache.get_seq_length())
+    assert length == 6 + 2
+    continued = generate(model, expected[:, : length + 1], past_key_values=cache, compile_config=config, **REST)
+    assert torch.equal(continued, expected)
 
 
 @pytest.mark.usefixtures("_uncompiled")

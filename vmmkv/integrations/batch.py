@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..cache import KVCache
-from ..errors import OutOfRowsError, ReleasedTokensError
+from ..errors import OutOfRowsError, ReleasedTokensError, VmmkvError
 from ..layout import KVLayout
 from ..sequence import Sequence
 from .row_writes import RowWriter
@@ -37,6 +37,31 @@ class Limits:
     max_batch_size: int
     max_bytes: float | str | None
     page_size: int | None
+
+
+class Place(NamedTuple):
+    """Where K and V of a layer lie in its range: shapes without the first dimension, and strides, in elements."""
+
+    range: int
+    k_shape: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    k_offset: int
+    v_shape: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    v_offset: int
+
+    @classmethod
+    def of(cls, kv_cache: KVCache, layer: int) -> Place:
+        k, v = kv_cache.kv(layer)
+        return cls(
+            kv_cache.layout.layers[layer].range,
+            tuple(k.shape[1:]),
+            k.stride(),
+            int(k.storage_offset()),
+            tuple(v.shape[1:]),
+            v.stride(),
+            int(v.storage_offset()),
+        )
 
 
 class Batch:
@@ -64,6 +89,7 @@ class Batch:
             zero_tail=zero_tail,
         )
         self._limits = limits
+        self._places = [Place.of(self.kv_cache, layer) for layer in range(layout.num_layers)]
         self.zero_tail = zero_tail
         self.origin = self.first = self.end = 0
         self.page_tokens = max(self.kv_cache.page_size // max(layout.record_bytes), 1)
@@ -76,8 +102,11 @@ class Batch:
         """Whether rows `[0, rows)` hold the tokens `[first, end)`."""
         return rows <= self.rows and self.first <= first and end <= self.end
 
-    def reserve(self, rows: int, first: int, end: int) -> None:
+    def reserve(self, rows: int, first: int, end: int, origin: int | None = None) -> None:
         """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need.
+
+        Args:
+            origin: the token at the front of the rows, where they are empty; None: `first`.
 
         Raises:
             OutOfRowsError: there are fewer rows.
@@ -92,23 +121,23 @@ class Batch:
             )
         self._finish_change()
         if not self.rows:
-            self.origin = self.first = self.end = first
+            self.origin, self.first, self.end = first if origin is None else origin, first, first
         if first < self.first:
             raise ReleasedTokensError(
                 f"asked for tokens from {first} on; those before {self.first} have left the sliding window. Call "
                 "reset() after a forward pass that did not finish"
             )
         end = max(end, self.end)
-        more = end - self.end
         self._is_changing = True
-        if rows > self.rows:
-            added = rows - self.rows
-            self.kv_cache.extend(self._sequences[:rows], [more] * self.rows + [end - self.origin] * added)
-            for sequence in self._sequences[self.rows : rows]:
-                sequence.release_before(self.first - self.origin)
-            self._set_rows(rows)
-        elif more:
-            self.kv_cache.extend(self._sequences[: self.rows], more)
+        try:
+            self.kv_cache.extend(self._sequences[: self.rows], end - self.end)
+            if rows > self.rows:
+                added = self._sequences[self.rows : rows]
+                self.kv_cache.extend(added, end - self.origin, starts=[self.first - self.origin] * len(added))
+                self._set_rows(rows)
+        except VmmkvError:
+            self._finish_change()
+            raise
         self.end = end
         self._is_changing = False
 
@@ -172,6 +201,18 @@ class Batch:
         position, tokens = first - self.origin, end - first
         return k.narrow(2, position, tokens), v.narrow(2, position, tokens)
 
+    def whole_rows(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of rows `[0, rows)` from position 0 to their end, `[rows, max_seq_len, num_kv_heads, head_dim]`.
+
+        For graphs: views of one tensor, made where they are used. Of a mutation through views that enter a graph side
+        by side a compiler would make copies.
+        """
+        place = self._places[layer]
+        flat = self.kv_cache.range(place.range)
+        k = flat.as_strided((rows, *place.k_shape), place.k_strides, place.k_offset)
+        v = flat.as_strided((rows, *place.v_shape), place.v_strides, place.v_offset)
+        return k, v
+
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         """Writes K and V, `[rows, num_kv_heads, tokens, head_dim]`, from token `first` on; there is room for them."""
         position = first - self.origin
@@ -189,7 +230,7 @@ class Batch:
             OutOfPagesError, DriverError: as in `reserve`.
         """
         twin = Batch(layout, self._limits, self.kv_cache.device, zero_tail)
-        twin.reserve(self.rows, self.first, self.end)
+        twin.reserve(self.rows, self.first, self.end, self.origin)
         for layer in layers:
             there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))
             there[0].copy_(here[0])

@@ -19,11 +19,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
-from ..cache import KVCache
 from ..errors import StreamCaptureError
 from .attention import NAME, kernels_take
 from .batch import Limits
@@ -33,63 +32,33 @@ from .layers import VmmLayer
 from .row_writes import append_rows_behind, can_append
 
 
-class Place(NamedTuple):
-    """Where K and V of a layer lie in its range: shapes without the first dimension, and strides, in elements."""
-
-    range: int
-    k_shape: tuple[int, ...]
-    k_strides: tuple[int, ...]
-    k_offset: int
-    v_shape: tuple[int, ...]
-    v_strides: tuple[int, ...]
-    v_offset: int
-
-    @classmethod
-    def of(cls, kv_cache: KVCache, layer: int) -> Place:
-        k, v = kv_cache.kv(layer)
-        return cls(
-            kv_cache.layout.layers[layer].range,
-            tuple(k.shape[1:]),
-            k.stride(),
-            int(k.storage_offset()),
-            tuple(v.shape[1:]),
-            v.stride(),
-            int(v.storage_offset()),
-        )
-
-
 class CompiledLayerGroup(LayerGroup):
     """Layers that share token records, and have their lengths on the device.
 
     Args:
         limits, passes: as in `LayerGroup`.
-        sliding_window: tokens that a token attends to, itself included; None: all. Pages behind it are given back.
         attention: the name of the attention that will read the rows. Any but vmmkv's own reads rows to their end.
     """
 
-    def __init__(
-        self, limits: Limits, passes: Passes, sliding_window: int | None, attention: Callable[[], str]
-    ) -> None:
+    def __init__(self, limits: Limits, passes: Passes, attention: Callable[[], str]) -> None:
         super().__init__(limits, passes)
-        self.sliding_window = sliding_window
         self.is_reserved = False
         """Whether the user has said how long sequences may become until the next `reset`."""
         self._attention = attention
-        self._is_told = True
+        self.is_told = True
         """Whether the device knows what the host does, but for passes that were announced and not counted."""
-        self._places: list[Place] = []
 
     # ------------------------------------------------------------------ memory
 
     def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         batch = self.batch
-        super().learn(layer, keys, values)
         if batch is None:
             rows = self._limits.max_batch_size
             with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
                 self.row_numbers = torch.arange(rows, dtype=torch.int32, device=keys.device)
                 self.lengths = torch.zeros(len(self._extents), rows, dtype=torch.int32, device=keys.device)
                 self.limit = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        super().learn(layer, keys, values)
         if batch is not self.batch:
             self._tell_compilers()
 
@@ -97,12 +66,11 @@ class CompiledLayerGroup(LayerGroup):
         return self._attention() != NAME or not kernels_take(keys, values)
 
     def _tell_compilers(self) -> None:
-        """Where the layers of a new batch lie, and that its memory never moves."""
+        """That what graphs read and write never moves: CUDA graphs are not made of other memory that is written."""
         kv_cache = self._held().kv_cache
-        self._places = [Place.of(kv_cache, layer) for layer in range(len(self._extents))]
         ranges = map(kv_cache.range, range(len(kv_cache.layout.record_bytes)))
         for tensor in (self.lengths, self.limit, self.row_numbers, *ranges):
-            torch._dynamo.mark_static_address(tensor)  # CUDA graphs are not made of others that are written
+            torch._dynamo.mark_static_address(tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayerGroup:
         memo[id(self)] = twin = copy.copy(self)
@@ -112,30 +80,21 @@ class CompiledLayerGroup(LayerGroup):
             twin._tell_compilers()
         return twin
 
-    def rows_of(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, whole rows `[rows, max_seq_len, num_kv_heads, head_dim]`.
-
-        Views of one tensor, made where they are used: of a mutation through views that enter a graph side by side a
-        compiler would make copies.
-        """
-        place = self._places[layer]
-        flat = self._held().kv_cache.range(place.range)
-        k = flat.as_strided((rows, *place.k_shape), place.k_strides, place.k_offset)
-        v = flat.as_strided((rows, *place.v_shape), place.v_strides, place.v_offset)
-        return k, v
-
     def read(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         extent = self._extents[layer]
-        k, v = self.rows_of(layer, extent.rows)
+        k, v = self._held().whole_rows(layer, extent.rows)
         live = slice(first, extent.end + extent.written)
         return k[:, live].transpose(1, 2), v[:, live].transpose(1, 2)
 
     # ------------------------------------------------------------------ passes
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
-        told, self._is_told = self._is_told, False  # until it is counted: it may be interrupted
+        extent, tokens = self._extents[layer], keys.shape[2]
+        if any(e.expected == tokens and not e.is_in_step_with(extent) for e in self.passes.extents):
+            raise unfinished()  # others would write as many inside of a graph, where nobody looks
+        told, self.is_told = self.is_told, False  # until it is counted: it may be interrupted
         super().write(layer, keys, values, first)
-        self._is_told = told
+        self.is_told = told
 
     def _make_room(self, rows: int, first: int, end: int) -> None:
         batch = self._held()
@@ -156,20 +115,16 @@ class CompiledLayerGroup(LayerGroup):
             self.tell(layer)
         self.append(layer, _write_rows, keys, values)
 
-    def append(
-        self, layer: int, write: Callable[..., None], keys: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes behind the tokens that the device knows of, with `write_rows`; returns K and V of the whole rows,
-        `[batch_size, num_kv_heads, max_seq_len, head_dim]`."""
-        rows = keys.shape[0]
-        k_rows, v_rows = self.rows_of(layer, rows)
-        write(keys, values, k_rows, v_rows, self.row_numbers[:rows], self.lengths[layer, :rows], self.limit)
+    def read_whole_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`."""
+        k_rows, v_rows = self._held().whole_rows(layer, self._extents[layer].rows)
         return k_rows.transpose(1, 2), v_rows.transpose(1, 2)
 
-    def _first_kept(self, extent: Extent, first: int, end: int) -> int:
-        if self.sliding_window is None or extent.keeps_past:
-            return first
-        return max(end - self.sliding_window + 1, 0)
+    def append(self, layer: int, write: Callable[..., None], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes behind the tokens that the device knows of, with `write_rows`."""
+        rows = keys.shape[0]
+        k_rows, v_rows = self._held().whole_rows(layer, rows)
+        write(keys, values, k_rows, v_rows, self.row_numbers[:rows], self.lengths[layer, :rows], self.limit)
 
     def settle(self) -> None:
         """Counts what compiled passes have written since; where room was reserved it asks the device.
@@ -177,19 +132,15 @@ class CompiledLayerGroup(LayerGroup):
         Raises:
             UnfinishedPassError: layers that were in step before passes that the host has not seen no longer are.
         """
+        self.passes.count()
         held = [extent for extent in self._extents if extent.rows]
-        if not self.is_reserved:
-            for extent in held:
-                if extent.written:
-                    end = extent.end + extent.written
-                    self.passes.record(extent, extent.rows, self._first_kept(extent, extent.first, end), end)
-        elif held:
+        if self.is_reserved and held:
             now = [end for extent, end in zip(self._extents, self.lengths[:, 0].tolist()) if extent.rows]
             in_step: dict[tuple[int, int], int] = {}
             if any(in_step.setdefault((e.last_pass, e.end), end) != end for e, end in zip(held, now)):
                 raise unfinished()
             for extent, end in zip(held, now):
-                extent.first, extent.end = self._first_kept(extent, extent.first, end), end
+                extent.first, extent.end = extent.first_kept(end), end
 
     def tell(self, layer: int) -> None:
         """Tells the device how long a layer is."""
@@ -199,7 +150,7 @@ class CompiledLayerGroup(LayerGroup):
         """Tells it of all layers."""
         ends = torch.tensor([[extent.end] for extent in self._extents], dtype=torch.int32)
         self.lengths.copy_(ends, non_blocking=True)
-        self._is_told = True
+        self.is_told = True
 
     def expect(self, tokens: int, asker: Extent) -> None:
         """A pass of `tokens` may come, to the layers that are in the same state as `asker`: makes room for it.
@@ -208,7 +159,7 @@ class CompiledLayerGroup(LayerGroup):
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Batch.reserve`; no pass is expected then.
         """
         held = [extent for extent in self._extents if extent.rows]
-        is_told = self._is_told and not any(extent.expected for extent in held)  # the last one may have broken off
+        is_told = self.is_told and not any(extent.expected for extent in held)  # the last one may have broken off
         for extent in self._extents:
             extent.expected = 0
         if held:
@@ -221,7 +172,7 @@ class CompiledLayerGroup(LayerGroup):
                 self._held().shrink(rows, first, self._whole_pages(end))
                 self.limit.fill_(self._held().end)
         for extent in self._extents:
-            if (extent.end, extent.changes) == (asker.end, asker.changes):
+            if extent.is_in_step_with(asker):
                 extent.expected = tokens
 
     def check_room(self, extent: Extent, tokens: int) -> None:
@@ -232,7 +183,7 @@ class CompiledLayerGroup(LayerGroup):
                 "cache.reserve(seq_len), with the length that sequences will reach, after the prompt and before it"
             )
 
-    def enter(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> None:
+    def check_graph(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Before K and V, `[batch_size, num_kv_heads, tokens, head_dim]`, are written inside of a graph.
 
         Raises:
@@ -240,12 +191,9 @@ class CompiledLayerGroup(LayerGroup):
             ShapeError: it is another batch.
             AutogradError: autograd would record the write.
         """
-        rows, _, tokens, _ = keys.shape
         check_autograd(keys, values)
-        check_batch(extent, rows)
-        self.check_room(extent, tokens)
-        if not self.is_reserved:
-            extent.expected, extent.written = 0, tokens
+        check_batch(extent, keys.shape[0])
+        self.check_room(extent, keys.shape[2])
 
     @property
     def is_captured(self) -> bool:
@@ -349,7 +297,7 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         that reads it). Who has no use for a mask gets what `VmmLayer` returns.
 
         Raises:
-            VmmkvError: see `LayerGroup.write`, and `CompiledLayerGroup.enter`; nothing was written.
+            VmmkvError: see `LayerGroup.write`, and `CompiledLayerGroup.check_graph`; nothing was written.
         """
         group, extent = self._group, self._extent
         if torch.compiler.is_compiling():
@@ -357,18 +305,18 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
                 return self._append_outside_graphs(key_states, value_states)  # type: ignore[no-any-return]
         elif not group.is_captured:
             return self._append(key_states, value_states)
-        group.enter(extent, key_states, value_states)
-        return group.append(self._index, torch.ops.vmmkv.write_rows, key_states, value_states)
+        group.check_graph(extent, key_states, value_states)
+        group.append(self._index, torch.ops.vmmkv.write_rows, key_states, value_states)
+        if not group.is_reserved:
+            extent.expected, extent.written = 0, key_states.shape[2]
+        return group.read_whole_rows(self._index)
 
     def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         group, extent = self._group, self._extent
         group.settle()
         first, is_masked = self._first_visible(extent.end), extent.expected == keys.shape[2]
         group.write(self._index, keys, values, extent.end)
-        if is_masked:
-            k_rows, v_rows = group.rows_of(self._index, extent.rows)
-            return k_rows.transpose(1, 2), v_rows.transpose(1, 2)
-        return group.read(self._index, first)
+        return group.read_whole_rows(self._index) if is_masked else group.read(self._index, first)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
     def _append_outside_graphs(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -397,8 +345,9 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         return super().length_after_crop(tokens_to_remove)
 
     def crop(self, tokens_to_remove: int) -> None:
+        self._group.is_told = False
         super().crop(tokens_to_remove)
-        if self._extent.rows:
+        if self._group.is_reserved:
             self._group.tell(self._index)
 
 
@@ -413,7 +362,7 @@ class VmmCompiledSlidingWindowLayer(VmmCompiledLayer):  # type: ignore[no-untype
 
     def __init__(self, groups: Mapping[Any, LayerGroup], group: CompiledLayerGroup, sliding_window: int) -> None:
         super().__init__(groups, group)
-        self.sliding_window = sliding_window
+        self.sliding_window = self._extent.window = sliding_window
 
     @property
     def record_past(self) -> bool:

@@ -18,8 +18,10 @@ class Extent:
     rows: int = 0
     first: int = 0
     end: int = 0
+    window: int | None = None
+    """Tokens that a token attends to, itself included; None: all of them, or the layer moves `first` by itself."""
     keeps_past: bool = False
-    """Whether `first` stays although a window has moved on."""
+    """Whether `first` stays although the window has moved on."""
     changes: int = 0
     """How often the sequences were put into another order: odd while they are."""
     last_pass: int = 0
@@ -33,6 +35,14 @@ class Extent:
     ended without being counted."""
     written: int = 0
     """Likewise: tokens that a compiled pass has written, and that are to be counted."""
+
+    def first_kept(self, end: int) -> int:
+        """The first token that it needs of those that it holds, once they end at `end`."""
+        return self.first if self.window is None or self.keeps_past else max(end - self.window + 1, self.first)
+
+    def is_in_step_with(self, other: Extent) -> bool:
+        """Whether one forward pass may give both of them as many tokens."""
+        return (self.end, self.changes) == (other.end, other.changes)
 
     def clear(self) -> None:
         """Drops all tokens."""
@@ -72,6 +82,13 @@ class Passes:
         held = rows, first, end, self._number, 0, 0
         # In one line, of which an interrupt leaves no half.
         extent.rows, extent.first, extent.end, extent.last_pass, extent.expected, extent.written = held
+
+    def count(self) -> None:
+        """Records what compiled passes have written."""
+        for extent in self.extents:
+            if extent.written:
+                end = extent.end + extent.written
+                self.record(extent, extent.rows, extent.first_kept(end), end)
 
     def start_over(self) -> None:
         """Whoever writes next begins a pass."""

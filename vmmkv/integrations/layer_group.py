@@ -112,7 +112,8 @@ class LayerGroup:
         self.passes.check(extent, end - extent.end)
         self._make_room(rows, begin, end)
         self._put(layer, keys, values, first)
-        self.passes.record(extent, rows, self._first_kept(extent, begin, end), end)
+        extent.first = begin
+        self.passes.record(extent, rows, extent.first_kept(end), end)
 
     def _make_room(self, rows: int, first: int, end: int) -> None:
         """Sees to it that rows `[0, rows)` hold the tokens `[first, end)`."""
@@ -153,10 +154,6 @@ class LayerGroup:
             if states.device != kv_cache.device:
                 raise DeviceError(f"got K or V on {states.device}; this cache, and its model, are on {kv_cache.device}")
         extent.accepted = looks if rows else ()
-
-    def _first_kept(self, extent: Extent, first: int, end: int) -> int:
-        """The first token that a layer needs of `[first, end)`."""
-        return first
 
     def read(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens that a layer holds from `first` on: views

@@ -75,7 +75,7 @@ class VmmCache(DynamicCache):
         def group(window: int | None) -> Any:
             if window not in self._groups:
                 self._groups[window] = (
-                    CompiledLayerGroup(limits, passes, window, attention) if compile else LayerGroup(limits, passes)
+                    CompiledLayerGroup(limits, passes, attention) if compile else LayerGroup(limits, passes)
                 )
             return self._groups[window]
 
