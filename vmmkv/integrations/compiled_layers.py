@@ -18,7 +18,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,9 +44,9 @@ class CompiledLayerGroup(LayerGroup):
         super().__init__(limits, passes)
         self.is_reserved = False
         """Whether the user has said how long sequences may become until the next `reset`."""
-        self._attention = attention
         self.is_told = True
-        """Whether the device knows what the host does, but for passes that were announced and not counted."""
+        """Whether the device knows what the host does, unless a pass that was announced has ended in the middle."""
+        self._attention = attention
 
     # ------------------------------------------------------------------ memory
 
@@ -90,7 +90,7 @@ class CompiledLayerGroup(LayerGroup):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         extent, tokens = self._extents[layer], keys.shape[2]
-        if any(e.expected == tokens and not e.is_in_step_with(extent) for e in self.passes.extents):
+        if any(e.rows and e.expected == tokens and not e.is_in_step_with(extent) for e in self.passes.extents):
             raise unfinished()  # others would write as many inside of a graph, where nobody looks
         told, self.is_told = self.is_told, False  # until it is counted: it may be interrupted
         super().write(layer, keys, values, first)
@@ -239,22 +239,6 @@ class CompiledLayerGroup(LayerGroup):
         return rows, first, batch.end if rows and self.is_reserved else end
 
 
-def announce(groups: Iterable[LayerGroup], asker: Extent, tokens: int) -> None:
-    """Says that a pass of `tokens` may come to the layers that are in the same state as `asker`, as often as one likes.
-
-    Raises:
-        VmmkvError: see `CompiledLayerGroup.expect`.
-    """
-    compiled = [group for group in groups if isinstance(group, CompiledLayerGroup)]
-    if any(group.is_captured for group in compiled):
-        return
-    for group in compiled:
-        group.settle()
-    if not any(group.passes.has_left_layers_behind() for group in compiled):  # else one is under way, or broke off
-        for group in compiled:
-            group.expect(tokens, asker)
-
-
 class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     """One layer of a `VmmCache` made with `compile=True`.
 
@@ -267,7 +251,7 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     is_croppable = True
     _group: CompiledLayerGroup
 
-    def __init__(self, groups: Mapping[Any, LayerGroup], group: CompiledLayerGroup) -> None:
+    def __init__(self, groups: Mapping[Any, CompiledLayerGroup], group: CompiledLayerGroup) -> None:
         super().__init__(group)
         self._groups = groups
 
@@ -327,8 +311,23 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         if torch.compiler.is_compiling():
             self._group.check_room(self._extent, query_length)
         else:
-            announce(self._groups.values(), self._extent, query_length)
+            self._announce(query_length)
         return self._group.max_seq_len, 0
+
+    def _announce(self, tokens: int) -> None:
+        """Says that a pass may come to the layers that are in step with this one; it changes nothing to say it twice.
+
+        Raises:
+            VmmkvError: see `CompiledLayerGroup.expect`.
+        """
+        groups = self._groups.values()
+        if any(group.is_captured for group in groups):
+            return  # what is written there has to be reserved
+        for group in groups:
+            group.settle()
+        if not self._group.passes.has_left_layers_behind():  # else a pass is under way, or broke off
+            for group in groups:
+                group.expect(tokens, self._extent)
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens so far, a tensor on the device; 0 before the first."""
@@ -360,7 +359,9 @@ class VmmCompiledSlidingWindowLayer(VmmCompiledLayer):  # type: ignore[no-untype
 
     is_sliding = True
 
-    def __init__(self, groups: Mapping[Any, LayerGroup], group: CompiledLayerGroup, sliding_window: int) -> None:
+    def __init__(
+        self, groups: Mapping[Any, CompiledLayerGroup], group: CompiledLayerGroup, sliding_window: int
+    ) -> None:
         super().__init__(groups, group)
         self.sliding_window = self._extent.window = sliding_window
 

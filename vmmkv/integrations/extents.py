@@ -31,10 +31,9 @@ class Extent:
     accepted: tuple[object, ...] = ()
     """What the last K and V looked like: those that look the same need no other check."""
     expected: int = 0
-    """Where the length is on the device: tokens that a pass was announced with, or has begun to write; it may have
-    ended without being counted."""
+    """Tokens of a pass that was announced and has not been counted: it may come, or have ended in the middle."""
     written: int = 0
-    """Likewise: tokens that a compiled pass has written, and that are to be counted."""
+    """Tokens that a compiled pass has written and that `Passes.count` has not counted."""
 
     def first_kept(self, end: int) -> int:
         """The first token that it needs of those that it holds, once they end at `end`."""
@@ -65,12 +64,11 @@ class Passes:
             UnfinishedPassError: they were not.
         """
         state = extent.end, extent.changes
-        expected: tuple[int, int] | None
         if extent.last_pass == self._number:
-            expected = None if self.has_left_layers_behind() else state
+            in_step = not self.has_left_layers_behind()
         else:
-            expected = self._states.get(tokens, state)
-        if expected != state or extent.changes % 2:
+            in_step = self._states.get(tokens, state) == state
+        if not in_step or extent.changes % 2:
             raise unfinished()
 
     def record(self, extent: Extent, rows: int, first: int, end: int) -> None:

@@ -34,7 +34,8 @@ class VmmCache(DynamicCache):
     share a token record only as far as it can address `max_seq_len` tokens (`layers_per_range` of the
     layout): every backend reads the right tokens. The longer the rows, the coarser the pages, therefore.
 
-    For inference only. After an error in the middle of a forward pass the layers differ in length: `reset()`.
+    For inference only. After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the
+    next one raises `UnfinishedPassError`, until `reset()`.
 
     Args:
         config: of the model. Layers that keep other things than K and V stay what `DynamicCache` makes them.
@@ -45,10 +46,8 @@ class VmmCache(DynamicCache):
         page_size: bytes of a page; None is 2 MiB.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
-            tokens only; others read `max_seq_len` tokens at each step, zeros behind the live ones, and are slower
-            the larger it is. Layers write a prompt as a whole, also where a window moves over it. Not for
-            assisted generation, and not for the cross-attention of an encoder-decoder, which knows no length: there
-            make that one of the two caches without it.
+            tokens only; others read `max_seq_len` tokens at each step, masked behind the live ones, and are slower
+            the larger it is. Layers write a prompt as a whole, also where a window moves over it.
 
     Raises:
         LayoutError: at the first write, where a single layer's rows are longer than 32-bit strides reach, or the
