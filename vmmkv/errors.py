@@ -72,6 +72,10 @@ class ReleasedTokensError(VmmkvError, RuntimeError):
     """Tokens are needed again that a sliding window has left behind."""
 
 
+class UnfinishedPassError(VmmkvError, RuntimeError):
+    """A forward pass ended in the middle (an error, Ctrl-C), so that the layers of a cache hold different tokens."""
+
+
 class AutogradError(VmmkvError, RuntimeError):
     """Autograd would record K and V that go into a cache; caches are for inference."""
 

@@ -7,7 +7,6 @@ is the union of them.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from ..errors import AutogradError, DeviceError, DtypeError, ShapeError
 from ..layout import KVLayout
 from .batch import Batch, Limits
+from .extents import Extent, Passes
 
 
 def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -24,22 +24,6 @@ def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
             f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer_idx}; both are "
             "[batch_size, num_kv_heads, tokens, head_dim], and only head_dim may differ"
         )
-
-
-@dataclass
-class Extent:
-    """What one layer, number `layer_idx` of the model, holds: the tokens `[first, end)` of `rows` sequences."""
-
-    layer_idx: int
-    rows: int = 0
-    first: int = 0
-    end: int = 0
-    accepted: tuple[object, ...] = ()
-    """What the last K and V looked like: those that look the same need no other check."""
-
-    def clear(self) -> None:
-        """Holds nothing any more."""
-        self.rows = self.first = self.end = 0
 
 
 class Shape(NamedTuple):
@@ -59,11 +43,13 @@ class LayerGroup:
 
     Args:
         limits: what its batch can grow to.
+        passes: of the cache that it is a part of.
         window: tokens that a token of theirs attends to, itself included; None: all.
     """
 
-    def __init__(self, limits: Limits, window: int | None) -> None:
+    def __init__(self, limits: Limits, passes: Passes, window: int | None) -> None:
         self.max_seq_len = limits.max_seq_len
+        self.passes = passes
         self.window = window
         self._limits = limits
         self._extents: list[Extent] = []
@@ -87,9 +73,11 @@ class LayerGroup:
     def add_layer(self, layer_idx: int) -> tuple[int, Extent]:
         """Another layer, number `layer_idx` of the model: its index in the group, and its extent, which the layer keeps
         up to date."""
+        extent = Extent(layer_idx)
         self._shapes.append(None)
-        self._extents.append(Extent(layer_idx))
-        return len(self._extents) - 1, self._extents[-1]
+        self._extents.append(extent)
+        self.passes.extents.append(extent)
+        return len(self._extents) - 1, extent
 
     def batch_of_first(self, num_layers: int) -> Batch | None:
         """A batch with room for as many layers, and the tokens of those; None, if they have none yet.
@@ -108,6 +96,7 @@ class LayerGroup:
     def keep_first(self, num_layers: int, batch: Batch | None) -> None:
         """Forgets the layers behind, which hold no tokens; `batch` is from `batch_of_first`."""
         self.batch = batch
+        self.passes.forget(self._extents[num_layers:])
         del self._extents[num_layers:], self._shapes[num_layers:]
 
     def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -167,30 +156,38 @@ class LayerGroup:
         Raises:
             AutogradError: autograd would record the write.
             ShapeError, DtypeError, DeviceError: they are not like those before.
+            UnfinishedPassError: as in `Passes.check`.
             OutOfRowsError, ReleasedTokensError, SequenceTooLongError, OutOfPagesError, DriverError: as in
                 `Batch.reserve`. Nothing was written in any case.
         """
         self._accept(layer, keys, values)
-        extent, batch = self._extents[layer], self._held()
+        extent = self._extents[layer]
         rows, _, tokens, _ = keys.shape
         begin, end = extent.first if extent.rows else first, first + tokens
+        self.passes.check(extent, end - extent.end)
+        self._make_room(rows, begin, end)
+        self._put(layer, keys, values, first)
+        extent.first = begin
+        self.passes.record(extent, rows, extent.first_kept(end), end)
+
+    def _make_room(self, rows: int, first: int, end: int) -> None:
+        """Sees to it that rows `[0, rows)` hold the tokens `[first, end)`."""
+        batch = self._held()
         if end > batch.end:
             self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
-        if not batch.holds(rows, begin, end):
-            batch.reserve(rows, begin, end)
-        batch.write(layer, keys, values, first)
-        extent.rows, extent.first, extent.end = rows, begin, end
+        if not batch.holds(rows, first, end):
+            batch.reserve(rows, first, end)
+
+    def _put(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Writes where there is room."""
+        self._held().write(layer, keys, values, first)
 
     write_outside_graphs = torch.compiler.disable(write)  # type: ignore[no-untyped-call]
     """For what is being compiled: driver calls are no part of a graph. Eager callers save its cost."""
 
     def _accept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Learns what K and V look like, and refuses those that a copy would convert or broadcast silently."""
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise AutogradError(
-                "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
-                "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
-            )
+        check_autograd(keys, values)
         extent = self._extents[layer]
         rows = extent.rows
         looks = rows, keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
@@ -207,11 +204,8 @@ class LayerGroup:
                 f"got K {list(keys.shape)} and V {list(values.shape)} for layer {extent.layer_idx}; it holds "
                 f"{self._shapes[layer]}. A cache serves one model"
             )
-        if rows and rows != keys.shape[0]:
-            raise ShapeError(
-                f"got a batch of {keys.shape[0]}; the cache holds {rows} sequences. Call reset() for another batch, "
-                "batch_repeat_interleave() or batch_select_indices() to go on with more or fewer of these"
-            )
+        if rows:
+            check_batch(extent, keys.shape[0])
         for states in (keys, values):
             if states.dtype != kv_cache.layout.dtype:
                 raise DtypeError(
@@ -247,21 +241,29 @@ class LayerGroup:
         if not len(indices):
             extent.clear()
             return
-        old = self.read(layer, extent.first)
+        k, v = self.read(layer, extent.first)
+        indices = indices.to(k.device)
+        chosen = k.index_select(0, indices)
         batch.reserve(len(indices), extent.first, extent.end)
+        extent.changes += 1
         extent.rows = len(indices)
-        for source, target in zip(old, self.read(layer, extent.first)):
-            target.copy_(source.index_select(0, indices.to(source.device)))
+        new_k, new_v = self.read(layer, extent.first)
+        new_k.copy_(chosen)
+        del chosen
+        new_v.copy_(v.index_select(0, indices))
+        extent.changes += 1
 
     def fit(self) -> None:
         """Gives back rows, and tokens, that no layer holds any more."""
         if self.batch:
-            self.batch.shrink(*self._union())
+            self.batch.shrink(*self._needed())
 
-    def _union(self) -> tuple[int, int, int]:
-        """Rows, first token and end of what the layers hold."""
+    def _needed(self) -> tuple[int, int, int]:
+        """Rows, first token and end of what layers hold."""
         held = [extent for extent in self._extents if extent.rows]
-        return (max(e.rows for e in held), min(e.first for e in held), max(e.end for e in held)) if held else (0, 0, 0)
+        if not held:
+            return 0, 0, 0
+        return max(e.rows for e in held), min(e.first for e in held), max(e.end for e in held)
 
     def _held(self) -> Batch:
         assert self.batch is not None, "nothing was written yet"
@@ -291,6 +293,24 @@ class LayerGroup:
         if held:
             k, _ = next(iter(held.values()))
             self.batch = Batch(layout, self._limits, k.device)
-            self.batch.reserve(*self._union())
+            self.batch.reserve(*self._needed())
             for index, (k, v) in held.items():
                 self.batch.write(index, k, v, self._extents[index].first)
+
+
+def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raises `AutogradError` where autograd would record what is written."""
+    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        raise AutogradError(
+            "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
+            "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
+        )
+
+
+def check_batch(extent: Extent, rows: int) -> None:
+    """Raises `ShapeError` where a layer that holds tokens gets those of another batch."""
+    if rows != extent.rows:
+        raise ShapeError(
+            f"got a batch of {rows}; the cache holds {extent.rows} sequences. Call reset() for another batch, "
+            "batch_repeat_interleave() or batch_select_indices() to go on with more or fewer of these"
+        )

@@ -157,9 +157,9 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
             ReleasedTokensError: the layer would need tokens that its window has left behind.
         """
         end = self.length_after_crop(tokens_to_remove)
-        extent = self._extent
-        extent.first, extent.end = self._first_visible(end), end
-        extent.rows = extent.rows if end else 0
+        self._extent.first, self._extent.end = self._first_visible(end), end
+        if not end:
+            self._extent.clear()
 
     def length_after_crop(self, tokens_to_remove: int) -> int:
         """The length that `crop` would leave; raises what it would raise."""
@@ -178,6 +178,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         """Drops all tokens."""
         self._extent.clear()
+        self._group.passes.start_over()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Makes sequence i what sequence `beam_idx[i]` was; there may be more or fewer of them then."""

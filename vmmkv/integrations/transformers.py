@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from ..errors import (
 )
 from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
+from .extents import Passes
 from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer, forget_states, indexed_layer
 from .layer_group import LayerGroup, check_kv
 from .layers import VmmLayer, VmmSlidingWindowLayer
@@ -58,7 +60,8 @@ class VmmCache(DynamicCache):
     Where K and V differ in dtype, as under autocast, both are kept in the wider one, which loses nothing. Where layers
     are on several devices each device has its own `kv_caches` (not with `compile=True`).
 
-    For inference only. After an error in the middle of a forward pass the layers differ in length: `reset()`.
+    For inference only. After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the
+    next one raises `UnfinishedPassError`, until `reset()`.
 
     Args:
         config: of the model. What layers keep beside K and V stays as `DynamicCache` has it, and so do layers of kinds
@@ -70,10 +73,8 @@ class VmmCache(DynamicCache):
         page_size: bytes of a page; None is 2 MiB.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
-            tokens only; others read `max_seq_len` tokens at each step, zeros behind the live ones, and are slower
-            the larger it is. Layers write a prompt as a whole, also where a window moves over it. Not for
-            assisted generation, and not for the cross-attention of an encoder-decoder, which knows no length: there
-            make that one of the two caches without it.
+            tokens only; others read `max_seq_len` tokens at each step, masked behind the live ones, and are slower
+            the larger it is. Layers write a prompt as a whole, also where a window moves over it.
         offloading: refused; as in `DynamicCache` for those who make caches by `type(cache)(...)`.
 
     Raises:
@@ -110,6 +111,7 @@ class VmmCache(DynamicCache):
             )
         super().__init__(config=config)
         self._limits = limits = Limits(max_seq_len, max_batch_size, max_bytes, page_size)
+        self._passes = passes = Passes()
         self._is_compiled = compile
         self._groups: list[LayerGroup] = []
         """One for each window, on each device."""
@@ -119,14 +121,44 @@ class VmmCache(DynamicCache):
 
         def group(window: int | None) -> Any:
             found = next((group for group in self._groups if group.window == window), None)
-            if found is None:
-                found = CompiledLayerGroup(limits, window, attention) if compile else LayerGroup(limits, window)
+            if found is None and compile:
+                found = CompiledLayerGroup(limits, passes, window, attention)
+            elif found is None:
+                found = LayerGroup(limits, passes, window)
+            if found not in self._groups:
                 self._groups.append(found)
             return found
 
         for index, layer in enumerate(self.layers):
-            self.layers[index] = _with_rows(layer, index, group, compile) or layer
+            self.layers[index] = self._with_rows(layer, index, group) or layer
         self._tell_what_is_kept()
+
+    def _with_rows(self, layer: Any, layer_idx: int, group: Callable[[int | None], Any]) -> Any:
+        """The layer on rows that takes the place of a layer of transformers; None where there is none of its kind.
+
+        By exact type: what a subclass keeps, or does, beside what is known here would be lost.
+
+        Args:
+            group: makes, or finds, the group for layers of a window.
+        """
+        groups: Any = self._groups
+        full: Any = partial(VmmCompiledLayer, groups) if self._is_compiled else VmmLayer
+        sliding: Any = partial(VmmCompiledSlidingWindowLayer, groups) if self._is_compiled else VmmSlidingWindowLayer
+        kind: Any = type(layer)
+        if kind is DynamicLayer:
+            return full(group(None), layer_idx)
+        if kind is DynamicSlidingWindowLayer:
+            return sliding(group(layer.sliding_window), layer_idx, layer.sliding_window)
+        if self._is_compiled:
+            return None
+        if kind is LinearAttentionAndFullAttentionLayer:
+            return VmmHybridLayer(group(None), layer_idx, layer.number_of_states)
+        if kind is LinearAttentionAndSlidingWindowAttentionLayer:
+            window = layer.sliding_window
+            return VmmHybridSlidingWindowLayer(group(window), layer_idx, layer.number_of_states, window)
+        if f"{kind.__module__}.{kind.__qualname__}" in INDEXED:
+            return indexed_layer(kind)(group(None), layer_idx)
+        return None
 
     def _tell_what_is_kept(self) -> None:
         kept: defaultdict[str, list[int]] = defaultdict(list)
@@ -207,7 +239,8 @@ class VmmCache(DynamicCache):
         for group, num_layers, batch in zip(groups, kept, batches):
             group.keep_first(num_layers, batch)
         target = next(
-            (group for group in groups if group.device == device), LayerGroup(self._limits, layer.group.window)
+            (group for group in groups if group.device == device),
+            LayerGroup(self._limits, self._passes, layer.group.window),
         )
         for each in behind:
             each.join(target)
@@ -314,34 +347,6 @@ class VmmCache(DynamicCache):
     def _fit(self) -> None:
         for group in self._groups:
             group.fit()
-
-
-def _with_rows(layer: Any, layer_idx: int, group: Callable[[int | None], Any], is_compiled: bool) -> VmmLayer | None:
-    """The layer on rows that takes the place of a layer of transformers; None where there is none of its kind.
-
-    By exact type: what a subclass keeps, or does, beside what is known here would be lost.
-
-    Args:
-        group: makes, or finds, the group for layers of a window.
-    """
-    kind: Any = type(layer)
-    if kind is DynamicLayer:
-        return (VmmCompiledLayer if is_compiled else VmmLayer)(group(None), layer_idx)
-    if kind is DynamicSlidingWindowLayer:
-        window = layer.sliding_window
-        return (VmmCompiledSlidingWindowLayer if is_compiled else VmmSlidingWindowLayer)(
-            group(window), layer_idx, window
-        )
-    if is_compiled:
-        return None
-    if kind is LinearAttentionAndFullAttentionLayer:
-        return VmmHybridLayer(group(None), layer_idx, layer.number_of_states)
-    if kind is LinearAttentionAndSlidingWindowAttentionLayer:
-        window = layer.sliding_window
-        return VmmHybridSlidingWindowLayer(group(window), layer_idx, layer.number_of_states, window)
-    if f"{kind.__module__}.{kind.__qualname__}" in INDEXED:
-        return indexed_layer(kind)(group(None), layer_idx)
-    return None
 
 
 def _crops_for_sure(layer: object) -> bool:
