@@ -664,9 +664,9 @@ def test_nothing_but_tokens_is_saved(config: PreTrainedConfig, how: str) -> None
     for index in range(len(cache)):
         cache.update(*secret, index)
     cache.reset()
-    for index in range(len(cache)):
-        cache.update(*(states[:, :, :20] for states in kept), index)
-        cache.update(*(states[:, :, 20:] for states in kept), index)
+    for tokens in (slice(20), slice(20, None)):
+        for index in range(len(cache)):
+            cache.update(*(states[:, :, tokens] for states in kept), index)
     cache.crop(0)
     data = saved(cache, how)
     token_bytes = kept[0][0, :, 0].numel() * 2 * 4
