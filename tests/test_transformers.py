@@ -507,9 +507,9 @@ def test_what_does_not_fit_is_refused(device: str, mixed_config: PreTrainedConfi
     for refused, error, message in (
         (random_kv(device, 3, 1), vmmkv.ShapeError, r"batch of 3.*holds 2.*reset\(\)"),
         (random_kv(device, 2, 1, heads=1), vmmkv.ShapeError, "num_kv_heads=2"),
-        ((k, v[:, :1]), vmmkv.ShapeError, "one model"),
-        ((k.half(), v.half()), vmmkv.DtypeError, "float16.*float32"),
-        ((k, v.half()), vmmkv.DtypeError, "float16.*float32"),
+        ((k, v[:, :1]), vmmkv.ShapeError, "only head_dim may differ"),
+        ((k.double(), v.double()), vmmkv.DtypeError, "float64.*float32.*autocast"),
+        ((k.double(), v), vmmkv.DtypeError, "float64.*float32.*autocast"),
         ((k.to("meta"), v.to("meta")), vmmkv.DeviceError, "meta"),
         (random_kv(device, 2, 197), vmmkv.SequenceTooLongError, "201 tokens.*max_seq_len=200"),
     ):

@@ -2,6 +2,7 @@
 
 from .cache import KVCache
 from .errors import (
+    ArgumentError,
     AutogradError,
     BudgetError,
     BusyError,
@@ -13,14 +14,17 @@ from .errors import (
     ForkError,
     InterruptedChangeError,
     InvariantError,
+    KeptLayersWarning,
     LayoutError,
     OutOfPagesError,
+    OutOfRangeError,
     OutOfRowsError,
     ReleasedTokensError,
     SequenceTooLongError,
     ShapeError,
     StreamCaptureError,
     StrideLimitWarning,
+    UnsupportedError,
     UseAfterFreeError,
     VmmkvError,
 )
@@ -36,6 +40,7 @@ __all__ = [
     "SURPLUS_PAGE",
     "VACANT_PAGE",
     "ZERO_PAGE",
+    "ArgumentError",
     "AutogradError",
     "BudgetError",
     "BusyError",
@@ -51,9 +56,11 @@ __all__ = [
     "InvariantError",
     "KVCache",
     "KVLayout",
+    "KeptLayersWarning",
     "LayerLayout",
     "LayoutError",
     "OutOfPagesError",
+    "OutOfRangeError",
     "OutOfRowsError",
     "ReleasedTokensError",
     "Sequence",
@@ -61,6 +68,7 @@ __all__ = [
     "ShapeError",
     "StreamCaptureError",
     "StrideLimitWarning",
+    "UnsupportedError",
     "UseAfterFreeError",
     "VmmkvError",
 ]

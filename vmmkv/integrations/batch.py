@@ -7,16 +7,18 @@ Invariants:
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ..budget import parse_bytes
 from ..cache import KVCache
-from ..errors import OutOfRowsError, ReleasedTokensError
+from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError
 from ..layout import KVLayout
-from ..sequence import Sequence
+from ..sequence import Sequence, check_length
 from .row_writes import RowWriter
 
 
@@ -29,12 +31,31 @@ class Limits:
         max_batch_size: rows, likewise.
         max_bytes: the budget, as in `KVCache`.
         page_size: bytes of a page; None is 2 MiB.
+
+    Raises:
+        ArgumentError: what must be a whole number is none.
+        LayoutError, BudgetError: it is one that cannot be, on any device.
     """
 
     max_seq_len: int
     max_batch_size: int
     max_bytes: float | str | None
     page_size: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("max_seq_len", "max_batch_size", "page_size"):
+            size = getattr(self, name)
+            if size is None and name == "page_size":
+                continue
+            try:
+                size = operator.index(size)
+            except TypeError:
+                raise ArgumentError(f"got {name}={size!r}; it must be a whole number") from None
+            if size < 1:
+                raise LayoutError(f"asked for {name}={size}; it is at least 1")
+            object.__setattr__(self, name, size)
+        if self.max_bytes is not None:
+            parse_bytes(self.max_bytes, free=0)
 
 
 class Batch:
@@ -73,8 +94,11 @@ class Batch:
         """Whether rows `[0, rows)` hold the tokens `[first, end)`."""
         return rows <= self.rows and self.first <= first and end <= self.end
 
-    def reserve(self, rows: int, first: int, end: int) -> None:
+    def reserve(self, rows: int, first: int, end: int, origin: int | None = None) -> None:
         """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need.
+
+        Args:
+            origin: the token that rows begin with, where there were none; None: `first`.
 
         Raises:
             OutOfRowsError: there are fewer rows.
@@ -87,8 +111,10 @@ class Batch:
                 f"asked for a batch of {rows} sequences; there are {len(self._sequences)} rows. Make the cache with a "
                 "larger max_batch_size: a row without tokens takes addresses, not memory"
             )
+        check_length(end, self._limits.max_seq_len)  # also where a window has moved, and the row has room yet
         if not self.rows:
-            self.origin = self.first = self.end = first
+            self.origin = first if origin is None else origin
+            self.first = self.end = first
         if first < self.first:
             raise ReleasedTokensError(
                 f"asked for tokens from {first} on; those before {self.first} have left the sliding window. Call "
@@ -163,14 +189,17 @@ class Batch:
             k.copy_(keys)
             v.copy_(values)
 
-    def copy(self, layout: KVLayout, layers: Iterable[int], zero_tail: bool) -> Batch:
+    def copy(self, layout: KVLayout, layers: Iterable[int], zero_tail: bool, origin: int | None = None) -> Batch:
         """Another batch that holds the same tokens, laid out anew; what it holds of other layers is undefined.
+
+        Args:
+            origin: the token that its rows begin with; None: the first that is held.
 
         Raises:
             OutOfPagesError, DriverError: as in `reserve`.
         """
         twin = Batch(layout, self._limits, self.kv_cache.device, zero_tail)
-        twin.reserve(self.rows, self.first, self.end)
+        twin.reserve(self.rows, self.first, self.end, origin)
         for layer in layers:
             there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))
             there[0].copy_(here[0])

@@ -13,14 +13,13 @@ Invariants:
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 
 from ..cache import KVCache
-from ..errors import ShapeError, StreamCaptureError
+from ..errors import ShapeError, StreamCaptureError, UnsupportedError
 from .attention import NAME, kernels_take
 from .batch import Limits
 from .layer_group import LayerGroup
@@ -57,13 +56,12 @@ class CompiledLayerGroup(LayerGroup):
     """Layers that share token records, and a length on the device.
 
     Args:
-        sliding_window: tokens that a token attends to, itself included; None: all. Pages behind it are given back.
+        limits, window: as in `LayerGroup`. Pages behind the window are given back.
         attention: the name of the attention that will read the rows. Any but vmmkv's own reads rows to their end.
     """
 
-    def __init__(self, limits: Limits, sliding_window: int | None, attention: Callable[[], str]) -> None:
-        super().__init__(limits)
-        self.sliding_window = sliding_window
+    def __init__(self, limits: Limits, window: int | None, attention: Callable[[], str]) -> None:
+        super().__init__(limits, window)
         self.is_reserved = False
         """Whether the user has said how long sequences may become until the next `reset`."""
         self._attention = attention
@@ -71,10 +69,6 @@ class CompiledLayerGroup(LayerGroup):
         self._pass = 0, 0
         """Sequences, and tokens of each, of the last forward pass that began outside of a graph."""
         self._places: list[Place] = []
-
-    @property
-    def num_layers(self) -> int:
-        return len(self._extents)
 
     def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         batch = self.batch
@@ -96,13 +90,21 @@ class CompiledLayerGroup(LayerGroup):
         for tensor in (self.lengths, *map(kv_cache.range, range(len(kv_cache.layout.record_bytes)))):
             torch._dynamo.mark_static_address(tensor)  # or CUDA graphs would not be made, since it is written
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayerGroup:
-        memo[id(self)] = twin = copy.copy(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if batch := self.batch:  # its tokens stay where they are in their rows: `lengths` are positions, too
+            layout = batch.kv_cache.layout
+            memo[id(batch)] = batch.copy(layout, range(layout.num_layers), batch.zero_tail, batch.origin)
         with torch.inference_mode(False):  # as in `learn`
-            vars(twin).update(copy.deepcopy(vars(self), memo))
+            twin = super().__deepcopy__(memo)
         if twin.batch:
             twin._tell_compilers()
         return twin
+
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a cache made with compile=True cannot be pickled: what must be mapped behind its tokens depends on the "
+            "attention that will read them. Save one that was made without it; copy.deepcopy copies either"
+        )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
     def begin(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -141,8 +143,8 @@ class CompiledLayerGroup(LayerGroup):
         if self._bound <= batch.end and rows <= batch.rows:
             return
         length = int(self.lengths[0])
-        if self.sliding_window and not batch.zero_tail:
-            batch.shrink(batch.rows, max(length + 1 - self.sliding_window, 0), batch.end)
+        if self.window and not batch.zero_tail:
+            batch.shrink(batch.rows, max(length + 1 - self.window, 0), batch.end)
         end = length + tokens
         whole_pages = -(-end // batch.page_tokens) * batch.page_tokens
         batch.reserve(rows, batch.first, max(min(whole_pages, self.max_seq_len), end))
@@ -209,17 +211,9 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     is_croppable = False
     _group: CompiledLayerGroup
 
-    @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """K of the tokens so far, as in `VmmLayer.keys`; the device is asked how many they are."""
-        self._group.learn_length()
-        return super().keys
-
-    @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """V, like `keys`."""
-        self._group.learn_length()
-        return super().values
+    def _held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self._group.learn_length()  # the device is asked how long the rows are
+        return super()._held()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -263,8 +257,8 @@ class VmmCompiledSlidingWindowLayer(VmmCompiledLayer):  # type: ignore[no-untype
 
     is_sliding = True
 
-    def __init__(self, group: CompiledLayerGroup, sliding_window: int) -> None:
-        super().__init__(group)
+    def __init__(self, group: CompiledLayerGroup, layer_idx: int, sliding_window: int) -> None:
+        super().__init__(group, layer_idx)
         self.sliding_window = sliding_window
 
     def get_max_length(self) -> int:
