@@ -82,9 +82,7 @@ class Arena:
         limit = row_bytes // self.page_size
         self.rows = [Row(self.address + index * row_bytes, limit) for index in range(num_rows)]
         # Not at exit: views may be read until the very end, and the process takes everything with it.
-        weakref.finalize(
-            self, _free_range, self.driver, self.address, self.nbytes, self.rows, os.getpid()
-        ).atexit = False
+        weakref.finalize(self, _free_range, pool, self.address, self.nbytes, self.rows, os.getpid()).atexit = False
 
     def begin_at(self, row: int, first: int) -> None:
         """Makes a row without pages begin at page `first`."""
@@ -102,6 +100,8 @@ class Arena:
             self._unmap(mapping, mapping.tail, end)
             mapping.tail, mapping.tail_ready = end, max(end, mapping.tail_ready)
             mapping.doubt = None
+        if end <= mapping.ready:
+            return
         driver_map, handles, pages = self.driver.map, self.pool.handles, mapping.pages
         base, old_end = mapping.address, mapping.end
         start = perf_counter_ns()
@@ -189,12 +189,16 @@ class Arena:
         self.rows[0].doubt = None
 
     def settle(self, row: int) -> None:
-        """Makes the books of a row right after an interruption: what may or may not be mapped is unmapped."""
+        """Makes the books of a row right after an interruption: what may or may not be mapped is unmapped.
+
+        Raises:
+            DriverError: the doubt remains.
+        """
         mapping = self.rows[row]
         if mapping.doubt is None:
             return
         first, end = mapping.doubt
-        self._unmap(mapping, first, end)
+        self.driver.unmap(mapping.address + first * self.page_size, (end - first) * self.page_size)
         if end > mapping.end:
             mapping.tail = max(mapping.tail, end)
             mapping.tail_ready = max(mapping.tail, mapping.tail_ready)
@@ -256,8 +260,9 @@ def wait_for_device(driver: Driver) -> None:
         driver.synchronize()
 
 
-_waiting: deque[tuple[Driver, int, int, list[Row], int]] = deque()
-"""Ranges of arenas that are gone, and whose work could not be waited for then: during a graph capture, say."""
+_waiting: deque[tuple[PagePool, int, int, list[Row], int]] = deque()
+"""Ranges of arenas that are gone, and whose work could not be waited for then: during a graph capture, say. Their pools
+stay until they go, for a page is released when it is mapped no more."""
 
 
 def free_waiting() -> None:
@@ -267,14 +272,14 @@ def free_waiting() -> None:
             _free_range(*_waiting.popleft())
 
 
-def _free_range(driver: Driver, address: int, nbytes: int, rows: list[Row], owner: int) -> None:
+def _free_range(pool: PagePool, address: int, nbytes: int, rows: list[Row], owner: int) -> None:
     if os.getpid() != owner:
         return
     try:
-        wait_for_device(driver)
+        wait_for_device(pool.driver)
     except VmmkvError:
-        _waiting.append((driver, address, nbytes, rows, owner))
+        _waiting.append((pool, address, nbytes, rows, owner))
         return
-    _unmap_all(driver, rows)
+    _unmap_all(pool.driver, rows)
     with suppress(DriverError):
-        driver.free(address, nbytes)
+        pool.driver.free(address, nbytes)

@@ -7,6 +7,7 @@ import html
 import itertools
 import operator
 import os
+import sys
 import threading
 import weakref
 from collections import deque
@@ -45,6 +46,20 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 
+OWN_ERRORS = VmmkvError, ValueError, TypeError
+"""What methods raise themselves, with the books as before."""
+
+
+def _was_interrupted(error: BaseException, outside: BaseException | None) -> bool:
+    """Whether an error came while another was handled that is none of our own; `outside` was there before."""
+    context = error.__context__
+    return (
+        context is not outside
+        and context is not None
+        and (not isinstance(context, OWN_ERRORS) or _was_interrupted(context, outside))
+    )
+
+
 def _operation(
     method: Callable[Concatenate[KVCache, Parameters], Result],
 ) -> Callable[Concatenate[KVCache, Parameters], Result]:
@@ -54,6 +69,16 @@ def _operation(
     Both locks are given back by the interpreter itself, which an interruption cannot prevent. `_is_dirty` is what tells
     of one: it stays set unless the method has ended, with a result or with an error of its own.
     """
+
+    def attempt(cache: KVCache, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        outside = sys.exception()
+        try:
+            result = method(cache, *args, **kwargs)
+        except OWN_ERRORS as error:
+            cache._is_dirty = _was_interrupted(error, outside)
+            raise
+        cache._is_dirty = False
+        return result
 
     @functools.wraps(method)
     def run(cache: KVCache, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
@@ -68,13 +93,7 @@ def _operation(
                     cache._recover()
                 cache._check_usable()
                 cache._is_dirty = True
-                try:
-                    result = method(cache, *args, **kwargs)
-                except (VmmkvError, ValueError, TypeError):
-                    cache._is_dirty = False
-                    raise
-                cache._is_dirty = False
-                return result
+                return attempt(cache, *args, **kwargs)
 
     return run
 
@@ -162,8 +181,11 @@ class KVCache:
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._ranges = [flat.view(layout.dtype) for flat in ranges]
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
-        self._abandoned: deque[tuple[int, int]] = deque()
+        self._abandoned: deque[weakref.KeyedRef[tuple[int, int], Sequence]] = deque()
         """Rows, and the numbers of their sequences, that were left behind without `free`."""
+        self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
+        """By row: what moves to `_abandoned` when the row's sequence is collected. That may be at any moment, in any
+        thread, so it takes no Python code, which could be interrupted."""
         self._numbers = itertools.count()
         self._lock, self._inside = threading.RLock(), threading.Lock()
         self._is_dirty = False
@@ -208,9 +230,10 @@ class KVCache:
     @_operation
     def _sequence(self, tokens: int, expected_tokens: int) -> Sequence:
         self._free_abandoned()
-        row = self._rows.pick(max(tokens, expected_tokens))
-        sequence = Sequence(self, next(self._numbers), row)  # from here on somebody frees the row
-        self._rows.take(row, sequence.number, tokens, expected_tokens)
+        row, number = self._rows.pick(max(tokens, expected_tokens)), next(self._numbers)
+        sequence = Sequence(self, number, row)
+        self._references[row] = weakref.KeyedRef(sequence, self._abandoned.append, (row, number))
+        self._rows.take(row, number, tokens, expected_tokens)  # from here on somebody will free it
         return sequence
 
     def extend(
@@ -299,14 +322,15 @@ class KVCache:
         if isinstance(sequences, Sequence):
             raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
         batch = list(sequences)
+        with suppress(AttributeError):  # one look at each, where nothing is wrong
+            if len({sequence for sequence in batch if sequence._cache is self}) == len(batch):
+                return batch
         for sequence in batch:
             if not isinstance(sequence, Sequence):
                 raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
             if sequence._cache is not self:
                 raise ValueError(f"{sequence!r} belongs to another cache")
-        if len(set(batch)) != len(batch):
-            raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
-        return batch
+        raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
 
     @_operation
     def _truncate(self, sequence: Sequence, tokens: int) -> None:
@@ -346,7 +370,8 @@ class KVCache:
         batch = self._batch(dict.fromkeys(sequences))
         with self._lock:
             if self._inside.locked():
-                self._abandoned.extend((sequence._row, sequence._number) for sequence in batch)
+                references = [self._references[sequence._row] for sequence in batch]
+                self._abandoned.extend(reference for reference in references if reference and reference() in batch)
             elif not self._unusable:
                 self._free(batch)
 
@@ -361,7 +386,7 @@ class KVCache:
             return
         references = list(self._abandoned)
         try:
-            self._rows.release(references)
+            self._rows.release(reference.key for reference in references)
         except StreamCaptureError:
             return  # later, then
         for _ in references:
@@ -375,6 +400,9 @@ class KVCache:
         Only tokens of live sequences may be touched: an access elsewhere is a fault, which ends the process or the
         GPU's context. With `zero_tail` a live row may be read from its sequence's `start` to the row's end.
 
+        So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
+        the process. `Sequence.k` and `v` are as long as their sequence.
+
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
             strided, zero-copy, at addresses that never change.
@@ -385,7 +413,8 @@ class KVCache:
     def range(self, index: int) -> torch.Tensor:
         """A range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.
 
-        For compilers, which take one tensor that is written in place better than many that share its memory.
+        For compilers, which take one tensor that is written in place better than many that share its memory. Not to be
+        printed either.
         """
         self._check_usable()
         return self._ranges[index]
@@ -584,7 +613,7 @@ def _whole_numbers(
     """`count` numbers from 0 to `limit`, of as many or of one for all."""
     given = np.asarray(numbers)
     if given.dtype.kind not in "iu":  # also numbers of more than 64 bits
-        for number in given.flat:
+        for number in numbers if isinstance(numbers, Collection) else [numbers]:
             check_length(_check_tokens(number), limit)
     if given.shape not in ((), (count,)):
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")

@@ -95,7 +95,7 @@ class DriverError(VmmkvError, RuntimeError):
     Attributes:
         call: the function that failed, by the memory system's own name (`cuMemMap`, `mmap`).
         code: the error, by the memory system's own name (`CUDA_ERROR_INVALID_VALUE`, `ENOMEM`).
-        detail: what was tried, or what would help; may be empty.
+        detail: what was asked for, or what would help, as part of a sentence; may be empty.
     """
 
     def __init__(self, call: str, code: str, detail: str = "") -> None:
@@ -109,7 +109,7 @@ class DriverError(VmmkvError, RuntimeError):
 
 
 class DriverOutOfMemoryError(DriverError):
-    """The device has no physical page left (others may use the memory that the budget allows)."""
+    """The device has no physical page left, or a limit was met before (others may use what the budget allows)."""
 
 
 class DeviceLostError(DriverError):

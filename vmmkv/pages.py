@@ -126,8 +126,12 @@ class PagePool:
                 handle = self.handles[page]
                 assert handle is not None
                 with self._unsettled():
-                    self.driver.release(handle)
-                    self.handles[page] = None
+                    self.handles[page] = None  # before: what is released twice may be somebody else's by then
+                    try:
+                        self.driver.release(handle)
+                    except DriverError:
+                        self.handles[page] = handle
+                        raise
                 self._vacant.append(self._free.pop())
         finally:
             self.meter.release.add(count - len(self._free), perf_counter_ns() - start)
@@ -179,6 +183,6 @@ def _release_all(driver: Driver, handles: list[Handle | None], owner: int) -> No
         return
     for page, handle in enumerate(handles):
         if handle is not None:
+            handles[page] = None
             with suppress(DriverError):
                 driver.release(handle)
-                handles[page] = None

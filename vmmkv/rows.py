@@ -396,6 +396,7 @@ class Rows:
                 fence.wait()  # a dense kernel must not see these pages, so they cannot stay until later
             for arena, row, _, _, ready in plan:
                 with suppress(DriverError):
+                    arena.settle(row)
                     arena.unmap_back(row, ready)
         for row in rows:
             if not self.length_of[row]:
@@ -495,7 +496,7 @@ class Rows:
 
     def _refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
-        live = self.owner_of[row] != NOBODY
+        live, length = self.owner_of[row] != NOBODY, int(self.claims[row, 1])
         capacity = self.max_seq_len
         for arena, record in self.ranges:
             mapping = arena.rows[row]
@@ -503,10 +504,10 @@ class Rows:
             if mapping.first and not live:
                 end = 0  # nobody can adopt it
             elif self.scrub and live:
-                end = min(end, -(-self.length_of[row] * record // self._page_size))  # behind are another's bytes
+                end = min(end, -(-length * record // self._page_size))  # behind are another's bytes
             capacity = min(capacity, end * self._page_size // record)
         if self.zero_tail and live and any(arena.rows[row].has_hole for arena, _ in self.ranges):
-            capacity = self.length_of[row]  # so that the next growth repairs it
+            capacity = length  # so that the next growth repairs it
         self.capacity_of[row] = capacity
 
     # ------------------------------------------------------------------ reclaiming

@@ -29,9 +29,7 @@ class Sequence:
     __slots__ = ("__weakref__", "_cache", "_number", "_row")
 
     def __init__(self, cache: KVCache, number: int, row: int) -> None:
-        self._cache = cache
-        self._number = number
-        self._row = row
+        self._cache, self._number, self._row = cache, number, row
 
     @property
     def cache(self) -> KVCache:
@@ -183,11 +181,6 @@ class Sequence:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Sequence owns its row and cannot be copied or pickled; start another with cache.sequence()")
-
-    def __del__(self) -> None:
-        # May run at any moment, in any thread: only leaves a note for the cache's next operation.
-        if self._cache._rows.owner_of[self._row] == self._number:
-            self._cache._abandoned.append((self._row, self._number))
 
 
 def check_length(length: int, max_seq_len: int) -> None:

@@ -114,6 +114,8 @@ class CudaDriver:
         self.memory_info()  # makes torch's primary context, where there is none yet
         status, ordinal = cu.cuDeviceGet(index)
         check("cuDeviceGet", status)
+        status, self._context = cu.cuDevicePrimaryCtxRetain(ordinal)  # for ever, like torch
+        check("cuDevicePrimaryCtxRetain", status)
         self.features, self._property, self.granularity = self._probe(ordinal)
         self.page_size = check_page_size(page_size, self.granularity)
         self._access = {writable: [self._access_description(writable)] for writable in (False, True)}
@@ -188,10 +190,8 @@ class CudaDriver:
         addresses = {
             name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in symbols.items()
         }
-        status, context = cu.cuDevicePrimaryCtxRetain(self.device.index)  # for ever, like torch
-        check("cuDevicePrimaryCtxRetain", status)
         access = self._access[True][0].getPtr()
-        return addresses | {"property": self._property.getPtr(), "access": access, "context": int(context)}
+        return addresses | {"property": self._property.getPtr(), "access": access, "context": int(self._context)}
 
     def memory_info(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)
@@ -262,6 +262,7 @@ class CudaDriver:
         """
         try:
             with torch.cuda.device(self.device):
+                cu.cuCtxSetCurrent(self._context)  # a new thread has none
                 for used in {self.current_stream(), stream}:
                     status, capture = cu.cuStreamIsCapturing(used.cuda_stream)
                     if status == CAPTURED_IMPLICITLY or (status == SUCCESS and capture != NOT_CAPTURING):
