@@ -463,9 +463,12 @@ def test_captured_by_hand(name: str) -> None:
         tokens = [prompt, token.clone()]
         twin = copy.deepcopy(cache)
         model(token, past_key_values=twin)  # kernels compile before the capture
-        with pytest.raises(vmmkv.StreamCaptureError, match=r"reserve\(seq_len\)"), torch.cuda.graph(graph):
-            model(token, past_key_values=cache)
-        graph = torch.cuda.CUDAGraph()
+        plain = vmm_cache(model.config, "cuda")
+        model(prompt, past_key_values=plain)
+        for refused in (cache, plain):
+            with pytest.raises(vmmkv.StreamCaptureError, match=r"reserve\(seq_len\)"), torch.cuda.graph(graph):
+                model(token, past_key_values=refused)
+            graph = torch.cuda.CUDAGraph()
         cache.reserve(12 + 24)
         with torch.cuda.graph(graph):
             token.copy_(model(token, past_key_values=cache).logits[:, -1:].argmax(-1))

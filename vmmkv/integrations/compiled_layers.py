@@ -199,13 +199,6 @@ class CompiledLayerGroup(LayerGroup):
         check_batch(extent, keys.shape[0])
         self.check_room(extent, keys.shape[2])
 
-    @property
-    def is_captured(self) -> bool:
-        """Whether a CUDA graph is being captured: Python runs once for many passes."""
-        if torch.compiler.is_compiling() or self.batch is None:
-            return False
-        return self.batch.kv_cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
     # ------------------------------------------------------------------ the cache's own operations
 
     def reserve(self, seq_len: int) -> None:

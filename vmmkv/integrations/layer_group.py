@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 
-from ..errors import AutogradError, DeviceError, DtypeError, ShapeError
+from ..errors import AutogradError, DeviceError, DtypeError, ShapeError, StreamCaptureError
 from ..layout import KVLayout
 from .batch import Batch, Limits
 from .extents import Extent, Passes
@@ -157,6 +157,7 @@ class LayerGroup:
             AutogradError: autograd would record the write.
             ShapeError, DtypeError, DeviceError: they are not like those before.
             UnfinishedPassError: as in `Passes.check`.
+            StreamCaptureError: a CUDA graph is being captured.
             OutOfRowsError, ReleasedTokensError, SequenceTooLongError, OutOfPagesError, DriverError: as in
                 `Batch.reserve`. Nothing was written in any case.
         """
@@ -174,9 +175,21 @@ class LayerGroup:
         """Sees to it that rows `[0, rows)` hold the tokens `[first, end)`."""
         batch = self._held()
         if end > batch.end:
+            if self.is_captured:
+                raise StreamCaptureError(
+                    "each replay of a CUDA graph would write the same tokens again: make the cache with compile=True, "
+                    "and call reserve(seq_len) before the capture"
+                )
             self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
         if not batch.holds(rows, first, end):
             batch.reserve(rows, first, end)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured: Python runs once for many passes."""
+        if torch.compiler.is_compiling() or self.batch is None:
+            return False
+        return self.batch.kv_cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _put(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         """Writes where there is room."""
