@@ -18,6 +18,7 @@ from .errors import (
     ShapeError,
     StreamCaptureError,
     StrideLimitWarning,
+    UnsupportedAttentionError,
     UseAfterFreeError,
     VmmkvError,
 )
@@ -55,6 +56,7 @@ __all__ = [
     "ShapeError",
     "StreamCaptureError",
     "StrideLimitWarning",
+    "UnsupportedAttentionError",
     "UseAfterFreeError",
     "VmmkvError",
 ]
