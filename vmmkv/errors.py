@@ -80,6 +80,10 @@ class AutogradError(VmmkvError, RuntimeError):
     """Autograd would record K and V that go into a cache; caches are for inference."""
 
 
+class UnsupportedAttentionError(UnsupportedError):
+    """A model asks its attention for something that `attn_implementation="vmmkv"` neither knows nor can hand on."""
+
+
 class ForkError(VmmkvError):
     """A cache was used in a forked child; its memory belongs to the parent."""
 
