@@ -203,7 +203,8 @@ def test_attention_without_masks(device: str) -> None:
     for cache in caches(model, compile=True):
         with torch.no_grad():
             logits = [model(random_tokens(model, 2, 5, seed=step), past_key_values=cache).logits for step in range(3)]
-        tokens = generate(model, random_tokens(model, 2, 1), past_key_values=cache, attention_mask=torch.ones(2, 16))
+        mask = torch.ones(2, 16, device=device)
+        tokens = generate(model, random_tokens(model, 2, 1), past_key_values=cache, attention_mask=mask)
         results.append((torch.stack(logits), tokens))
     torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
 
