@@ -132,11 +132,11 @@ def run(main, *args: str):
 
 def test_fragmentation(tmp_path: Path) -> None:
     trace = tmp_path / "trace.csv"
-    rows = [(prompt, 50) for prompt in np.random.default_rng().integers(500, 2000, 150)] + [(9000, 1)]
+    rows = [(prompt, 50) for prompt in np.random.default_rng().integers(500, 2000, 60)] + [(9000, 1)]
     trace.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{prompt},{output}\n" for prompt, output in rows))
     output = run(fragmentation.main, "--trace", str(trace), "--json", "--plot", str(tmp_path / "waste.svg")).stdout
     result = json.loads(output)
-    assert (result["requests"], result["left_out"], result["trace"]) == (150, 1, "trace.csv")
+    assert (result["requests"], result["left_out"], result["trace"]) == (60, 1, "trace.csv")
     assert len(result["runs"]) == len(fragmentation.MODELS) * len(fragmentation.BUDGETS) * len(SCHEMES)
     waste = {row["scheme"]: row["waste"] for row in result["runs"] if row["model"] == "Llama-3.1-8B"}
     assert waste["token-major"] == waste["block 16"] < waste["block 64"] < waste["block 256"] < waste["per layer"]
