@@ -136,7 +136,7 @@ class CompiledLayerGroup(LayerGroup):
         held = [extent for extent in self._extents if extent.rows]
         if self.is_reserved and held:
             now = [end for extent, end in zip(self._extents, self.lengths[:, 0].tolist()) if extent.rows]
-            in_step: dict[tuple[int, int], int] = {}
+            in_step: dict[object, int] = {}
             if any(in_step.setdefault((e.last_pass, e.end), end) != end for e, end in zip(held, now)):
                 raise unfinished()
             for extent, end in zip(held, now):
@@ -236,7 +236,7 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     """One layer of a `VmmCache` made with `compile=True`.
 
     Args:
-        groups: all of the cache.
+        groups: all groups of the cache (each is a `CompiledLayerGroup`).
         group: that it belongs to.
     """
 
@@ -244,7 +244,7 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     is_croppable = True
     _group: CompiledLayerGroup
 
-    def __init__(self, groups: Mapping[Any, CompiledLayerGroup], group: CompiledLayerGroup) -> None:
+    def __init__(self, groups: Mapping[Any, Any], group: CompiledLayerGroup) -> None:
         super().__init__(group)
         self._groups = groups
 
@@ -318,9 +318,8 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
             return  # what is written there has to be reserved
         for group in groups:
             group.settle()
-        if not self._group.passes.has_left_layers_behind():  # else a pass is under way, or broke off
-            for group in groups:
-                group.expect(tokens, self._extent)
+        for group in groups:
+            group.expect(tokens, self._extent)
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens so far, a tensor on the device; 0 before the first."""
@@ -352,9 +351,7 @@ class VmmCompiledSlidingWindowLayer(VmmCompiledLayer):  # type: ignore[no-untype
 
     is_sliding = True
 
-    def __init__(
-        self, groups: Mapping[Any, CompiledLayerGroup], group: CompiledLayerGroup, sliding_window: int
-    ) -> None:
+    def __init__(self, groups: Mapping[Any, Any], group: CompiledLayerGroup, sliding_window: int) -> None:
         super().__init__(groups, group)
         self.sliding_window = self._extent.window = sliding_window
 
