@@ -2,6 +2,7 @@
 
 from .cache import KVCache
 from .errors import (
+    ArgumentError,
     AutogradError,
     BudgetError,
     BusyError,
@@ -13,8 +14,10 @@ from .errors import (
     ForkError,
     InterruptedChangeError,
     InvariantError,
+    KeptLayersWarning,
     LayoutError,
     OutOfPagesError,
+    OutOfRangeError,
     OutOfRowsError,
     ReleasedTokensError,
     SequenceTooLongError,
@@ -22,6 +25,8 @@ from .errors import (
     StreamCaptureError,
     StrideLimitWarning,
     UnfinishedPassError,
+    UnsupportedAttentionError,
+    UnsupportedError,
     UseAfterFreeError,
     VmmkvError,
 )
@@ -37,6 +42,7 @@ __all__ = [
     "SURPLUS_PAGE",
     "VACANT_PAGE",
     "ZERO_PAGE",
+    "ArgumentError",
     "AutogradError",
     "BudgetError",
     "BusyError",
@@ -52,9 +58,11 @@ __all__ = [
     "InvariantError",
     "KVCache",
     "KVLayout",
+    "KeptLayersWarning",
     "LayerLayout",
     "LayoutError",
     "OutOfPagesError",
+    "OutOfRangeError",
     "OutOfRowsError",
     "ReleasedTokensError",
     "Sequence",
@@ -63,6 +71,8 @@ __all__ = [
     "StreamCaptureError",
     "StrideLimitWarning",
     "UnfinishedPassError",
+    "UnsupportedAttentionError",
+    "UnsupportedError",
     "UseAfterFreeError",
     "VmmkvError",
 ]

@@ -30,6 +30,18 @@ class ShapeError(VmmkvError, ValueError):
     """A tensor whose shape does not fit the tokens that it is written to."""
 
 
+class ArgumentError(VmmkvError, TypeError):
+    """An argument of another kind than the one that is asked for, or none at all."""
+
+
+class OutOfRangeError(VmmkvError, IndexError):
+    """A layer that the cache has not, or a sequence that its batch has not."""
+
+
+class UnsupportedError(VmmkvError, NotImplementedError):
+    """What this cache cannot do, while others of the same interface can."""
+
+
 class OutOfPagesError(VmmkvError, MemoryError):
     """The page pool cannot supply the pages that were asked for.
 
@@ -66,6 +78,10 @@ class UnfinishedPassError(VmmkvError, RuntimeError):
 
 class AutogradError(VmmkvError, RuntimeError):
     """Autograd would record K and V that go into a cache; caches are for inference."""
+
+
+class UnsupportedAttentionError(UnsupportedError):
+    """A model asks its attention for something that `attn_implementation="vmmkv"` neither knows nor can hand on."""
 
 
 class ForkError(VmmkvError):
@@ -118,3 +134,7 @@ class DeviceLostError(DriverError):
 
 class StrideLimitWarning(UserWarning):
     """A view is longer than kernels with 32-bit strides can address; they would read wrong tokens."""
+
+
+class KeptLayersWarning(UserWarning):
+    """Layers of a model whose K and V stay where transformers keeps them: they have no rows of virtual memory."""

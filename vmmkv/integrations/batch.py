@@ -9,16 +9,18 @@ they hold more. What was cut short is put right by the next change.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
+from ..budget import parse_bytes
 from ..cache import KVCache
-from ..errors import OutOfRowsError, ReleasedTokensError, VmmkvError
+from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, VmmkvError
 from ..layout import KVLayout
-from ..sequence import Sequence
+from ..sequence import Sequence, check_length
 from .row_writes import RowWriter
 
 
@@ -31,12 +33,31 @@ class Limits:
         max_batch_size: rows, likewise.
         max_bytes: the budget, as in `KVCache`.
         page_size: bytes of a page; None is 2 MiB.
+
+    Raises:
+        ArgumentError: what must be a whole number is none.
+        LayoutError, BudgetError: it is one that cannot be, on any device.
     """
 
     max_seq_len: int
     max_batch_size: int
     max_bytes: float | str | None
     page_size: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("max_seq_len", "max_batch_size", "page_size"):
+            size = getattr(self, name)
+            if size is None and name == "page_size":
+                continue
+            try:
+                size = operator.index(size)
+            except TypeError:
+                raise ArgumentError(f"got {name}={size!r}; it must be a whole number") from None
+            if size < 1:
+                raise LayoutError(f"asked for {name}={size}; it is at least 1")
+            object.__setattr__(self, name, size)
+        if self.max_bytes is not None:
+            parse_bytes(self.max_bytes, free=0)
 
 
 class Place(NamedTuple):
@@ -119,6 +140,7 @@ class Batch:
                 f"asked for a batch of {rows} sequences; there are {self.kv_cache.max_sequences} rows. Make the cache "
                 "with a larger max_batch_size: a row without tokens takes addresses, not memory"
             )
+        check_length(end, self._limits.max_seq_len)  # also where a window has moved, and the row has room yet
         self._finish_change()
         if not self.rows:
             self.origin, self.first, self.end = first if origin is None else origin, first, first

@@ -17,13 +17,12 @@ Invariants:
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, Self
 
 import torch
 
-from ..errors import StreamCaptureError
+from ..errors import StreamCaptureError, UnsupportedError
 from .attention import NAME, kernels_take
 from .batch import Limits
 from .extents import Extent, Passes, unfinished
@@ -36,12 +35,12 @@ class CompiledLayerGroup(LayerGroup):
     """Layers that share token records, and have their lengths on the device.
 
     Args:
-        limits, passes: as in `LayerGroup`.
+        limits, passes, window: as in `LayerGroup`.
         attention: the name of the attention that will read the rows. Any but vmmkv's own reads rows to their end.
     """
 
-    def __init__(self, limits: Limits, passes: Passes, attention: Callable[[], str]) -> None:
-        super().__init__(limits, passes)
+    def __init__(self, limits: Limits, passes: Passes, window: int | None, attention: Callable[[], str]) -> None:
+        super().__init__(limits, passes, window)
         self.is_reserved = False
         """Whether the user has said how long sequences may become until the next `reset`."""
         self.is_told = True
@@ -72,13 +71,18 @@ class CompiledLayerGroup(LayerGroup):
         for tensor in (self.lengths, self.limit, self.row_numbers, *ranges):
             torch._dynamo.mark_static_address(tensor)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayerGroup:
-        memo[id(self)] = twin = copy.copy(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         with torch.inference_mode(False):  # as in `learn`
-            vars(twin).update(copy.deepcopy(vars(self), memo))
+            twin = super().__deepcopy__(memo)
         if twin.batch:
             twin._tell_compilers()
         return twin
+
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a cache made with compile=True cannot be pickled: what must be mapped behind its tokens depends on the "
+            "attention that will read them. Save one that was made without it; copy.deepcopy copies either"
+        )
 
     def read(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         extent = self._extents[layer]
@@ -236,7 +240,7 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     """One layer of a `VmmCache` made with `compile=True`.
 
     Args:
-        groups: all groups of the cache (each is a `CompiledLayerGroup`).
+        groups: all of the cache.
         group: that it belongs to.
     """
 
@@ -244,25 +248,15 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
     is_croppable = True
     _group: CompiledLayerGroup
 
-    def __init__(self, groups: Mapping[Any, Any], group: CompiledLayerGroup) -> None:
-        super().__init__(group)
+    def __init__(self, groups: Iterable[CompiledLayerGroup], group: CompiledLayerGroup, layer_idx: int) -> None:
+        super().__init__(group, layer_idx)
         self._groups = groups
 
-    @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """K of the tokens that the layer keeps, as in `VmmLayer.keys`."""
-        return self._read()[0] if self._extent.rows else None
-
-    @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """V, like `keys`."""
-        return self._read()[1] if self._extent.rows else None
-
-    def _read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inside of a graph there is nothing to count; where room was reserved, that breaks it, however."""
-        if self._group.is_reserved or not torch.compiler.is_compiling():
+    def _held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        # Inside of a graph there is nothing to count; where room was reserved, that breaks it, however.
+        if self._extent.rows and (self._group.is_reserved or not torch.compiler.is_compiling()):
             self._group.settle()
-        return self._group.read(self._index, self._extent.first)
+        return super()._held()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -313,12 +307,11 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         Raises:
             VmmkvError: see `CompiledLayerGroup.expect`.
         """
-        groups = self._groups.values()
-        if any(group.is_captured for group in groups):
+        if any(group.is_captured for group in self._groups):
             return  # what is written there has to be reserved
-        for group in groups:
+        for group in self._groups:
             group.settle()
-        for group in groups:
+        for group in self._groups:
             group.expect(tokens, self._extent)
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
@@ -351,8 +344,10 @@ class VmmCompiledSlidingWindowLayer(VmmCompiledLayer):  # type: ignore[no-untype
 
     is_sliding = True
 
-    def __init__(self, groups: Mapping[Any, Any], group: CompiledLayerGroup, sliding_window: int) -> None:
-        super().__init__(groups, group)
+    def __init__(
+        self, groups: Iterable[CompiledLayerGroup], group: CompiledLayerGroup, layer_idx: int, sliding_window: int
+    ) -> None:
+        super().__init__(groups, group, layer_idx)
         self.sliding_window = self._extent.window = sliding_window
 
     @property

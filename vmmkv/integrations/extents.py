@@ -14,8 +14,9 @@ from ..errors import UnfinishedPassError
 
 @dataclass
 class Extent:
-    """What one layer holds: the tokens `[first, end)` of `rows` sequences."""
+    """What one layer, number `layer_idx` of the model, holds: the tokens `[first, end)` of `rows` sequences."""
 
+    layer_idx: int
     rows: int = 0
     first: int = 0
     end: int = 0
@@ -55,6 +56,10 @@ class Passes:
         self._number = 1
         self._states: dict[int, tuple[int, int]] = {}
         """Length and changes that layers had before this pass, by the tokens that they got in it."""
+
+    def forget(self, extents: list[Extent]) -> None:
+        """These, which are empty, are no longer those of layers."""
+        self.extents = [extent for extent in self.extents if not any(extent is other for other in extents)]
 
     def check(self, extent: Extent, tokens: int) -> None:
         """Before a layer writes `tokens` more: layers that get as many in one pass were in the same state before it.

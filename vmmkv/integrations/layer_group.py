@@ -6,7 +6,8 @@ is the union of them.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import copy
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -14,6 +15,15 @@ from ..errors import AutogradError, DeviceError, DtypeError, ShapeError, StreamC
 from ..layout import KVLayout
 from .batch import Batch, Limits
 from .extents import Extent, Passes
+
+
+def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raises `ShapeError` unless K and V of a layer are of the same tokens of the same sequences."""
+    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+        raise ShapeError(
+            f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer_idx}; both are "
+            "[batch_size, num_kv_heads, tokens, head_dim], and only head_dim may differ"
+        )
 
 
 class Shape(NamedTuple):
@@ -34,29 +44,67 @@ class LayerGroup:
     Args:
         limits: what its batch can grow to.
         passes: of the cache that it is a part of.
+        window: tokens that a token of theirs attends to, itself included; None: all.
     """
 
-    def __init__(self, limits: Limits, passes: Passes) -> None:
+    def __init__(self, limits: Limits, passes: Passes, window: int | None) -> None:
         self.max_seq_len = limits.max_seq_len
         self.passes = passes
+        self.window = window
         self._limits = limits
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []
         self.batch: Batch | None = None
 
-    def add_layer(self) -> tuple[int, Extent]:
-        """Another layer: its index in the group, and its extent, which the layer keeps up to date."""
-        extent = Extent()
+    @property
+    def device(self) -> torch.device | None:
+        """Where K and V are; None before the first."""
+        return self.batch.kv_cache.device if self.batch else None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of K and V; None while there are none."""
+        return self.batch.kv_cache.layout.dtype if self.batch and self.batch.rows else None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._extents)
+
+    def add_layer(self, layer_idx: int) -> tuple[int, Extent]:
+        """Another layer, number `layer_idx` of the model: its index in the group, and its extent, which the layer keeps
+        up to date."""
+        extent = Extent(layer_idx)
         self._shapes.append(None)
         self._extents.append(extent)
         self.passes.extents.append(extent)
         return len(self._extents) - 1, extent
 
+    def batch_of_first(self, num_layers: int) -> Batch | None:
+        """A batch with room for as many layers, and the tokens of those; None, if they have none yet.
+
+        Raises:
+            OutOfPagesError, DriverError: as in `Batch.reserve`.
+        """
+        known = {index: shape for index, shape in enumerate(self._shapes[:num_layers]) if shape}
+        if self.batch is None or not known or num_layers == self.num_layers:
+            return self.batch if known else None
+        guess = next(iter(known.values()))
+        shapes = [known.get(index, guess) for index in range(num_layers)]
+        layout = self._layout(shapes, self.batch.kv_cache.layout.dtype)
+        return self.batch.copy(layout, known, self.batch.zero_tail)
+
+    def keep_first(self, num_layers: int, batch: Batch | None) -> None:
+        """Forgets the layers behind, which hold no tokens; `batch` is from `batch_of_first`."""
+        self.batch = batch
+        self.passes.forget(self._extents[num_layers:])
+        del self._extents[num_layers:], self._shapes[num_layers:]
+
     def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes a layer's shape from K and V themselves, `[batch_size, num_kv_heads, tokens, head_dim]`.
 
         Models do not all cache what their config suggests (latents, for one). Layers still to come are taken to
-        look the same; where one does not, the tokens that are there move into a layout that fits.
+        look the same; where one does not, or comes in a wider dtype, the tokens that are there move into a layout
+        that fits.
 
         Raises:
             LayoutError: the rows would be longer than kernels with 32-bit strides can address.
@@ -68,20 +116,27 @@ class LayerGroup:
             layout = self._layout([known or shape for known in shapes], keys.dtype)
             zero_tail = self._reads_whole_rows(keys, values)
             self.batch = Batch(layout, self._limits, keys.device, zero_tail)
-        elif shape != self._room(layer):
-            layout = self._layout([known or shape for known in shapes], self.batch.kv_cache.layout.dtype)
+        elif shape != self._room(layer) or self._dtype_with(keys.dtype) != self.batch.kv_cache.layout.dtype:
+            layout = self._layout([known or shape for known in shapes], self._dtype_with(keys.dtype))
             others = [index for index, known in enumerate(self._shapes) if known and index != layer]
             zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
             self.batch = self.batch.copy(layout, others, zero_tail)
         self._shapes = shapes
 
+    def _dtype_with(self, dtype: torch.dtype) -> torch.dtype:
+        """Of K and V once a layer has come in `dtype`: of what is there, unless the other has more bytes."""
+        return max(self.dtype or dtype, dtype, key=lambda each: each.itemsize)
+
     def _reads_whole_rows(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether attention to K and V like these reads rows to their end."""
         return False
 
-    def _room(self, layer: int) -> Shape:
-        """The shape that a layer's place in the record has."""
-        room = self._held().kv_cache.layout.layers[layer]
+    def _room(self, layer: int) -> Shape | None:
+        """The shape that a layer's place in the record has; None where it has none."""
+        layers = self._held().kv_cache.layout.layers
+        if layer >= len(layers):
+            return None
+        room = layers[layer]
         return Shape(room.num_kv_heads, room.k_head_dim, room.v_head_dim)
 
     def _layout(self, shapes: list[Shape], dtype: torch.dtype) -> KVLayout:
@@ -151,19 +206,25 @@ class LayerGroup:
         looks = rows, keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
         if looks == extent.accepted:
             return
-        if not rows and Shape.of(keys, values) != self._shapes[layer]:
+        check_kv(extent.layer_idx, keys, values)
+        if not rows and (
+            self.batch is None or Shape.of(keys, values) != self._shapes[layer] or keys.dtype != self.dtype
+        ):
             self.learn(layer, keys, values)
         kv_cache = self._held().kv_cache
-        if Shape.of(keys, values) != self._shapes[layer] or keys.shape[:3] != values.shape[:3]:
+        if Shape.of(keys, values) != self._shapes[layer]:
             raise ShapeError(
-                f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer} of its group; it holds "
+                f"got K {list(keys.shape)} and V {list(values.shape)} for layer {extent.layer_idx}; it holds "
                 f"{self._shapes[layer]}. A cache serves one model"
             )
         if rows:
             check_batch(extent, keys.shape[0])
         for states in (keys, values):
             if states.dtype != kv_cache.layout.dtype:
-                raise DtypeError(f"got K or V as {states.dtype}; this cache holds {kv_cache.layout.dtype}")
+                raise DtypeError(
+                    f"got K or V as {states.dtype}; this cache holds {kv_cache.layout.dtype}, and has tokens. Run all "
+                    "forward passes under autocast, or none"
+                )
             if states.device != kv_cache.device:
                 raise DeviceError(f"got K or V on {states.device}; this cache, and its model, are on {kv_cache.device}")
         extent.accepted = looks if rows else ()
@@ -174,6 +235,15 @@ class LayerGroup:
         extent = self._extents[layer]
         return self._held().kv(layer, extent.rows, first, extent.end)
 
+    def reserve_rows(self, rows: int) -> None:
+        """Makes room for as many sequences, as long as those that are there.
+
+        Raises:
+            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`; nothing has changed.
+        """
+        if self.batch and self.batch.rows:
+            self.batch.reserve(rows, self.batch.first, self.batch.end)
+
     def select(self, layer: int, indices: torch.Tensor) -> None:
         """Makes the layer's i-th sequence what its `indices[i]`-th was. A copy of its K, or V, is made meanwhile.
 
@@ -181,6 +251,9 @@ class LayerGroup:
             OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`; nothing has changed.
         """
         extent, batch = self._extents[layer], self._held()
+        if not len(indices):
+            extent.clear()
+            return
         k, v = self.read(layer, extent.first)
         indices = indices.to(k.device)
         chosen = k.index_select(0, indices)
@@ -208,6 +281,34 @@ class LayerGroup:
     def _held(self) -> Batch:
         assert self.batch is not None, "nothing was written yet"
         return self.batch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = twin = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the tokens that the layers hold, and nothing else of the rows."""
+        held = {
+            index: [states.clone() for states in self.read(index, extent.first)]
+            for index, extent in enumerate(self._extents)
+            if extent.rows
+        }
+        layout = self._held().kv_cache.layout if held else None
+        return vars(self) | {"batch": None, "saved": (layout, held)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes up tokens where they were loaded to, which may be another device."""
+        layout, held = state.pop("saved")
+        vars(self).update(state)
+        for extent in self._extents:
+            extent.accepted = ()
+        if held:
+            k, _ = next(iter(held.values()))
+            self.batch = Batch(layout, self._limits, k.device)
+            self.batch.reserve(*self._needed())
+            for index, (k, v) in held.items():
+                self.batch.write(index, k, v, self._extents[index].first)
 
 
 def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:
