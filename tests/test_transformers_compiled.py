@@ -317,7 +317,7 @@ def test_random_operations(seed: int, attention: str, compile: bool, device: str
             pair.cache.get_mask_sizes(40, pair.layers["text"][0])
         elif operation == "crop" and pair.recording:
             pair.both("crop", -int(random.integers(0, pair.newest + 1)))
-            pair.newest = 0
+            pair.newest, pair.reserved = 0, pair.reserved if pair.length else 0
         elif operation == "reserve":
             pair.reserved = max(pair.reserved, pair.length + 20)
             pair.cache.reserve(pair.length + 20)
@@ -560,6 +560,10 @@ def test_what_cannot_map_pages_says_so(device: str) -> None:
             step(random_kv(device, 2, 2))
         with pytest.raises(Exception, match=r"batch of 3.*holds 2"):
             step(random_kv(device, 3, 1))
+        for each in (cache, reference):
+            each.batch_select_indices(torch.tensor([1, 0], device=device))  # gives back what was for the pass to come
+        with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
+            step(random_kv(device, 2, 1))
         for layer, expected in zip(cache.layers, reference.layers):
             assert torch.equal(layer.keys, expected.keys)
             assert torch.equal(layer.values, expected.values)

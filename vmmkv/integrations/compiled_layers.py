@@ -140,7 +140,7 @@ class CompiledLayerGroup(LayerGroup):
         held = [extent for extent in self._extents if extent.rows]
         if self.is_reserved and held:
             now = [end for extent, end in zip(self._extents, self.lengths[:, 0].tolist()) if extent.rows]
-            in_step: dict[tuple[int, int], int] = {}
+            in_step: dict[object, int] = {}
             if any(in_step.setdefault((e.last_pass, e.end), end) != end for e, end in zip(held, now)):
                 raise unfinished()
             for extent, end in zip(held, now):
@@ -307,14 +307,12 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         Raises:
             VmmkvError: see `CompiledLayerGroup.expect`.
         """
-        groups = self._groups
-        if any(group.is_captured for group in groups):
+        if any(group.is_captured for group in self._groups):
             return  # what is written there has to be reserved
-        for group in groups:
+        for group in self._groups:
             group.settle()
-        if not self._group.passes.has_left_layers_behind():  # else a pass is under way, or broke off
-            for group in groups:
-                group.expect(tokens, self._extent)
+        for group in self._groups:
+            group.expect(tokens, self._extent)
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens so far, a tensor on the device; 0 before the first."""

@@ -1,7 +1,8 @@
 """What each layer of a cache holds, and that its layers have been through the same forward passes.
 
 Nobody says where a pass begins or ends. Layers write once in each, in any order, and some in none or in few of them: a
-layer that writes again begins the next one. A pass that broke off in the middle shows in its layers' lengths.
+layer that writes again begins the next one. A pass that broke off in the middle shows in the next: layers that get as
+many tokens in one pass have been equally long before it.
 """
 
 from __future__ import annotations
@@ -25,10 +26,8 @@ class Extent:
     """Whether `first` stays although the window has moved on."""
     changes: int = 0
     """How often the sequences were put into another order: odd while they are."""
-    last_pass: int = 0
-    """The number of the pass that it wrote in last."""
-    before: tuple[int, int] = 0, 0
-    """`last_pass` and `end` before that."""
+    last_pass: tuple[int, int] = 0, 0
+    """The number of the pass that it wrote in last, and how many tokens."""
     accepted: tuple[object, ...] = ()
     """What the last K and V looked like: those that look the same need no other check."""
     expected: int = 0
@@ -69,20 +68,17 @@ class Passes:
             UnfinishedPassError: they were not.
         """
         state = extent.end, extent.changes
-        if extent.last_pass == self._number:
-            in_step = not self.has_left_layers_behind()
-        else:
-            in_step = self._states.get(tokens, state) == state
-        if not in_step or extent.changes % 2:
+        is_first = extent.last_pass[0] == self._number
+        if (not is_first and self._states.get(tokens, state) != state) or extent.changes % 2:
             raise unfinished()
 
     def record(self, extent: Extent, rows: int, first: int, end: int) -> None:
         """A layer has written: it holds the tokens `[first, end)` of `rows` sequences now."""
-        if extent.last_pass == self._number:
+        if extent.last_pass[0] == self._number:
             self.start_over()
-        self._states[end - extent.end] = extent.end, extent.changes
-        extent.before = extent.last_pass, extent.end
-        held = rows, first, end, self._number, 0, 0
+        tokens = end - extent.end
+        self._states[tokens] = extent.end, extent.changes
+        held = rows, first, end, (self._number, tokens), 0, 0
         # In one line, of which an interrupt leaves no half.
         extent.rows, extent.first, extent.end, extent.last_pass, extent.expected, extent.written = held
 
@@ -96,12 +92,6 @@ class Passes:
     def start_over(self) -> None:
         """Whoever writes next begins a pass."""
         self._number, self._states = self._number + 1, {}
-
-    def has_left_layers_behind(self) -> bool:
-        """Whether layers that were in step have not all written in this pass: it is under way, or broke off."""
-        held = [extent for extent in self.extents if extent.rows]
-        behind = {(extent.last_pass, extent.end) for extent in held if extent.last_pass != self._number}
-        return any(extent.before in behind for extent in held if extent.last_pass == self._number)
 
 
 def unfinished() -> UnfinishedPassError:
