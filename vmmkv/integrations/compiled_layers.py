@@ -45,6 +45,8 @@ class CompiledLayerGroup(LayerGroup):
         """Whether the user has said how long sequences may become until the next `reset`."""
         self.is_told = True
         """Whether the device knows what the host does, unless a pass that was announced has ended in the middle."""
+        self._told_limit = 0
+        """What `limit` says on the device, or an interruption came in between."""
         self._attention = attention
 
     # ------------------------------------------------------------------ memory
@@ -102,12 +104,18 @@ class CompiledLayerGroup(LayerGroup):
 
     def _make_room(self, rows: int, first: int, end: int) -> None:
         batch = self._held()
-        if batch.holds(rows, first, end):
-            return
-        if batch.rows:  # what windows have left behind goes; what was announced, or reserved, stays
-            batch.shrink(batch.rows, self._needed()[1], batch.end)
-        batch.reserve(rows, first, max(self._whole_pages(end), end))
-        self.limit.fill_(batch.end)
+        if not batch.holds(rows, first, end):
+            if batch.rows:  # what windows have left behind goes; what was announced, or reserved, stays
+                batch.shrink(batch.rows, self._needed()[1], batch.end)
+            batch.reserve(rows, first, max(self._whole_pages(end), end))
+        self._tell_limit()
+
+    def _tell_limit(self) -> None:
+        """Tells the device how far it may write, if that has changed, or an interruption came in between."""
+        end = self._held().end
+        if self._told_limit != end:
+            self.limit.fill_(end)
+            self._told_limit = end
 
     def _whole_pages(self, end: int) -> int:
         """Where the pages end that `end` tokens lie in: until then the host need not look."""
@@ -174,7 +182,7 @@ class CompiledLayerGroup(LayerGroup):
             self._make_room(rows, first, end)
             if not self.is_reserved and self._held().end > self._whole_pages(end):  # a longer one was expected
                 self._held().shrink(rows, first, self._whole_pages(end))
-                self.limit.fill_(self._held().end)
+                self._tell_limit()
         for extent in self._extents:
             if extent.is_in_step_with(asker):
                 extent.expected = tokens
@@ -208,7 +216,7 @@ class CompiledLayerGroup(LayerGroup):
             self.tell_all()
         batch = self._held()
         batch.reserve(batch.rows, batch.first, seq_len)
-        self.limit.fill_(batch.end)
+        self._tell_limit()
         self.is_reserved = True
 
     def select(self, layer: int, indices: torch.Tensor) -> None:
@@ -226,7 +234,7 @@ class CompiledLayerGroup(LayerGroup):
         for extent in self._extents:
             extent.expected = 0  # its room may be gone
         self.tell_all()
-        self.limit.fill_(self.batch.end)
+        self._tell_limit()
 
     def _needed(self) -> tuple[int, int, int]:
         rows, first, end = super()._needed()

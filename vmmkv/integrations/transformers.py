@@ -188,7 +188,7 @@ class VmmCache(DynamicCache):
     @property
     def is_compileable(self) -> bool:
         """Whether `generate` may compile: with `compile=True`."""
-        return self._is_compiled and bool(super().is_compileable)
+        return self._is_compiled and all(layer.is_compileable for layer in self.layers)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
