@@ -53,6 +53,7 @@ COMPUTES_ITSELF = frozenset(
         "minimax_m3_vl_text",
         "nllb-moe",
         "qwen4_exp_text",
+        "t5gemma2_decoder",
         # with what caches return, of which rows have more than there is memory for
         "diffllama",
         "doge",

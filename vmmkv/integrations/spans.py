@@ -14,6 +14,7 @@ NAME = "vmmkv"
 
 _COPIES = torch.ops.aten.detach.default, torch.ops.aten.alias.default
 _MOVE = torch.ops.aten._to_copy.default
+_SLICE = torch.ops.aten.slice.Tensor
 
 
 class Spans(torch.Tensor):
@@ -22,8 +23,9 @@ class Spans(torch.Tensor):
     Query i of a sequence is its token `end - q_length + i`. It sees the tokens from `first` to itself, and where there
     is a window only the last of them. Tokens are counted from where K and V begin.
 
-    Models hand it on like any mask. Nothing can be computed with it, not even a slice: kernels would be told what the
-    mask was before. Compilers and CUDA graphs see its two tensors, and have its window as a constant.
+    Models hand it on like any mask, some of them for the last queries only. Nothing else can be computed with it:
+    kernels would be told what the mask was before. Compilers and CUDA graphs see its two tensors, and have its window
+    as a constant.
 
     Args:
         first: int32 `[batch]`.
@@ -64,16 +66,22 @@ class Spans(torch.Tensor):
     ) -> Spans:
         return cls(tensors["first"], tensors["end"], window, shape)
 
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled graphs that take it depend on."""
+        return f"{type(self).__qualname__} {tuple(self.shape)} {self.window} {self.device}"
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Spans:
         told = kwargs or {}
-        moves = operation is _MOVE and told.get("device") and told.get("dtype") in (torch.bool, None)
-        if moves or operation in _COPIES:
-            (spans,) = args
-            first, end = (part.to(told["device"]) if moves else part for part in (spans.first, spans.end))
-            return cls(first, end, spans.window, spans.shape)
+        spans = args[0] if args else None
+        if operation in _COPIES:
+            return cls(spans.first, spans.end, spans.window, spans.shape)
+        if operation is _MOVE and told.get("device") and told.get("dtype") in (torch.bool, None):
+            return cls(spans.first.to(told["device"]), spans.end.to(told["device"]), spans.window, spans.shape)
+        if operation is _SLICE and (shape := _without_first_queries(spans.shape, *args[1:])):
+            return cls(spans.first, spans.end, spans.window, shape)
         raise UnsupportedAttentionError(
             f"the model computes with its attention mask ({operation}), and attn_implementation={NAME!r} has none to "
             "compute with: kernels are told which tokens each query sees. Load the model with "
@@ -82,3 +90,13 @@ class Spans(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Spans(first={self.first}, end={self.end}, window={self.window}, shape={list(self.shape)})"
+
+
+def _without_first_queries(
+    shape: Sequence[int], dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> tuple[int, ...] | None:
+    """What a slice leaves of a mask's shape, if that is all of it, or the last queries; else None."""
+    kept = range(*slice(start, end, step).indices(shape[dim]))
+    if kept == range(shape[dim]) or (dim == 2 and kept == range(kept.start, shape[dim])):
+        return (*shape[:dim], len(kept), *shape[dim + 1 :])
+    return None
