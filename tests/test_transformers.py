@@ -46,7 +46,7 @@ pytestmark = [  # what transformers itself calls
 ATTENTIONS = ["eager", "sdpa", "flex_attention", "vmmkv"]
 SEQ2SEQ = ["bart", "t5"]
 INTEGRATIONS = str(Path(vmmkv.integrations.__file__).parent)
-INTERRUPTS = 25
+INTERRUPTS = 150
 """How often an operation is interrupted, each time somewhere else."""
 
 
@@ -708,7 +708,8 @@ def test_an_interrupt_anywhere(change: str, compile: bool, device: str, mixed_co
                 cache.get_mask_sizes(3, int(random.integers(layers)))
             with inside_a_graph() if is_graph else nullcontext():
                 write(cache, kv)
-        except (vmmkv.UnfinishedPassError, vmmkv.ShapeError, vmmkv.StreamCaptureError):
+        except (vmmkv.UnfinishedPassError, vmmkv.ShapeError, vmmkv.StreamCaptureError) as error:
+            assert "would write up to" not in str(error), "a GPU would have stopped"
             if change != "repeat":
                 assert at < sys.maxsize
         else:

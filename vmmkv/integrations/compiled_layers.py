@@ -46,7 +46,7 @@ class CompiledLayerGroup(LayerGroup):
         self.is_told = True
         """Whether the device knows what the host does, unless a pass that was announced has ended in the middle."""
         self._told_limit = 0
-        """What `limit` says on the device, or an interruption came in between."""
+        """What `limit` says on the device; -1 where an interruption may have come in between."""
         self._attention = attention
 
     # ------------------------------------------------------------------ memory
@@ -111,9 +111,10 @@ class CompiledLayerGroup(LayerGroup):
         self._tell_limit()
 
     def _tell_limit(self) -> None:
-        """Tells the device how far it may write, if that has changed, or an interruption came in between."""
+        """Tells the device how far it may write, if it does not know."""
         end = self._held().end
         if self._told_limit != end:
+            self._told_limit = -1  # until it is told
             self.limit.fill_(end)
             self._told_limit = end
 
