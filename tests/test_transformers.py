@@ -46,7 +46,7 @@ pytestmark = [  # what transformers itself calls
 ATTENTIONS = ["eager", "sdpa", "flex_attention", "vmmkv"]
 SEQ2SEQ = ["bart", "t5"]
 INTEGRATIONS = str(Path(vmmkv.integrations.__file__).parent)
-INTERRUPTS = 150
+INTERRUPTS = 25
 """How often an operation is interrupted, each time somewhere else."""
 
 
