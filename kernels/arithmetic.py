@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numba import cuda, float32
+from numba import cuda
 
-from .ptx import instruction
+from .ptx import float32, instruction
 
 LOG2E = 1.4426950408889634
 NEGATIVE_INFINITY = float("-inf")
@@ -16,16 +18,21 @@ FLOOR = -1e30
 """A maximum below all sensible scores; infinite ones would have no difference."""
 
 
-def _bfloat16_bits(*values: float) -> Any:
+_two_floats, _two_words = struct.Struct("ff"), struct.Struct("II")
+
+
+def _bfloat16_bits(low: float, high: float) -> Any:
     """Rounds to nearest even, as the hardware does."""
-    bits = np.array(values, np.float32).view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.where(np.isnan(np.array(values)), np.uint16(0x7FFF), rounded).view(np.uint32)[0]
+    halves = [
+        0x7FFF if value != value else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
+        for value, bits in zip((low, high), _two_words.unpack(_two_floats.pack(low, high)))
+    ]
+    return np.uint32(halves[0] | halves[1] << 16)
 
 
-def _float16_bits(*values: float) -> Any:
+def _float16_bits(low: float, high: float) -> Any:
     with np.errstate(over="ignore"):
-        return np.array(values, np.float32).astype(np.float16).view(np.uint32)[0]
+        return np.array((low, high), np.float32).astype(np.float16).view(np.uint32)[0]
 
 
 def bfloat16_values(bits: Any) -> Any:
@@ -39,13 +46,11 @@ def float16_values(bits: Any) -> Any:
 
 
 def _exp2(x: float) -> Any:
-    with np.errstate(over="ignore", under="ignore"):
-        return np.exp2(np.float32(x))
+    return np.float32(math.exp2(x) if x < 128 else x * math.inf)
 
 
 def _reciprocal(x: float) -> Any:
-    with np.errstate(divide="ignore"):
-        return np.float32(1) / np.float32(x)
+    return np.float32(1 / float(x) if x else math.copysign(math.inf, x))
 
 
 def _pick_bytes(a: int, b: int, selector: int) -> Any:
@@ -63,7 +68,7 @@ maximum = instruction("max.f32 $0, $1, $2;", "f", "ff", lambda a, b: np.float32(
 """The greater of two."""
 
 fma = instruction(
-    "fma.rn.f32 $0, $1, $2, $3;", "f", "fff", lambda a, b, c: np.float32(np.float64(a) * b + c), pure=True
+    "fma.rn.f32 $0, $1, $2, $3;", "f", "fff", lambda a, b, c: np.float32(float(a) * float(b) + float(c)), pure=True
 )
 """a * b + c, rounded once."""
 
@@ -95,11 +100,13 @@ class Format(NamedTuple):
 
 
 def _low(values: Any) -> Any:
-    return lambda word: np.float32(values(np.uint16(int(word) & 0xFFFF)))
+    table = values(np.arange(1 << 16))
+    return lambda word: table[int(word) & 0xFFFF]
 
 
 def _high(values: Any) -> Any:
-    return lambda word: np.float32(values(np.uint16(int(word) >> 16)))
+    table = values(np.arange(1 << 16))
+    return lambda word: table[int(word) >> 16]
 
 
 def _float(word: int) -> Any:

@@ -64,7 +64,8 @@ def choose(kernel: str, dtype: torch.dtype, device: torch.device, best: tuple[st
         return possible[0]
     if kernel not in possible:
         raise ValueError(
-            f"got kernel {kernel!r} for {dtype} on {device}; it must be one of auto, {', '.join(possible)}"
+            f"got kernel {kernel!r} for {dtype} on {device} and these strides; it must be one of auto, "
+            f"{', '.join(possible)}"
         )
     return kernel
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from numba import cuda, types
 
+from .context import beside_captures, driver, enter_context
 from .ptx import SIMULATED
 
 if SIMULATED:
@@ -92,14 +93,14 @@ class Kernel:
         handle = self._handles.get(index) or self._load(index)
         stream = torch._C._cuda_getCurrentRawStream(index)
         status = self._launch(handle, blocks, stream, arguments)
-        if status == _driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread's first call
-            torch.cuda.current_stream().query()  # makes the context current
+        if status == driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread's first call
+            enter_context(index)
             status = self._launch(handle, blocks, stream, arguments)
         if status:
             raise RuntimeError(f"cuLaunchKernel failed with {status.name} for {self}")
 
     def _launch(self, handle: Any, blocks: tuple[int, int], stream: int, arguments: tuple[Any, ...]) -> Any:
-        launch = _driver().cuLaunchKernel
+        launch = driver().cuLaunchKernel
         with self._lock:
             self._pack(self._values, 0, *arguments)  # the driver copies the values during the call
             return launch(
@@ -132,10 +133,8 @@ class Kernel:
         return hashlib.sha256(f"{name} {_sources()} {version('numba-cuda')}".encode()).hexdigest()
 
     def _load(self, index: int) -> Any:
-        cu = _driver()
         code = self.ptx(torch.cuda.get_device_capability(index)).encode() + b"\0"
-        with torch.cuda.device(index):
-            torch.cuda.current_stream().query()  # makes the context that the kernel is loaded into
+        with beside_captures(index) as cu:
             status, module = cu.cuModuleLoadData(code)
             if not status:
                 status, handle = cu.cuModuleGetFunction(module, ENTRY.encode())
@@ -177,13 +176,6 @@ def _pass_by_value(ptx: str, parameter: str) -> str:
     )
     assert (declared, loaded) == (1, 1), f"the compiler reads {parameter} in a way that is not known here"
     return ptx
-
-
-@cache
-def _driver() -> Any:
-    import cuda.bindings.driver as driver
-
-    return driver
 
 
 @cache

@@ -17,12 +17,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import cuda, float32, uint32
+from numba import cuda
 
 from .addressing import make_addressing, row_of
 from .arithmetic import FLOOR, HALVES, NEGATIVE_INFINITY, exp2, fma, maximum, pick_bytes, tanh
 from .decode_parts import UNIT, Queries, make_settle, make_shares
 from .memory import load_16, load_16_cached
+from .ptx import float32, uint32
 from .warp import make_meet, shuffle_xor, transpose
 from .warp import multiply as multiplications
 

@@ -10,7 +10,7 @@ from math import gcd
 from typing import Any, NamedTuple
 
 import torch
-from numba import cuda, float32, int64
+from numba import cuda
 
 from .addressing import first_token
 from .arithmetic import FLOOR, HALVES, LOG2E, divide, exp2, maximum, reciprocal
@@ -24,6 +24,7 @@ from .memory import (
     store_f32,
     store_f32x4,
 )
+from .ptx import float32, int64
 from .ragged import make_ragged
 
 UNIT = 16

@@ -16,13 +16,14 @@ from math import exp, tanh
 from typing import Any
 
 import torch
-from numba import cuda, float32
+from numba import cuda
 
 from .addressing import first_token, make_addressing, row_of
 from .arithmetic import FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, fma, maximum, reciprocal
 from .attention import ARGUMENTS
 from .compiler import Kernel
 from .memory import load_4, load_16_cached, load_f32, load_i32, store_4
+from .ptx import float32
 from .ragged import sequence_of
 from .warp import shuffle, shuffle_xor
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import cuda, float32, int64, uint32
+from numba import cuda
 
 from .addressing import make_addressing, row_of
 from .arithmetic import FLOOR, HALVES, exp2, tanh
 from .prompts import make_find_queries
+from .ptx import float32, int64, uint32
 from .shared import copy_16, shared_address, wait_copies
 from .softmax import divisors, hide, make_ranges, make_store, maxima, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed

@@ -22,7 +22,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from numba import cuda, float32, uint32
+from numba import cuda
 
 from .addressing import row_of
 from .arithmetic import FLOOR, HALVES, exp2, tanh
@@ -42,6 +42,7 @@ from .hopper import (
 )
 from .memory import load_16_cached
 from .prompts import make_find_queries
+from .ptx import float32, uint32
 from .shared import shared_address
 from .softmax import divisors, hide, make_ranges, make_store, maxima, rescale, weigh
 from .tile_copies import make_copy_tile, tile_bytes

@@ -10,6 +10,7 @@ from . import attention, plain, prefill_mma, prefill_wgmma
 from .attention import Plan
 from .checks import Key, keys
 from .compiler import Kernel
+from .tensor_map import can_be_mapped
 from .tile_copies import box_of
 
 
@@ -52,8 +53,8 @@ def prefill(
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
         out: like `q`, takes the result.
-        kernel: "wgmma", for Hopper; "mma", for the tensor cores of any GPU since Ampere; "plain", without, as always
-            for fp32, which they would round; "auto".
+        kernel: "wgmma", for Hopper and rows below 1 TiB; "mma", for the tensor cores of any GPU since Ampere; "plain",
+            without, as always for fp32, which they would round; "auto".
 
     Returns:
         `out`, or a new tensor like `q`. A query that sees no token gives zeros.
@@ -122,7 +123,8 @@ def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, geometry: t
     tokens, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     block_size = k.shape[1] if given.block_table else 0
-    name = attention.choose(name, q.dtype, q.device, ("wgmma", "mma"))
+    best = ("wgmma", "mma") if can_be_mapped(k) and can_be_mapped(given.v) else ("mma",)
+    name = attention.choose(name, q.dtype, q.device, best)
     if name == "plain":
         kernel = plain.plain_kernel(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped)
         return attention.make_plan(given, kernel, (tokens, num_heads))

@@ -27,28 +27,31 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
         self.name = ""
-        self.brought: dict[int, Any] = {}
-        self.results: dict[int, Any] = {}
+        self.brought: list[Any] = [None] * size
+        self.waiting: list[Thread] = []
+        self.results: Sequence[Any] = ()
 
     def attend(self, name: str, value: Any, work_out: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Waits for the others; they must come for the same thing."""
         thread = current()
-        if self.brought and self.name != name:
+        place = thread.index % self.size
+        if self.waiting and self.name != name:
             raise RuntimeError(f"threads that must act together are at {self.name} and at {name}")
-        self.name = name
-        self.brought[thread.index] = value
-        if len(self.brought) < self.size:
-            thread.pause()
+        self.brought[place] = value
+        if len(self.waiting) < self.size - 1:
+            self.name = name
+            self.waiting.append(thread)
+            thread.block.switch()
         else:
-            order = sorted(self.brought)
-            self.results = dict(zip(order, work_out([self.brought[index] for index in order])))
-            self.brought = {}
-            thread.block.wake(index for index in order if index != thread.index)
-        return self.results[thread.index]
+            self.results = work_out(self.brought)
+            thread.block.ready.extend(self.waiting)
+            thread.block.idle = 0
+            self.brought, self.waiting = [None] * self.size, []
+        return self.results[place]
 
 
 class Thread:
-    """A CUDA thread: a greenlet that pauses where it must wait."""
+    """A CUDA thread: a greenlet that lets others run where it must wait."""
 
     def __init__(self, block: Block, index: int, function: Callable[[], Any]) -> None:
         self.block = block
@@ -56,10 +59,6 @@ class Thread:
         self.warp = block.meeting(("warp", index // WARP), WARP)
         self.warpgroup = block.meeting(("warpgroup", index // WARPGROUP), WARPGROUP)
         self.greenlet = greenlet.greenlet(function)
-
-    def pause(self) -> None:
-        """Lets others run until something wakes this thread."""
-        self.block.scheduler.switch()
 
 
 class Barrier:
@@ -104,41 +103,42 @@ class Block:
         """By its number, or by its address in shared memory."""
         return self.barriers.setdefault(name, Barrier())
 
-    def wake(self, indices: Any) -> None:
-        self.ready.extend(self.threads[index] for index in indices)
-
     def run(self, grid_point: Any, *arguments: Any) -> None:
         global _running
         self.index = kernelapi.Dim3(*grid_point)
         self.scheduler = greenlet.getcurrent()
+        self.idle = 0
         function = partial(self.function, *arguments)
         self.threads = [Thread(self, index, function) for index in range(self.num_threads)]
         self.ready.extend(self.threads)
-        idle = 0
         try:
-            while self.ready:
+            while self.ready:  # threads begin here, where the stack is short, and come back when they end
                 _running = self.ready.popleft()
                 _running.greenlet.switch()
-                idle = 0 if self.progress else idle + 1
-                self.progress = True
-                if idle > 2 * self.num_threads:
-                    raise RuntimeError("simulated deadlock: every thread waits for another")
         finally:
             _running = None
         if not all(thread.greenlet.dead for thread in self.threads):
             raise RuntimeError("simulated deadlock: some threads wait for threads that have left")
 
-    progress = True
-    """Whether the thread that ran last did anything."""
+    def switch(self) -> None:
+        """Lets the next thread run that can."""
+        global _running
+        if self.ready and self.ready[0].greenlet:  # it has begun
+            _running = self.ready.popleft()
+            _running.greenlet.switch()
+        else:
+            self.scheduler.switch()
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Lets other threads run until a condition holds."""
         thread = current()
         while not condition():
+            self.idle += 1
+            if self.idle > 2 * self.num_threads:
+                raise RuntimeError("simulated deadlock: every thread waits for another")
             self.ready.append(thread)
-            thread.pause()
-            self.progress = False
-        self.progress = True
+            self.switch()
+        self.idle = 0
 
 
 _running: Thread | None = None
@@ -208,5 +208,28 @@ class Cuda(kernelapi.FakeCUDAModule):  # type: ignore[misc]
         block.meeting("block", block.num_threads).attend("syncthreads", None, lambda values: values)
 
 
+_launch = kernel.FakeCUDAKernel.__call__
+_entered: dict[int, Any] = {}
+
+
+def _call(function: Any, *arguments: Any) -> Any:
+    """Launches a kernel; or calls a device function, whose module sees the kernel's `cuda` until the launch has ended.
+
+    Numba's own enters and leaves the module at each call, which takes longer than most of the functions.
+    """
+    if kernel._kernel_context is None:
+        try:
+            return _launch(function, *arguments)
+        finally:
+            while _entered:
+                _entered.popitem()[1].__exit__(None, None, None)
+    module = function.fn.__globals__
+    if id(module) not in _entered:
+        _entered[id(module)] = kernelapi.swapped_cuda_module(function.fn, kernel._kernel_context)
+        _entered[id(module)].__enter__()
+    return function.fn(*arguments)
+
+
+kernel.FakeCUDAKernel.__call__ = _call
 kernel.FakeCUDAModule = Cuda
 kernel.BlockManager = Block

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda, float32
+from numba import cuda
 
 from .arithmetic import HALVES, LOG2E, NEGATIVE_INFINITY, exp2, fma, maximum, reciprocal
 from .memory import load_f32, store_4
+from .ptx import float32
 from .warp import shuffle_xor
 
 

@@ -10,11 +10,17 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .checks import Key
+from .checks import Geometry, Key
 from .ptx import SIMULATED
 
 ELEMENTS = 64
 """Of a box: 128 bytes, the widest that can be swizzled."""
+
+
+def can_be_mapped(tensor: Geometry) -> bool:
+    """Whether there can be a tensor map of it: rows of 1 TiB are too far apart."""
+    steps = [stride * tensor.dtype.itemsize for stride in tensor.strides[:-1]]
+    return max(tensor.shape) <= 1 << 32 and max(steps) < 1 << 40
 
 
 class SimulatedMap(NamedTuple):
@@ -63,6 +69,7 @@ def _encode(address: int, key: Key, box_tokens: int) -> Any:
         its 128 bytes; for the simulator, a number.
     """
     shape, strides, dtype, _ = key
+    assert can_be_mapped(Geometry._make(key)), "the driver refuses it"
     sizes = tuple(reversed(shape))
     steps = tuple(stride * dtype.itemsize for stride in reversed(strides[:-1]))
     if SIMULATED:

@@ -59,21 +59,24 @@ def _load_matrices(transposed: bool) -> Any:
     return lambda address: warp_meets("load_matrices", int(address), work_out)
 
 
+# Where a matrix's elements are among the 16-bit halves of fragments, of which a lane has 8 of A and 4 of B.
+A_PLACES = np.fromfunction(
+    lambda row, k: (row % 8 * 4 + k % 8 // 2) * 12 + (row // 8 + k // 8 * 2) * 2 + k % 2, (16, 16), dtype=np.intp
+)
+B_PLACES = np.fromfunction(
+    lambda k, column: (column * 4 + k % 8 // 2) * 12 + (4 + k // 8) * 2 + k % 2, (16, 8), dtype=np.intp
+)
+PRODUCT_PLACES = np.stack([(ROW + i // 2 * 8) * 8 + 2 * PAIR + i % 2 for i in range(4)], 1)
+"""Of a lane's four sums in a product [16 x 8]."""
+
+
 def _multiply(values: Any) -> Any:
-    def work_out(brought: list[Any]) -> list[Any]:
+    def work_out(brought: list[Any]) -> Any:
         sums = np.array([operands[:4] for operands in brought], np.float32)
-        words = np.array([operands[4:] for operands in brought], np.uint32)
-        halves = values(words.view(np.uint16)).reshape(32, 6, 2)
-        a, b = np.zeros((16, 16), np.float32), np.zeros((16, 8), np.float32)
-        for j in range(2):
-            a[ROW, 2 * PAIR + j], a[ROW + 8, 2 * PAIR + j] = halves[:, 0, j], halves[:, 1, j]
-            a[ROW, 2 * PAIR + 8 + j], a[ROW + 8, 2 * PAIR + 8 + j] = halves[:, 2, j], halves[:, 3, j]
-            b[2 * PAIR + j, ROW], b[2 * PAIR + 8 + j, ROW] = halves[:, 4, j], halves[:, 5, j]
+        halves = values(np.array([operands[4:] for operands in brought], np.uint32).view(np.uint16).reshape(-1))
         with np.errstate(invalid="ignore", over="ignore"):
-            product = a @ b
-            places = ((ROW, 2 * PAIR), (ROW, 2 * PAIR + 1), (ROW + 8, 2 * PAIR), (ROW + 8, 2 * PAIR + 1))
-            sums += np.stack([product[place] for place in places], 1)
-        return [tuple(row) for row in sums]
+            sums += (halves[A_PLACES] @ halves[B_PLACES]).reshape(-1)[PRODUCT_PLACES]
+        return list(zip(*[iter(sums.reshape(-1))] * 4))
 
     return lambda *operands: warp_meets("multiply", operands, work_out)
 

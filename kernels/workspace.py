@@ -6,9 +6,12 @@ other: its counters are its own, and its room for parts is torch's, like any ten
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 
 import torch
+
+from .context import allocate_zeroed, driver
 
 SLAB = 1 << 20
 """Bytes of counters that are made at a time."""
@@ -19,15 +22,18 @@ _counters: dict[tuple[int, int, int], tuple[int, int]] = {}
 """By device, stream and capture: the address of counters, and how many."""
 _slabs: dict[int, tuple[int, int]] = {}
 """By device: the next free address of the newest slab, and its bytes."""
+_taking = threading.Lock()
+"""Two streams must not be given the same counters."""
 
 
 def workspace(device: torch.device, stream: int, partial_bytes: int, counters: int) -> tuple[int, int]:
     """Addresses of room for parts, and of that many 32-bit counters which are 0 and are left 0 by each launch."""
     index = device.index if device.type == "cuda" else -1
-    capture = _capture_of(stream) if index >= 0 and torch._C._cuda_isCurrentStreamCapturing() else 0
+    capture = _capture_of(index, stream) if index >= 0 else 0
     where, many = _counters.get((index, stream, capture), (0, 0))
     if many < counters:
-        taken = _take_counters(index, counters, capturing=bool(capture))
+        with _taking:
+            taken = _take_counters(index, counters, capturing=bool(capture))
         if taken is None:  # then zeros are part of the graph
             zeros = torch.zeros(counters, dtype=torch.int32, device=device)
             return torch.empty(partial_bytes, dtype=torch.uint8, device=device).data_ptr(), zeros.data_ptr()
@@ -64,24 +70,15 @@ def _allocate(index: int, nbytes: int) -> int:
     if index < 0:
         _host.append(torch.zeros(nbytes, dtype=torch.uint8))
         return _host[-1].data_ptr()
-    import cuda.bindings.driver as cu
-
-    with torch.cuda.device(index):
-        torch.cuda.current_stream().query()  # makes the context current
-        status, address = cu.cuMemAlloc(nbytes)
-        if not status:
-            (status,) = cu.cuMemsetD8(address, 0, nbytes)
-        if not status:
-            (status,) = cu.cuCtxSynchronize()
-    if status:
-        raise RuntimeError(f"asked for {nbytes} bytes of workspace on device {index}; the driver says {status.name}")
-    return int(address)
+    return allocate_zeroed(index, nbytes)
 
 
-def _capture_of(stream: int) -> int:
-    import cuda.bindings.driver as cu
-
-    return int(cu.cuStreamGetCaptureInfo(stream)[2])
+def _capture_of(index: int, stream: int) -> int:
+    """What the current stream of a device is captured for; 0: it is not."""
+    if torch._C._cuda_getDevice() != index:
+        with torch.cuda.device(index):
+            return _capture_of(index, stream)
+    return int(driver().cuStreamGetCaptureInfo(stream)[2]) if torch._C._cuda_isCurrentStreamCapturing() else 0
 
 
 @cache

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import json
 import os
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 import vmmkv
 from vmmkv.driver import Driver, open_driver
 
 # `pytest --hypothesis-profile=long tests/test_state_machine.py` runs over 200,000 operations.
 settings.register_profile("default", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=50, phases=[Phase.generate])
 settings.register_profile("long", deadline=None, max_examples=2500, stateful_step_count=100)
 
 if not torch.cuda.is_available():
@@ -75,8 +80,36 @@ def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
     return make
 
 
-def run_python(code: str, *args: str) -> subprocess.CompletedProcess[str]:
-    """Runs code in a process of its own, with the tests' helpers importable."""
-    prelude = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-    script = prelude + textwrap.dedent(code)
-    return subprocess.run([sys.executable, "-c", script, *args], capture_output=True, text=True, timeout=300)
+@functools.cache
+def _zygote() -> subprocess.Popen[str]:
+    command = [sys.executable, str(ROOT / "tests" / "zygote.py")]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    atexit.register(process.communicate)  # ends it
+    return process
+
+
+def run_python(
+    code: str, *args: str, fresh: bool = False, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process of its own, with the tests' helpers importable.
+
+    It is forked from one that has imported torch, and nothing of ours; a fresh one has imported nothing.
+    """
+    script = f"import sys; sys.path.insert(0, {str(ROOT / 'tests')!r})\n" + textwrap.dedent(code)
+    if fresh:
+        return subprocess.run([sys.executable, "-c", script, *args], env=env, capture_output=True, text=True)
+    with TemporaryDirectory() as folder:
+        output = [Path(folder) / "stdout", Path(folder) / "stderr"]
+        for path in output:
+            path.touch()
+        child = {
+            "code": script,
+            "arguments": args,
+            "environment": env or dict(os.environ),
+            "output": [*map(str, output)],
+        }
+        zygote = _zygote()
+        assert zygote.stdin
+        assert zygote.stdout
+        print(json.dumps(child), file=zygote.stdin, flush=True)
+        return subprocess.CompletedProcess(args, int(zygote.stdout.readline()), *(path.read_text() for path in output))

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, run_python
+from conftest import run_python
 from faulty import FaultyDriver
 from typer.testing import CliRunner, Result
 
@@ -34,13 +33,8 @@ def plan(*args: str) -> dict:
 def run_vmmkv(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m vmmkv` on a machine without a GPU."""
     clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
-    return subprocess.run(
-        [sys.executable, "-m", "vmmkv", *args],
-        env=clean | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)} | env,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    code = "import runpy; runpy.run_module('vmmkv', run_name='__main__', alter_sys=True)"
+    return run_python(code, *args, env=clean | {"CUDA_VISIBLE_DEVICES": ""} | env)
 
 
 def test_size_of_a_given_cache_is_exact():

@@ -118,7 +118,7 @@ def test_wrong_contents_show_as_a_wrong_answer(monkeypatch: pytest.MonkeyPatch, 
             sequences[0].v(layer)[:] += stray
 
     monkeypatch.setattr(vmmkv.KVCache, "extend", stray_write)
-    result = demo("--device", "cpu", "--check-every", "1")
+    result = demo("--device", "cpu", "--check-every", "1", "--requests", "4")
     assert result.exit_code == 1
     assert "Attention is wrong" in result.output
 

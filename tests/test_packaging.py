@@ -11,23 +11,21 @@ from textwrap import dedent
 import pytest
 from conftest import ROOT, run_python
 
-IMPORT_TIME = """
-    import sys
-    import time
-    import torch
-    before = set(sys.modules)
-    start = time.perf_counter()
-    import vmmkv
-    print(time.perf_counter() - start)
-    late = {"cuda.bindings.driver", "numba", "transformers", "typer", "rich", "matplotlib", "pandas"}
-    print(sorted(late & (set(sys.modules) - before)))
-"""
 
-
-def test_import_is_fast_and_light() -> None:
-    runs = [run_python(IMPORT_TIME).stdout.split("\n") for _ in range(3)]
-    assert min(float(run[0]) for run in runs) < 0.2
-    assert runs[0][1] == "[]"
+def test_import_is_light() -> None:
+    """Beyond torch it loads our own modules and a few small ones of Python's."""
+    child = run_python(
+        """
+        import torch
+        before = set(sys.modules)
+        import vmmkv
+        print(*sorted(name for name in set(sys.modules) - before if not name.startswith("vmmkv")))
+        """
+    )
+    assert child.returncode == 0, child.stderr
+    loaded = child.stdout.split()
+    assert {name.split(".")[0] for name in loaded} <= {*sys.stdlib_module_names, "numpy", "torch"}
+    assert len(loaded) <= 20, loaded  # libraries have hundreds
 
 
 def test_no_gpu_driver_or_toolkit_is_needed(tmp_path: Path) -> None:

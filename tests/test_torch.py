@@ -382,36 +382,35 @@ def test_a_memory_pool_is_not_for_host_memory() -> None:
         memory_pool(device="cpu")
 
 
-def free_bytes() -> int:
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info()[0]
-
-
 def filled(nbytes: int, value: int) -> torch.Tensor:
     return torch.full((nbytes,), value, dtype=torch.uint8, device="cuda")
 
 
-@pytest.fixture
-def before() -> int:
-    """Free bytes of the device, once the kernels that the tests use are on it, and tensors of tests before are not."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    torch.cuda._sleep(1)
-    assert (filled(MIB, 3).fill_(4) == 4).all()
-    return free_bytes()
+def mapped(address: int, nbytes: int) -> int:
+    """Bytes of a range under which there are pages, by the driver's account. Other processes have no part in it."""
+    import cuda.bindings.driver as cu
+
+    pages = 0
+    for page in range(address, address + nbytes, 2 * MIB):
+        status, handle = cu.cuMemRetainAllocationHandle(page)
+        if status == cu.CUresult.CUDA_SUCCESS:
+            assert cu.cuMemRelease(handle) == (cu.CUresult.CUDA_SUCCESS,)
+            pages += 1
+    return pages * 2 * MIB
 
 
 @pytest.mark.gpu
-def test_tensors_of_a_pool_lie_on_its_pages(before: int) -> None:
+def test_tensors_of_a_pool_lie_on_its_pages() -> None:
     pool = memory_pool("512MiB")
     with pool:
         tensors = [torch.empty(nbytes // 4, device="cuda") for nbytes in (1000, 3 * MIB, 50 * MIB, 120 * MIB)]
     stats = pool.stats()
     assert stats.physical_bytes >= 173 * MIB
     assert stats.budget_bytes == 512 * MIB
-    assert abs(before - free_bytes() - stats.physical_bytes) <= 8 * MIB
+    segments = pool._mem_pools[0].snapshot()
+    assert sum(mapped(segment["address"], segment["total_size"]) for segment in segments) == stats.physical_bytes
     for tensor in tensors:
+        assert any(0 <= tensor.data_ptr() - segment["address"] < segment["total_size"] for segment in segments)
         tensor.normal_()
     copies = [tensor.cpu() for tensor in tensors]
     with pool:
@@ -422,35 +421,40 @@ def test_tensors_of_a_pool_lie_on_its_pages(before: int) -> None:
 
 
 @pytest.mark.gpu
-def test_release_gives_back_what_no_tensor_holds(before: int) -> None:
+def test_release_gives_back_what_no_tensor_holds() -> None:
     pool = memory_pool("512MiB")
     with pool:
         kept, gone = filled(64 * MIB, 3), filled(256 * MIB, 5)
+    address = gone.data_ptr()
+    assert mapped(address, 256 * MIB) == 256 * MIB
     torch.cuda._sleep(100_000_000)
     gone.fill_(6)  # still to run when its memory is given back
     del gone
     assert pool.release() == 256 * MIB
-    assert pool.stats().physical_bytes == 64 * MIB
-    assert abs(before - free_bytes() - 64 * MIB) <= 8 * MIB
+    assert pool.stats().physical_bytes == mapped(kept.data_ptr(), 64 * MIB) == 64 * MIB
+    assert mapped(address, 256 * MIB) == 0
     assert (kept == 3).all()
     with pool:  # it can be used again
         again = filled(256 * MIB, 9)
     assert (again == 9).all()
+    addresses = kept.data_ptr(), again.data_ptr()
     del kept, again
     torch.cuda.empty_cache()  # takes what a tensor held after a release
     pool.release()
     assert pool.stats().physical_bytes == pool.stats().segments == 0
-    assert abs(before - free_bytes()) <= 8 * MIB
+    assert [mapped(address, 64 * MIB) for address in addresses] == [0, 0]
 
 
 @pytest.mark.gpu
-def test_tensors_outlive_their_pool(before: int) -> None:
+def test_tensors_outlive_their_pool() -> None:
     with memory_pool("512MiB"):
         tensor = filled(256 * MIB, 3)
+    address = tensor.data_ptr()
     assert (tensor == 3).all()
-    assert before - free_bytes() >= 256 * MIB
+    assert mapped(address, 256 * MIB) == 256 * MIB
     del tensor
-    assert abs(before - free_bytes()) <= 8 * MIB
+    torch.cuda.empty_cache()
+    assert mapped(address, 256 * MIB) == 0
 
 
 @pytest.mark.gpu
@@ -473,26 +477,26 @@ def test_a_pool_keeps_to_its_budget_and_says_so() -> None:
 
 
 @pytest.mark.gpu
-def test_pools_end_when_no_other_is_in_use(before: int) -> None:
+def test_pools_end_when_no_other_is_in_use() -> None:
     """torch aborts the process otherwise."""
     first, second, lost = (memory_pool("128MiB") for _ in range(3))
-    with first:
-        filled(64 * MIB, 1)
-    with lost:
-        filled(64 * MIB, 1)
+    addresses = []
+    for pool in first, lost:
+        with pool:
+            addresses.append(filled(64 * MIB, 1).data_ptr())
     with second:
         with pytest.raises(RuntimeError, match="is in a with block"):
             second.release()
         with pytest.raises(RuntimeError, match="is in a with block"):
             second.__enter__()
         assert first.release() == 0
-        del lost
+        del lost, pool
         tensor = filled(MIB, 2)
     assert first.release() == 64 * MIB
     assert (tensor == 2).all()
     del tensor
     second.release()
-    assert abs(before - free_bytes()) <= 8 * MIB
+    assert [mapped(address, 64 * MIB) for address in addresses] == [0, 0]
 
 
 @pytest.mark.gpu

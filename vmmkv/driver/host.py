@@ -11,27 +11,28 @@ import errno
 import itertools
 import mmap
 import os
-import re
+import resource
 import sys
 import weakref
-from pathlib import Path
 
 import torch
 
 from ..errors import DeviceError, DriverError, DriverOutOfMemoryError
-from . import Event, Handle, check_page_size
+from . import Event, Handle, check_page_size, limits
+from .limits import mappings
 
-# mmap(2) and fallocate(2): the constants that Python's mmap module does not name.
+# mmap(2), madvise(2) and fallocate(2): the constants that Python's mmap module does not name.
 PROT_NONE = 0
 MAP_FIXED = 0x10
 MAP_NORESERVE = 0x4000
 FALLOC_FL_KEEP_SIZE = 0x01
 FALLOC_FL_PUNCH_HOLE = 0x02
+MADV_DONTFORK = 10
 MAP_FAILED = ctypes.c_void_p(-1).value
 NOTHING_MAPPED = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
 
-MAPPINGS_HINT = "a larger page_size takes fewer, /proc/sys/vm/max_map_count allows more"
-CGROUP = Path("/sys/fs/cgroup")
+NO_MEMORY = ("ENOMEM", "ENOSPC", "EFBIG")
+"""What `posix_fallocate` fails with for want of memory, or at a limit of it."""
 
 
 def _libc() -> ctypes.CDLL:
@@ -40,6 +41,7 @@ def _libc() -> ctypes.CDLL:
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
     libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
     return libc
 
@@ -51,6 +53,9 @@ class _Done:
         return True
 
     def synchronize(self) -> None:
+        pass
+
+    def wait(self, stream: None) -> None:
         pass
 
 
@@ -68,30 +73,28 @@ class HostDriver:
         self.granularity = mmap.PAGESIZE
         self.page_size = check_page_size(page_size, self.granularity)
         self._libc = _libc()
-        self._fd = os.memfd_create("vmmkv")
+        try:
+            self._fd = os.memfd_create("vmmkv")
+        except OSError as error:
+            raise DriverError("memfd_create", _name(error.errno), "no file for the pages could be made") from None
+        # Not at exit, when there may be caches still: they would write to whichever file had the number next.
+        weakref.finalize(self, _close, self._fd, os.getpid()).atexit = False
         self._ends = itertools.count(step=self.page_size)
         self._holes: list[int] = []
-        # One mapping per page, as pages are scattered in the file; the rest of the process needs some, too.
-        self._mappings_left = int(Path("/proc/sys/vm/max_map_count").read_text()) * 3 // 4
-        weakref.finalize(self, os.close, self._fd)
 
     def memory_info(self) -> tuple[int, int]:
-        with open("/proc/meminfo") as meminfo:
-            kib = dict(re.findall(r"(\w+):\s+(\d+) kB", meminfo.read()))
-        free, total = int(kib["MemAvailable"]) << 10, int(kib["MemTotal"]) << 10
-        try:  # a container's own limit
-            limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
-        except (OSError, ValueError):
-            return free, total
-        return max(min(free, limit - used), 0), min(total, limit)
+        return limits.memory()
 
     def reserve(self, nbytes: int) -> int:
+        mappings.check()
         address = self._libc.mmap(None, nbytes, PROT_NONE, NOTHING_MAPPED, -1, 0)
         self._check("mmap", address != MAP_FAILED, f"reserving {nbytes} bytes of addresses")
+        mappings.add_range(address, nbytes)
         return int(address)
 
     def free(self, address: int, nbytes: int) -> None:
-        self._check("munmap", self._libc.munmap(address, nbytes) == 0, "")
+        self._check("munmap", self._libc.munmap(address, nbytes) == 0)
+        mappings.remove_range(address)
 
     def create(self) -> Handle:
         try:
@@ -101,11 +104,19 @@ class HostDriver:
         try:
             # Takes the memory now: a page that is only promised would kill the process when written.
             os.posix_fallocate(self._fd, offset, self.page_size)
-        except OSError as error:
+        except BaseException as error:
             self._holes.append(offset)
-            name = errno.errorcode.get(error.errno or 0, str(error.errno))
-            raise DriverOutOfMemoryError("posix_fallocate", name, "the host has no memory left") from None
+            if not isinstance(error, OSError):
+                raise
+            raise self._not_created(_name(error.errno)) from None
         return Handle(offset)
+
+    def _not_created(self, code: str) -> DriverError:
+        detail = f"the host has no memory left for a page of {self.page_size} bytes"
+        if code == "EFBIG":
+            limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+            detail = f"no file, that of the pages included, may be longer than {limit} bytes; `ulimit -f` allows more"
+        return (DriverOutOfMemoryError if code in NO_MEMORY else DriverError)("posix_fallocate", code, detail)
 
     def release(self, handle: Handle) -> None:
         mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
@@ -114,24 +125,25 @@ class HostDriver:
         self._holes.append(int(handle))  # type: ignore[call-overload]
 
     def map(self, address: int, handle: Handle) -> None:
-        if self._mappings_left <= 0:
-            raise DriverError("mmap", "ENOMEM", f"too many mappings of {self.page_size} bytes; {MAPPINGS_HINT}")
+        mappings.check()
         flags = mmap.MAP_SHARED | MAP_FIXED
         at = self._libc.mmap(address, self.page_size, PROT_NONE, flags, self._fd, handle)
-        self._check("mmap", at == address, MAPPINGS_HINT)
-        self._mappings_left -= 1
+        self._check("mmap", at == address, limits.MAPPINGS_HINT)
+        mappings.add_page(address, self.page_size)
 
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
+        # A forked child has no part in the pages: what it writes through a view it has kept must not reach them.
+        self._check("madvise", self._libc.madvise(address, nbytes, MADV_DONTFORK) == 0)
         access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        self._check("mprotect", self._libc.mprotect(address, nbytes, access) == 0, "")
+        self._check("mprotect", self._libc.mprotect(address, nbytes, access) == 0)
 
     def unmap(self, address: int, nbytes: int) -> None:
         flags = NOTHING_MAPPED | MAP_FIXED
         at = self._libc.mmap(address, nbytes, PROT_NONE, flags, -1, 0)
-        self._check("mmap", at == address, MAPPINGS_HINT)
-        self._mappings_left += nbytes // self.page_size
+        self._check("mmap", at == address, limits.MAPPINGS_HINT)
+        mappings.remove_pages(range(address, address + nbytes, self.page_size))
 
-    def fill(self, address: int, nbytes: int, value: int = 0) -> None:
+    def fill(self, address: int, nbytes: int, value: int, stream: None) -> None:
         ctypes.memset(address, value, nbytes)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
@@ -146,7 +158,15 @@ class HostDriver:
     def synchronize(self) -> None:
         pass
 
-    def _check(self, call: str, done: bool, detail: str) -> None:
+    def _check(self, call: str, done: bool, detail: str = "") -> None:
         if not done:
-            code = ctypes.get_errno()
-            raise DriverError(call, errno.errorcode.get(code, str(code)), detail)
+            raise DriverError(call, _name(ctypes.get_errno()), detail)
+
+
+def _name(code: int | None) -> str:
+    return errno.errorcode.get(code or 0, str(code))
+
+
+def _close(fd: int, owner: int) -> None:
+    if os.getpid() == owner:
+        os.close(fd)

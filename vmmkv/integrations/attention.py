@@ -206,8 +206,8 @@ def _attend_without_kernels(
         if kernels_take(key, value) and key.shape[2] > query.shape[2]:
             # They may be whole rows of a cache made with compile=True, which have memory for live tokens only.
             seen = _seen_tokens(mask)
-            key, value, mask = key[:, :, seen], value[:, :, seen], mask[..., seen]
-            bias = None if bias is None else bias[..., seen]
+            key, value, mask = key[:, :, seen], value[:, :, seen], _part(mask, seen)
+            bias = None if bias is None else _part(bias, seen)
     if not instructions.keys() - {"position_bias"} and _is_plain(scaling):
         mask = bias if mask is None else mask if bias is None else mask + bias
         output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=False)
@@ -225,6 +225,11 @@ def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if mask.dtype == torch.bool:
         return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), lowest)
     return mask if mask.dtype == dtype else mask.clamp(min=lowest).to(dtype)
+
+
+def _part(bias: torch.Tensor, seen: slice) -> torch.Tensor:
+    """What is added to the scores of some keys, in memory of its own: SDPA's kernels trust that it is aligned."""
+    return bias[..., seen].clone(memory_format=torch.contiguous_format)
 
 
 def _seen_tokens(mask: torch.Tensor) -> slice:

@@ -23,8 +23,9 @@ class Spans(torch.Tensor):
     Query i of a sequence is its token `end - q_length + i`. It sees the tokens from `first` to itself, and where there
     is a window only the last of them. Tokens are counted from where K and V begin.
 
-    Models hand it on like any mask, some of them for the last queries only. Nothing else can be computed with it: kernels
-    would be told what the mask was before. Compilers and CUDA graphs see its two tensors, and have its window as a constant.
+    Models hand it on like any mask, some of them for the last queries only. Nothing else can be computed with it:
+    kernels would be told what the mask was before. Compilers and CUDA graphs see its two tensors, and have its window
+    as a constant.
 
     Args:
         first: int32 `[batch]`.

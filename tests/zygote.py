@@ -1,0 +1,45 @@
+"""Forks the child processes of `run_python`: most of their time would go to importing torch, which it has done.
+
+A line of standard input is a child: code, arguments, environment, and the files that take its output. A line of
+standard output is how it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import types
+import warnings
+from typing import Any
+
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
+import torch  # noqa: F401
+
+
+def fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork() beside numpy's threads
+        return os.fork()
+
+
+def begin_child() -> dict[str, Any]:
+    """Returns in each child, with what it is to do."""
+    for line in sys.stdin:
+        if (child := fork()) == 0:
+            return json.loads(line)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    os._exit(0)
+
+
+child = begin_child()
+for number, name in enumerate((os.devnull, *child["output"])):
+    file = os.open(name, os.O_RDWR)
+    os.dup2(file, number)
+    os.close(file)
+os.environ.clear()
+os.environ.update(child["environment"])
+sys.argv = ["-c", *child["arguments"]]
+sys.modules["__main__"] = main = types.ModuleType("__main__")
+exec(child["code"], main.__dict__)
