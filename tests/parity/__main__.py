@@ -91,7 +91,7 @@ def show(results: dict[str, list[Outcome]], reasons: dict[str, str | None]) -> N
     console.print(table)
     for kind, outcomes in results.items():
         for (implementation, cache), outcome in zip(CASES, outcomes):
-            if outcome.verdict not in ("same", "none", "static"):
+            if outcome.verdict not in ("same", "static") and (outcome.verdict, outcome.attention) != ("none", "sdpa"):
                 console.print(f"{kind}, {implementation}, {cache}: {outcome.verdict}: {outcome.detail}", markup=False)
     for reason, count in Counter(filter(None, reasons.values())).items():
         names = [kind for kind, why in reasons.items() if why == reason]

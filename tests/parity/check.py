@@ -49,7 +49,7 @@ class Outcome:
     Attributes:
         verdict: "same" or "differs"; "refused", by a typed error of vmmkv; "failed", by another; "static", where
             transformers' own `StaticCache` fails or differs as well, as `VmmCache(compile=True)` does; "none", where
-            transformers has no such attention.
+            transformers itself cannot run the model with this attention.
         detail: the error, or the largest difference of logits in their standard deviations.
         attention: what the model runs; "eager" where vmmkv's is not for it.
         kernel_calls: how often kernels ran.
@@ -71,9 +71,12 @@ def check(kind: str, device: str = "cpu", cases: tuple[tuple[str, str], ...] = C
         try:
             if like not in expected:
                 model = build(kind, like, device)
-                expected[like] = logits_of(model, make_cache("DynamicCache", model), padding_of(kind))
-        except ValueError as error:
-            yield Outcome("none", str(error))
+                logits = logits_of(model, make_cache("DynamicCache", model), padding_of(kind))
+                if not logits.isfinite().all():
+                    raise ValueError("its logits are not finite")
+                expected[like] = logits
+        except Exception as error:
+            yield Outcome("none", f"{type(error).__name__}: {error}", like)
             continue
         outcome = run(kind, implementation, cache, expected[like], device)
         if cache == COMPILE and outcome.verdict in ("differs", "failed"):

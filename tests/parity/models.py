@@ -30,7 +30,7 @@ SIZES = {
     **dict.fromkeys(("head_dim", "d_kv", "v_head_dim", "index_head_dim", "attention_head_dim"), 64),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "kv_lora_rank", "q_lora_rank", "o_lora_rank"), 32),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
-    **dict.fromkeys(("sliding_window", "window_size", "attention_window"), WINDOW),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_window", "attention_window_size"), WINDOW),
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 2),
     **dict.fromkeys(("n_group", "num_expert_group"), 2),
