@@ -17,6 +17,10 @@ def _load_i32(address: int) -> int:
     return ctypes.c_int32.from_address(int(address)).value
 
 
+def _trap() -> None:
+    raise RuntimeError("trap: a kernel was asked to write where it must not")
+
+
 def _load_f32(address: int) -> Any:
     return np.float32(ctypes.c_float.from_address(int(address)).value)
 
@@ -69,6 +73,9 @@ load_i32 = instruction(
 )
 """A 32-bit integer at an address."""
 
+load_counter = instruction("{ .reg .s32 t; ld.global.s32 t, [$1]; cvt.s64.s32 $0, t; }", "l", "l", _load_i32)
+"""A 32-bit integer at an address that this launch may write to."""
+
 load_f32 = instruction("ld.global.nc.f32 $0, [$1];", "f", "l", _load_f32, reads_only=True)
 """A float at an address."""
 
@@ -107,3 +114,6 @@ load_fresh_f32x4 = instruction("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", "f
 
 increment = instruction("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "lr", _increment)
 """Counts up at an address, from `last` on to 0 again, and gives what was there before. All blocks see one order."""
+
+trap = instruction("trap;", "", "", _trap)
+"""Stops the kernel with an error that ends the context."""

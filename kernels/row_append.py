@@ -1,6 +1,7 @@
 """append: writes the K and V of new tokens into rows, or into the blocks of a block table.
 
-One block of threads per token. With a block table only the token's address differs.
+One block of threads per token. With a block table only the token's address differs. Where lengths are data on the
+device, a block that writes its sequence's only new token counts it as well.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .checks import (
     keys,
 )
 from .compiler import Kernel
-from .memory import load_i32
+from .memory import load_counter, load_i32, store_4, trap
 from .ragged import sequence_of
 from .vectors import THREADS, move_heads
 
@@ -60,7 +61,46 @@ def append(
     if torch.compiler.is_compiling():
         torch.ops.vmmkv.append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table)
         return
-    geometry = keys((k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table))
+    _launch(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None)
+
+
+def append_behind(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    lengths: torch.Tensor,
+    limit: torch.Tensor,
+    cu_seqlens: torch.Tensor | None = None,
+) -> None:
+    """`append` to rows, behind the tokens that they hold: `lengths` count the new ones afterwards.
+
+    Args:
+        lengths: int32 `[batch]`, tokens of each sequence.
+        limit: int32 `[1]`, a length that no sequence may exceed. Before it writes behind that, the device stops with an
+            error (and with it the process's use of it).
+
+    Raises:
+        ValueError, TypeError: as in `append`.
+    """
+    _launch(k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit)
+    if cu_seqlens is not None:
+        lengths += cu_seqlens.diff()
+
+
+def _launch(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    limit: torch.Tensor | None,
+) -> None:
+    geometry = keys((k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit))
     kernel, table_stride, strides = _plan(*geometry)
     pointers = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*pointers)
@@ -70,6 +110,7 @@ def append(
         starts.data_ptr(),
         cu_seqlens.data_ptr() if cu_seqlens is not None else 0,
         block_table.data_ptr() if block_table is not None else 0,
+        limit.data_ptr() if limit is not None else 0,
         rows.shape[0],
         table_stride,
         *strides,
@@ -86,10 +127,10 @@ def bind_append(
         a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the caches and
         the rows by address alone: keep them.
     """
-    kernel, table_stride, strides = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None)))
+    kernel, table_stride, strides = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None)))
     caches = k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*caches)
-    before, behind = (*caches, rows.data_ptr()), (0, 0, rows.shape[0], table_stride, *strides)
+    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, rows.shape[0], table_stride, *strides)
     blocks, device = (k.shape[0], 1), k.get_device()
 
     def append_bound(k_address: int, v_address: int, starts_address: int) -> None:
@@ -102,7 +143,7 @@ def bind_append(
 def _plan(*geometry: Key | None) -> tuple[Kernel, int, tuple[int, ...]]:
     """Checks a call's geometry; its kernel, and the strides that this takes."""
     k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
-    cu_seqlens, block_table = (Geometry._make(key) if key else None for key in geometry[6:])
+    cu_seqlens, block_table, limit = (Geometry._make(key) if key else None for key in geometry[6:])
     check_new(k, v)
     check_cache("k_cache", k_cache, like=k)
     check_cache("v_cache", v_cache, like=v)
@@ -115,10 +156,13 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, int, tuple[int, ...]]:
         check_indices(k.device, (batch + 1,), cu_seqlens=cu_seqlens)
     if block_table is not None:
         check_block_table(k.device, block_table, k_cache)
+    if limit is not None:
+        check_indices(k.device, (1,), limit=limit)
     heads, size = k.shape[1], k.dtype.itemsize
     k_head, v_head = k.shape[2] * size // 16, v.shape[2] * size // 16
     block_size = 0 if block_table is None else k_cache.shape[1]
-    kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, cu_seqlens is not None, block_size)
+    facts = cu_seqlens is not None, block_size, limit is not None
+    kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts)
     strides = (*k.strides[:2], *v.strides[:2], *k_cache.strides[:3], *v_cache.strides[:3])
     return kernel, block_table.strides[0] * 4 if block_table else 0, tuple(stride * size for stride in strides)
 
@@ -128,22 +172,32 @@ torch.library.custom_op("vmmkv::append", append, mutates_args=("k_cache", "v_cac
 
 @cache
 def append_kernel(
-    k_vectors: int, k_head_vectors: int, v_vectors: int, v_head_vectors: int, ragged: bool, block_size: int
+    k_vectors: int,
+    k_head_vectors: int,
+    v_vectors: int,
+    v_head_vectors: int,
+    ragged: bool,
+    block_size: int,
+    limited: bool,
 ) -> Kernel:
-    """The kernel for a geometry, in vectors of 16 bytes; `block_size` 0 is without a block table."""
-    constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size)
-    return Kernel(make_append, constants, "q" * 20, THREADS)
+    """The kernel for a geometry, in vectors of 16 bytes; `block_size` 0 is without a block table.
+
+    With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them.
+    """
+    constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size, int(limited))
+    return Kernel(make_append, constants, "q" * 21, THREADS)
 
 
 def make_append(
-    k_vectors: int, k_head_vectors: int, v_vectors: int, v_head_vectors: int, ragged: int, block_size: int
+    k_vectors: int, k_head_vectors: int, v_vectors: int, v_head_vectors: int, ragged: int, block_size: int, limited: int
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
 
     home_of, offset_in = make_addressing(block_size)
+    load_start = load_counter if limited else load_i32
 
     def kernel(  # type: ignore[no-untyped-def]
-        k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, batch, table_stride,
+        k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit, batch, table_stride,
         k_token, k_head, v_token, v_head,
         k_cache_row, k_cache_token, k_cache_head, v_cache_row, v_cache_token, v_cache_head,
     ):  # fmt: skip
@@ -155,7 +209,9 @@ def make_append(
             if token >= load_i32(cu_seqlens + batch * 4):
                 return
             first = load_i32(cu_seqlens + sequence * 4)
-        position = load_i32(starts + sequence * 4) + token - first
+        position = load_start(starts + sequence * 4) + token - first
+        if limited and position >= load_i32(limit):
+            trap()
         row = load_i32(rows + sequence * 4)
         home = home_of(position, row, block_table + row * table_stride)
         k_from = k + token * k_token
@@ -165,5 +221,9 @@ def make_append(
 
         move_heads(k_from, k_to, k_head, k_cache_head, k_vectors, k_head_vectors)
         move_heads(v_from, v_to, v_head, v_cache_head, v_vectors, v_head_vectors)
+        if limited and not ragged:
+            cuda.syncthreads()  # all threads know the position
+            if cuda.threadIdx.x == 0:
+                store_4(starts + sequence * 4, position + 1)
 
     return kernel

@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 import vmmkv
 from vmmkv.driver import Driver, open_driver
 
 # `pytest --hypothesis-profile=long tests/test_state_machine.py` runs over 200,000 operations.
 settings.register_profile("default", deadline=None)
+settings.register_profile("quick", deadline=None, max_examples=50, phases=[Phase.generate])
 settings.register_profile("long", deadline=None, max_examples=2500, stateful_step_count=100)
 
 if not torch.cuda.is_available():

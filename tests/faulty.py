@@ -19,6 +19,8 @@ class FaultyDriver:
         accessible: addresses of pages that may be accessed.
         writable: those of them that may be written.
         failures: calls that were made to fail so far.
+        unmaps_anything: whether to unmap what is not mapped is all right, as a driver has it. Nobody has reason to but
+            after an interruption.
         changes: pages that were mapped, and ranges that were unmapped, so far.
     """
 
@@ -29,6 +31,7 @@ class FaultyDriver:
         self.accessible: set[int] = set()
         self.writable: set[int] = set()
         self.failures = 0
+        self.unmaps_anything = False
         self.changes = 0
         self.ranges: dict[int, int] = {}
         self._faults: list[tuple[str, int, bool]] = []
@@ -105,9 +108,10 @@ class FaultyDriver:
     def _before_unmap(self, address: int, nbytes: int) -> None:
         self.changes += 1
         for page in self._pages(address, nbytes):
-            del self.mapped[page]
+            assert page in self.mapped or self.unmaps_anything, "unmapped what is not mapped"
+            self.mapped.pop(page, None)
             self.accessible.discard(page)
             self.writable.discard(page)
 
-    def _before_fill(self, address: int, nbytes: int, value: int = 0) -> None:
+    def _before_fill(self, address: int, nbytes: int, value: int, stream: object) -> None:
         assert set(self._pages(address, nbytes)) <= self.writable, "filled a page that may not be written"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from unittest import mock
 
 import torch
 from tiny_models import VOCABULARY
@@ -28,7 +30,7 @@ def caches(model: PreTrainedModel, **kwargs: int) -> list[Cache]:
     if model.config.is_encoder_decoder:
         return [
             EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config)),
-            EncoderDecoderCache(makers[1](), vmm_cache(model.config, model.device.type)),
+            EncoderDecoderCache(makers[1](), makers[1]()),
         ]
     return [make() for make in makers]
 
@@ -68,3 +70,10 @@ def check_same_generation(
 
 def driver_calls(cache: VmmCache) -> int:
     return sum(call.count for kv_cache in cache.kv_caches for call in kv_cache.stats().driver_calls.values())
+
+
+@contextmanager
+def inside_a_graph() -> Iterator[None]:
+    """What Python does when a graph is traced it does each time the graph runs, by guards and side effects."""
+    with mock.patch.object(torch.compiler, "is_compiling", return_value=True):
+        yield

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from typer import Typer
 from typer.testing import CliRunner
 
 import vmmkv
+import vmmkv.torch
 from benchmarks import fragmentation, idle, reuse
 from benchmarks.virtual import SCHEMES, BlockPool, BlockSequence, make_allocator, used_bytes
 from vmmkv.schemes import allocated_bytes
@@ -203,7 +205,13 @@ def test_reuse(device: str, tmp_path: Path) -> None:
     reuse.show(result)
 
 
-def test_idle(device: str, tmp_path: Path) -> None:
+def test_idle(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def own(index: object) -> tuple[int, int]:
+        """As if nobody else were on the GPU."""
+        taken = torch.cuda.memory_reserved(index) + vmmkv.torch.memory_allocated("cuda")
+        return 120 * 2**30 - taken, 140 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", own)
     plot = tmp_path / "idle.svg"
     options = ("--device", device, "--sequences", "8", "--steps", "150", "--json", "--plot", str(plot))
     result = json.loads(run(idle.main, *options).stdout)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 
 import numpy as np
@@ -87,7 +89,7 @@ def test_a_device_without_memory_is_pressure_first_and_an_error_last(device: str
     other.truncate(0)
     for _ in range(2):
         driver.fail("create", out_of_memory=True)
-    with pytest.raises(vmmkv.OutOfPagesError, match="device has no memory left"):
+    with pytest.raises(vmmkv.OutOfPagesError, match="create failed with INJECTED"):
         sequence.extend(69)
     assert sequence.length == 31
     cache.check()
@@ -127,6 +129,63 @@ def test_a_sliding_window_needs_no_more_than_its_pages(make_cache) -> None:
     assert stats.tokens == 16
     assert stats.pages_created <= 6  # 16 tokens lie in 3 or 4 pages, and one or two wait to be used again
     assert stats.reuse_factor > 50
+
+
+def test_a_moved_window_keeps_its_tail_while_others_find_pages_elsewhere(make_cache) -> None:
+    cache = make_cache(pages=40)
+    sequence = cache.sequence(60, expected_tokens=80)
+    sequence.truncate(40)
+    sequence.release_before(30)
+    capacity, front = sequence.capacity, cache.stats().pages["surplus"]
+    other = cache.sequence(50)
+    assert sequence.capacity == capacity >= 60
+    assert cache.stats().pages["surplus"] < front, "what lies in front is the first to go"
+    other.free()
+    cache.check()
+
+
+def test_a_sequence_that_begins_late_maps_nothing_in_front(make_cache) -> None:
+    """As `extend` and `release_before`, but for pages that both would only have passed through."""
+    cache = make_cache(max_seq_len=1000, pages=12)
+    cache.sequence(30).free()  # leaves a row that is too short to reach there
+    late, other = cache.sequence(), cache.sequence()
+    with pytest.raises(vmmkv.OutOfPagesError):
+        cache.extend([late], 900)
+    cache.extend([late, other], [900, 5], starts=[870, 0])
+    assert (late.start, late.length, len(late.k(0)), other.length) == (870, 900, 30, 5)
+    data = torch.randn_like(late.k(1))
+    late.k(1).copy_(data)
+    late.extend(1)
+    assert torch.equal(late.k(1)[:30], data)
+    cache.check()
+    for sequence, tokens, start in ((late, 5, 1), (cache.sequence(), 6, 7)):
+        with pytest.raises(ValueError, match="sequences without tokens"):
+            cache.extend([sequence], tokens, starts=[start])
+
+
+class DirtyDriver(FaultyDriver):
+    """Pages are full of somebody's bytes when they are made, which no driver promises not to do."""
+
+    def _after_create(self, handle, *args) -> None:
+        super()._after_create(handle)
+        size = self.inner.page_size
+        address = self.inner.reserve(size)
+        self.inner.map(address, handle)
+        self.inner.set_access(address, size)
+        self.inner.fill(address, size, 255, self.inner.current_stream())
+        self.inner.synchronize()
+        self.inner.unmap(address, size)
+        self.inner.free(address, size)
+
+
+@pytest.mark.parametrize("policy", ["scrub", "zero_tail"])
+def test_pages_that_come_dirty_from_the_system_are_cleaned(device: str, make_cache, policy: str) -> None:
+    cache = make_cache(driver=DirtyDriver(small_driver(device)), **{policy: True})
+    sequence = cache.sequence(20)
+    sequence.extend(30)
+    assert not sequence.k(2).any()
+    if policy == "zero_tail":
+        assert not cache.kv(0)[1][sequence.row].any()
 
 
 def test_a_row_with_a_hole_in_front_is_emptied_not_adopted(make_cache) -> None:
@@ -402,6 +461,11 @@ def test_tokens_that_are_no_whole_numbers_or_not_one_for_each(make_cache) -> Non
     for tokens, error in (
         (2**63 - 1, vmmkv.SequenceTooLongError),
         (2**70, vmmkv.SequenceTooLongError),
+        ([2**64 - 1, 1], vmmkv.SequenceTooLongError),
+        ([2**80, 1], vmmkv.SequenceTooLongError),
+        (np.array([-1, 1]), ValueError),
+        ([1, None], TypeError),
+        (None, TypeError),
         ([1], ValueError),
         ([[1, 2]], ValueError),
         ([1, 2, 3], ValueError),
@@ -413,6 +477,20 @@ def test_tokens_that_are_no_whole_numbers_or_not_one_for_each(make_cache) -> Non
     assert [sequence.length for sequence in sequences] == [3, 4]
     cache.extend(sequences, np.int32(2))
     assert [sequence.length for sequence in sequences] == [5, 6]
+
+
+def test_what_is_no_list_of_sequences(make_cache) -> None:
+    cache = make_cache()
+    sequence = cache.sequence(3)
+    for sequences in (sequence, None, [None], [[sequence]], [0]):
+        with pytest.raises(TypeError):
+            cache.extend(sequences, 1)
+        with pytest.raises(TypeError):
+            cache.free(sequences)
+    cache.extend([], 20)
+    cache.free([])
+    assert sequence.length == 3
+    cache.check()
 
 
 def test_a_finalizer_may_free_in_the_middle_of_another_operation(device: str, make_cache) -> None:
@@ -463,6 +541,50 @@ def test_write_checks_shape_dtype_and_device(make_cache) -> None:
     assert torch.equal(sequence.k(0), good)
     sequence.write(0, good[:2] * 3, good[:2] * 3)
     assert torch.equal(sequence.v(0), torch.cat([good[:2], good[:2] * 3]))
+
+
+ERRORS = [error for error in vars(vmmkv).values() if isinstance(error, type) and issubclass(error, vmmkv.VmmkvError)]
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_errors_cross_from_process_to_process(kind: type[vmmkv.VmmkvError]) -> None:
+    arguments = ("cuMemMap", "INVALID", "why") if issubclass(kind, vmmkv.DriverError) else ("what and why",)
+    numbers = {"requested": 3, "available": 1} if kind is vmmkv.OutOfPagesError else {}
+    error = kind(*arguments, **numbers)
+    for copied in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
+        assert type(copied) is kind
+        assert str(copied) == str(error)
+        assert vars(copied) == vars(error)
+
+
+def test_what_owns_memory_cannot_be_copied(make_cache) -> None:
+    cache = make_cache()
+    for owner in (cache, cache.sequence(3)):
+        for do in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                do(owner)
+
+
+LAYOUT = vmmkv.KVLayout(1, 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: vmmkv.KVLayout(2.0, 1, 8), vmmkv.LayoutError, "num_layers=2.0"),
+        (lambda: vmmkv.KVLayout(2, 1, 8, layers_per_range=1.5), vmmkv.LayoutError, "layers_per_range=1.5"),
+        (lambda: vmmkv.KVLayout(2, "1", 8), vmmkv.LayoutError, "num_kv_heads='1'"),
+        (lambda: vmmkv.KVLayout(2, 1, [8, 8.0]), vmmkv.LayoutError, "head_dim=8.0"),
+        (lambda: vmmkv.KVCache(LAYOUT, "2", 8, device="cpu"), vmmkv.LayoutError, "max_sequences='2'"),
+        (lambda: vmmkv.KVCache(LAYOUT, 2, None, device="cpu"), vmmkv.LayoutError, "max_seq_len=None"),
+        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=10**400, device="cpu"), vmmkv.BudgetError, "size of 1000"),
+        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_tokens=1.5, device="cpu"), vmmkv.BudgetError, "max_tokens=1.5"),
+        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, page_size=4096.0, device="cpu"), vmmkv.LayoutError, "page_size=4096.0"),
+    ],
+)
+def test_arguments_that_are_no_numbers(make, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
 
 
 @pytest.mark.parametrize("max_sequences", [0, -1])

@@ -106,8 +106,8 @@ def test_scattered_pages_read_as_one_range(driver: Driver, address: int) -> None
 
 def test_fill_and_copy(driver: Driver, address: int) -> None:
     handles = [put(driver, address), put(driver, address + driver.page_size)]
-    driver.fill(address, driver.page_size, 3)
-    driver.fill(address + driver.page_size, driver.page_size, 9)
+    for place, value in ((address, 3), (address + driver.page_size, 9)):
+        driver.fill(place, driver.page_size, value, driver.current_stream())
     driver.copy(address + driver.page_size, address, driver.page_size // 2)
     both = view(driver, address, 2).view(-1, driver.page_size // 2)
     assert both.float().mean(dim=1).tolist() == [3, 3, 3, 9]

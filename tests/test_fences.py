@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from conftest import small_driver
 from faulty import FaultyDriver
 
 import vmmkv
+import vmmkv.torch
 from vmmkv.driver import Event
 from vmmkv.fence import Fence
 
@@ -24,6 +27,9 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.done = self.waited = True
+
+    def wait(self, stream: str) -> None:
+        pass
 
 
 class StreamedDriver(FaultyDriver):
@@ -189,24 +195,41 @@ def test_a_zero_tail_is_not_taken_from_its_readers(make_cache, device: str, then
     driver = ReadDriver()
     cache = make_cache(driver=driver, max_sequences=2, pages=22, zero_tail=True)
     driver.stream = "first"
-    sequence, other = cache.sequence(0 if then == "reuse" else 100), cache.sequence(1)
-    sequence.truncate(0)
+    sequence, other = cache.sequence({"extend": 20, "reuse": 1}.get(then, 100)), cache.sequence(1)
     cache._rows.record_stream(sequence.row, "recorded")
     driver.stream = "last"
-    if then == "extend":
-        cache.trim()
     driver.read("first", "recorded", "last")
     if then == "extend":
-        sequence.extend(1)
+        sequence.extend(50)
     elif then == "reclaim":
+        sequence.truncate(0)
         other.extend(50)
     elif then == "trim":
+        sequence.truncate(0)
         cache.trim()
     else:
         sequence.free()
         driver.stream = "another"
         other = cache.sequence(50)
     assert any(event.waited for _, event in driver.events[driver.events_before :])
+    cache.check()
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_nobody_else_takes_pages_from_a_row_that_may_be_read_to_its_end(make_cache, driver, device: str) -> None:
+    """Not even while nothing reads it: somebody might begin to."""
+    cache = make_cache(driver=driver, max_sequences=2, pages=22, zero_tail=True)
+    kept, other = cache.sequence(100), cache.sequence(1)
+    kept.truncate(1)
+    driver.finish()
+    mapped = {address: page for address, page in driver.mapped.items() if address in driver.writable}
+    with pytest.raises(vmmkv.OutOfPagesError, match=r"asked for 9 more pages.*; 1 can be had"):
+        other.extend(52)
+    cache.trim()
+    assert mapped.items() <= driver.mapped.items()
+    assert cache.available_pages == 1
+    kept.truncate(0)
+    other.extend(52)
     cache.check()
 
 
@@ -236,6 +259,55 @@ def test_adopting_a_row_that_is_long_enough_waits_for_nothing(make_cache, driver
     row = cache.sequence(40).row
     assert not cache.kv(0)[0][row].any()
     assert not any(event.waited for _, event in driver.events)
+
+
+class Stubborn(StreamedDriver):
+    """Cannot be waited for, for a reason that the test gives."""
+
+    reason: tuple[type[Exception], ...] = ()
+
+    def synchronize(self) -> None:
+        for kind in self.reason:
+            raise kind("cuMemFree", "CUDA_ERROR")
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+@pytest.mark.parametrize("reason", [vmmkv.StreamCaptureError, vmmkv.DriverError])
+def test_what_cannot_be_waited_for_is_not_unmapped(make_cache, device: str, reason: type[Exception]) -> None:
+    """`close` says so and has done nothing; a cache that is collected goes when it can."""
+    driver = Stubborn()
+    cache = make_cache(driver=driver)
+    sequence = cache.sequence(20)
+    sequence.k(0).fill_(3)
+    driver.reason = (reason,)
+    with pytest.raises(reason):
+        cache.close()
+    assert (sequence.k(0) == 3).all()
+    cache.check()
+    mapped = driver.mapped.copy()
+    del cache, sequence
+    assert driver.mapped == mapped
+    make_cache()
+    assert driver.mapped == mapped
+    driver.reason = ()
+    make_cache()
+    assert not driver.mapped
+    assert not driver.ranges
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_lost_device_needs_no_waiting(make_cache, device: str) -> None:
+    driver = Stubborn()
+    cache = make_cache(driver=driver)
+    cache.sequence(20)
+    driver.reason = (vmmkv.DeviceLostError,)
+    cache.close()
+    assert not driver.mapped
+    other = Stubborn()
+    cache = make_cache(driver=other)
+    other.reason = driver.reason
+    del cache
+    assert not other.ranges
 
 
 # ---------------------------------------------------------------------- on a GPU
@@ -279,25 +351,21 @@ def test_a_reader_on_a_side_stream_sees_its_data(gpu_cache, device: str, then: s
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("device", ["cuda"])
-@pytest.mark.parametrize("then", ["extend", "reclaim"])
-def test_a_dense_reader_on_a_side_stream_sees_its_row(gpu_cache, device: str, then: str) -> None:
+def test_a_dense_reader_on_a_side_stream_sees_its_row(gpu_cache, device: str) -> None:
     cache = gpu_cache(max_sequences=2, pages=22, zero_tail=True)
     side = torch.cuda.Stream()
-    sequence, other = cache.sequence(10 if then == "extend" else 100), cache.sequence(1)
+    sequence = cache.sequence(10)
     sequence.k(0).fill_(3)
-    written = sequence.length
-    sequence.truncate(10)
     sequence.record_stream(side)
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(LONG)
         read = cache.kv(0)[0][sequence.row].clone()
-    grown = sequence if then == "extend" else other
-    grown.extend(80)
-    grown.k(0).fill_(9)
+    sequence.extend(80)
+    sequence.k(0).fill_(9)
     torch.cuda.synchronize()
-    assert (read[:written] == 3).all()
-    assert not read[written:].any()
+    assert (read[:10] == 3).all()
+    assert not read[10:].any()
 
 
 @pytest.mark.gpu
@@ -381,3 +449,103 @@ def test_streams_of_another_device_are_refused(gpu_cache, make_cache, device: st
     host = make_cache(driver=small_driver("cpu")).sequence(1)
     with pytest.raises(vmmkv.DeviceError, match="cache is on cpu"):
         host.record_stream(torch.cuda.Stream())
+
+
+class Captured:
+    """A graph that another thread captures while the `with` block runs, and that is right after it."""
+
+    def __init__(self, mode: str) -> None:
+        self.mode, self.stream, self.value = mode, torch.cuda.Stream(), torch.zeros(1, device="cuda")
+        self.graph = torch.cuda.CUDAGraph()
+        self.begun, self.end = threading.Event(), threading.Event()
+        self.error: BaseException | None = None
+        torch.cuda.synchronize()
+
+    def _capture(self) -> None:
+        try:
+            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode=self.mode):
+                self.value += 1
+                self.begun.set()
+                self.end.wait(60)
+        except BaseException as error:
+            self.error = error
+            self.begun.set()
+
+    def __enter__(self) -> Captured:
+        self.thread = threading.Thread(target=self._capture)
+        self.thread.start()
+        self.begun.wait(60)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end.set()
+        self.thread.join()
+        assert self.error is None, "the capture was broken"
+        self.graph.replay()
+        torch.cuda.synchronize()
+        assert self.value.item() == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["global", "thread_local"])
+@pytest.mark.parametrize("device", ["cuda"])
+def test_a_capture_of_another_thread_goes_on(gpu_cache, device: str, mode: str) -> None:
+    """Whatever a cache does meanwhile, its end included, and what it waits for."""
+    with Captured(mode):
+        cache = gpu_cache(pages=25, scrub=True)
+        first, second = cache.sequence(20), cache.sequence(60)
+        second.k(0).fill_(1)
+        second.free()
+        first.extend(60)
+        first.truncate(1)
+        cache.trim()
+        other = gpu_cache(zero_tail=True)
+        other.sequence(5)
+        side = torch.cuda.Stream()
+        first.record_stream(side)
+        with torch.cuda.stream(side):
+            torch.cuda._sleep(LONG // 10)
+        slept = cache._driver.record(side)
+        cache.close()
+        assert slept.query()
+        del other
+        tensor = vmmkv.torch.GrowableTensor((64, 1 << 20), torch.uint8, max_bytes="64MiB", device="cuda")
+        tensor.resize(30)
+        tensor.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_a_stream_that_another_thread_captures_is_not_asked(gpu_cache, device: str) -> None:
+    """An event on it would belong to the graph, and could never be queried again."""
+    cache = gpu_cache(max_sequences=2)
+    captured = Captured("thread_local")
+    sequence, abandoned = cache.sequence(5), cache.sequence(5)
+    for each in (sequence, abandoned):
+        each.record_stream(captured.stream)
+    with captured:
+        with pytest.raises(vmmkv.StreamCaptureError, match="is being captured"):
+            sequence.free()
+        assert sequence.length == 5
+        del each, abandoned
+        with pytest.raises(vmmkv.OutOfRowsError):
+            cache.sequence(5)
+    assert cache.sequence(5).length == 5
+    sequence.free()
+    cache.check()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_a_cache_collected_in_a_capture_is_freed_later(gpu_cache, device: str) -> None:
+    driver = FaultyDriver(small_driver("cuda"))
+    cache = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64), 1, 64, max_bytes="4MiB", driver=driver)
+    cache.sequence(5)
+    graph, value = torch.cuda.CUDAGraph(), torch.zeros(1, device="cuda")
+    with torch.cuda.graph(graph):
+        value += 1
+        del cache
+    assert driver.mapped
+    gpu_cache()
+    assert not driver.mapped
+    assert not driver.ranges

@@ -95,8 +95,8 @@ def test_first_launches_beside_a_capture_and_in_it(mode: str, monkeypatch: pytes
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for books in ("_rooms", "_counters", "_slabs"):
         monkeypatch.setattr(workspace, books, {})
-    kv_heads = {"global": 3, "thread_local": 5, "relaxed": 7}[mode]  # geometries of this test alone
-    captured, beside, stream = Step(kv_heads, 11), Step(kv_heads + 6, 12), torch.cuda.Stream()
+    kv_heads, group = {"global": (3, 11), "thread_local": (5, 13), "relaxed": (7, 9)}[mode]  # of this test alone
+    captured, beside, stream = Step(kv_heads, group), Step(kv_heads + 6, group + 1), torch.cuda.Stream()
     beside.renew()
     failures: list[BaseException] = []
 

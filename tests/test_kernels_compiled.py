@@ -25,8 +25,9 @@ COMPILE = """
         }
     else:
         kernels = {
-            "append": row_append.append_kernel(128, 16, 128, 16, True, 0),
-            "append, paged": row_append.append_kernel(128, 16, 128, 16, True, 16),
+            "append": row_append.append_kernel(128, 16, 128, 16, True, 0, False),
+            "append, behind": row_append.append_kernel(128, 16, 128, 16, False, 0, True),
+            "append, paged": row_append.append_kernel(128, 16, 128, 16, True, 16, False),
             "copy_tokens": row_copy.copy_kernel(80, 10),
             "plain": plain.plain_kernel(torch.float32, 128, 4, 1, 0, True, True, True),
         }

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 import torch
-from conftest import DEVICE, int32
+from conftest import DEVICE, int32, run_python
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vmmkv
 from vmmkv.kernels import append, copy_tokens
-from vmmkv.kernels.row_append import bind_append
+from vmmkv.kernels.row_append import append_behind, bind_append
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -33,10 +33,10 @@ def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     dtype=st.sampled_from(DTYPES),
     ragged=st.booleans(),
     block_size=st.sampled_from([0, 16, 32]),
-    bound=st.booleans(),
+    way=st.sampled_from(["append", "bound", "behind"]),
     data=st.data(),
 )
-def test_append(lengths, heads, dims, dtype, ragged, block_size, bound, data) -> None:
+def test_append(lengths, heads, dims, dtype, ragged, block_size, way, data) -> None:
     """New tokens land where they belong, and nothing else changes, in rows of a cache and in blocks."""
     starts = [start for start, _ in lengths]
     counts = [count if ragged else 1 for _, count in lengths]
@@ -69,9 +69,13 @@ def test_append(lengths, heads, dims, dtype, ragged, block_size, bound, data) ->
             expected[0][place], expected[1][place] = k[first], v[first]
             first += 1
     numbers, positions = int32(rows), int32(starts)
-    if bound and not ragged and not block_size:
+    if way == "bound" and not ragged and not block_size:
         write = bind_append(k, v, *caches, numbers)
         write(k.data_ptr(), v.data_ptr(), positions.data_ptr())
+    elif way == "behind" and not block_size:
+        ends = [start + count for start, count in zip(starts, counts)]
+        append_behind(k, v, *caches, numbers, positions, int32([max(ends)]), cu_seqlens)
+        assert positions.tolist() == ends
     else:
         append(k, v, *caches, numbers, positions, cu_seqlens, block_table)
     if not block_size:
@@ -141,6 +145,29 @@ def test_kernels_can_be_part_of_a_compiled_graph() -> None:
     torch.compile(step, fullgraph=True, backend="aot_eager")(k, v, k_cache, v_cache, rows, starts)
     assert equal(k_cache[rows.long(), starts.long()], k)
     assert equal(v_cache[rows.long(), 0], k)
+
+
+def append_up_to_the_limit(ragged: bool) -> None:
+    """One token more than there is room for, in the end."""
+    k, v, k_cache, v_cache, rows, lengths = new_and_cache()
+    cu_seqlens = int32([0, 1, 2, 3]) if ragged else None
+    for _ in range(2):
+        append_behind(k, v, k_cache, v_cache, rows, lengths, int32([4]), cu_seqlens)
+        assert lengths.tolist() == [2, 3, 4]
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU's context would end")
+@pytest.mark.parametrize("ragged", [False, True])
+def test_no_token_goes_behind_the_limit(ragged: bool) -> None:
+    with pytest.raises(RuntimeError, match="trap"):
+        append_up_to_the_limit(ragged)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ragged", [False, True])
+def test_a_gpu_stops_at_the_limit(ragged: bool) -> None:
+    child = run_python(f"from test_kernels_copying import append_up_to_the_limit as f\nf({ragged})")
+    assert "unspecified launch failure" in child.stderr
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
-"""Every operation of the API in any order, with driver calls failing at random, against a plain model.
+"""Every operation of the API in any order, with failing driver calls and interruptions, against a plain model.
 
 After each step: the books add up, they equal what the driver was really asked for, and every token of every
-sequence holds what was written to it.
+sequence holds what was written to it. An interrupted operation was done, or was not; a cache that cannot tell says so,
+gives its memory back, and another takes its place.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from interruption import interrupted
 
 import vmmkv
 
@@ -48,19 +50,20 @@ class CacheMachine(RuleBasedStateMachine):
 
     @initialize(layers_per_range=st.sampled_from([None, 1, 2]), scrub=st.booleans(), spare=st.integers(0, 3))
     def make(self, layers_per_range: int | None, scrub: bool, spare: int) -> None:
+        self.policy = {"scrub": scrub, "zero_tail": self.zero_tail}
+        self.layers_per_range, self.spare, self.scrub = layers_per_range, spare, scrub or self.zero_tail
+        self.interrupt_at = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A cache without sequences."""
         self.driver = FaultyDriver(small_driver(self.device))
-        self.scrub = scrub or self.zero_tail
-        self.layout = small_layout(self.driver, layers_per_range=layers_per_range)
+        self.layout = small_layout(self.driver, layers_per_range=self.layers_per_range)
+        max_bytes = (BUDGET + self.zero_tail) * self.driver.page_size
         self.cache = vmmkv.KVCache(
-            self.layout,
-            ROWS,
-            MAX_SEQ_LEN,
-            max_bytes=(BUDGET + self.zero_tail) * self.driver.page_size,
-            driver=self.driver,
-            scrub=scrub,
-            zero_tail=self.zero_tail,
+            self.layout, ROWS, MAX_SEQ_LEN, max_bytes=max_bytes, driver=self.driver, **self.policy
         )
-        self.cache._rows.spare = spare  # so small a budget would have none
+        self.cache._rows.spare = self.spare  # so small a budget would have none
         self.zero = self.driver.handles.copy()
         self.compared = -1
         self.live: list[Model] = []
@@ -84,7 +87,19 @@ class CacheMachine(RuleBasedStateMachine):
             # A sequence whose tokens were all dropped keeps the page that it would go on in.
             keeps = model.start == length and any(length * r % self.driver.page_size for r in self.layout.record_bytes)
             needed += self.partial_pages(length) if keeps else self.pages(model.start, length)
+            needed += self.bound_pages(model, length)
         return needed <= BUDGET
+
+    def bound_pages(self, model: Model, length: int) -> int:
+        """With `zero_tail`: pages behind a sequence of this length, which may be read, and are nobody else's."""
+        if not self.zero_tail or not length:
+            return 0
+        size = self.driver.page_size
+        mapped = ((arena.rows[model.sequence.row].end, record) for arena, record in self.cache._rows.ranges)
+        return sum(max(end - -(-length * record // size), 0) for end, record in mapped)
+
+    def bound(self) -> int:
+        return sum(self.bound_pages(model, model.length) for model in self.live)
 
     def partial_pages(self, token: int) -> int:
         return sum(token * record % self.driver.page_size > 0 for record in self.layout.record_bytes)
@@ -103,11 +118,17 @@ class CacheMachine(RuleBasedStateMachine):
                 model.sequence.write(layer, new[layer, :, 0], new[layer, :, 1])
         model.content[:, begin : model.length] = new
 
-    def outcome(self, operation, expected: type[Exception] | None) -> bool:
-        """Runs an operation; it must raise what is expected, or what was injected. Returns whether it was done."""
+    def outcome(self, operation, expected: type[Exception] | None, done=lambda: False) -> bool:
+        """Runs an operation; it must raise what is expected, or what was injected. Returns whether it was done: of one
+        that was interrupted, `done` says that."""
         armed = bool(self.driver._faults)
+        line, self.interrupt_at = self.interrupt_at, 0
+        self.driver.unmaps_anything = bool(line)
         try:
-            operation()
+            if not line:
+                operation()
+            elif interrupted(operation, line) is None:
+                return self.survives() and done()
         except vmmkv.DriverError:
             assert armed
             return False
@@ -116,6 +137,19 @@ class CacheMachine(RuleBasedStateMachine):
                 raise
             return False
         assert expected is None
+        return True
+
+    def survives(self) -> bool:
+        """Whether the cache has got over an interruption; if not, another has taken its place."""
+        self.driver.failures += 1
+        try:
+            self.cache.check()
+        except vmmkv.InterruptedChangeError:
+            self.driver.heal()
+            self.cache.close()
+            assert not self.driver.mapped
+            self.begin()
+            return False
         return True
 
     # ------------------------------------------------------------------ operations
@@ -130,7 +164,8 @@ class CacheMachine(RuleBasedStateMachine):
         elif not self.fits({-1: tokens}):
             expected = vmmkv.OutOfPagesError
         made: list[vmmkv.Sequence] = []
-        if self.outcome(lambda: made.append(self.cache.sequence(tokens, expected_tokens=expect)), expected):
+        start = lambda: made.append(self.cache.sequence(tokens, expected_tokens=expect))  # noqa: E731
+        if self.outcome(start, expected, lambda: bool(made)):
             content = torch.zeros(3, MAX_SEQ_LEN, 2, 2, self.layout.head_dim, device=self.device)
             model = Model(made.pop(), content, 0, tokens, self.driver.failures)
             self.live.append(model)
@@ -150,6 +185,16 @@ class CacheMachine(RuleBasedStateMachine):
         sequences = [self.live[index].sequence for index in counts]
         self.grow(counts, lambda: self.cache.extend(sequences, list(counts.values())))
 
+    @precondition(lambda self: any(not model.length for model in self.live))
+    @rule(tokens=st.integers(0, MAX_SEQ_LEN), before=st.integers(0, MAX_SEQ_LEN))
+    def extend_from(self, tokens: int, before: int) -> None:
+        index = next(index for index, model in enumerate(self.live) if not model.length)
+        model, start = self.live[index], min(before, tokens)
+        model.start = start  # what it will need
+        self.grow({index: tokens}, lambda: self.cache.extend([model.sequence], tokens, starts=[start]))
+        if self.live and not model.length:
+            model.start = 0
+
     def grow(self, counts: dict[int, int], operation) -> None:
         lengths = {index: self.live[index].length + tokens for index, tokens in counts.items()}
         expected: type[Exception] | None = None
@@ -158,12 +203,18 @@ class CacheMachine(RuleBasedStateMachine):
         elif not self.fits(lengths):
             expected = vmmkv.OutOfPagesError
         capacities = [model.sequence.capacity for model in self.live]
-        if self.outcome(operation, expected):
+
+        def has_grown() -> bool:
+            found = [self.live[index].sequence.length for index in lengths]
+            assert found in (list(lengths.values()), [self.live[index].length for index in lengths]), "all or none"
+            return found == list(lengths.values())
+
+        if self.outcome(operation, expected, has_grown):
             for index, length in lengths.items():
                 model = self.live[index]
                 if length > capacities[index]:
                     model.failures = self.driver.failures
-                begin, model.length = model.length, length
+                begin, model.length = max(model.length, model.start), length
                 self.write(model, begin)
 
     @precondition(lambda self: self.live)
@@ -171,7 +222,7 @@ class CacheMachine(RuleBasedStateMachine):
     def truncate(self, data: st.DataObject) -> None:
         model = self.live[data.draw(st.integers(0, len(self.live) - 1))]
         length = data.draw(st.integers(model.start, model.length))
-        if self.outcome(lambda: model.sequence.truncate(length), None):
+        if self.outcome(lambda: model.sequence.truncate(length), None, lambda: model.sequence.length == length):
             model.length = length
 
     @precondition(lambda self: self.live)
@@ -179,7 +230,7 @@ class CacheMachine(RuleBasedStateMachine):
     def release_before(self, data: st.DataObject) -> None:
         model = self.live[data.draw(st.integers(0, len(self.live) - 1))]
         token = data.draw(st.integers(model.start, model.length))
-        if self.outcome(lambda: model.sequence.release_before(token), None):
+        if self.outcome(lambda: model.sequence.release_before(token), None, lambda: model.sequence.start == token):
             model.start = token
 
     @precondition(lambda self: self.live)
@@ -187,11 +238,10 @@ class CacheMachine(RuleBasedStateMachine):
     def free(self, data: st.DataObject, how: str) -> None:
         if how == "all":
             gone, self.live = self.live, []
-            self.cache.free([model.sequence for model in gone])
+            self.outcome(lambda: self.cache.free([model.sequence for model in gone]), None)
         else:
             model = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-            if how == "free":
-                model.sequence.free()
+            if how == "free" and self.outcome(model.sequence.free, None):
                 with pytest.raises(vmmkv.UseAfterFreeError):
                     model.sequence.extend(1)
             del model  # the last reference: an abandoned sequence is freed by the cache's next operation
@@ -200,8 +250,10 @@ class CacheMachine(RuleBasedStateMachine):
     def trim(self) -> None:
         if self.outcome(self.cache.trim, None):
             stats = self.cache.stats()
-            assert stats.pages["surplus"] == stats.pages["free"] == 0
-            assert stats.physical_bytes == (stats.pages["used"] + self.zero_tail) * self.driver.page_size
+            assert stats.pages["free"] == 0
+            assert stats.pages["surplus"] == self.bound()
+            kept = stats.pages["used"] + stats.pages["surplus"] + self.zero_tail
+            assert stats.physical_bytes == kept * self.driver.page_size
 
     @rule(
         call=st.sampled_from(["any", "create", "map", "set_access", "unmap", "release", "fill"]),
@@ -210,6 +262,10 @@ class CacheMachine(RuleBasedStateMachine):
     )
     def arm(self, call: str, skip: int, out_of_memory: bool) -> None:
         self.driver.fail(call, skip, out_of_memory)
+
+    @rule(line=st.integers(1, 400))
+    def interrupt(self, line: int) -> None:
+        self.interrupt_at = line
 
     @rule()
     def heal(self) -> None:
@@ -227,7 +283,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.pages["used"] + stats.pages["surplus"] == len(pages)
         assert sum(stats.pages.values()) == len(self.driver.handles)
         assert stats.physical_bytes == len(self.driver.handles) * self.driver.page_size <= stats.budget_bytes
-        assert self.cache.available_pages == BUDGET - stats.pages["used"]
+        assert self.cache.available_pages == BUDGET - stats.pages["used"] - self.bound()
         assert stats.tokens == sum(model.length - model.start for model in self.live)
         assert stats.rows["live"] == len(self.live)
         assert len(set(map(id, pages.values()))) == len(pages), "one page at two addresses"

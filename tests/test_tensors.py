@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 import weakref
 
 import numpy as np
@@ -134,6 +137,20 @@ def test_a_cache_made_in_inference_mode_can_be_written_outside(device: str) -> N
         sequence.k(0).fill_(1)
     sequence.k(0).fill_(2)
     assert (sequence.k(0) == 2).all()
+
+
+def test_views_are_copied_by_clone_only(make_cache) -> None:
+    """torch would copy, or save, all of the virtual tensor."""
+    view = make_cache().sequence(3).k(0)
+    for do in (
+        copy.deepcopy,
+        pickle.dumps,
+        lambda tensor: torch.save({"k": tensor}, io.BytesIO()),
+        lambda tensor: torch.save(tensor, io.BytesIO(), _use_new_zipfile_serialization=False),
+    ):
+        with pytest.raises(TypeError, match=r"clone\(\) the view"):
+            do(view)
+        do(view.clone())
 
 
 def test_a_view_keeps_its_memory_when_cache_and_sequence_are_gone(make_cache) -> None:

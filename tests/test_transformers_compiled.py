@@ -3,18 +3,39 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
-from generation import LENGTHS, caches, check_same_generation, driver_calls, left_padding, random_tokens, vmm_cache
+from generation import (
+    LENGTHS,
+    PAGE_SIZE,
+    caches,
+    check_same_generation,
+    driver_calls,
+    inside_a_graph,
+    left_padding,
+    random_tokens,
+    vmm_cache,
+)
 from tiny_models import DECODER, MODELS, WIDE_MODELS, WINDOW, skip_unsupported, tiny_model
 from torch._dynamo.utils import counters
-from transformers import CompileConfig, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    Cache,
+    CompileConfig,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedModel,
+)
 
 import vmmkv
 
 SEQ2SEQ = ["bart", "t5"]
+REST = {"max_new_tokens": LENGTHS["max_new_tokens"] - 3, "min_new_tokens": LENGTHS["min_new_tokens"] - 3}
 
 
 @pytest.fixture(autouse=True)
@@ -140,6 +161,180 @@ def test_no_grad_and_inference_mode_in_either_order(modes, device: str) -> None:
     torch.testing.assert_close(*generated, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gemma4", *SEQ2SEQ])
+def test_assisted_generation(name: str, device: str) -> None:
+    """Tokens are proposed from the prompt, or by another model, and those that the model refuses are cropped."""
+    model, assistant = (tiny_model(name, "sdpa", device, seed) for seed in (0, 1))
+    assistant.generation_config.num_assistant_tokens = 4
+    check_same_generation(model, random_tokens(model, 1, 12), compile=True, assistant_model=assistant)
+    prompt = random_tokens(model, 1, 5).repeat(1, 3)
+    check_same_generation(model, prompt, compile=True, prompt_lookup_num_tokens=4)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
+def test_masks_of_the_callers_own(name: str, device: str) -> None:
+    """A mask as long as what has come so far; transformers does not ask the cache how long it is, then."""
+    model = tiny_model(name, "sdpa", device)
+    tokens = random_tokens(model, 2, 40)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        cache, logits = vmm_cache(model.config, device, compile=True), []
+        for start, end in ((0, 12), (12, 13), (13, 14), (14, 40)):
+            masks = {}
+            for kind in set(getattr(model.config, "layer_types", ["full_attention"])):
+                query, key = torch.arange(start, end, device=device)[:, None], torch.arange(end, device=device)
+                seen = key <= query
+                if kind == "sliding_attention":
+                    seen = (seen & (key > query - WINDOW))[:, max(start - WINDOW + 1, 0) :]
+                masks[kind] = seen.expand(2, 1, -1, -1)
+            mask = masks if len(masks) > 1 else masks["full_attention"]
+            logits.append(model(tokens[:, start:end], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+def test_attention_without_masks(device: str) -> None:
+    """It attends to all that it is given."""
+    AttentionInterface.register("maskless", maskless)
+    model = tiny_model("llama-mha", "maskless", device)
+    results = []
+    for cache in caches(model, compile=True):
+        with torch.no_grad():
+            logits = [model(random_tokens(model, 2, 5, seed=step), past_key_values=cache).logits for step in range(3)]
+        mask = torch.ones(2, 16, device=device)
+        tokens = generate(model, random_tokens(model, 2, 1), past_key_values=cache, attention_mask=mask)
+        results.append((torch.stack(logits), tokens))
+    torch.testing.assert_close(*results, atol=1e-4, rtol=1e-4)
+
+
+def maskless(module, query, key, value, attention_mask, scaling=None, **kwargs):
+    assert attention_mask is None
+    weights = torch.softmax(query @ key.transpose(2, 3) * scaling, -1)
+    return (weights @ value).transpose(1, 2), None
+
+
+# ---------------------------------------------------------------------- parity of the cache's own operations
+
+
+def random_kv(device: str, rows: int, tokens: int) -> list[torch.Tensor]:
+    """K and V that the kernels take; four tokens of two layers fill a page."""
+    return [torch.randn(rows, PAGE_SIZE[device] // 4096, tokens, 64, device=device) for _ in "kv"]
+
+
+class Pair:
+    """A cache and what it must be equal to. Of its layers some never write, others write an image now and then.
+
+    A pass gives each of the other layers `tokens`, in any order.
+    """
+
+    def __init__(
+        self, attention: str, compile: bool, device: str, random: np.random.Generator, recording: bool
+    ) -> None:
+        self.config = tiny_model("gemma3", attention, "cpu").config
+        self.compile, self.device, self.random, self.recording = compile, device, random, recording
+        self.cache = vmm_cache(self.config, device, max_batch_size=8, compile=compile)
+        self.reset()
+
+    def reset(self) -> None:
+        self.cache.reset()
+        self.reference = DynamicCache(config=self.config)  # 5.17 zeroes it, but keeps its length
+        self.rows, self.newest, self.reserved = int(self.random.integers(1, 4)), 0, 0
+        kinds = self.random.permutation(["text", "text", "image", "silent"])
+        windows = [kind == "sliding_attention" for kind in self.config.layer_types]
+        self.layers: dict[str, list[int]] = {"text": [], "image": [], "silent": []}
+        for index, (kind, is_window) in enumerate(zip(kinds, windows)):
+            self.layers["text" if self.recording or (is_window and kind == "image") else kind].append(index)
+        for each in (self.cache, self.reference) if self.recording else ():
+            each.activate_past_recording()
+
+    @property
+    def length(self) -> int:
+        return self.reference.get_seq_length(self.layers["text"][0])
+
+    def forward(self, tokens: int, *, is_asked: bool, graph: bool = False) -> None:
+        order = self.random.permutation(self.layers["text"]).tolist()
+        if is_asked:
+            for _ in range(self.random.integers(1, 3)):
+                sizes = self.cache.get_mask_sizes(tokens, int(self.random.choice(order)))
+                assert not self.compile or sizes == (200, 0)
+        with inside_a_graph() if graph else nullcontext():
+            for index in order:
+                self.update(index, tokens, is_whole=self.compile and (is_asked or graph))
+        if self.layers["image"] and not graph and self.random.random() < 0.3 and self.length < 100:
+            for index in self.layers["image"]:
+                self.update(index, 13, is_whole=False)
+        self.newest += tokens
+
+    def update(self, index: int, tokens: int, is_whole: bool) -> None:
+        kv = random_kv(self.device, self.rows, tokens)
+        visible, _ = self.reference.get_mask_sizes(tokens, index)
+        states, expected = self.cache.update(*kv, index), self.reference.update(*kv, index)
+        end = self.reference.get_seq_length(index)
+        for got, want in zip(states, expected):
+            assert got.shape[2] == (200 if is_whole else visible)
+            live = got[:, :, end - visible : end] if is_whole else got
+            assert torch.equal(live, want[:, :, -visible:])  # 5.17 gives more while it records
+
+    def check(self) -> None:
+        for index, (layer, expected) in enumerate(zip(self.cache.layers, self.reference.layers)):
+            assert self.cache.get_seq_length(index) == self.reference.get_seq_length(index)
+            if self.reference.get_seq_length(index):
+                assert torch.equal(layer.keys, expected.keys)
+                assert torch.equal(layer.values, expected.values)
+            else:
+                assert layer.keys is layer.values is None
+        for kv_cache in self.cache.kv_caches:
+            kv_cache.check()
+
+    def both(self, name: str, *arguments: object) -> None:
+        for each in (self.cache, self.reference):
+            getattr(each, name)(*arguments)
+
+
+@pytest.mark.parametrize(("attention", "compile"), [("sdpa", False), ("sdpa", True), ("vmmkv", True)])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_operations(seed: int, attention: str, compile: bool, device: str) -> None:
+    """Layers in any order, some of them, with and without a mask, in graphs and outside of them."""
+    random = np.random.default_rng(seed)
+    pair = Pair(attention, compile, device, random, recording=seed % 3 == 0)
+    operations = ["forward"] * 3 + ["ask", "crop", "reorder", "repeat", "select", "copy"]
+    operations += ["graph"] * 4 + ["reserve"] if compile else []
+    for _ in range(60):
+        operation, tokens = random.choice([*operations, "reset"]), int(random.integers(1, 13))
+        if operation == "reset" or pair.length > 150:
+            pair.reset()
+        elif operation == "forward" or not pair.length:
+            pair.forward(tokens, is_asked=bool(random.integers(2)))
+        elif operation == "graph" and not pair.reserved:
+            pair.forward(tokens, is_asked=True, graph=True)
+        elif operation == "graph" and pair.length + tokens <= pair.reserved:
+            pair.forward(tokens, is_asked=False, graph=True)
+        elif operation == "ask":
+            pair.cache.get_mask_sizes(tokens, pair.layers["text"][0])
+            pair.cache.get_mask_sizes(tokens + 1, pair.layers["text"][0])  # so that no pass that comes was asked for
+            pair.cache.get_mask_sizes(40, pair.layers["text"][0])
+        elif operation == "crop" and pair.recording:
+            pair.both("crop", -int(random.integers(0, pair.newest + 1)))
+            pair.newest, pair.reserved = 0, pair.reserved if pair.length else 0
+        elif operation == "reserve":
+            pair.reserved = max(pair.reserved, pair.length + 20)
+            pair.cache.reserve(pair.length + 20)
+        elif operation == "reorder":
+            pair.both("reorder_cache", torch.from_numpy(random.integers(0, pair.rows, pair.rows)).to(device))
+        elif operation == "repeat" and pair.rows <= 4:
+            pair.both("batch_repeat_interleave", 2)
+            pair.rows *= 2
+        elif operation == "select":
+            kept = random.permutation(pair.rows)[: random.integers(1, pair.rows + 1)]
+            pair.both("batch_select_indices", torch.from_numpy(kept).to(device))
+            pair.rows = len(kept)
+        elif operation == "copy":
+            pair.cache = copy.deepcopy(pair.cache)
+        pair.check()
+
+
 # ---------------------------------------------------------------------- one graph
 
 COMPILED = [("llama-gqa", "sdpa"), ("gemma3", "sdpa"), *[(name, "vmmkv") for name in WIDE_MODELS]]
@@ -179,6 +374,19 @@ def test_no_compiler_copies_rows(device: str) -> None:
     lengths = {"max_new_tokens": 3, "min_new_tokens": 3}
     output = generate(model, tokens, past_key_values=cache, compile_config=compile_config(model, "inductor"), **lengths)
     assert torch.equal(output, generate(model, tokens, **lengths))
+    check_one_graph()
+
+
+def test_one_graph_of_an_encoder_decoder(device: str) -> None:
+    """Cross-attention reads what it wrote before: its length is a part of the graph."""
+    model = tiny_model("bart", "sdpa", device)
+    tokens = random_tokens(model, 2, 12)
+    _, cache = caches(model, compile=True)
+    mask = {"decoder_attention_mask": torch.ones_like(tokens[:, :1])}  # else 5.17 makes it inside of the graph
+    for _ in range(2):
+        cache.reset()
+        output = generate(model, tokens, past_key_values=cache, compile_config=compile_config(model), **mask)
+        assert torch.equal(output, generate(model, tokens))
     check_one_graph()
 
 
@@ -256,9 +464,12 @@ def test_captured_by_hand(name: str) -> None:
         tokens = [prompt, token.clone()]
         twin = copy.deepcopy(cache)
         model(token, past_key_values=twin)  # kernels compile before the capture
-        with pytest.raises(vmmkv.StreamCaptureError, match=r"reserve\(seq_len\)"), torch.cuda.graph(graph):
-            model(token, past_key_values=cache)
-        graph = torch.cuda.CUDAGraph()
+        plain = vmm_cache(model.config, "cuda")
+        model(prompt, past_key_values=plain)
+        for refused in (cache, plain):
+            with pytest.raises(vmmkv.StreamCaptureError, match=r"reserve\(seq_len\)"), torch.cuda.graph(graph):
+                model(token, past_key_values=refused)
+            graph = torch.cuda.CUDAGraph()
         cache.reserve(12 + 24)
         with torch.cuda.graph(graph):
             token.copy_(model(token, past_key_values=cache).logits[:, -1:].argmax(-1))
@@ -321,28 +532,87 @@ def test_a_second_generation_maps_nothing(attention: str, device: str) -> None:
 
 
 def test_what_cannot_map_pages_says_so(device: str) -> None:
-    model = tiny_model("llama-gqa", "sdpa", device)
-    cache = vmm_cache(model.config, device, compile=True)
+    """Before anything is written: compiled passes that nobody has announced, also after some that were."""
+    config = LlamaConfig(**{**DECODER, "num_hidden_layers": 2})
+    cache, reference = vmm_cache(config, device, compile=True), DynamicCache(config=config)
     with pytest.raises(ValueError, match="after a prompt"):
         cache.reserve(20)
+
+    def forward(kv: list[torch.Tensor], is_asked: bool = False, cache: Cache = cache) -> None:
+        if is_asked:
+            cache.get_mask_sizes(kv[0].shape[2], 0)
+        for index in range(2):
+            cache.update(*kv, index)
+
+    step = torch.compile(forward, backend="eager", fullgraph=True)
+    for announced in (0, 1, 3):
+        for run, tokens in ((forward, 5), *[(step, 1)] * announced):
+            kv = random_kv(device, 2, tokens)
+            if run is step:
+                cache.get_mask_sizes(1, 0)
+            run(kv)
+            forward(kv, cache=reference)
+        for tokens, is_asked in ((1, False), (1, True), (2, False)):
+            with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
+                step(random_kv(device, 2, tokens), is_asked)
+        cache.get_mask_sizes(1, 0)
+        with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
+            step(random_kv(device, 2, 2))
+        with pytest.raises(Exception, match=r"batch of 3.*holds 2"):
+            step(random_kv(device, 3, 1))
+        for each in (cache, reference):
+            each.batch_select_indices(torch.tensor([1, 0], device=device))  # gives back what was for the pass to come
+        with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
+            step(random_kv(device, 2, 1))
+        for layer, expected in zip(cache.layers, reference.layers):
+            assert torch.equal(layer.keys, expected.keys)
+            assert torch.equal(layer.values, expected.values)
+    with pytest.raises(vmmkv.SequenceTooLongError, match="max_seq_len=200"):
+        cache.reserve(201)
+    with pytest.raises(ValueError, match="compile=True"):
+        vmm_cache(config, device).reserve(20)
+
+
+def test_no_write_goes_beyond_what_was_reserved() -> None:
+    """On a GPU the device itself stops, which ends its context."""
+    model = tiny_model("llama-gqa", "sdpa", "cpu")
+    cache = vmm_cache(model.config, "cpu", 20, compile=True)
     step = torch.compile(model, backend="eager", fullgraph=True)
     with torch.no_grad():
         model(random_tokens(model, 2, 5), past_key_values=cache)
-        with pytest.raises(Exception, match=r"reserve\(seq_len\)"):
-            step(random_tokens(model, 2, 1), past_key_values=cache)
-        with pytest.raises(vmmkv.SequenceTooLongError, match="max_seq_len=200"):
-            cache.reserve(201)
-    with pytest.raises(ValueError, match="compile=True"):
-        vmm_cache(model.config, device).reserve(20)
+        for reserved in (8, 20):
+            cache.reserve(reserved)
+            while int(cache.get_seq_length()) < reserved:
+                step(random_tokens(model, 2, 1), past_key_values=cache)
+            with pytest.raises(vmmkv.StreamCaptureError, match=rf"token {reserved}.*room for {reserved}"):
+                step(random_tokens(model, 2, 1), past_key_values=cache)
 
 
-def test_layers_with_other_tokens_are_refused(device: str) -> None:
-    """As of models that keep an image in some of their layers."""
-    cache = vmm_cache(LlamaConfig(**DECODER), device, compile=True)
-    prompt, image = (torch.randn(2, 2, 2, tokens, 16, device=device) for tokens in (3, 190))
-    cache.update(*prompt, 0)
-    with pytest.raises(vmmkv.ShapeError, match=r"190 tokens.*without compile=True"):
-        cache.update(*image, 1)
+def test_a_compiled_pass_that_fails_in_the_middle(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts for nothing: some layers have written, and the host has not counted it."""
+    model = tiny_model("gemma3", "sdpa", device)
+    tokens = random_tokens(model, 2, 6)
+    expected = generate(model, tokens)
+    cache = vmm_cache(model.config, device, compile=True)
+    config = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    config._compile_all_devices = True
+    calls, module = 0, sys.modules["vmmkv.integrations.compiled_layers"]
+    can_append = module.can_append
+
+    def fail_in_the_middle(*kv: torch.Tensor) -> bool:
+        nonlocal calls
+        calls += 1
+        if calls == 4 * 3 + 2:  # layer 2 of the third step
+            raise RuntimeError("in the middle")
+        return can_append(*kv)
+
+    monkeypatch.setattr(module, "can_append", fail_in_the_middle)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        generate(model, tokens, past_key_values=cache, compile_config=config)
+    length = int(cache.get_seq_length())
+    assert length == 6 + 2
+    continued = generate(model, expected[:, : length + 1], past_key_values=cache, compile_config=config, **REST)
+    assert torch.equal(continued, expected)
 
 
 @pytest.mark.usefixtures("_uncompiled")

@@ -20,7 +20,7 @@ def parse_bytes(size: float | str, free: int) -> int:
     Raises:
         BudgetError: it is none of these.
     """
-    match = re.fullmatch(r"\s*(\d+\.?\d*)\s*(%|[KMGT]?i?B?)\s*", str(size))
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d*)?)\s*(%|[KMGT]?i?B?)\s*", str(size))
     number, unit = (float(match[1]), match[2]) if match else (-1.0, "")
     if unit == "" and "." in str(size) and 0 < number <= 1:
         number, unit = number * 100, "%"
@@ -54,7 +54,10 @@ def budget_pages(
         raise BudgetError(f"got max_bytes={max_bytes} and max_tokens={max_tokens}; give one of the two")
     least = len(layout.record_bytes) + zero_tail
     if max_tokens is not None:
-        max_tokens = operator.index(max_tokens)
+        try:
+            max_tokens = operator.index(max_tokens)
+        except TypeError:
+            raise BudgetError(f"asked for max_tokens={max_tokens!r}; it must be a whole number") from None
         begun = max(min(max_sequences, max_tokens) - 1, 0) * len(layout.record_bytes)
         pages = layout.pages(max_tokens, driver.page_size) + begun + zero_tail
         return _check_pages(driver, driver.memory_info(), pages, f"max_tokens={max_tokens}", least)

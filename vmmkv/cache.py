@@ -7,44 +7,104 @@ import html
 import itertools
 import operator
 import os
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .arena import Arena, check_address_space
+from .arena import Arena, check_address_space, free_waiting, wait_for_device
 from .budget import budget_pages
 from .driver import Driver, open_driver
 from .errors import (
+    BusyError,
     DeviceError,
-    DriverError,
     ForkError,
+    InterruptedChangeError,
     LayoutError,
     StreamCaptureError,
     UseAfterFreeError,
     VmmkvError,
 )
 from .invariants import check_invariants
-from .layout import KVLayout
+from .layout import KVLayout, whole_number
 from .pages import PagePool
-from .picture import draw_cache
-from .rows import Rows
+from .picture import draw_cache, draw_sequence
+from .rows import NOBODY, Rows
 from .sequence import Sequence, check_length
 from .stats import CacheStats, CallStats
 from .tensors import export_range, kv_views
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+OWN_ERRORS = VmmkvError, ValueError, TypeError
+"""What methods raise themselves, with the books as before."""
+
+
+def _was_interrupted(error: BaseException, outside: BaseException | None) -> bool:
+    """Whether an error came while another was handled that is none of our own; `outside` was there before."""
+    context = error.__context__
+    return (
+        context is not outside
+        and context is not None
+        and (not isinstance(context, OWN_ERRORS) or _was_interrupted(context, outside))
+    )
+
+
+def _operation(
+    method: Callable[Concatenate[KVCache, Parameters], Result],
+) -> Callable[Concatenate[KVCache, Parameters], Result]:
+    """Makes a method one operation: no other runs meanwhile, in whatever thread, and none sees what an interrupted one
+    has left.
+
+    Both locks are given back by the interpreter itself, which an interruption cannot prevent. `_is_dirty` is what tells
+    of one: it stays set unless the method has ended, with a result or with an error of its own.
+    """
+
+    def attempt(cache: KVCache, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        outside = sys.exception()
+        try:
+            result = method(cache, *args, **kwargs)
+        except OWN_ERRORS as error:
+            cache._is_dirty = _was_interrupted(error, outside)
+            raise
+        cache._is_dirty = False
+        return result
+
+    @functools.wraps(method)
+    def run(cache: KVCache, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        with cache._lock:
+            if cache._inside.locked():
+                raise BusyError(
+                    f"{method.__name__.strip('_')} was called in the middle of another operation of this thread on the "
+                    "same cache, as by a finalizer or a signal handler. Leave a note there and call it later"
+                )
+            with cache._inside:
+                if cache._is_dirty:
+                    cache._recover()
+                cache._check_usable()
+                cache._is_dirty = True
+                return attempt(cache, *args, **kwargs)
+
+    return run
 
 
 class KVCache:
     """K and V of many sequences, each in one contiguous row of virtual memory.
 
-    All methods may be called from several threads; a single sequence from one at a time.
+    All methods may be called from several threads; a single sequence from one at a time. Whoever is interrupted
+    (Ctrl-C) in the middle of one finds the cache as before it or after, or, where nobody knows whether the driver has
+    made or released a page, unusable (`InterruptedChangeError`). A finalizer, or a signal handler, that runs in the
+    middle of an operation may free sequences; everything else is refused (`BusyError`).
 
     Args:
         layout: the shape of a token.
@@ -87,7 +147,8 @@ class KVCache:
         int32_strides: bool = False,
         driver: Driver | None = None,
     ) -> None:
-        max_sequences, max_seq_len = operator.index(max_sequences), operator.index(max_seq_len)
+        max_sequences = whole_number("max_sequences", max_sequences)
+        max_seq_len = whole_number("max_seq_len", max_seq_len)
         if driver is not None and (device is not None or page_size is not None):
             raise ValueError("give a driver, or device and page_size; a driver has its own")
         if max_sequences < 1 or max_seq_len < 1:
@@ -120,9 +181,17 @@ class KVCache:
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._ranges = [flat.view(layout.dtype) for flat in ranges]
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
-        self._abandoned: deque[int] = deque()
+        self._abandoned: deque[weakref.KeyedRef[tuple[int, int], Sequence]] = deque()
+        """Rows, and the numbers of their sequences, that were left behind without `free`."""
+        self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
+        """By row: what moves to `_abandoned` when the row's sequence is collected. That may be at any moment, in any
+        thread, so it takes no Python code, which could be interrupted."""
         self._numbers = itertools.count()
-        self._lock = threading.RLock()
+        self._lock, self._inside = threading.RLock(), threading.Lock()
+        self._is_dirty = False
+        """An operation has begun and not ended; also when no other may begin."""
+        self._is_open = True
+        """The memory is ours to give back."""
         self._unusable: Callable[[], VmmkvError] | None = None
         _caches.add(self)
 
@@ -154,146 +223,185 @@ class KVCache:
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
                 new sequence then.
         """
-        tokens, expected_tokens = operator.index(tokens), operator.index(expected_tokens)
-        with self._lock:
-            self._check_usable()
-            for count in (tokens, expected_tokens):
-                _check_tokens(count)
-                check_length(count, self.max_seq_len)
-            self._free_abandoned()
-            number = next(self._numbers)
-            return Sequence(self, number, self._rows.acquire(number, tokens, expected_tokens))
+        for count in (tokens, expected_tokens):
+            check_length(_check_tokens(count), self.max_seq_len)
+        return self._sequence(tokens, expected_tokens)
+
+    @_operation
+    def _sequence(self, tokens: int, expected_tokens: int) -> Sequence:
+        self._free_abandoned()
+        row, number = self._rows.pick(max(tokens, expected_tokens)), next(self._numbers)
+        sequence = Sequence(self, number, row)
+        self._references[row] = weakref.KeyedRef(sequence, self._abandoned.append, (row, number))
+        self._rows.take(row, number, tokens, expected_tokens)  # from here on somebody will free it
+        return sequence
 
     def extend(
-        self, sequences: Collection[Sequence], tokens: int | Collection[int] | npt.NDArray[np.integer[Any]]
+        self,
+        sequences: Iterable[Sequence],
+        tokens: int | Collection[int] | npt.NDArray[np.integer[Any]],
+        *,
+        starts: Collection[int] | None = None,
     ) -> None:
         """Makes room for more tokens in many sequences: all of them or none.
 
         Args:
             sequences: live sequences of this cache, each once.
             tokens: how many more, one number for all or one per sequence.
+            starts: of sequences without tokens, the first one that will be read: no page is mapped in front of it.
+                Afterwards they are as if `release_before(start)` had followed.
 
         Raises:
-            SequenceTooLongError, OutOfPagesError, DriverError, UseAfterFreeError: as in
+            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in
                 `Sequence.extend`; no sequence has changed then.
-            ValueError: a sequence is of another cache or named twice, or a number is negative.
+            TypeError: something is no sequence, or no whole number.
+            ValueError: a sequence is of another cache or named twice, a number is negative, or there are not as many
+                numbers as sequences; with `starts`, a sequence holds tokens, or would begin behind its end.
         """
-        counts = _whole_numbers(tokens, len(sequences))
+        batch = self._batch(sequences)
+        counts = _whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
+        if starts is not None:
+            self._extend_from(batch, counts, _whole_numbers("starts", starts, len(batch), self.max_seq_len))
+            return
         with self._lock:
-            rows = [sequence._row for sequence in sequences if sequence._cache is self]
-            distinct = len(set(rows)) == len(rows) == len(sequences)
-            if isinstance(counts, int):
-                sensible = 0 <= counts <= self.max_seq_len
-            else:
-                sensible = bool(((counts >= 0) & (counts <= self.max_seq_len)).all())
-            if not distinct or not sensible:
-                self._refuse(sequences, counts)
-            index = np.array(rows, np.int64)
-            before = self._rows.length[index]
-            lengths = before + counts
-            if (lengths <= self._rows.capacity[index]).all():
-                self._rows.length[index] = lengths
-            else:
-                longest = int(lengths.max())
-                if self._unusable or index.min() < 0 or longest > self.max_seq_len:
-                    self._refuse(sequences, longest)
-                self._free_abandoned()
-                self._rows.grow_batch(index, lengths, before)
+            if not self._is_dirty and self._grow_within(batch, counts):
+                return
+        self._extend(batch, counts)
+
+    def _grow_within(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> bool:
+        """Writes down new lengths, if none needs a page and all sequences are alive."""
+        rows = self._rows
+        index = np.array([sequence._row for sequence in batch], np.int64)
+        lengths = rows.length[index] + counts
+        alive = rows.owner[index] == [sequence._number for sequence in batch]
+        within = bool(((lengths <= rows.capacity[index]) & alive).all())
+        if within:
+            rows.length[index] = lengths
+        return within
+
+    @_operation
+    def _extend(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> None:
+        self._free_abandoned()
+        index = np.array([self._check_live(sequence) for sequence in batch], np.int64)
+        lengths = self._rows.length[index] + counts
+        check_length(int(lengths.max(initial=0)), self.max_seq_len)
+        self._rows.grow(index, lengths)
+
+    @_operation
+    def _extend_from(self, batch: list[Sequence], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
+        self._free_abandoned()
+        index = np.array([self._check_live(sequence) for sequence in batch], np.int64)
+        if self._rows.length[index].any() or (starts > counts).any():
+            raise ValueError(
+                f"asked for starts={starts.tolist()} of tokens={counts.tolist()}; they are for sequences without "
+                "tokens, and none is behind its sequence's end. Others have release_before"
+            )
+        self._rows.grow(index, counts, starts)
 
     def _extend_one(self, sequence: Sequence, tokens: int) -> None:
         """`Sequence.extend`: the same for one, without arrays."""
-        tokens = operator.index(tokens)
+        tokens = _check_tokens(tokens)
+        row, rows = sequence._row, self._rows
         with self._lock:
-            row, rows = sequence._row, self._rows
-            before = rows.length_of[row]
-            length = before + tokens
-            if tokens >= 0 and length <= rows.capacity_of[row]:
+            length = rows.length_of[row] + tokens
+            if length <= rows.capacity_of[row] and rows.owner_of[row] == sequence._number and not self._is_dirty:
                 rows.length_of[row] = length
-            else:
-                if self._unusable or row < 0 or tokens < 0 or length > self.max_seq_len:
-                    self._refuse([sequence], length if tokens >= 0 else tokens)
-                if self._abandoned:
-                    self._free_abandoned()
-                rows.grow([row], [length], [before])
+                return
+        self._grow_one(sequence, tokens)
 
-    def _refuse(self, sequences: Collection[Sequence], tokens: int | npt.NDArray[np.int64]) -> None:
-        """Raises what is wrong with an `extend` by, or to, so many tokens."""
-        self._check_usable()
-        for sequence in sequences:
-            self._check_live(sequence)
-        if len(set(sequences)) != len(sequences):
-            raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
-        _check_tokens(int(np.min(tokens, initial=0)))
-        check_length(int(np.max(tokens, initial=0)), self.max_seq_len)
-
-    def _truncate(self, sequence: Sequence, tokens: int) -> None:
-        with self._lock:
-            self._rows.shrink(*self._tokens_of(sequence, tokens), operator.index(tokens))
-
-    def _release_before(self, sequence: Sequence, token: int) -> None:
-        with self._lock:
-            row, _ = self._tokens_of(sequence, token)
-            self._rows.shrink(row, operator.index(token), self._rows.length_of[row])
-
-    def _tokens_of(self, sequence: Sequence, token: int) -> tuple[int, int]:
-        """Row and start of a sequence that holds `token`, or ends with it."""
+    @_operation
+    def _grow_one(self, sequence: Sequence, tokens: int) -> None:
+        self._free_abandoned()
         row = self._check_live(sequence)
-        start, length = int(self._rows.start[row]), self._rows.length_of[row]
+        length = self._rows.length_of[row] + tokens
+        check_length(length, self.max_seq_len)
+        self._rows.grow_one(row, length)
+
+    def _batch(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Sequences of this cache, each once."""
+        if isinstance(sequences, Sequence):
+            raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
+        batch = list(sequences)
+        with suppress(AttributeError):  # one look at each, where nothing is wrong
+            if len({sequence for sequence in batch if sequence._cache is self}) == len(batch):
+                return batch
+        for sequence in batch:
+            if not isinstance(sequence, Sequence):
+                raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
+            if sequence._cache is not self:
+                raise ValueError(f"{sequence!r} belongs to another cache")
+        raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
+
+    @_operation
+    def _truncate(self, sequence: Sequence, tokens: int) -> None:
+        row, start, _ = self._extent_of(sequence, tokens)
+        self._rows.shrink(row, start, tokens)
+
+    @_operation
+    def _release_before(self, sequence: Sequence, token: int) -> None:
+        row, _, length = self._extent_of(sequence, token)
+        self._rows.shrink(row, token, length)
+
+    def _extent_of(self, sequence: Sequence, token: int) -> tuple[int, int, int]:
+        """Row, start and length of a sequence that holds `token`, or ends with it."""
+        row = self._check_live(sequence)
+        start, length = self._rows.start_of[row], self._rows.length_of[row]
         if not start <= token <= length:
             raise ValueError(f"asked for token {token}; {sequence!r} holds tokens {start} to {length}")
-        return row, start
+        return row, start, length
 
+    @_operation
     def _record_stream(self, sequence: Sequence, stream: torch.cuda.Stream) -> None:
-        with self._lock:
-            row = self._check_live(sequence)
-            if stream.device != self.device:
-                raise DeviceError(f"got a stream on {stream.device}; this cache is on {self.device}")
-            self._rows.record_stream(row, stream)
+        row = self._check_live(sequence)
+        if stream.device != self.device:
+            raise DeviceError(f"got a stream on {stream.device}; this cache is on {self.device}")
+        self._rows.record_stream(row, stream)
 
-    def free(self, sequences: Collection[Sequence]) -> None:
+    def free(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences; one fence serves all of them. Those that are free already are passed over.
 
+        In the middle of another operation of the same thread (in a finalizer, say) it is done later: by the next one.
+
         Raises:
-            StreamCaptureError: a CUDA graph is being captured; nothing was freed.
+            StreamCaptureError: a CUDA graph is being captured, on the current stream or on one that the sequences were
+                used on; nothing was freed.
+            ValueError: a sequence is of another cache; nothing was freed.
         """
-        if self._lock._is_owned():  # type: ignore[attr-defined]
-            # A finalizer of the user's, run by garbage collection in the middle of another operation.
-            for sequence in sequences:
-                if sequence._row >= 0:
-                    sequence._cache._abandoned.append(sequence._row)
-                    sequence._row = -1
-            return
+        batch = self._batch(dict.fromkeys(sequences))
         with self._lock:
-            if self._unusable:
-                return
-            live = [sequence for sequence in dict.fromkeys(sequences) if sequence._row >= 0]
-            rows = [self._check_live(sequence) for sequence in live]
-            if rows:
-                self._rows.release(rows)
-            for sequence in live:
-                sequence._row = -1
+            if self._inside.locked():
+                references = [self._references[sequence._row] for sequence in batch]
+                self._abandoned.extend(reference for reference in references if reference and reference() in batch)
+            elif not self._unusable:
+                self._free(batch)
+
+    @_operation
+    def _free(self, batch: list[Sequence]) -> None:
+        self._rows.release((sequence._row, sequence._number) for sequence in batch)
 
     def _free_abandoned(self) -> None:
-        """Frees the rows of sequences that were garbage-collected."""
-        rows = []
-        while self._abandoned:
-            rows.append(self._abandoned.popleft())
-        if rows:
-            try:
-                self._rows.release(rows)
-            except StreamCaptureError:
-                self._abandoned.extend(rows)  # later, then
-            except BaseException:
-                self._abandoned.extend(rows)
-                raise
+        """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
+        free_waiting()
+        if not self._abandoned:
+            return
+        references = list(self._abandoned)
+        try:
+            self._rows.release(reference.key for reference in references)
+        except StreamCaptureError:
+            return  # later, then
+        for _ in references:
+            self._abandoned.popleft()
 
     # ------------------------------------------------------------------ memory
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer over all rows: the whole virtual tensor.
 
-        Only tokens of live sequences may be touched: an access elsewhere is a fault. With `zero_tail` a live
-        row may be read from its sequence's `start` to the row's end.
+        Only tokens of live sequences may be touched: an access elsewhere is a fault, which ends the process or the
+        GPU's context. With `zero_tail` a live row may be read from its sequence's `start` to the row's end.
+
+        So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
+        the process. `Sequence.k` and `v` are as long as their sequence.
 
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
@@ -305,21 +413,21 @@ class KVCache:
     def range(self, index: int) -> torch.Tensor:
         """A range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.
 
-        For compilers, which take one tensor that is written in place better than many that share its memory.
+        For compilers, which take one tensor that is written in place better than many that share its memory. Not to be
+        printed either.
         """
         self._check_usable()
         return self._ranges[index]
 
+    @_operation
     def trim(self) -> int:
         """Gives surplus and free pages back to the system; returns their bytes.
 
         Waits for GPU work that still uses them.
         """
-        with self._lock:
-            self._check_usable()
-            self._free_abandoned()
-            self._rows.reclaim(self._rows.surplus_pages)
-            return self._pool.release_free() * self.page_size
+        self._free_abandoned()
+        self._rows.reclaim(self._rows.surplus_pages)
+        return self._pool.release_free() * self.page_size
 
     def close(self) -> None:
         """Ends all sequences and gives all memory back now, after all work on the device.
@@ -329,18 +437,22 @@ class KVCache:
 
         Raises:
             StreamCaptureError: a CUDA graph is being captured; nothing was closed.
+            DriverError: the device could not be waited for; nothing was closed.
+            BusyError: another operation of this thread is not at its end.
         """
         with self._lock:
-            if self._unusable:
+            if not self._is_open:
                 return
-            with suppress(DriverError):  # a lost context has lost the memory, too
-                self._driver.synchronize()
-            self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")
-            self._rows.capacity[:] = -1
-            self._views, self._ranges = [], []
-            for arena, _ in self._rows.ranges:
-                arena.close()
-            self._pool.close()
+            if self._inside.locked():
+                raise BusyError("close was called in the middle of another operation of this thread on the same cache")
+            with self._inside:
+                wait_for_device(self._driver)
+                self._forbid(functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one"))
+                self._views, self._ranges = [], []
+                for arena, _ in self._rows.ranges:
+                    arena.close()
+                self._pool.close()
+                self._is_open = False
 
     def __enter__(self) -> KVCache:
         return self
@@ -358,64 +470,67 @@ class KVCache:
 
         Not counted are pages behind a live sequence that work of the sequence before it may still read: they can be
         had, too, but the host waits. Those of parked rows are counted: the stream that freed them adopts them at once.
+        With `zero_tail` pages behind a live sequence are its own.
         """
-        with self._lock:
-            self._check_usable()
-            self._free_abandoned()
-            return self._rows.available_pages
+        return self._available_pages()
 
+    @_operation
+    def _available_pages(self) -> int:
+        self._free_abandoned()
+        return self._rows.available_pages
+
+    @_operation
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
-        with self._lock:
-            self._check_usable()
-            self._free_abandoned()
-            rows, pool = self._rows, self._pool
-            live = rows.owner >= 0
-            tokens = int((rows.length[live] - rows.start[live]).sum())
-            used = rows.used_pages
-            uses = pool.page_uses + used
-            meter = vars(pool.meter).items()
-            calls = {name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in meter if calls.count}
-            return CacheStats(
-                budget_bytes=pool.budget * self.page_size,
-                physical_bytes=pool.created * self.page_size,
-                tokens=tokens,
-                token_bytes=tokens * self.layout.token_bytes,
-                waste=1 - tokens * self.layout.token_bytes / (used * self.page_size) if used else 0.0,
-                pages={
-                    "used": used,
-                    "surplus": pool.taken - len(rows.zero_pages) - used,
-                    "free": pool.free,
-                    "zero": len(rows.zero_pages),
-                },
-                rows=rows.count_states(),
-                pages_created=pool.pages_created,
-                page_uses=uses,
-                reuse_factor=uses / pool.pages_created if pool.pages_created else 0.0,
-                adoptions=rows.adoptions,
-                driver_calls=calls,
-                driver_seconds=sum(call.seconds for call in calls.values()),
-            )
+        return self._stats()
 
+    def _stats(self) -> CacheStats:
+        self._free_abandoned()
+        rows, pool = self._rows, self._pool
+        live = rows.owner != NOBODY
+        tokens = int((rows.length[live] - rows.start[live]).sum())
+        used = rows.used_pages
+        uses = pool.page_uses + used
+        meter = vars(pool.meter).items()
+        calls = {name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in meter if calls.count}
+        return CacheStats(
+            budget_bytes=pool.budget * self.page_size,
+            physical_bytes=pool.created * self.page_size,
+            tokens=tokens,
+            token_bytes=tokens * self.layout.token_bytes,
+            waste=1 - tokens * self.layout.token_bytes / (used * self.page_size) if used else 0.0,
+            pages={
+                "used": used,
+                "surplus": pool.taken - len(rows.zero_pages) - used,
+                "free": pool.free,
+                "zero": len(rows.zero_pages),
+            },
+            rows=rows.count_states(),
+            pages_created=pool.pages_created,
+            page_uses=uses,
+            reuse_factor=uses / pool.pages_created if pool.pages_created else 0.0,
+            adoptions=rows.adoptions,
+            driver_calls=calls,
+            driver_seconds=sum(call.seconds for call in calls.values()),
+        )
+
+    @_operation
     def page_map(self) -> npt.NDArray[np.int64]:
         """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
         or `FREE_PAGE`, `SURPLUS_PAGE`, `VACANT_PAGE` or `ZERO_PAGE`."""
-        with self._lock:
-            self._check_usable()
-            self._free_abandoned()
-            return self._rows.page_map()
+        self._free_abandoned()
+        return self._rows.page_map()
 
+    @_operation
     def page_uses(self) -> npt.NDArray[np.int64]:
         """By page number: how many sequences each physical page has served and left."""
-        with self._lock:
-            return np.array(self._pool.uses, np.int64)
+        return np.array(self._pool.uses, np.int64)
 
+    @_operation
     def check(self) -> None:
         """Checks every invariant of the books; raises `InvariantError` where one is broken."""
-        with self._lock:
-            self._check_usable()
-            self._free_abandoned()
-            check_invariants(self._rows)
+        self._free_abandoned()
+        check_invariants(self._rows)
 
     # ------------------------------------------------------------------ use and misuse
 
@@ -426,26 +541,54 @@ class KVCache:
     def _check_live(self, sequence: Sequence) -> int:
         """The row of a live sequence of this cache."""
         self._check_usable()
-        if sequence._cache is not self:
-            raise ValueError(f"{sequence!r} belongs to another cache")
-        if sequence._row < 0:
+        if self._rows.owner_of[sequence._row] != sequence._number:
             raise UseAfterFreeError(f"sequence {sequence.number} was freed; start a new one with cache.sequence()")
         return sequence._row
 
+    def _recover(self) -> None:
+        """After an operation that was interrupted: makes the books right, or says that nobody can."""
+        if self._unusable:
+            return
+        self._unusable = functools.partial(
+            InterruptedChangeError,
+            "this KVCache was interrupted (Ctrl-C, a signal handler) while it had the driver make, map or release a "
+            "page, and cannot know whether that was done. Close it, which gives the memory back, and make a new one",
+        )
+        if not self._pool.unsettled:
+            with suppress(VmmkvError):
+                self._rows.recover()
+                check_invariants(self._rows)
+                self._unusable = None
+
+    def _forbid(self, reason: Callable[[], VmmkvError]) -> None:
+        """Ends all use."""
+        self._unusable = reason
+        self._is_dirty = True
+
     def _after_fork(self) -> None:
         """In a forked child: the memory is the parent's, and a GPU cannot be used at all."""
-        self._lock = threading.RLock()
-        self._rows.capacity[:] = -1
-        self._unusable = functools.partial(
-            ForkError,
-            "this KVCache was made before fork(); its memory belongs to the parent. Make a new one in the child, "
-            "or start processes with the 'spawn' method",
+        self._lock, self._inside = threading.RLock(), threading.Lock()
+        self._is_open = False
+        self._forbid(
+            functools.partial(
+                ForkError,
+                "this KVCache was made before fork(); its memory belongs to the parent. Make a new one in the child, "
+                "or start processes with the 'spawn' method",
+            )
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a KVCache owns its memory and cannot be copied or pickled; make another one of the same layout"
         )
 
     def __repr__(self) -> str:
-        if self._unusable:
+        try:
+            stats = self.stats()
+        except BusyError:
+            return "<vmmkv.KVCache: busy>"
+        except VmmkvError:
             return "<vmmkv.KVCache: gone>"
-        stats = self.stats()
         return (
             f"<vmmkv.KVCache on {self.device}: {stats.rows['live']} sequences, {stats.tokens} tokens, "
             f"{stats.physical_bytes / 2**20:.0f} of {stats.budget_bytes / 2**20:.0f} MiB>"
@@ -453,34 +596,48 @@ class KVCache:
 
     def _repr_html_(self) -> str:
         """What Jupyter shows: the page map."""
-        with self._lock:
-            return html.escape(repr(self)) if self._unusable else draw_cache(self._rows, self.stats())
+        return html.escape(repr(self)) if self._unusable else self._draw()
+
+    @_operation
+    def _draw(self) -> str:
+        return draw_cache(self._rows, self._stats())
+
+    @_operation
+    def _draw_sequence(self, sequence: Sequence) -> str:
+        return draw_sequence(self._rows, self._check_live(sequence))
 
 
 def _whole_numbers(
-    tokens: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int
-) -> int | npt.NDArray[np.int64]:
-    """One number, or an array of `count`."""
-    if isinstance(tokens, int):
-        return tokens
-    numbers = np.asarray(tokens)
-    if numbers.size and numbers.dtype.kind not in "iu":
-        raise TypeError(f"got tokens {tokens!r}; they must be whole numbers")
-    if numbers.shape not in ((), (count,)):
-        raise ValueError(f"got tokens of shape {numbers.shape} for {count} sequences; give one number or one for each")
-    return numbers.astype(np.int64)
+    name: str, numbers: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int, limit: int
+) -> npt.NDArray[np.int64]:
+    """`count` numbers from 0 to `limit`, of as many or of one for all."""
+    given = np.asarray(numbers)
+    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits
+        for number in numbers if isinstance(numbers, Collection) else [numbers]:
+            check_length(_check_tokens(number), limit)
+    if given.shape not in ((), (count,)):
+        raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
+    _check_tokens(int(given.min(initial=0)))
+    check_length(int(given.max(initial=0)), limit)
+    return np.broadcast_to(given, count).astype(np.int64)
 
 
-def _check_tokens(tokens: int) -> None:
+def _check_tokens(tokens: int) -> int:
+    """A whole number of tokens."""
+    try:
+        tokens = operator.index(tokens)
+    except TypeError:
+        raise TypeError(f"got {tokens!r} tokens; they must be a whole number") from None
     if tokens < 0:
         raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
+    return tokens
 
 
 _caches: weakref.WeakSet[KVCache] = weakref.WeakSet()
 
 
 def _after_fork() -> None:
-    for cache in _caches:
+    for cache in list(_caches):
         cache._after_fork()
 
 

@@ -1,7 +1,8 @@
 """Everything that can go wrong, as types: what was asked, what there was, what would help.
 
 After any of these the cache is as it was before the call. It is usable, too, unless the error says that it is not:
-`InvariantError`, `ForkError`, and `UseAfterFreeError` of a closed cache.
+`InvariantError`, `ForkError`, `InterruptedChangeError`, and `UseAfterFreeError` of a closed cache. All of them can be
+pickled: they cross from process to process.
 """
 
 
@@ -29,6 +30,18 @@ class ShapeError(VmmkvError, ValueError):
     """A tensor whose shape does not fit the tokens that it is written to."""
 
 
+class ArgumentError(VmmkvError, TypeError):
+    """An argument of another kind than the one that is asked for, or none at all."""
+
+
+class OutOfRangeError(VmmkvError, IndexError):
+    """A layer that the cache has not, or a sequence that its batch has not."""
+
+
+class UnsupportedError(VmmkvError, NotImplementedError):
+    """What this cache cannot do, while others of the same interface can."""
+
+
 class OutOfPagesError(VmmkvError, MemoryError):
     """The page pool cannot supply the pages that were asked for.
 
@@ -37,7 +50,7 @@ class OutOfPagesError(VmmkvError, MemoryError):
         available: pages that could have been had: free, still within the budget, or reclaimable.
     """
 
-    def __init__(self, message: str, *, requested: int, available: int) -> None:
+    def __init__(self, message: str, *, requested: int = 0, available: int = 0) -> None:
         super().__init__(message)
         self.requested = requested
         self.available = available
@@ -59,8 +72,16 @@ class ReleasedTokensError(VmmkvError, RuntimeError):
     """Tokens are needed again that a sliding window has left behind."""
 
 
+class UnfinishedPassError(VmmkvError, RuntimeError):
+    """A forward pass ended in the middle (an error, Ctrl-C), so that the layers of a cache hold different tokens."""
+
+
 class AutogradError(VmmkvError, RuntimeError):
     """Autograd would record K and V that go into a cache; caches are for inference."""
+
+
+class UnsupportedAttentionError(UnsupportedError):
+    """A model asks its attention for something that `attn_implementation="vmmkv"` neither knows nor can hand on."""
 
 
 class ForkError(VmmkvError):
@@ -68,7 +89,16 @@ class ForkError(VmmkvError):
 
 
 class StreamCaptureError(VmmkvError):
-    """An operation that needs a CUDA event or a memset was called while a graph is captured."""
+    """An operation that needs a CUDA event or a memset was called while a graph is captured, on the current stream or
+    on one whose work has to be waited for."""
+
+
+class BusyError(VmmkvError, RuntimeError):
+    """A cache was used in the middle of another operation of the same thread: by a finalizer or a signal handler."""
+
+
+class InterruptedChangeError(VmmkvError, RuntimeError):
+    """A cache was interrupted (Ctrl-C) at a moment after which nobody can say what the memory system has done."""
 
 
 class InvariantError(VmmkvError, AssertionError):
@@ -85,15 +115,26 @@ class DriverError(VmmkvError, RuntimeError):
     """
 
     def __init__(self, call: str, code: str, detail: str = "") -> None:
-        super().__init__(f"{call} failed with {code}" + (f": {detail}" if detail else ""))
+        super().__init__(call, code, detail)
         self.call = call
         self.code = code
         self.detail = detail
+
+    def __str__(self) -> str:
+        return f"{self.call} failed with {self.code}" + (f": {self.detail}" if self.detail else "")
 
 
 class DriverOutOfMemoryError(DriverError):
     """The device has no physical page left, or a limit was met before (others may use what the budget allows)."""
 
 
+class DeviceLostError(DriverError):
+    """An earlier failure (an illegal access, say) has ended the device's context, and all memory in it."""
+
+
 class StrideLimitWarning(UserWarning):
     """A view is longer than kernels with 32-bit strides can address; they would read wrong tokens."""
+
+
+class KeptLayersWarning(UserWarning):
+    """Layers of a model whose K and V stay where transformers keeps them: they have no rows of virtual memory."""

@@ -37,6 +37,12 @@ class Fence:
         self.passed()
         return self._events.keys() <= {stream}
 
+    def order(self, stream: Any) -> None:
+        """Makes work submitted to `stream` from now on come after all of that work; the host does not wait."""
+        if not self.passed_for(stream):
+            for event in self._events.values():
+                event.wait(stream)
+
     def wait(self) -> None:
         """Waits until it has passed."""
         for event in self._events.values():

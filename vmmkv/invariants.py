@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from .errors import InvariantError
-from .rows import Rows
+from .rows import NOBODY, Rows
 
 
 def check_invariants(rows: Rows) -> None:
@@ -23,6 +23,7 @@ def check_invariants(rows: Rows) -> None:
     mapped = Counter(page for arena, _ in rows.ranges for row in arena.rows for page in row.pages)
     exist = {page for page, handle in enumerate(pool.handles) if handle is not None}
     free = set(pool.free_pages)
+    ensure(not pool.unsettled, "a page is being made or released")
     zero = set(rows.zero_pages)
     ensure(pool.created <= pool.budget, f"{pool.created} pages exist; the budget is {pool.budget}")
     ensure(all(count == 1 for count in mapped.values()), "a page is mapped twice")
@@ -34,14 +35,17 @@ def check_invariants(rows: Rows) -> None:
     ensure(pool.taken == mapped_pages, f"{pool.taken} pages are taken, {mapped_pages} mapped")
 
     states = Counter(rows.count_states())
-    num_rows = len(rows.owner) - 1
-    ensure(sum(states.values()) == num_rows, f"rows by state {dict(states)} are not {num_rows} in all")
-    for row in range(num_rows):
+    ensure(sum(states.values()) == rows.num_rows, f"rows by state {dict(states)} are not {rows.num_rows} in all")
+    owners = Counter(rows.owner[rows.owner != NOBODY].tolist())
+    ensure(all(count == 1 for count in owners.values()), "a sequence has two rows")
+    empty = set(rows.empty)
+    ensure(len(empty) == len(rows.empty), "a row is empty twice")
+    for row in range(rows.num_rows):
         start, length, capacity = (int(of[row]) for of in (rows.start, rows.length, rows.capacity))
-        live = rows.owner[row] >= 0
-        listed = (row in rows.parked) + (row in rows.empty) + (row in rows.retired)
+        live = rows.owner[row] != NOBODY
+        listed = (row in rows.parked) + (row in empty) + (row in rows.retired)
         ensure(listed <= 1, f"row {row} is on several lists")
-        ensure(not (live and (row in rows.parked or row in rows.empty)), f"live row {row} is up for adoption")
+        ensure(not (live and (row in rows.parked or row in empty)), f"live row {row} is up for adoption")
         ensure(live or listed == 1, f"row {row} is lost")
         ensure(live or length == 0, f"row {row} has {length} tokens and no sequence")
         ordered = start <= length <= capacity <= rows.max_seq_len
@@ -52,12 +56,13 @@ def check_invariants(rows: Rows) -> None:
             tails = mapping.end <= mapping.tail <= mapping.tail_ready <= mapping.limit
             ensure(tails, f"row {row}: end, tail, tail_ready, limit out of order")
             ensure(bool(zero) or mapping.tail == mapping.limit, f"row {row} has a tail")
+            ensure(mapping.doubt is None, f"row {row}: nobody knows what is mapped")
             ensure(mapping.limit * arena.page_size <= arena.row_bytes, f"row {row} runs into the next")
-            if live and length > start:
+            if live and length > start:  # its pages are consecutive, so that the others are mapped as well
                 ensure(mapping.first * arena.page_size <= start * record, f"row {row}: its first token is not mapped")
             if live:
                 ensure(mapping.ready * arena.page_size >= capacity * record, f"row {row}: {capacity=} is not mapped")
-            if row in rows.empty:
+            if row in empty:
                 ensure(not mapping.pages and mapping.first == 0, f"empty row {row} has pages")
             if row in rows.parked:
                 ensure(mapping.first == 0, f"parked row {row} has a hole in front")

@@ -72,19 +72,19 @@ class KVLayout:
         if self.dtype not in DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise DtypeError(f"asked for K and V as {self.dtype}; vmmkv holds {known}")
-        if self.num_layers < 1:
+        if whole_number("num_layers", self.num_layers) < 1:
             raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at least one")
-        if self.layers_per_range is not None and self.layers_per_range < 1:
+        if self.layers_per_range is not None and whole_number("layers_per_range", self.layers_per_range) < 1:
             raise LayoutError(f"asked for layers_per_range={self.layers_per_range}; a range has at least one")
         for name, smallest in (("num_kv_heads", 1), ("head_dim", 1), ("v_head_dim", 0)):
             value = getattr(self, name)
-            if isinstance(value, Sequence):
-                value = tuple(map(operator.index, value))
+            if isinstance(value, Sequence) and not isinstance(value, str):
+                value = tuple(whole_number(name, each) for each in value)
                 object.__setattr__(self, name, value)  # a frozen layout is hashable
                 if len(value) != self.num_layers:
                     raise LayoutError(f"{name} has {len(value)} entries for {self.num_layers} layers")
             elif value is not None:
-                operator.index(value)
+                whole_number(name, value)
             if value is not None and min(self._per_layer(value)) < smallest:
                 raise LayoutError(f"asked for {name}={value}; it must be at least {smallest}")
 
@@ -133,6 +133,18 @@ class KVLayout:
     def pages(self, tokens: int, page_size: int) -> int:
         """Pages that a sequence of `tokens` tokens takes in all ranges."""
         return sum(-(-tokens * record // page_size) for record in self.record_bytes)
+
+
+def whole_number(name: str, value: object) -> int:
+    """What was given under a name, where it is a whole number.
+
+    Raises:
+        LayoutError: it is not.
+    """
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise LayoutError(f"asked for {name}={value!r}; it must be a whole number") from None
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -8,13 +8,16 @@ Invariants:
  1. `created = free + taken <= budget`, in pages; the driver holds exactly the created ones.
  2. `take` hands out all that is asked for or changes nothing that a caller can see.
  3. The pool never maps anything; whoever took a page maps it, unmaps it, and then gives it back.
+ 4. `handles` says which pages exist, except while `unsettled`: who is interrupted then (Ctrl-C) cannot know. All other
+    books follow from that and from who has taken what: `settle` works them out.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from contextlib import suppress
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from time import perf_counter_ns
 
 from .driver import Driver, Handle
@@ -45,6 +48,8 @@ class PagePool:
         """How often a page has left a sequence since the beginning."""
         self.taken = 0
         """Pages that somebody has taken."""
+        self.unsettled = False
+        """Whether the driver is making or releasing a page, and the books do not say so yet."""
         self._free: list[int] = []
         self._vacant: list[int] = []
         weakref.finalize(self, _release_all, driver, self.handles, os.getpid()).atexit = False
@@ -120,12 +125,25 @@ class PagePool:
                 page = self._free[-1]
                 handle = self.handles[page]
                 assert handle is not None
-                self.driver.release(handle)
-                self.handles[page] = None
+                with self._unsettled():
+                    self.handles[page] = None  # before: what is released twice may be somebody else's by then
+                    try:
+                        self.driver.release(handle)
+                    except DriverError:
+                        self.handles[page] = handle
+                        raise
                 self._vacant.append(self._free.pop())
         finally:
             self.meter.release.add(count - len(self._free), perf_counter_ns() - start)
         return count
+
+    def settle(self, taken: Collection[int]) -> None:
+        """Works out anew, after an interruption, which pages are free: all that exist but those `taken`."""
+        exists = [handle is not None for handle in self.handles]
+        self._free = [page for page, there in enumerate(exists) if there and page not in taken]
+        self._vacant = [page for page, there in enumerate(exists) if not there]
+        self.uses += [0] * (len(exists) - len(self.uses))
+        self.taken = len(taken)
 
     def close(self) -> None:
         """Gives all memory back, in whatever state the driver is."""
@@ -133,15 +151,31 @@ class PagePool:
         self._free.clear()
 
     def _create(self) -> int:
-        handle = self.driver.create()
-        self.pages_created += 1
+        page = self._vacant[-1] if self._vacant else len(self.handles)
+        with self._unsettled():
+            handle = self.driver.create()
+            if self._vacant:
+                self.handles[page] = handle
+            else:
+                self.handles.append(handle)
         if self._vacant:
-            page = self._vacant.pop()
-            self.handles[page], self.uses[page] = handle, 0
-            return page
-        self.handles.append(handle)
-        self.uses.append(0)
-        return len(self.handles) - 1
+            self._vacant.pop()
+            self.uses[page] = 0
+        else:
+            self.uses.append(0)
+        self.pages_created += 1
+        return page
+
+    @contextmanager
+    def _unsettled(self) -> Iterator[None]:
+        """Around a call of the driver, and the line that writes it down. A call that fails has done nothing."""
+        self.unsettled = True
+        try:
+            yield
+        except DriverError:
+            self.unsettled = False
+            raise
+        self.unsettled = False
 
 
 def _release_all(driver: Driver, handles: list[Handle | None], owner: int) -> None:
@@ -149,6 +183,6 @@ def _release_all(driver: Driver, handles: list[Handle | None], owner: int) -> No
         return
     for page, handle in enumerate(handles):
         if handle is not None:
+            handles[page] = None
             with suppress(DriverError):
                 driver.release(handle)
-                handles[page] = None

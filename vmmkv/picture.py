@@ -67,7 +67,7 @@ def draw_cache(rows: Rows, stats: CacheStats) -> str:
         f"{_count(stats.pages['used'], 'page')} of {size >> 10:,} KiB in use, waste {stats.waste:.1%}; "
         f"{stats.physical_bytes / 2**20:,.0f} of {stats.budget_bytes / 2**20:,.0f} MiB taken"
     )
-    order = sorted(range(len(rows.owner) - 1), key=lambda row: rows.owner_of[row] < 0)  # live ones first
+    order = sorted(range(rows.num_rows), key=lambda row: rows.owner_of[row] < 0)  # live ones first
     lines = [(row, list(chain(*_pages_by_range(rows, row, owners)))) for row in order if row not in rows.empty]
     if lines:
         columns = COLUMNS - LABEL

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import html
+import operator
 import warnings
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from .errors import DeviceError, DtypeError, SequenceTooLongError, ShapeError, StrideLimitWarning
-from .picture import draw_sequence
+from .errors import DeviceError, DtypeError, SequenceTooLongError, ShapeError, StrideLimitWarning, VmmkvError
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -21,14 +21,15 @@ class Sequence:
 
     Free it with `free()` or a `with` block; garbage collection frees it too, but later.
     Not for use from several threads at once (different sequences of one cache are).
+
+    It names a row and the number under which the cache has it: whether it lives is written in one place, the cache's
+    books.
     """
 
     __slots__ = ("__weakref__", "_cache", "_number", "_row")
 
     def __init__(self, cache: KVCache, number: int, row: int) -> None:
-        self._cache = cache
-        self._number = number
-        self._row = row
+        self._cache, self._number, self._row = cache, number, row
 
     @property
     def cache(self) -> KVCache:
@@ -43,26 +44,22 @@ class Sequence:
     @property
     def row(self) -> int:
         """Its index in the first dimension of `KVCache.kv`; the same for as long as it lives."""
-        self._cache._check_live(self)
-        return self._row
+        return self._cache._check_live(self)
 
     @property
     def length(self) -> int:
         """Tokens so far, including those before `start`."""
-        self._cache._check_live(self)
-        return int(self._cache._rows.length[self._row])
+        return self._cache._rows.length_of[self._cache._check_live(self)]
 
     @property
     def start(self) -> int:
         """The first token that can be read: 0, or what was last given to `release_before`."""
-        self._cache._check_live(self)
-        return int(self._cache._rows.start[self._row])
+        return self._cache._rows.start_of[self._cache._check_live(self)]
 
     @property
     def capacity(self) -> int:
         """The length up to which growing costs no driver call."""
-        self._cache._check_live(self)
-        return int(self._cache._rows.capacity[self._row])
+        return self._cache._rows.capacity_of[self._cache._check_live(self)]
 
     def extend(self, tokens: int) -> None:
         """Makes room for `tokens` more tokens; maps the pages that they need.
@@ -82,7 +79,7 @@ class Sequence:
 
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle."""
-        self._cache._truncate(self, tokens)
+        self._cache._truncate(self, operator.index(tokens))
 
     def release_before(self, token: int) -> None:
         """Drops the tokens before `token`, as for a sliding window; the others keep their positions.
@@ -90,13 +87,12 @@ class Sequence:
         Whole pages in front of it go to others when the GPU is done with them. Tokens before `token`
         must not be read again: views start at `token` from now on.
         """
-        self._cache._release_before(self, token)
+        self._cache._release_before(self, operator.index(token))
 
     def free(self) -> None:
         """Ends the sequence. Its row goes to others after all work on the current stream, and on
         the streams named with `record_stream`. A second call does nothing."""
-        if self._row >= 0:
-            self._cache.free([self])
+        self._cache.free([self])
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Says that work on `stream` uses the sequence: its pages wait for that work, too.
@@ -147,7 +143,7 @@ class Sequence:
             target[len(target) - len(source) :].copy_(source.detach())  # the cache is no part of an autograd graph
 
     def _view(self, layer: int, which: int) -> torch.Tensor:
-        return self._cache.kv(layer)[which][self._row, self.start : self.length]
+        return self._cache.kv(layer)[which][self.row, self.start : self.length]
 
     def _warn_of_stride(self) -> None:
         """A view that is about to go to a kernel of somebody else's must not be read wrong silently."""
@@ -163,15 +159,17 @@ class Sequence:
             )
 
     def __repr__(self) -> str:
-        if self._row < 0 or self._cache._unusable:
+        try:
+            return f"<vmmkv.Sequence {self._number}: row {self.row}, {self.length} tokens>"
+        except VmmkvError:
             return f"<vmmkv.Sequence {self._number}: gone>"
-        return f"<vmmkv.Sequence {self._number}: row {self._row}, {self.length} tokens>"
 
     def _repr_html_(self) -> str:
         """What Jupyter shows: the pages under its tokens."""
-        with self._cache._lock:
-            gone = self._row < 0 or self._cache._unusable
-            return html.escape(repr(self)) if gone else draw_sequence(self._cache._rows, self._row)
+        try:
+            return self._cache._draw_sequence(self)
+        except VmmkvError:
+            return html.escape(repr(self))
 
     def __enter__(self) -> Sequence:
         return self
@@ -183,11 +181,6 @@ class Sequence:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Sequence owns its row and cannot be copied or pickled; start another with cache.sequence()")
-
-    def __del__(self) -> None:
-        # May run at any moment, in any thread: only leaves a note for the cache's next operation.
-        if self._row >= 0:
-            self._cache._abandoned.append(self._row)
 
 
 def check_length(length: int, max_seq_len: int) -> None:

@@ -3,13 +3,18 @@
 The range enters torch once, as bytes, through DLPack: the only way that takes any address, mapped or not.
 Everything else is a view of that tensor. A view keeps its arena alive (the whole cache's memory, that is, but not the
 sequence that it was made for).
+
+torch copies and saves a view by copying all of its storage, here the whole range, most of which has no memory. So that
+is refused.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any, NoReturn
 
 import torch
+import torch.serialization
 import torch.utils.dlpack
 
 from .layout import KVLayout
@@ -64,8 +69,25 @@ def export_range(address: int, nbytes: int, device: torch.device, owner: object)
     managed.tensor = _DLTensor(address, kind, device.index or 0, 1, KDLUINT, 8, 1, shape, None, 0)
     managed.manager, managed.deleter = None, _free
     tensor = torch.utils.dlpack.from_dlpack(_new_capsule(memory, b"dltensor", None))
-    tensor.untyped_storage()._vmmkv_owner = owner  # type: ignore[attr-defined]
+    storage: Any = tensor.untyped_storage()
+    storage._vmmkv_owner, storage.__deepcopy__ = owner, _refuse_copy
     return tensor
+
+
+def _refuse_copy(*_: object) -> NoReturn:
+    raise TypeError(
+        "this is a view of a virtual tensor, and torch would copy all of that, memory or none. clone() the view, and "
+        "copy or save the clone"
+    )
+
+
+def _tag(storage: Any) -> None:
+    """What torch asks before it pickles or saves a storage."""
+    if hasattr(storage, "_vmmkv_owner"):
+        _refuse_copy()
+
+
+torch.serialization.register_package(0, _tag, lambda storage, location: None)
 
 
 def kv_views(

@@ -1,6 +1,8 @@
 """transformers' `generate` on a cache that grows in place, with a tiny Llama of random weights."""
 
 import copy
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,13 @@ for _ in range(3):
     answer = model.generate(prompt, past_key_values=copy.deepcopy(cache), **options)
     assert torch.equal(answer, expected)
 # --8<-- [end:copy]
+
+path = Path(tempfile.mkdtemp()) / "prompt.pt"
+# --8<-- [start:save]
+torch.save(cache, path)  # the tokens, and no other memory of the rows
+loaded = torch.load(path, weights_only=False)  # map_location="cuda:1" brings them there
+assert torch.equal(model.generate(prompt, past_key_values=loaded, **options), expected)
+# --8<-- [end:save]
 
 # --8<-- [start:compile]
 compiled = VmmCache(model.config, max_seq_len=256, compile=True)  # on a GPU, generate compiles by itself now

@@ -6,11 +6,12 @@ Each method is one call of the memory system, so that a test can make any one of
 
 The contract:
  1. `reserve` returns addresses that belong to nobody else and that fault on any access.
- 2. `create` returns a page of physical memory that reads as zero. It has no address.
+ 2. `create` returns a page of physical memory. It has no address. What it holds is nobody's secret: zeros, as far as
+    has been seen, but a driver need not promise that.
  3. `map` puts a page under an address; an access still faults until `set_access`.
     A page may be mapped at many addresses; they all see the same bytes.
- 4. `unmap` takes the pages away from an address range; accesses fault again. The bytes stay in the
-    pages until `release`, and a page mapped again elsewhere shows them there.
+ 4. `unmap` takes the pages away from an address range, wherever there are some; accesses fault again. The bytes
+    stay in the pages until `release`, and a page mapped again elsewhere shows them there.
  5. A call either does what it says or raises `DriverError` and does nothing.
  6. No call waits for work on the device, and none checks whether work still uses a page: that is
     the caller's part (see `vmmkv.fence`).
@@ -38,6 +39,9 @@ class Event(Protocol):
 
     def synchronize(self) -> None:
         """Waits until it has."""
+
+    def wait(self, stream: Any) -> None:
+        """Makes work that is submitted to `stream` from now on wait for this point; the host goes on."""
 
 
 class Driver(Protocol):
@@ -77,10 +81,10 @@ class Driver(Protocol):
         """Makes a range of mapped pages readable, and writable or read-only."""
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Takes the pages of a fully mapped range away."""
+        """Takes the pages of a range away; where nothing is mapped it stays so."""
 
-    def fill(self, address: int, nbytes: int, value: int = 0) -> None:
-        """Sets bytes, in the order of the current stream."""
+    def fill(self, address: int, nbytes: int, value: int, stream: Any) -> None:
+        """Sets bytes, in the order of a stream."""
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
         """Copies bytes between ranges that do not overlap, in the order of the current stream."""
@@ -92,12 +96,17 @@ class Driver(Protocol):
         """An event after all work submitted to `stream` so far.
 
         Raises:
-            StreamCaptureError: a CUDA graph is being captured. `fill` and `copy` raise it too: as a part
-                of the graph they would run again at each replay.
+            StreamCaptureError: a CUDA graph is being captured on the current stream, or on `stream`. `fill` and
+                `copy` raise it too: as a part of the graph they would run again at each replay.
         """
 
     def synchronize(self) -> None:
-        """Waits for all work on the device; raises `StreamCaptureError` while a graph is captured."""
+        """Waits for all work on the device. Captures of other threads go on undisturbed.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured on the current stream.
+            DeviceLostError: an earlier failure has ended the device's context, and its memory with it.
+        """
 
 
 def open_driver(device: str | torch.device | None = None, page_size: int | None = None) -> Driver:
@@ -128,6 +137,6 @@ def check_page_size(page_size: int | None, granularity: int) -> int:
     """The page size to use: a multiple of `granularity`, 2 MiB unless asked otherwise."""
     if page_size is None:
         return -(-DEFAULT_PAGE_SIZE // granularity) * granularity
-    if page_size <= 0 or page_size % granularity:
+    if not isinstance(page_size, int) or page_size <= 0 or page_size % granularity:
         raise LayoutError(f"asked for page_size={page_size}; it must be a multiple of {granularity} bytes")
     return page_size

@@ -6,14 +6,14 @@ Works in the primary context, the one that torch uses, so that torch's kernels s
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import cuda.bindings.driver as cu
 import torch
 
-from ..errors import DeviceError, DriverError, DriverOutOfMemoryError, StreamCaptureError
+from ..errors import DeviceError, DeviceLostError, DriverError, DriverOutOfMemoryError, StreamCaptureError
 from . import Event, Handle, check_page_size
 
 SUCCESS = cu.CUresult.CUDA_SUCCESS
@@ -21,13 +21,45 @@ MINIMUM = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
 NOT_READY = cu.CUresult.CUDA_ERROR_NOT_READY
 RELAXED = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 OUT_OF_MEMORY = cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+CAPTURED_IMPLICITLY = cu.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT
+NOT_CAPTURING = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+LOST = {
+    getattr(cu.CUresult, f"CUDA_ERROR_{name}")
+    for name in (
+        "ILLEGAL_ADDRESS",
+        "LAUNCH_TIMEOUT",
+        "CONTEXT_IS_DESTROYED",
+        "ASSERT",
+        "HARDWARE_STACK_ERROR",
+        "ILLEGAL_INSTRUCTION",
+        "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "LAUNCH_FAILED",
+        "ECC_UNCORRECTABLE",
+        "DEINITIALIZED",
+    )
+}
+"""After these a context never works again."""
 
 
 def check(call: str, status: Any, detail: str = "") -> None:
     """Raises what a CUDA driver call returned, unless it was success."""
     if status != SUCCESS:
-        kind = DriverOutOfMemoryError if status == OUT_OF_MEMORY else DriverError
+        lost = DeviceLostError if status in LOST else DriverError
+        kind = DriverOutOfMemoryError if status == OUT_OF_MEMORY else lost
         raise kind(call, cu.CUresult(status).name, detail)
+
+
+@contextmanager
+def _relaxed() -> Iterator[None]:
+    """Lets this thread make calls that would break a graph capture, its own or another thread's: it knows that they
+    are no part of it. torch's caching allocator does the same."""
+    _, mode = cu.cuThreadExchangeStreamCaptureMode(RELAXED)
+    try:
+        yield
+    finally:
+        cu.cuThreadExchangeStreamCaptureMode(mode)
 
 
 def cuda_version() -> str:
@@ -38,32 +70,27 @@ def cuda_version() -> str:
 
 
 class _CudaEvent:
-    """A point in a stream's work.
-
-    Asking an ordinary event would break a graph capture, this thread's or another's, unless the thread says
-    that it knows what it does; torch's caching allocator does the same.
-    """
+    """A point in a stream's work."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
     def query(self) -> bool:
-        status = self._relaxed(cu.cuEventQuery)
+        with _relaxed():
+            (status,) = cu.cuEventQuery(self._event.cuda_event)
         if status == NOT_READY:
             return False
         check("cuEventQuery", status)
         return True
 
     def synchronize(self) -> None:
-        check("cuEventSynchronize", self._relaxed(cu.cuEventSynchronize))
+        with _relaxed():
+            (status,) = cu.cuEventSynchronize(self._event.cuda_event)
+        check("cuEventSynchronize", status)
 
-    def _relaxed(self, call: Callable[[int], tuple[Any]]) -> Any:
-        _, mode = cu.cuThreadExchangeStreamCaptureMode(RELAXED)
-        try:
-            return call(self._event.cuda_event)[0]
-        finally:
-            cu.cuThreadExchangeStreamCaptureMode(mode)
+    def wait(self, stream: torch.cuda.Stream) -> None:
+        self._event.wait(stream)
 
 
 class CudaDriver:
@@ -87,6 +114,8 @@ class CudaDriver:
         self.memory_info()  # makes torch's primary context, where there is none yet
         status, ordinal = cu.cuDeviceGet(index)
         check("cuDeviceGet", status)
+        status, self._context = cu.cuDevicePrimaryCtxRetain(ordinal)  # for ever, like torch
+        check("cuDevicePrimaryCtxRetain", status)
         self.features, self._property, self.granularity = self._probe(ordinal)
         self.page_size = check_page_size(page_size, self.granularity)
         self._access = {writable: [self._access_description(writable)] for writable in (False, True)}
@@ -161,10 +190,8 @@ class CudaDriver:
         addresses = {
             name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in symbols.items()
         }
-        status, context = cu.cuDevicePrimaryCtxRetain(self.device.index)  # for ever, like torch
-        check("cuDevicePrimaryCtxRetain", status)
         access = self._access[True][0].getPtr()
-        return addresses | {"property": self._property.getPtr(), "access": access, "context": int(context)}
+        return addresses | {"property": self._property.getPtr(), "access": access, "context": int(self._context)}
 
     def memory_info(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)
@@ -199,41 +226,56 @@ class CudaDriver:
     def unmap(self, address: int, nbytes: int) -> None:
         check("cuMemUnmap", *cu.cuMemUnmap(address, nbytes))
 
-    def fill(self, address: int, nbytes: int, value: int = 0) -> None:
-        with self._outside_capture("cuMemsetD8Async") as stream:
+    def fill(self, address: int, nbytes: int, value: int, stream: torch.cuda.Stream) -> None:
+        with self._outside_capture("cuMemsetD8Async", stream):
             check("cuMemsetD8Async", *cu.cuMemsetD8Async(address, value, nbytes, stream.cuda_stream))
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:
-        with self._outside_capture("cuMemcpyDtoDAsync") as stream:
+        stream = self.current_stream()
+        with self._outside_capture("cuMemcpyDtoDAsync", stream):
             check("cuMemcpyDtoDAsync", *cu.cuMemcpyDtoDAsync(destination, source, nbytes, stream.cuda_stream))
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
 
     def record(self, stream: torch.cuda.Stream) -> Event:
-        with self._outside_capture("cuEventRecord"):
+        with self._outside_capture("cuEventRecord", stream):
             return _CudaEvent(stream)
 
     def synchronize(self) -> None:
-        with self._outside_capture("cuCtxSynchronize"):
-            torch.cuda.synchronize(self.device)
+        # cuCtxSynchronize would break a capture of any other thread, whatever this thread's mode. To free memory waits
+        # for all streams as well, and leaves captures alone (seen on an H200 with driver 580).
+        with self._outside_capture("cuMemFree", self.current_stream()), _relaxed():
+            status, trifle = cu.cuMemAlloc(1)
+            if status == OUT_OF_MEMORY:
+                check("cuCtxSynchronize", *cu.cuCtxSynchronize())
+                return
+            check("cuMemAlloc", status)
+            check("cuMemFree", *cu.cuMemFree(trifle))
 
     @contextmanager
-    def _outside_capture(self, call: str) -> Iterator[torch.cuda.Stream]:
-        """This device's current stream; refused where a captured call would run again at each replay.
+    def _outside_capture(self, call: str, stream: torch.cuda.Stream) -> Iterator[None]:
+        """Refuses a call while the current stream is captured, which would repeat it at each replay, or while `stream`
+        is: another thread's capture would take the call for its own.
 
         What torch raises for a failed call becomes a `DriverError` with the driver's name for it.
         """
         try:
             with torch.cuda.device(self.device):
-                if torch.cuda.is_current_stream_capturing():
-                    raise StreamCaptureError(
-                        f"{call} cannot be part of a CUDA graph: extend what the graph needs before the capture, and "
-                        "truncate, free or close after it"
-                    )
-                yield self.current_stream()
+                cu.cuCtxSetCurrent(self._context)  # a new thread has none
+                for used in {self.current_stream(), stream}:
+                    status, capture = cu.cuStreamIsCapturing(used.cuda_stream)
+                    if status == CAPTURED_IMPLICITLY or (status == SUCCESS and capture != NOT_CAPTURING):
+                        raise StreamCaptureError(
+                            f"{call} cannot be part of a CUDA graph, and {used} is being captured: extend what the "
+                            "graph needs before the capture, and truncate, free or close after it"
+                        )
+                    check("cuStreamIsCapturing", status)
+                yield
         except DriverError:
             raise
         except RuntimeError as error:
-            (status,) = cu.cuCtxSynchronize()
-            raise DriverError(call, cu.CUresult(status).name, str(error).splitlines()[0]) from None
+            with _relaxed():
+                (status,) = cu.cuStreamQuery(stream.cuda_stream)
+            kind = DeviceLostError if status in LOST else DriverError
+            raise kind(call, cu.CUresult(status).name, str(error).splitlines()[0]) from None

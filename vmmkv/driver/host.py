@@ -55,6 +55,9 @@ class _Done:
     def synchronize(self) -> None:
         pass
 
+    def wait(self, stream: None) -> None:
+        pass
+
 
 class HostDriver:
     """Pages of host memory (see `vmmkv.driver.Driver`). A handle is an offset into the memfd.
@@ -140,7 +143,7 @@ class HostDriver:
         self._check("mmap", at == address, limits.MAPPINGS_HINT)
         mappings.remove_pages(range(address, address + nbytes, self.page_size))
 
-    def fill(self, address: int, nbytes: int, value: int = 0) -> None:
+    def fill(self, address: int, nbytes: int, value: int, stream: None) -> None:
         ctypes.memset(address, value, nbytes)
 
     def copy(self, destination: int, source: int, nbytes: int) -> None:

@@ -118,10 +118,12 @@ class Mappings:
             self.own += 2 - self._neighbours(address, address + nbytes, nbytes)
 
     def remove_pages(self, pages: range) -> None:
-        """Counts pages that were unmapped, one behind the other."""
+        """Counts pages that were unmapped, one behind the other; after an interruption some were not mapped."""
         with self._lock:
-            self._pages.difference_update(pages)
-            self.own -= len(pages) + 1 - self._neighbours(pages.start, pages.stop, pages.step)
+            for page in pages:
+                if page in self._pages:
+                    self._pages.remove(page)
+                    self.own -= 2 - self._neighbours(page, page + pages.step, pages.step)
 
     def _neighbours(self, start: int, stop: int, page_size: int) -> int:
         return (start - page_size in self._pages) + (stop in self._pages)

@@ -1,103 +1,71 @@
 """`attn_implementation="vmmkv"`: attention of transformers models by the kernels, on K and V where they lie.
 
-Kernels need no mask of a byte for each query and key. They are told, for each sequence, which tokens are live:
-`spans`, int32 `[2, batch, 1, 1]`, the first token that may be read and the end, counted from where K and V begin.
-(Four dimensions, since that is how transformers knows masks that are finished.)
+transformers' eager attention is what is right: there the mask is the whole truth. Kernels run where they have been told
+all that it says, and everything else that a model asks for. Otherwise SDPA runs with the same mask as eager attention,
+or the model's own eager attention; and an instruction that nobody knows is an error, never ignored.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, causal_mask_function, sdpa_mask
+from transformers.masking_utils import AttentionMaskInterface
 from transformers.utils import logging
 
+from ..errors import UnsupportedAttentionError
 from ..kernels import decode, prefill
 from ..kernels.checks import ATTENTION_DTYPES, HEAD_DIMS
 from ..kernels.ptx import SIMULATED
 from ..kernels.row_decode import MAX_QUERIES
+from .masks import make_mask, warn
 from .row_writes import even_cu_seqlens
+from .spans import NAME as NAME
+from .spans import Spans
 
-NAME = "vmmkv"
+LEFT_TO_THE_MASK = frozenset({"is_causal", "sliding_window", "position_ids", "max_length_q", "max_length_k"})
+"""Keywords that eager attention ignores: its mask says the same."""
+
+NOT_ABOUT_ATTENTION = frozenset(
+    {
+        "deterministic",
+        "num_items_in_batch",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "use_cache",
+    }
+)
+"""Keywords that models hand down to whatever they call."""
+
+COMPUTES_ITSELF = frozenset(
+    {
+        # with masks
+        "axk2",
+        "deepseek_v32",
+        "deepseek_v4",
+        "dots3_note_text",
+        "glm_moe_dsa",
+        "hy_v4",
+        "minimax_m3_vl_text",
+        "nllb-moe",
+        "qwen4_exp_text",
+        "t5gemma2_decoder",
+        # with what caches return, of which rows have more than there is memory for
+        "diffllama",
+        "doge",
+        "jetmoe",
+    }
+)
+"""Models that do more with masks, K or V than to hand them to their attention. Of masks others are refused, too."""
 
 logger = logging.get_logger(__name__)
 
 
-def make_spans(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | torch.Tensor = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] = causal_mask_function,
-    attention_mask: torch.Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    use_vmap: bool = False,
-    device: torch.device | str = "cpu",
-    config: Any = None,
-    **kwargs: Any,
-) -> torch.Tensor | None:
-    """What transformers calls to make a mask; its arguments are those of `sdpa_mask`.
-
-    Where `q_offset` is a tensor the number of tokens is known to the device only, and so is whether the attention mask
-    pads on the left: a decode step then asserts it there.
-
-    Returns:
-        the spans, or a mask for SDPA where two numbers do not say which tokens each query sees.
-    """
-    is_window = (
-        local_size is not None
-        and getattr(config, "attention_chunk_size", None) is None
-        and "allow_is_bidirectional_skip" not in kwargs
-        and (allow_is_causal_skip or q_length == 1)  # else something was added to the window
-    )
-    lacking = None
-    if use_vmap or not (mask_function is causal_mask_function or is_window):
-        lacking = "this pattern of attention"
-    else:
-        end = q_offset + q_length
-        first = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        if attention_mask is not None:
-            first, left_padded = _left_padding(attention_mask, end)
-            if torch.compiler.is_compiling() or (isinstance(q_offset, torch.Tensor) and q_length == 1):
-                torch._assert_async(left_padded, "the attention mask must pad on the left only")
-            elif not left_padded:
-                lacking = "attention masks other than left padding"
-    if lacking:
-        _warn(lacking)
-        return sdpa_mask(
-            batch_size,
-            q_length,
-            kv_length,
-            q_offset,  # type: ignore[arg-type]
-            kv_offset,
-            mask_function,
-            attention_mask,
-            local_size,
-            allow_is_causal_skip=False,
-            use_vmap=use_vmap,
-            device=device,
-            config=config,
-            **kwargs,
-        )
-    if local_size is not None:
-        first = torch.clamp(first, min=q_offset + 1 - local_size)
-    spans = torch.stack([first, torch.zeros_like(first) + end]) - kv_offset
-    return spans.clamp(min=0).int().view(2, batch_size, 1, 1)
-
-
-def _left_padding(attention_mask: torch.Tensor, end: int | torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each sequence's first token, int64 `[batch]`, and whether all tokens from there to `end` are unmasked."""
-    token = torch.arange(attention_mask.shape[1], device=attention_mask.device)
-    first = (attention_mask.cumsum(-1) == 0).sum(-1)
-    seen = attention_mask | (token < first[:, None]) | (token >= end)
-    return first, seen.all() & torch.as_tensor(end <= attention_mask.shape[1], device=token.device)
+# ---------------------------------------------------------------------- attention
 
 
 def attend(
@@ -108,62 +76,32 @@ def attend(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What transformers calls for attention: `query` `[batch, num_heads, q_length, head_dim]`, `key` and `value`
-    `[batch, num_kv_heads, kv_length, head_dim]` of any strides, `attention_mask` from `make_spans`.
+    `[batch, num_kv_heads, kv_length, head_dim]` of any strides, `attention_mask` from `make_mask`.
 
     Returns:
-        `[batch, q_length, num_heads, head_dim]`, and no weights.
+        `[batch, q_length, num_heads, head_dim]`, and the weights if a model's own attention ran.
+
+    Raises:
+        UnsupportedAttentionError: a keyword that is not known here, nor to the model's own eager attention.
     """
-    spans = attention_mask if attention_mask is not None and attention_mask.dtype == torch.int32 else None
-    lacking = _lacking(query, key, value, dropout, kwargs)
-    if spans is None or lacking:
-        if lacking:
-            _warn(lacking)
-        if spans is not None:
-            attention_mask = _mask_of(spans, query.shape[2], key.shape[2], sliding_window)
-        more = {"sliding_window": sliding_window, "softcap": softcap, "s_aux": s_aux, **kwargs}
-        if attention_mask is not None and kernels_take(key, value) and key.shape[2] > query.shape[2]:
-            # They may be whole rows of a cache made with compile=True, which have memory for live tokens only.
-            seen = _seen_tokens(attention_mask)
-            key, value, attention_mask = key[:, :, seen], value[:, :, seen], attention_mask[..., seen]
-            if (bias := more.get("position_bias")) is not None:
-                more["position_bias"] = bias[..., seen]
-        return _attend_without_kernels(module, query, key, value, attention_mask, dropout, scaling, **more)
-    batch_size, num_heads, q_length, head_dim = query.shape
-    q, k, v = (states.transpose(1, 2) for states in (query, key, value))
-    starts, seq_lens = spans[0].view(-1), spans[1].view(-1)
-    options = {
-        "starts": starts,
-        "sinks": None if s_aux is None else s_aux.float(),
-        "scale": scaling,
-        "window": sliding_window or 0,
-        "softcap": softcap or 0.0,
+    instructions = {
+        name: told
+        for name, told in kwargs.items()
+        if not (told is None or told is False or name in LEFT_TO_THE_MASK or name in NOT_ABOUT_ATTENTION)
     }
-    if q_length <= MAX_QUERIES:
-        return decode(q, k, v, seq_lens, **options), None
-    cu_seqlens = even_cu_seqlens(batch_size, q_length, query.device)
-    output = prefill(q.reshape(-1, num_heads, head_dim), k, v, cu_seqlens, seq_lens, **options)
-    return output.view(batch_size, q_length, num_heads, head_dim), None
-
-
-def _lacking(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout: float, kwargs: dict[str, Any]
-) -> str | None:
-    """What the kernels cannot do of what is asked for; None if they can do all of it."""
-    if not kernels_take(key, value):
-        return f"heads of {key.shape[-1]} and {value.shape[-1]} in {key.dtype} on {key.device.type}"
-    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-        return "gradients"
-    if dropout:
-        return "dropout"
-    if kwargs.get("position_bias") is not None:
-        return "a position bias"
-    return None
+    spans = attention_mask if isinstance(attention_mask, Spans) else None
+    lacking = _lacking(query, key, value, dropout, scaling, instructions)
+    if spans is not None and not lacking:
+        lacking = _differing(spans, query, key, kwargs.get("sliding_window"))
+    if lacking:
+        warn(lacking)
+    elif spans is not None:
+        return _attend_with_kernels(query, key, value, spans, scaling, **instructions)
+    mask = attention_mask if spans is None else spans.as_bias(query.dtype)
+    return _attend_without_kernels(module, query, key, value, mask, dropout, scaling, instructions, kwargs)
 
 
 def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
@@ -173,21 +111,70 @@ def kernels_take(key: torch.Tensor, value: torch.Tensor) -> bool:
     return bool(device_fits and key.dtype in ATTENTION_DTYPES and head_dim in HEAD_DIMS and head_dim == value.shape[-1])
 
 
-def _mask_of(spans: torch.Tensor, q_length: int, kv_length: int, window: int | None) -> torch.Tensor:
-    """The mask that spans stand for, `[batch, 1, q_length, kv_length]`, True where a query sees a key."""
-    first, end = (part.view(-1, 1, 1, 1) for part in spans.unbind(0))
-    key = torch.arange(kv_length, device=spans.device)
-    query = end - q_length + torch.arange(q_length, device=spans.device)[:, None]
-    seen = (key >= first) & (key <= query)
-    return seen & (key > query - window) if window else seen
+def _lacking(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    dropout: float,
+    scaling: float | None,
+    instructions: dict[str, Any],
+) -> str | None:
+    """What the kernels cannot do of what is asked for; None if they can do all of it."""
+    if not kernels_take(key, value):
+        return f"heads of {key.shape[-1]} and {value.shape[-1]} in {key.dtype} on {key.device.type}"
+    if query.dtype != key.dtype:
+        return f"queries in {query.dtype} and keys in {key.dtype}"
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+        return "gradients"
+    if dropout:
+        return "dropout"
+    if not _is_plain(scaling) or (scaling is not None and not scaling > 0):
+        return "scales that are not positive numbers"
+    softcap, sinks = instructions.get("softcap"), instructions.get("s_aux")
+    if softcap is not None and not (_is_plain(softcap) and softcap > 0):
+        return "soft caps that are not positive numbers"
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        return "sinks that are not one number for each head"
+    others = [name for name in instructions if name not in ("softcap", "s_aux")]
+    return f"the keyword {', '.join(others)}" if others else None
 
 
-def _seen_tokens(attention_mask: torch.Tensor) -> slice:
-    """From the first token that any query sees to the last; `attention_mask`, `[..., kv_length]`, is bool or added."""
-    if attention_mask.dtype != torch.bool:
-        attention_mask = attention_mask > torch.finfo(attention_mask.dtype).min
-    seen = attention_mask.flatten(0, -2).any(0).nonzero().flatten().tolist()
-    return slice(seen[0], seen[-1] + 1) if seen else slice(0)
+def _differing(spans: Spans, query: torch.Tensor, key: torch.Tensor, window: int | None) -> str | None:
+    """What the mask says otherwise than the module that it is given to; None if they agree."""
+    if spans.shape != (query.shape[0], 1, query.shape[2], key.shape[2]):
+        return "masks of another shape than queries and keys"
+    if window is not None and window != spans.window:
+        return f"a window of {window} with a mask whose window is {spans.window or 'all tokens'}"
+    return None
+
+
+def _is_plain(number: object) -> bool:
+    return number is None or isinstance(number, int | float)
+
+
+def _attend_with_kernels(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: Spans,
+    scaling: float | None,
+    softcap: float = 0.0,
+    s_aux: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, None]:
+    batch_size, num_heads, q_length, head_dim = query.shape
+    q, k, v = (states.transpose(1, 2) for states in (query, key, value))
+    options = {
+        "starts": spans.first,
+        "sinks": None if s_aux is None else s_aux.float().contiguous(),
+        "scale": scaling,
+        "window": spans.window,
+        "softcap": softcap,
+    }
+    if q_length <= MAX_QUERIES:
+        return decode(q, k, v, spans.end, **options), None
+    cu_seqlens = even_cu_seqlens(batch_size, q_length, query.device)
+    output = prefill(q.reshape(-1, num_heads, head_dim), k, v, cu_seqlens, spans.end, **options)
+    return output.view(batch_size, q_length, num_heads, head_dim), None
 
 
 def _attend_without_kernels(
@@ -195,30 +182,102 @@ def _attend_without_kernels(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    mask: torch.Tensor | None,
     dropout: float,
     scaling: float | None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+    instructions: dict[str, Any],
+    kwargs: dict[str, Any],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """SDPA, or, with what SDPA does not know, the model's own eager attention."""
-    if kwargs["softcap"] is None and kwargs["s_aux"] is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    if attention_mask is not None:
-        lowest = torch.finfo(query.dtype).min
-        attention_mask = torch.where(attention_mask, 0.0, lowest).to(query.dtype)
-    eager = sys.modules[type(module).__module__].eager_attention_forward
+    is_causal = kwargs.get("is_causal")
+    if (
+        mask is None
+        and query.shape[2] > 1
+        and (getattr(module, "is_causal", False) if is_causal is None else is_causal)
+    ):
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} is causal and gives no mask for its {query.shape[2]} queries: "
+            f'attn_implementation="{NAME}" cannot know which tokens each sees. Load the model with '
+            'attn_implementation="eager" or "sdpa"; VmmCache works with them, too'
+        )
+    bias = instructions.get("position_bias")
+    if mask is not None:
+        mask = _as_bias(mask, query.dtype)
+        if kernels_take(key, value) and key.shape[2] > query.shape[2]:
+            # They may be whole rows of a cache made with compile=True, which have memory for live tokens only.
+            seen = _seen_tokens(mask)
+            key, value, mask = key[:, :, seen], value[:, :, seen], _part(mask, seen)
+            bias = None if bias is None else _part(bias, seen)
+    if not instructions.keys() - {"position_bias"} and _is_plain(scaling):
+        mask = bias if mask is None else mask if bias is None else mask + bias
+        output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=False)
+        return output, None
+    eager = _eager_attention(module, instructions)
+    more = kwargs if bias is None else kwargs | {"position_bias": bias}
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output, _ = eager(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
-    return output, None
+    output, weights = eager(module, query, key, value, mask, dropout=dropout, scaling=scaling, **more)
+    return output, weights
 
 
-def _warn(lacking: str) -> None:
-    if torch.compiler.is_compiling():
-        return
-    logger.warning_once(
-        f'attn_implementation="{NAME}" has no kernels for {lacking}; attention runs on SDPA (or the model\'s own) there'
+def _as_bias(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What is added to scores, in their dtype, for a mask of bool or one that is added already."""
+    lowest = torch.finfo(dtype).min
+    if mask.dtype == torch.bool:
+        return torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), lowest)
+    return mask if mask.dtype == dtype else mask.clamp(min=lowest).to(dtype)
+
+
+def _part(bias: torch.Tensor, seen: slice) -> torch.Tensor:
+    """What is added to the scores of some keys, in memory of its own: SDPA's kernels trust that it is aligned."""
+    return bias[..., seen].clone(memory_format=torch.contiguous_format)
+
+
+def _seen_tokens(mask: torch.Tensor) -> slice:
+    """From the first token that any query sees to the last; `mask`, `[..., kv_length]`, is added to scores."""
+    seen = (mask > torch.finfo(mask.dtype).min).flatten(0, -2).any(0).nonzero().flatten().tolist()
+    return slice(seen[0], seen[-1] + 1) if seen else slice(0)
+
+
+def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> Any:
+    """The eager attention of the model that a module belongs to, if it knows all instructions."""
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    if eager is not None:
+        code = eager.__code__
+        known = {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount], "output_attentions"}
+        if instructions.get("s_aux") is getattr(module, "sinks", None):
+            known.add("s_aux")  # eager attention takes them from the module
+        if instructions.keys() <= known:
+            return eager
+    raise UnsupportedAttentionError(
+        f"{type(module).__name__} gives its attention {', '.join(sorted(instructions))}, and "
+        f'attn_implementation="{NAME}" does not know all of it, nor does an eager attention of its own. Load the model '
+        'with attn_implementation="eager"; VmmCache works with that, too'
     )
 
 
+# ---------------------------------------------------------------------- registration
+
+
+def _choose_attention(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
+    """What transformers asks each model that is made: the attention that it is going to run."""
+    if requested_attention == NAME and not _can_attend(self):
+        logger.warning_once(
+            f'attn_implementation="{NAME}" is not for {type(self).__name__}, which computes attention by itself, or '
+            'with masks, K or V: its own attention ("eager") runs. VmmCache works with it'
+        )
+        requested_attention = "eager"
+    return _choose_among_own(self, requested_attention, *args, **kwargs)
+
+
+def _can_attend(model: PreTrainedModel) -> bool:
+    """Whether a model looks for its attention among those that are registered, and leaves masks, K and V to it."""
+    code = sys.modules[type(model).__module__]
+    chooses_itself = any(name.endswith("_ATTENTION_CLASSES") for name in vars(code))
+    asks = model._supports_attention_backend or model._can_set_attn_implementation()
+    return asks and not chooses_itself and model.config.model_type not in COMPUTES_ITSELF
+
+
+_choose_among_own = PreTrainedModel.get_correct_attn_implementation
+PreTrainedModel.get_correct_attn_implementation = _choose_attention  # type: ignore[method-assign]
 AttentionInterface.register(NAME, attend)
-AttentionMaskInterface.register(NAME, make_spans)
+AttentionMaskInterface.register(NAME, make_mask)

@@ -3,20 +3,24 @@
 Invariants:
  1. Rows `[0, rows)` hold the tokens `[first, end)`; token `t` lies at position `t - origin` of its row.
  2. Every row belongs to the batch for good, also those without tokens: so the i-th sequence is in row i.
+The first holds at every line, whatever interrupts it: the books say less before sequences hold less, and more after
+they hold more. What was cut short is put right by the next change.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..budget import parse_bytes
 from ..cache import KVCache
-from ..errors import OutOfRowsError, ReleasedTokensError
+from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, VmmkvError
 from ..layout import KVLayout
-from ..sequence import Sequence
+from ..sequence import Sequence, check_length
 from .row_writes import RowWriter
 
 
@@ -29,12 +33,56 @@ class Limits:
         max_batch_size: rows, likewise.
         max_bytes: the budget, as in `KVCache`.
         page_size: bytes of a page; None is 2 MiB.
+
+    Raises:
+        ArgumentError: what must be a whole number is none.
+        LayoutError, BudgetError: it is one that cannot be, on any device.
     """
 
     max_seq_len: int
     max_batch_size: int
     max_bytes: float | str | None
     page_size: int | None
+
+    def __post_init__(self) -> None:
+        for name in ("max_seq_len", "max_batch_size", "page_size"):
+            size = getattr(self, name)
+            if size is None and name == "page_size":
+                continue
+            try:
+                size = operator.index(size)
+            except TypeError:
+                raise ArgumentError(f"got {name}={size!r}; it must be a whole number") from None
+            if size < 1:
+                raise LayoutError(f"asked for {name}={size}; it is at least 1")
+            object.__setattr__(self, name, size)
+        if self.max_bytes is not None:
+            parse_bytes(self.max_bytes, free=0)
+
+
+class Place(NamedTuple):
+    """Where K and V of a layer lie in its range: shapes without the first dimension, and strides, in elements."""
+
+    range: int
+    k_shape: tuple[int, ...]
+    k_strides: tuple[int, ...]
+    k_offset: int
+    v_shape: tuple[int, ...]
+    v_strides: tuple[int, ...]
+    v_offset: int
+
+    @classmethod
+    def of(cls, kv_cache: KVCache, layer: int) -> Place:
+        k, v = kv_cache.kv(layer)
+        return cls(
+            kv_cache.layout.layers[layer].range,
+            tuple(k.shape[1:]),
+            k.stride(),
+            int(k.storage_offset()),
+            tuple(v.shape[1:]),
+            v.stride(),
+            int(v.storage_offset()),
+        )
 
 
 class Batch:
@@ -62,19 +110,24 @@ class Batch:
             zero_tail=zero_tail,
         )
         self._limits = limits
+        self._places = [Place.of(self.kv_cache, layer) for layer in range(layout.num_layers)]
         self.zero_tail = zero_tail
         self.origin = self.first = self.end = 0
         self.page_tokens = max(self.kv_cache.page_size // max(layout.record_bytes), 1)
         self._sequences: list[Sequence] = []
-        self._renew(0)
+        self._is_changing = True
         self._set_rows(0)
+        self._finish_change()
 
     def holds(self, rows: int, first: int, end: int) -> bool:
         """Whether rows `[0, rows)` hold the tokens `[first, end)`."""
         return rows <= self.rows and self.first <= first and end <= self.end
 
-    def reserve(self, rows: int, first: int, end: int) -> None:
+    def reserve(self, rows: int, first: int, end: int, origin: int | None = None) -> None:
         """Makes at least rows `[0, rows)` hold at least the tokens `[first, end)`; maps the pages that they need.
+
+        Args:
+            origin: the token at the front of the rows, where they are empty; None: `first`.
 
         Raises:
             OutOfRowsError: there are fewer rows.
@@ -82,29 +135,33 @@ class Batch:
             SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`.
                 Nothing has changed in any case.
         """
-        if rows > len(self._sequences):
+        if rows > self.kv_cache.max_sequences:
             raise OutOfRowsError(
-                f"asked for a batch of {rows} sequences; there are {len(self._sequences)} rows. Make the cache with a "
-                "larger max_batch_size: a row without tokens takes addresses, not memory"
+                f"asked for a batch of {rows} sequences; there are {self.kv_cache.max_sequences} rows. Make the cache "
+                "with a larger max_batch_size: a row without tokens takes addresses, not memory"
             )
+        check_length(end, self._limits.max_seq_len)  # also where a window has moved, and the row has room yet
+        self._finish_change()
         if not self.rows:
-            self.origin = self.first = self.end = first
+            self.origin, self.first, self.end = first if origin is None else origin, first, first
         if first < self.first:
             raise ReleasedTokensError(
                 f"asked for tokens from {first} on; those before {self.first} have left the sliding window. Call "
                 "reset() after a forward pass that did not finish"
             )
         end = max(end, self.end)
-        more = end - self.end
-        if rows > self.rows:
-            added = rows - self.rows
-            self.kv_cache.extend(self._sequences[:rows], [more] * self.rows + [end - self.origin] * added)
-            for sequence in self._sequences[self.rows : rows]:
-                sequence.release_before(self.first - self.origin)
-            self._set_rows(rows)
-        elif more:
-            self.kv_cache.extend(self._sequences[: self.rows], more)
+        self._is_changing = True
+        try:
+            self.kv_cache.extend(self._sequences[: self.rows], end - self.end)
+            if rows > self.rows:
+                added = self._sequences[self.rows : rows]
+                self.kv_cache.extend(added, end - self.origin, starts=[self.first - self.origin] * len(added))
+                self._set_rows(rows)
+        except VmmkvError:
+            self._finish_change()
+            raise
         self.end = end
+        self._is_changing = False
 
     def shrink(self, rows: int, first: int, end: int) -> None:
         """Gives back the rows from `rows` on, and the tokens outside of `[first, end)`.
@@ -115,49 +172,74 @@ class Batch:
         Raises:
             StreamCaptureError: a CUDA graph is being captured.
         """
+        self._finish_change()
+        self._is_changing = True
         if rows < self.rows:
-            self._renew(rows)
             self._set_rows(rows)
+            self._renew(rows)
         if not rows:
             self.origin = self.first = self.end = 0
-            return
-        if end < self.end:
-            for sequence in self._sequences[:rows]:
-                sequence.truncate(end - self.origin)
+        elif end < self.end:
             self.end = end
+            self._truncate()
         if first - self.first >= self.page_tokens:
+            self.first = first
             for sequence in self._sequences[:rows]:
                 sequence.release_before(first - self.origin)
-            self.first = first
+        self._is_changing = False
+
+    def _finish_change(self) -> None:
+        """Makes sequences hold what the books say, where a change was cut short."""
+        if self._is_changing:
+            self._truncate()
+            self._renew(self.rows)
+            self._is_changing = False
+
+    def _truncate(self) -> None:
+        for sequence in self._sequences[: self.rows]:
+            sequence.truncate(self.end - self.origin)
 
     def _renew(self, first: int) -> None:
         """Empties the rows from `first` on. Their pages stay mapped, ready for the next tokens there."""
         self.kv_cache.free(self._sequences[first:])
-        renewed = [self.kv_cache.sequence() for _ in range(first, self.kv_cache.max_sequences)]
-        self._sequences[first:] = sorted(renewed, key=lambda sequence: sequence.row)
+        del self._sequences[first:]
+        while len(self._sequences) < self.kv_cache.max_sequences:
+            self._sequences.append(self.kv_cache.sequence())
+        self._sequences[first:] = sorted(self._sequences[first:], key=lambda sequence: sequence.row)
 
     def _set_rows(self, rows: int) -> None:
-        self.rows = rows
         views = [self.kv_cache.kv(layer) for layer in range(self.kv_cache.layout.num_layers)]
-        self._row_numbers = torch.arange(rows, dtype=torch.int32, device=self.kv_cache.device)
-        self._starts, self._starts_at = self._row_numbers, -1
-        self._writers = [RowWriter(k, v, self._row_numbers) for k, v in views]
-        self._kv = [(k[:rows].transpose(1, 2), v[:rows].transpose(1, 2)) for k, v in views]
+        numbers = torch.arange(rows, dtype=torch.int32, device=self.kv_cache.device)
+        writers = [RowWriter(k, v, numbers) for k, v in views]
+        kv = [(k[:rows].transpose(1, 2), v[:rows].transpose(1, 2)) for k, v in views]
+        self.rows, self._starts, self._starts_at, self._writers, self._kv = rows, numbers, -1, writers, kv
 
     def kv(self, layer: int, rows: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens `[first, end)` in rows `[0, rows)`: `[rows, num_kv_heads, tokens, head_dim]` each,
         strided and zero-copy."""
         k, v = self._kv[layer]
-        if rows < self.rows:
+        if rows < len(k):
             k, v = k[:rows], v[:rows]
         position, tokens = first - self.origin, end - first
         return k.narrow(2, position, tokens), v.narrow(2, position, tokens)
+
+    def whole_rows(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of rows `[0, rows)` from position 0 to their end, `[rows, max_seq_len, num_kv_heads, head_dim]`.
+
+        For graphs: views of one tensor, made where they are used. Of a mutation through views that enter a graph side
+        by side a compiler would make copies.
+        """
+        place = self._places[layer]
+        flat = self.kv_cache.range(place.range)
+        k = flat.as_strided((rows, *place.k_shape), place.k_strides, place.k_offset)
+        v = flat.as_strided((rows, *place.v_shape), place.v_strides, place.v_offset)
+        return k, v
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
         """Writes K and V, `[rows, num_kv_heads, tokens, head_dim]`, from token `first` on; there is room for them."""
         position = first - self.origin
         if position != self._starts_at:  # once for all layers of a forward pass
-            self._starts, self._starts_at = torch.full_like(self._row_numbers, position), position
+            self._starts, self._starts_at = torch.full_like(self._starts, position), position
         if not self._writers[layer].write(keys, values, self._starts):
             k, v = self.kv(layer, keys.shape[0], first, first + keys.shape[2])
             k.copy_(keys)
@@ -170,7 +252,7 @@ class Batch:
             OutOfPagesError, DriverError: as in `reserve`.
         """
         twin = Batch(layout, self._limits, self.kv_cache.device, zero_tail)
-        twin.reserve(self.rows, self.first, self.end)
+        twin.reserve(self.rows, self.first, self.end, self.origin)
         for layer in layers:
             there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))
             there[0].copy_(here[0])

@@ -1,88 +1,65 @@
 """Layers whose length is data on the device: one compiled forward pass, one CUDA graph, serves every length.
 
-A forward pass reads its rows' lengths from `lengths`, and its last layer advances them there. What it reads and writes
-has the shape of whole rows and never moves, so nothing that a compiler guards on changes from token to token. Only the
-host can map pages, and it does not know the lengths: it keeps `bound`, which no pass can have exceeded, and asks the
-device when that is about to leave the pages that are mapped, every few tokens.
+Each layer appends behind its own length, which is on the device, and advances it. What a pass reads and writes has the
+shape of whole rows and never moves, so nothing that a compiler guards on changes from token to token.
+
+Only the host can map pages. Outside of graphs a layer's write sees to it itself. Before a pass that `generate` compiles
+transformers asks, outside of the graph, how long its mask must be: that announces a pass to all layers, and makes room
+for it. A compiled write takes the announcement of its layer, by which the host counts its tokens afterwards; without
+one it is refused, unless the user has reserved room.
 
 Invariants:
- 1. `lengths <= bound <= batch.end` between forward passes: what a pass reads, and all that it writes, is mapped.
-    `bound` is `batch.end` where the user has reserved room: passes that the host does not see may fill it.
- 2. All rows are equally long, and all layers of a group write the same tokens.
+ 1. The host knows each layer's length exactly and tells the device, where the two may differ, before it is used: after
+    a pass that was announced and not counted, say. Once room was reserved the device knows it, and the host asks.
+ 2. What an announced pass, or one behind `reserve`, reads and writes is mapped.
+ 3. Rows begin with token 0: positions are tokens.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn, Self
 
 import torch
 
-from ..cache import KVCache
-from ..errors import ShapeError, StreamCaptureError
+from ..errors import StreamCaptureError, UnsupportedError
 from .attention import NAME, kernels_take
 from .batch import Limits
-from .layer_group import LayerGroup
+from .extents import Extent, Passes, unfinished
+from .layer_group import LayerGroup, check_autograd, check_batch
 from .layers import VmmLayer
-from .row_writes import append_rows, can_append
-
-
-class Place(NamedTuple):
-    """Where K and V of a layer lie in its range: shapes without the first dimension, and strides, in elements."""
-
-    range: int
-    k_shape: tuple[int, ...]
-    k_strides: tuple[int, ...]
-    k_offset: int
-    v_shape: tuple[int, ...]
-    v_strides: tuple[int, ...]
-    v_offset: int
-
-    @classmethod
-    def of(cls, kv_cache: KVCache, layer: int) -> Place:
-        k, v = kv_cache.kv(layer)
-        return cls(
-            kv_cache.layout.layers[layer].range,
-            tuple(k.shape[1:]),
-            k.stride(),
-            int(k.storage_offset()),
-            tuple(v.shape[1:]),
-            v.stride(),
-            int(v.storage_offset()),
-        )
+from .row_writes import append_rows_behind, can_append
 
 
 class CompiledLayerGroup(LayerGroup):
-    """Layers that share token records, and a length on the device.
+    """Layers that share token records, and have their lengths on the device.
 
     Args:
-        sliding_window: tokens that a token attends to, itself included; None: all. Pages behind it are given back.
+        limits, passes, window: as in `LayerGroup`.
         attention: the name of the attention that will read the rows. Any but vmmkv's own reads rows to their end.
     """
 
-    def __init__(self, limits: Limits, sliding_window: int | None, attention: Callable[[], str]) -> None:
-        super().__init__(limits)
-        self.sliding_window = sliding_window
+    def __init__(self, limits: Limits, passes: Passes, window: int | None, attention: Callable[[], str]) -> None:
+        super().__init__(limits, passes, window)
         self.is_reserved = False
         """Whether the user has said how long sequences may become until the next `reset`."""
+        self.is_told = True
+        """Whether the device knows what the host does, unless a pass that was announced has ended in the middle."""
+        self._told_limit = 0
+        """What `limit` says on the device, or an interruption came in between."""
         self._attention = attention
-        self._bound = 0
-        self._pass = 0, 0
-        """Sequences, and tokens of each, of the last forward pass that began outside of a graph."""
-        self._places: list[Place] = []
 
-    @property
-    def num_layers(self) -> int:
-        return len(self._extents)
+    # ------------------------------------------------------------------ memory
 
     def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         batch = self.batch
-        super().learn(layer, keys, values)
         if batch is None:
+            rows = self._limits.max_batch_size
             with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
-                self.row_numbers = torch.arange(self._limits.max_batch_size, dtype=torch.int32, device=keys.device)
-                self.lengths = torch.zeros_like(self.row_numbers)
+                self.row_numbers = torch.arange(rows, dtype=torch.int32, device=keys.device)
+                self.lengths = torch.zeros(len(self._extents), rows, dtype=torch.int32, device=keys.device)
+                self.limit = torch.zeros(1, dtype=torch.int32, device=keys.device)
+        super().learn(layer, keys, values)
         if batch is not self.batch:
             self._tell_compilers()
 
@@ -90,186 +67,315 @@ class CompiledLayerGroup(LayerGroup):
         return self._attention() != NAME or not kernels_take(keys, values)
 
     def _tell_compilers(self) -> None:
-        """Where the layers of a new batch lie, and that its memory never moves."""
+        """That what graphs read and write never moves: CUDA graphs are not made of other memory that is written."""
         kv_cache = self._held().kv_cache
-        self._places = [Place.of(kv_cache, layer) for layer in range(self.num_layers)]
-        for tensor in (self.lengths, *map(kv_cache.range, range(len(kv_cache.layout.record_bytes)))):
-            torch._dynamo.mark_static_address(tensor)  # or CUDA graphs would not be made, since it is written
+        ranges = map(kv_cache.range, range(len(kv_cache.layout.record_bytes)))
+        for tensor in (self.lengths, self.limit, self.row_numbers, *ranges):
+            torch._dynamo.mark_static_address(tensor)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> CompiledLayerGroup:
-        memo[id(self)] = twin = copy.copy(self)
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         with torch.inference_mode(False):  # as in `learn`
-            vars(twin).update(copy.deepcopy(vars(self), memo))
+            twin = super().__deepcopy__(memo)
         if twin.batch:
             twin._tell_compilers()
         return twin
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
-    def begin(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Before a layer writes K and V, `[batch_size, num_kv_heads, tokens, head_dim]`, outside of a graph.
+    def __getstate__(self) -> NoReturn:
+        raise UnsupportedError(
+            "a cache made with compile=True cannot be pickled: what must be mapped behind its tokens depends on the "
+            "attention that will read them. Save one that was made without it; copy.deepcopy copies either"
+        )
 
-        Raises:
-            ShapeError: the first layer has got another number of tokens; and what `LayerGroup.write` raises.
-        """
-        self._accept(layer, keys, values)
-        rows, _, tokens, _ = keys.shape
-        if layer == 0:
-            self.make_room(tokens, rows)
-            self._pass = rows, tokens
-        elif (rows, tokens) != self._pass:
-            raise ShapeError(
-                f"got {tokens} tokens of {rows} sequences for layer {layer} of its group, and {self._pass[1]} of "
-                f"{self._pass[0]} for the first: a model of such layers needs a cache made without compile=True"
-            )
-        self._extents[layer].rows = rows
+    def read(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        extent = self._extents[layer]
+        k, v = self._held().whole_rows(layer, extent.rows)
+        live = slice(first, extent.end + extent.written)
+        return k[:, live].transpose(1, 2), v[:, live].transpose(1, 2)
 
-    def make_room(self, tokens: int, rows: int = 0) -> None:
-        """Maps the pages that a forward pass of so many tokens will write to.
+    # ------------------------------------------------------------------ passes
 
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured, and nothing was reserved for it.
-            SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`.
-        """
-        batch = self.batch
-        rows = max(rows, *[extent.rows for extent in self._extents])
-        if batch is None or not rows:
-            return
-        if batch.kv_cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            self.check_reserved()
-            return
-        self._bound += tokens
-        if self._bound <= batch.end and rows <= batch.rows:
-            return
-        length = int(self.lengths[0])
-        if self.sliding_window and not batch.zero_tail:
-            batch.shrink(batch.rows, max(length + 1 - self.sliding_window, 0), batch.end)
-        end = length + tokens
-        whole_pages = -(-end // batch.page_tokens) * batch.page_tokens
-        batch.reserve(rows, batch.first, max(min(whole_pages, self.max_seq_len), end))
-        self._bound = batch.end if self.is_reserved else end
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        extent, tokens = self._extents[layer], keys.shape[2]
+        if any(e.rows and e.expected == tokens and not e.is_in_step_with(extent) for e in self.passes.extents):
+            raise unfinished()  # others would write as many inside of a graph, where nobody looks
+        told, self.is_told = self.is_told, False  # until it is counted: it may be interrupted
+        super().write(layer, keys, values, first)
+        self.is_told = told
 
-    def reserve(self, seq_len: int) -> None:
-        """Maps pages for sequences of up to `seq_len` tokens; see `VmmCache.reserve`."""
+    def _make_room(self, rows: int, first: int, end: int) -> None:
         batch = self._held()
-        batch.reserve(batch.rows, batch.first, seq_len)
-        self._bound = batch.end
-        self.is_reserved = True
+        if not batch.holds(rows, first, end):
+            if batch.rows:  # what windows have left behind goes; what was announced, or reserved, stays
+                batch.shrink(batch.rows, self._needed()[1], batch.end)
+            batch.reserve(rows, first, max(self._whole_pages(end), end))
+        self._tell_limit()
 
-    def check_reserved(self) -> None:
-        """Raises `StreamCaptureError` unless `reserve` was called since the last `reset`."""
-        if not self.is_reserved:
+    def _tell_limit(self) -> None:
+        """Tells the device how far it may write, if that has changed, or an interruption came in between."""
+        end = self._held().end
+        if self._told_limit != end:
+            self.limit.fill_(end)
+            self._told_limit = end
+
+    def _whole_pages(self, end: int) -> int:
+        """Where the pages end that `end` tokens lie in: until then the host need not look."""
+        page_tokens = self._held().page_tokens
+        return min(-(-end // page_tokens) * page_tokens, self.max_seq_len)
+
+    def _put(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        if not (self.is_reserved and self._extents[layer].rows):
+            self.tell(layer)
+        self.append(layer, _write_rows, keys, values)
+
+    def read_whole_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`."""
+        k_rows, v_rows = self._held().whole_rows(layer, self._extents[layer].rows)
+        return k_rows.transpose(1, 2), v_rows.transpose(1, 2)
+
+    def append(self, layer: int, write: Callable[..., None], keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes behind the tokens that the device knows of, with `write_rows`."""
+        rows = keys.shape[0]
+        k_rows, v_rows = self._held().whole_rows(layer, rows)
+        write(keys, values, k_rows, v_rows, self.row_numbers[:rows], self.lengths[layer, :rows], self.limit)
+
+    def settle(self) -> None:
+        """Counts what compiled passes have written since; where room was reserved it asks the device.
+
+        Raises:
+            UnfinishedPassError: layers that were in step before passes that the host has not seen no longer are.
+        """
+        self.passes.count()
+        held = [extent for extent in self._extents if extent.rows]
+        if self.is_reserved and held:
+            now = [end for extent, end in zip(self._extents, self.lengths[:, 0].tolist()) if extent.rows]
+            in_step: dict[object, int] = {}
+            if any(in_step.setdefault((e.last_pass, e.end), end) != end for e, end in zip(held, now)):
+                raise unfinished()
+            for extent, end in zip(held, now):
+                extent.first, extent.end = extent.first_kept(end), end
+
+    def tell(self, layer: int) -> None:
+        """Tells the device how long a layer is."""
+        self.lengths[layer].fill_(self._extents[layer].end)
+
+    def tell_all(self) -> None:
+        """Tells it of all layers."""
+        ends = torch.tensor([[extent.end] for extent in self._extents], dtype=torch.int32)
+        self.lengths.copy_(ends, non_blocking=True)
+        self.is_told = True
+
+    def expect(self, tokens: int, asker: Extent) -> None:
+        """A pass of `tokens` may come, to the layers that are in the same state as `asker`: makes room for it.
+
+        Raises:
+            SequenceTooLongError, OutOfPagesError, DriverError: as in `Batch.reserve`; no pass is expected then.
+        """
+        held = [extent for extent in self._extents if extent.rows]
+        is_told = self.is_told and not any(extent.expected for extent in held)  # the last one may have broken off
+        for extent in self._extents:
+            extent.expected = 0
+        if held:
+            if not (is_told or self.is_reserved):
+                self.tell_all()
+            rows, first, _ = self._needed()
+            end = max(extent.end for extent in held) + tokens
+            self._make_room(rows, first, end)
+            if not self.is_reserved and self._held().end > self._whole_pages(end):  # a longer one was expected
+                self._held().shrink(rows, first, self._whole_pages(end))
+                self._tell_limit()
+        for extent in self._extents:
+            if extent.is_in_step_with(asker):
+                extent.expected = tokens
+
+    def check_room(self, extent: Extent, tokens: int) -> None:
+        """Raises `StreamCaptureError` unless there is room for a pass inside of a graph."""
+        if not self.is_reserved and (self.is_captured or extent.expected != tokens):
             raise StreamCaptureError(
                 "a forward pass that is compiled or captured by hand cannot map pages: call "
                 "cache.reserve(seq_len), with the length that sequences will reach, after the prompt and before it"
             )
 
-    def rows_of(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of a layer, whole rows `[rows, max_seq_len, num_kv_heads, head_dim]`.
+    def check_graph(self, extent: Extent, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Before K and V, `[batch_size, num_kv_heads, tokens, head_dim]`, are written inside of a graph.
 
-        Views of one tensor, made where they are used: of a mutation through views that enter a graph side by side a
-        compiler would make copies.
+        Raises:
+            StreamCaptureError: no pass was announced, and no room reserved.
+            ShapeError: it is another batch.
+            AutogradError: autograd would record the write.
         """
-        place = self._places[layer]
-        flat = self._held().kv_cache.range(place.range)
-        k = flat.as_strided((rows, *place.k_shape), place.k_strides, place.k_offset)
-        v = flat.as_strided((rows, *place.v_shape), place.v_strides, place.v_offset)
-        return k, v
+        check_autograd(keys, values)
+        check_batch(extent, keys.shape[0])
+        self.check_room(extent, keys.shape[2])
 
-    def advance(self, tokens: int) -> None:
-        """All rows have `tokens` more tokens, says the last layer of a forward pass."""
-        self.lengths += tokens
+    # ------------------------------------------------------------------ the cache's own operations
+
+    def reserve(self, seq_len: int) -> None:
+        """Maps pages for sequences of up to `seq_len` tokens; see `VmmCache.reserve`."""
+        self.settle()
+        if not self.is_reserved:
+            self.tell_all()
+        batch = self._held()
+        batch.reserve(batch.rows, batch.first, seq_len)
+        self._tell_limit()
+        self.is_reserved = True
 
     def select(self, layer: int, indices: torch.Tensor) -> None:
-        self.learn_length()
+        self.settle()
         super().select(layer, indices)
+        self.tell(layer)
 
     def fit(self) -> None:
         if self.batch is None:
             return
-        rows = max(extent.rows for extent in self._extents)
-        if not rows:
-            self.lengths.zero_()
-            self._bound, self.is_reserved = 0, False
-        elif not self.is_reserved:
-            self._bound = int(self.lengths[0])
-        self.batch.shrink(rows, self.batch.first, self._bound)
+        if not any(extent.rows for extent in self._extents):
+            self.is_reserved = False
+        self.settle()
+        super().fit()
+        for extent in self._extents:
+            extent.expected = 0  # its room may be gone
+        self.tell_all()
+        self._tell_limit()
 
-    def learn_length(self) -> None:
-        """Asks the device how long the rows are."""
-        if self.batch is not None:
-            first, end = self.batch.first, int(self.lengths[0])
-            for extent in self._extents:
-                extent.first, extent.end = (first, end) if extent.rows else (0, 0)
+    def _needed(self) -> tuple[int, int, int]:
+        rows, first, end = super()._needed()
+        batch = self._held()
+        if rows and batch.zero_tail:
+            first = batch.first  # rows are read from there to their end
+        return rows, first, batch.end if rows and self.is_reserved else end
 
 
 class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
-    """One layer of a `VmmCache` made with `compile=True`."""
+    """One layer of a `VmmCache` made with `compile=True`.
+
+    Args:
+        groups: all of the cache.
+        group: that it belongs to.
+    """
 
     is_compileable = True
-    is_croppable = False
+    is_croppable = True
     _group: CompiledLayerGroup
 
-    @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """K of the tokens so far, as in `VmmLayer.keys`; the device is asked how many they are."""
-        self._group.learn_length()
-        return super().keys
+    def __init__(self, groups: Iterable[CompiledLayerGroup], group: CompiledLayerGroup, layer_idx: int) -> None:
+        super().__init__(group, layer_idx)
+        self._groups = groups
 
-    @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """V, like `keys`."""
-        self._group.learn_length()
-        return super().values
+    def _held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        # Inside of a graph there is nothing to count; where room was reserved, that breaks it, however.
+        if self._extent.rows and (self._group.is_reserved or not torch.compiler.is_compiling()):
+            self._group.settle()
+        return super()._held()
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns whole rows, `[batch_size,
-        num_kv_heads, max_seq_len, head_dim]`, of which what lies behind the new tokens is undefined (zeros for an
-        attention that reads it).
+        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend to.
+
+        That is whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`, inside of graphs, and wherever
+        `get_mask_sizes` was asked before: what lies behind the new tokens is undefined (but finite, for an attention
+        that reads it). Who has no use for a mask gets what `VmmLayer` returns.
 
         Raises:
-            VmmkvError: see `LayerGroup.write`; nothing was written. Not from inside a compiled graph.
+            VmmkvError: see `LayerGroup.write`, and `CompiledLayerGroup.check_graph`; nothing was written.
         """
-        group = self._group
-        if not torch.compiler.is_compiling() or not self._extent.rows:
-            group.begin(self._index, key_states, value_states)
-        rows, _, tokens, _ = key_states.shape
-        k_rows, v_rows = group.rows_of(self._index, rows)
-        write = torch.ops.vmmkv.write_rows if torch.compiler.is_compiling() else _write_rows
-        write(key_states, value_states, k_rows, v_rows, group.row_numbers[:rows], group.lengths[:rows])
-        if self._index == group.num_layers - 1:
-            group.advance(tokens)
-        return k_rows.transpose(1, 2), v_rows.transpose(1, 2)
+        group, extent = self._group, self._extent
+        if torch.compiler.is_compiling():
+            if not extent.rows:
+                return self._append_outside_graphs(key_states, value_states)  # type: ignore[no-any-return]
+        elif not group.is_captured:
+            return self._append(key_states, value_states)
+        group.check_graph(extent, key_states, value_states)
+        group.append(self._index, torch.ops.vmmkv.write_rows, key_states, value_states)
+        if not group.is_reserved:
+            extent.expected, extent.written = 0, key_states.shape[2]
+        return group.read_whole_rows(self._index)
+
+    def _append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        group, extent = self._group, self._extent
+        group.settle()
+        first, is_masked = self._first_visible(extent.end), extent.expected == keys.shape[2]
+        group.write(self._index, keys, values, extent.end)
+        return group.read_whole_rows(self._index) if is_masked else group.read(self._index, first)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # driver calls are no part of a graph
+    def _append_outside_graphs(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._append(keys, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Whole rows. Every forward pass asks this first: it makes room for `query_length` tokens."""
+        """Whole rows. It announces a pass of `query_length` tokens, which need not come."""
         if torch.compiler.is_compiling():
-            self._group.check_reserved()
+            self._group.check_room(self._extent, query_length)
         else:
-            self._group.make_room(query_length)
+            self._announce(query_length)
         return self._group.max_seq_len, 0
+
+    def _announce(self, tokens: int) -> None:
+        """Says that a pass may come to the layers that are in step with this one; it changes nothing to say it twice.
+
+        Raises:
+            VmmkvError: see `CompiledLayerGroup.expect`.
+        """
+        if any(group.is_captured for group in self._groups):
+            return  # what is written there has to be reserved
+        for group in self._groups:
+            group.settle()
+        for group in self._groups:
+            group.expect(tokens, self._extent)
 
     def get_seq_length(self) -> int | torch.Tensor:  # type: ignore[override]
         """Tokens so far, a tensor on the device; 0 before the first."""
-        return self._group.lengths[0] if self._extent.rows else 0
+        group, extent = self._group, self._extent
+        if not extent.rows:
+            return 0
+        if torch.compiler.is_compiling() or group.is_reserved:
+            return group.lengths[self._index, 0].clone()  # it will change, and what was asked must not
+        group.settle()
+        return torch.full((), extent.end, dtype=torch.int32, device=group.lengths.device)
 
     def length_after_crop(self, tokens_to_remove: int) -> int:
-        raise NotImplementedError("a cache made with compile=True keeps all tokens until reset()")
+        self._group.settle()
+        return super().length_after_crop(tokens_to_remove)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self._group.is_told = False
+        super().crop(tokens_to_remove)
+        if self._group.is_reserved:
+            self._group.tell(self._index)
 
 
 class VmmCompiledSlidingWindowLayer(VmmCompiledLayer):  # type: ignore[no-untyped-call]
-    """The same where tokens attend to `sliding_window` tokens, themselves included."""
+    """The same where tokens attend to `sliding_window` tokens, themselves included.
+
+    Attributes:
+        record_past: as in `VmmSlidingWindowLayer`.
+    """
 
     is_sliding = True
 
-    def __init__(self, group: CompiledLayerGroup, sliding_window: int) -> None:
-        super().__init__(group)
-        self.sliding_window = sliding_window
+    def __init__(
+        self, groups: Iterable[CompiledLayerGroup], group: CompiledLayerGroup, layer_idx: int, sliding_window: int
+    ) -> None:
+        super().__init__(groups, group, layer_idx)
+        self.sliding_window = self._extent.window = sliding_window
+
+    @property
+    def record_past(self) -> bool:
+        return self._extent.keeps_past
+
+    @record_past.setter
+    def record_past(self, keeps_past: bool) -> None:
+        self._extent.keeps_past = keeps_past
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens may be dropped with `crop` although the window has moved on."""
+        self.record_past = True
 
     def get_max_length(self) -> int:
         """The window, as in transformers."""
         return self.sliding_window
+
+    def _first_visible(self, length: int) -> int:
+        return max(length - self.sliding_window + 1, 0)
 
 
 def _write_rows(
@@ -279,15 +385,27 @@ def _write_rows(
     v_rows: torch.Tensor,
     row_numbers: torch.Tensor,
     lengths: torch.Tensor,
+    limit: torch.Tensor,
 ) -> None:
-    """Writes K and V, `[batch, num_kv_heads, tokens, head_dim]`, behind the `lengths` tokens of each row."""
+    """Writes K and V, `[batch, num_kv_heads, tokens, head_dim]`, behind the `lengths` tokens of each row, int32
+    `[batch]`, and counts them there. None may come to lie behind `limit`, int32 `[1]`: on the CPU that is an error, on
+    a GPU the device stops.
+    """
     if can_append(keys, values):
-        append_rows(keys, values, k_rows, v_rows, row_numbers, lengths)
+        append_rows_behind(keys, values, k_rows, v_rows, row_numbers, lengths, limit)
         return
     token = lengths[:1] + torch.arange(keys.shape[2], device=keys.device)
+    fits = (token < limit).all()
+    if not (fits.is_cuda or fits):
+        raise StreamCaptureError(
+            f"a forward pass that was compiled by hand would write up to token {int(token[-1])}; there is room for "
+            f"{int(limit)}: call cache.reserve(seq_len) with the length that sequences will reach"
+        )
+    torch._assert_async(fits, "there is no room for the tokens of this forward pass: cache.reserve(seq_len) makes it")
     k_rows.index_copy_(1, token, keys.transpose(1, 2))
     v_rows.index_copy_(1, token, values.transpose(1, 2))
+    lengths += keys.shape[2]
 
 
 # To compilers it is one operation that writes into rows: they would take the copies apart, and copy whole rows.
-torch.library.custom_op("vmmkv::write_rows", _write_rows, mutates_args=("k_rows", "v_rows"))
+torch.library.custom_op("vmmkv::write_rows", _write_rows, mutates_args=("k_rows", "v_rows", "lengths"))

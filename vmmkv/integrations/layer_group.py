@@ -6,25 +6,24 @@ is the union of them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import copy
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from ..errors import AutogradError, DeviceError, DtypeError, ShapeError
+from ..errors import AutogradError, DeviceError, DtypeError, ShapeError, StreamCaptureError
 from ..layout import KVLayout
 from .batch import Batch, Limits
+from .extents import Extent, Passes
 
 
-@dataclass
-class Extent:
-    """What one layer holds: the tokens `[first, end)` of `rows` sequences."""
-
-    rows: int = 0
-    first: int = 0
-    end: int = 0
-    accepted: tuple[object, ...] = ()
-    """What the last K and V looked like: those that look the same need no other check."""
+def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raises `ShapeError` unless K and V of a layer are of the same tokens of the same sequences."""
+    if keys.ndim != 4 or values.ndim != 4 or keys.shape[:3] != values.shape[:3]:
+        raise ShapeError(
+            f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer_idx}; both are "
+            "[batch_size, num_kv_heads, tokens, head_dim], and only head_dim may differ"
+        )
 
 
 class Shape(NamedTuple):
@@ -44,26 +43,68 @@ class LayerGroup:
 
     Args:
         limits: what its batch can grow to.
+        passes: of the cache that it is a part of.
+        window: tokens that a token of theirs attends to, itself included; None: all.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, passes: Passes, window: int | None) -> None:
         self.max_seq_len = limits.max_seq_len
+        self.passes = passes
+        self.window = window
         self._limits = limits
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []
         self.batch: Batch | None = None
 
-    def add_layer(self) -> tuple[int, Extent]:
-        """Another layer: its index in the group, and its extent, which the layer keeps up to date."""
+    @property
+    def device(self) -> torch.device | None:
+        """Where K and V are; None before the first."""
+        return self.batch.kv_cache.device if self.batch else None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of K and V; None while there are none."""
+        return self.batch.kv_cache.layout.dtype if self.batch and self.batch.rows else None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._extents)
+
+    def add_layer(self, layer_idx: int) -> tuple[int, Extent]:
+        """Another layer, number `layer_idx` of the model: its index in the group, and its extent, which the layer keeps
+        up to date."""
+        extent = Extent(layer_idx)
         self._shapes.append(None)
-        self._extents.append(Extent())
-        return len(self._extents) - 1, self._extents[-1]
+        self._extents.append(extent)
+        self.passes.extents.append(extent)
+        return len(self._extents) - 1, extent
+
+    def batch_of_first(self, num_layers: int) -> Batch | None:
+        """A batch with room for as many layers, and the tokens of those; None, if they have none yet.
+
+        Raises:
+            OutOfPagesError, DriverError: as in `Batch.reserve`.
+        """
+        known = {index: shape for index, shape in enumerate(self._shapes[:num_layers]) if shape}
+        if self.batch is None or not known or num_layers == self.num_layers:
+            return self.batch if known else None
+        guess = next(iter(known.values()))
+        shapes = [known.get(index, guess) for index in range(num_layers)]
+        layout = self._layout(shapes, self.batch.kv_cache.layout.dtype)
+        return self.batch.copy(layout, known, self.batch.zero_tail)
+
+    def keep_first(self, num_layers: int, batch: Batch | None) -> None:
+        """Forgets the layers behind, which hold no tokens; `batch` is from `batch_of_first`."""
+        self.batch = batch
+        self.passes.forget(self._extents[num_layers:])
+        del self._extents[num_layers:], self._shapes[num_layers:]
 
     def learn(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Takes a layer's shape from K and V themselves, `[batch_size, num_kv_heads, tokens, head_dim]`.
 
         Models do not all cache what their config suggests (latents, for one). Layers still to come are taken to
-        look the same; where one does not, the tokens that are there move into a layout that fits.
+        look the same; where one does not, or comes in a wider dtype, the tokens that are there move into a layout
+        that fits.
 
         Raises:
             LayoutError: the rows would be longer than kernels with 32-bit strides can address.
@@ -75,20 +116,27 @@ class LayerGroup:
             layout = self._layout([known or shape for known in shapes], keys.dtype)
             zero_tail = self._reads_whole_rows(keys, values)
             self.batch = Batch(layout, self._limits, keys.device, zero_tail)
-        elif shape != self._room(layer):
-            layout = self._layout([known or shape for known in shapes], self.batch.kv_cache.layout.dtype)
+        elif shape != self._room(layer) or self._dtype_with(keys.dtype) != self.batch.kv_cache.layout.dtype:
+            layout = self._layout([known or shape for known in shapes], self._dtype_with(keys.dtype))
             others = [index for index, known in enumerate(self._shapes) if known and index != layer]
             zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
             self.batch = self.batch.copy(layout, others, zero_tail)
         self._shapes = shapes
 
+    def _dtype_with(self, dtype: torch.dtype) -> torch.dtype:
+        """Of K and V once a layer has come in `dtype`: of what is there, unless the other has more bytes."""
+        return max(self.dtype or dtype, dtype, key=lambda each: each.itemsize)
+
     def _reads_whole_rows(self, keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether attention to K and V like these reads rows to their end."""
         return False
 
-    def _room(self, layer: int) -> Shape:
-        """The shape that a layer's place in the record has."""
-        room = self._held().kv_cache.layout.layers[layer]
+    def _room(self, layer: int) -> Shape | None:
+        """The shape that a layer's place in the record has; None where it has none."""
+        layers = self._held().kv_cache.layout.layers
+        if layer >= len(layers):
+            return None
+        room = layers[layer]
         return Shape(room.num_kv_heads, room.k_head_dim, room.v_head_dim)
 
     def _layout(self, shapes: list[Shape], dtype: torch.dtype) -> KVLayout:
@@ -108,51 +156,75 @@ class LayerGroup:
         Raises:
             AutogradError: autograd would record the write.
             ShapeError, DtypeError, DeviceError: they are not like those before.
+            UnfinishedPassError: as in `Passes.check`.
+            StreamCaptureError: a CUDA graph is being captured.
             OutOfRowsError, ReleasedTokensError, SequenceTooLongError, OutOfPagesError, DriverError: as in
                 `Batch.reserve`. Nothing was written in any case.
         """
         self._accept(layer, keys, values)
-        extent, batch = self._extents[layer], self._held()
+        extent = self._extents[layer]
         rows, _, tokens, _ = keys.shape
         begin, end = extent.first if extent.rows else first, first + tokens
+        self.passes.check(extent, end - extent.end)
+        self._make_room(rows, begin, end)
+        self._put(layer, keys, values, first)
+        extent.first = begin
+        self.passes.record(extent, rows, extent.first_kept(end), end)
+
+    def _make_room(self, rows: int, first: int, end: int) -> None:
+        """Sees to it that rows `[0, rows)` hold the tokens `[first, end)`."""
+        batch = self._held()
         if end > batch.end:
+            if self.is_captured:
+                raise StreamCaptureError(
+                    "each replay of a CUDA graph would write the same tokens again: make the cache with compile=True, "
+                    "and call reserve(seq_len) before the capture"
+                )
             self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
-        if not batch.holds(rows, begin, end):
-            batch.reserve(rows, begin, end)
-        batch.write(layer, keys, values, first)
-        extent.rows, extent.first, extent.end = rows, begin, end
+        if not batch.holds(rows, first, end):
+            batch.reserve(rows, first, end)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph is being captured: Python runs once for many passes."""
+        if torch.compiler.is_compiling() or self.batch is None:
+            return False
+        return self.batch.kv_cache.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _put(self, layer: int, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:
+        """Writes where there is room."""
+        self._held().write(layer, keys, values, first)
 
     write_outside_graphs = torch.compiler.disable(write)  # type: ignore[no-untyped-call]
     """For what is being compiled: driver calls are no part of a graph. Eager callers save its cost."""
 
     def _accept(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Learns what K and V look like, and refuses those that a copy would convert or broadcast silently."""
-        if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
-            raise AutogradError(
-                "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
-                "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
-            )
+        check_autograd(keys, values)
         extent = self._extents[layer]
         rows = extent.rows
         looks = rows, keys.shape, values.shape, keys.dtype, values.dtype, keys.device, values.device
         if looks == extent.accepted:
             return
-        if not rows and Shape.of(keys, values) != self._shapes[layer]:
+        check_kv(extent.layer_idx, keys, values)
+        if not rows and (
+            self.batch is None or Shape.of(keys, values) != self._shapes[layer] or keys.dtype != self.dtype
+        ):
             self.learn(layer, keys, values)
         kv_cache = self._held().kv_cache
-        if Shape.of(keys, values) != self._shapes[layer] or keys.shape[:3] != values.shape[:3]:
+        if Shape.of(keys, values) != self._shapes[layer]:
             raise ShapeError(
-                f"got K {list(keys.shape)} and V {list(values.shape)} for layer {layer} of its group; it holds "
+                f"got K {list(keys.shape)} and V {list(values.shape)} for layer {extent.layer_idx}; it holds "
                 f"{self._shapes[layer]}. A cache serves one model"
             )
-        if rows and rows != keys.shape[0]:
-            raise ShapeError(
-                f"got a batch of {keys.shape[0]}; the cache holds {rows} sequences. Call reset() for another batch, "
-                "batch_repeat_interleave() or batch_select_indices() to go on with more or fewer of these"
-            )
+        if rows:
+            check_batch(extent, keys.shape[0])
         for states in (keys, values):
             if states.dtype != kv_cache.layout.dtype:
-                raise DtypeError(f"got K or V as {states.dtype}; this cache holds {kv_cache.layout.dtype}")
+                raise DtypeError(
+                    f"got K or V as {states.dtype}; this cache holds {kv_cache.layout.dtype}, and has tokens. Run all "
+                    "forward passes under autocast, or none"
+                )
             if states.device != kv_cache.device:
                 raise DeviceError(f"got K or V on {states.device}; this cache, and its model, are on {kv_cache.device}")
         extent.accepted = looks if rows else ()
@@ -163,6 +235,15 @@ class LayerGroup:
         extent = self._extents[layer]
         return self._held().kv(layer, extent.rows, first, extent.end)
 
+    def reserve_rows(self, rows: int) -> None:
+        """Makes room for as many sequences, as long as those that are there.
+
+        Raises:
+            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`; nothing has changed.
+        """
+        if self.batch and self.batch.rows:
+            self.batch.reserve(rows, self.batch.first, self.batch.end)
+
     def select(self, layer: int, indices: torch.Tensor) -> None:
         """Makes the layer's i-th sequence what its `indices[i]`-th was. A copy of its K, or V, is made meanwhile.
 
@@ -170,21 +251,79 @@ class LayerGroup:
             OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`; nothing has changed.
         """
         extent, batch = self._extents[layer], self._held()
-        old = self.read(layer, extent.first)
+        if not len(indices):
+            extent.clear()
+            return
+        k, v = self.read(layer, extent.first)
+        indices = indices.to(k.device)
+        chosen = k.index_select(0, indices)
         batch.reserve(len(indices), extent.first, extent.end)
+        extent.changes += 1
         extent.rows = len(indices)
-        for source, target in zip(old, self.read(layer, extent.first)):
-            target.copy_(source.index_select(0, indices.to(source.device)))
+        new_k, new_v = self.read(layer, extent.first)
+        new_k.copy_(chosen)
+        del chosen
+        new_v.copy_(v.index_select(0, indices))
+        extent.changes += 1
 
     def fit(self) -> None:
         """Gives back rows, and tokens, that no layer holds any more."""
+        if self.batch:
+            self.batch.shrink(*self._needed())
+
+    def _needed(self) -> tuple[int, int, int]:
+        """Rows, first token and end of what layers hold."""
         held = [extent for extent in self._extents if extent.rows]
-        if held:
-            rows, first, end = (max(e.rows for e in held), min(e.first for e in held), max(e.end for e in held))
-            self._held().shrink(rows, first, end)
-        elif self.batch:
-            self.batch.shrink(0, 0, 0)
+        if not held:
+            return 0, 0, 0
+        return max(e.rows for e in held), min(e.first for e in held), max(e.end for e in held)
 
     def _held(self) -> Batch:
         assert self.batch is not None, "nothing was written yet"
         return self.batch
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self)] = twin = object.__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is pickled: the tokens that the layers hold, and nothing else of the rows."""
+        held = {
+            index: [states.clone() for states in self.read(index, extent.first)]
+            for index, extent in enumerate(self._extents)
+            if extent.rows
+        }
+        layout = self._held().kv_cache.layout if held else None
+        return vars(self) | {"batch": None, "saved": (layout, held)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes up tokens where they were loaded to, which may be another device."""
+        layout, held = state.pop("saved")
+        vars(self).update(state)
+        for extent in self._extents:
+            extent.accepted = ()
+        if held:
+            k, _ = next(iter(held.values()))
+            self.batch = Batch(layout, self._limits, k.device)
+            self.batch.reserve(*self._needed())
+            for index, (k, v) in held.items():
+                self.batch.write(index, k, v, self._extents[index].first)
+
+
+def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:
+    """Raises `AutogradError` where autograd would record what is written."""
+    if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
+        raise AutogradError(
+            "K and V require gradients, and a cache that is written in place keeps no graph. Run the model under "
+            "torch.no_grad() or torch.inference_mode(); to train through a cache use DynamicCache"
+        )
+
+
+def check_batch(extent: Extent, rows: int) -> None:
+    """Raises `ShapeError` where a layer that holds tokens gets those of another batch."""
+    if rows != extent.rows:
+        raise ShapeError(
+            f"got a batch of {rows}; the cache holds {extent.rows} sequences. Call reset() for another batch, "
+            "batch_repeat_interleave() or batch_select_indices() to go on with more or fewer of these"
+        )

@@ -2,30 +2,62 @@
 
 from __future__ import annotations
 
-from typing import Any
+import operator
+from typing import Any, NoReturn
 
 import torch
-from transformers.cache_utils import CacheLayerMixin
+from transformers.cache_utils import DynamicLayer
 
-from ..errors import ReleasedTokensError
+from ..errors import (
+    ArgumentError,
+    AutogradError,
+    DeviceError,
+    DtypeError,
+    ReleasedTokensError,
+    ShapeError,
+    UnsupportedError,
+)
 from .layer_group import LayerGroup
 
 
-class VmmLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One full-attention layer of a `VmmCache`."""
+class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """One full-attention layer of a `VmmCache`.
+
+    To transformers it is a `DynamicLayer`, so that layers which keep more than K and V can be put on top of it; but all
+    that deals with K and V is defined anew here, on rows.
+
+    Args:
+        group: where K and V go.
+        layer_idx: the layer's number in the model.
+    """
 
     is_compileable = False
     is_croppable = True
     is_sliding = False
 
-    def __init__(self, group: LayerGroup) -> None:
-        # CacheLayerMixin's own would set keys and values, which are views made on demand here.
+    def __init__(self, group: LayerGroup, layer_idx: int) -> None:
+        # DynamicLayer's own would set keys and values, which are views made on demand here.
+        self.layer_idx = layer_idx
+        self.join(group)
+
+    def join(self, group: LayerGroup) -> None:
+        """Becomes the last layer of a group; the one that it was in must have dropped it."""
         self._group = group
-        self._index, self._extent = group.add_layer()
+        self._index, self._extent = group.add_layer(self.layer_idx)
+
+    @property
+    def group(self) -> LayerGroup:
+        """Where K and V are."""
+        return self._group
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Learns the shapes of K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; writes nothing."""
         self._group.learn(self._index, key_states, value_states)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of which it holds tokens."""
+        return self._extent.rows
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
@@ -33,15 +65,57 @@ class VmmLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._extent.rows > 0
 
     @property
-    def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """K of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: a view of the
-        rows; None while it keeps none. What it shows after the next crop, reorder or reset is undefined."""
-        return self._group.read(self._index, self._extent.first)[0] if self._extent.rows else None
+    def dtype(self) -> torch.dtype | None:  # type: ignore[override]
+        """Of K and V; None before the first."""
+        return self._group.batch.kv_cache.layout.dtype if self._group.batch else None
 
     @property
-    def values(self) -> torch.Tensor | None:  # type: ignore[override]
+    def device(self) -> torch.device | None:  # type: ignore[override]
+        """Where K and V are; None before the first."""
+        return self._group.device
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """K of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: a view of the
+        rows; None while it keeps none. What it shows after the next crop, reorder or reset is undefined. To assign to
+        it is to write there: other K of the same shape, dtype and device."""
+        held = self._held()
+        return held and held[0]
+
+    @keys.setter
+    def keys(self, states: torch.Tensor | None) -> None:
+        self._overwrite("K", self.keys, states)
+
+    @property
+    def values(self) -> torch.Tensor | None:
         """V, like `keys`."""
-        return self._group.read(self._index, self._extent.first)[1] if self._extent.rows else None
+        held = self._held()
+        return held and held[1]
+
+    @values.setter
+    def values(self, states: torch.Tensor | None) -> None:
+        self._overwrite("V", self.values, states)
+
+    def _held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V of the tokens that the layer keeps."""
+        return self._group.read(self._index, self._extent.first) if self._extent.rows else None
+
+    def _overwrite(self, name: str, held: torch.Tensor | None, states: torch.Tensor | None) -> None:
+        if not isinstance(states, torch.Tensor):
+            raise ArgumentError(f"got {type(states).__name__} as {name}; reset() drops all tokens, crop() the last")
+        if held is None or states.shape != held.shape:
+            there = list(held.shape) if held is not None else "nothing"
+            raise ShapeError(
+                f"got {name} {list(states.shape)}; layer {self.layer_idx} holds {there}, and an assignment writes over "
+                "what is there. crop(), reset() and batch_select_indices() change how much that is"
+            )
+        if states.dtype != held.dtype:
+            raise DtypeError(f"got {name} as {states.dtype}; this cache holds {held.dtype}")
+        if states.device != held.device:
+            raise DeviceError(f"got {name} on {states.device}; layer {self.layer_idx} is on {held.device}")
+        if torch.is_grad_enabled() and states.requires_grad:
+            raise AutogradError(f"got {name} that requires gradients; a cache that is written in place keeps no graph")
+        held.copy_(states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -83,13 +157,13 @@ class VmmLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             ReleasedTokensError: the layer would need tokens that its window has left behind.
         """
         end = self.length_after_crop(tokens_to_remove)
-        extent = self._extent
-        extent.first, extent.end = self._first_visible(end), end
-        extent.rows = extent.rows if end else 0
+        self._extent.first, self._extent.end = self._first_visible(end), end
+        if not end:
+            self._extent.clear()
 
     def length_after_crop(self, tokens_to_remove: int) -> int:
         """The length that `crop` would leave; raises what it would raise."""
-        tokens_to_remove = int(tokens_to_remove)  # generate() counts in tensors on the device
+        tokens_to_remove = operator.index(tokens_to_remove)  # generate() counts in tensors on the device
         if tokens_to_remove > 0:
             raise ValueError(f"asked to crop {tokens_to_remove} tokens; -{tokens_to_remove} drops that many")
         extent = self._extent
@@ -103,22 +177,35 @@ class VmmLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Drops all tokens."""
-        self._extent.rows = self._extent.first = self._extent.end = 0
+        self._extent.clear()
+        self._group.passes.start_over()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes sequence i what sequence `beam_idx[i]` was."""
+        """Makes sequence i what sequence `beam_idx[i]` was; there may be more or fewer of them then."""
         if self._extent.rows:
-            self._group.select(self._index, beam_idx)
+            self._select(beam_idx)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each sequence, its copies side by side."""
         if self._extent.rows:
-            self._group.select(self._index, torch.arange(self._extent.rows).repeat_interleave(repeats))
+            self._select(torch.arange(self._extent.rows).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps the sequences named, or marked, by `indices`, and no others."""
         if self._extent.rows:
-            self._group.select(self._index, torch.arange(self._extent.rows, device=indices.device)[indices])
+            self._select(torch.arange(self._extent.rows, device=indices.device)[indices])
+
+    def _select(self, indices: torch.Tensor) -> None:
+        self._group.select(self._index, indices)
+
+    def offload(self) -> NoReturn:
+        """Raises `UnsupportedError`: attention reads K and V where they are written."""
+        raise UnsupportedError(
+            "K and V in rows stay on their device, where attention reads them; DynamicCache(offloading=True) moves "
+            "them to the host and back"
+        )
+
+    prefetch = offload
 
     def _first_visible(self, length: int) -> int:
         """The first token that the one behind `length` others attends to."""
@@ -134,10 +221,20 @@ class VmmSlidingWindowLayer(VmmLayer):  # type: ignore[no-untyped-call]
 
     is_sliding = True
 
-    def __init__(self, group: LayerGroup, sliding_window: int) -> None:
-        super().__init__(group)
+    def __init__(self, group: LayerGroup, layer_idx: int, sliding_window: int) -> None:
+        super().__init__(group, layer_idx)
         self.sliding_window = sliding_window
         self.record_past = False
+
+    @property
+    def cumulative_length(self) -> int:  # type: ignore[override]
+        """Tokens so far, by the name that transformers has for it."""
+        return self.get_seq_length()
+
+    @property
+    def _sliding_window_tensor(self) -> torch.Tensor:
+        """What `DynamicCache(iter(cache))` knows a window by."""
+        return torch.tensor(self.sliding_window)
 
     def activate_past_recording(self) -> None:
         """From now on tokens may be dropped with `crop` although the window has moved on."""
@@ -146,14 +243,13 @@ class VmmSlidingWindowLayer(VmmLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = key_states.shape[-2]
-        if self._extent.rows or self.record_past or tokens < self.sliding_window:
+        if self._extent.rows or self.record_past or key_states.shape[-2] < self.sliding_window:
             attended = super().update(key_states, value_states)
             if not self.record_past:
                 self._extent.first = self._first_visible(self._extent.end)
             return attended
         # A prompt attends to nothing but itself, and only its last tokens will be attended to: no others are kept.
-        first = self._first_visible(tokens)
+        first = self._first_visible(key_states.shape[-2])
         self._write(key_states[:, :, first:], value_states[:, :, first:], first)
         return key_states, value_states
 

@@ -12,7 +12,7 @@ import torch
 
 from ..kernels import append
 from ..kernels.checks import ALIGNMENT
-from ..kernels.row_append import bind_append
+from ..kernels.row_append import append_behind, bind_append
 
 
 class RowWriter:
@@ -80,13 +80,34 @@ def append_rows(
         row_numbers: int32 `[batch_size]`.
         starts: int32 `[batch_size]`, where in its row each sequence's new tokens begin.
     """
+    k, v, cu_seqlens = _one_after_another(keys, values)
+    append(k, v, k_rows, v_rows, row_numbers, starts, cu_seqlens)
+
+
+def append_rows_behind(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    k_rows: torch.Tensor,
+    v_rows: torch.Tensor,
+    row_numbers: torch.Tensor,
+    lengths: torch.Tensor,
+    limit: torch.Tensor,
+) -> None:
+    """The same behind the `lengths` tokens that rows hold, up to `limit`, as in `append_behind`."""
+    k, v, cu_seqlens = _one_after_another(keys, values)
+    append_behind(k, v, k_rows, v_rows, row_numbers, lengths, limit, cu_seqlens)
+
+
+def _one_after_another(
+    keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """K and V, `[tokens, num_kv_heads, head_dim]`, and where each sequence's begin, unless they have one each."""
     batch_size, num_kv_heads, tokens, head_dim = keys.shape
     if tokens == 1:
-        append(keys.squeeze(2), values.squeeze(2), k_rows, v_rows, row_numbers, starts)
-        return
+        return keys.squeeze(2), values.squeeze(2), None
     k = keys.transpose(1, 2).reshape(-1, num_kv_heads, head_dim)
     v = values.transpose(1, 2).reshape(-1, num_kv_heads, values.shape[3])
-    append(k, v, k_rows, v_rows, row_numbers, starts, even_cu_seqlens(batch_size, tokens, keys.device))
+    return k, v, even_cu_seqlens(batch_size, tokens, keys.device)
 
 
 def even_cu_seqlens(batch_size: int, tokens: int, device: torch.device) -> torch.Tensor:

@@ -6,16 +6,40 @@ reads a strided view of the rows.
 
 from __future__ import annotations
 
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..cache import KVCache
+from ..errors import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    KeptLayersWarning,
+    OutOfRangeError,
+    ShapeError,
+    UnsupportedError,
+)
 from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
-from .layer_group import LayerGroup
+from .extents import Passes
+from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer, forget_states, indexed_layer
+from .layer_group import LayerGroup, check_kv
 from .layers import VmmLayer, VmmSlidingWindowLayer
 
 
@@ -26,16 +50,22 @@ class VmmCache(DynamicCache):
     window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped
     for it: what fits into them costs no driver call (a window that has moved starts over at the front of its
     rows, and pages move there). `trim()` of each of the `kv_caches` gives them back to the system, as does the
-    end of the cache. `copy.deepcopy` copies the tokens that are there and nothing else.
+    end of the cache. `copy.deepcopy` copies the tokens that are there and nothing else; `pickle` and `torch.save`
+    keep those (not with `compile=True`).
 
     Attention reads strided views. Torch's memory-efficient SDPA counts their strides in 32 bits, so layers
     share a token record only as far as it can address `max_seq_len` tokens (`layers_per_range` of the
     layout): every backend reads the right tokens. The longer the rows, the coarser the pages, therefore.
 
-    For inference only. After an error in the middle of a forward pass the layers differ in length: `reset()`.
+    Where K and V differ in dtype, as under autocast, both are kept in the wider one, which loses nothing. Where layers
+    are on several devices each device has its own `kv_caches` (not with `compile=True`).
+
+    For inference only. After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the
+    next one raises `UnfinishedPassError`, until `reset()`.
 
     Args:
-        config: of the model. Layers that keep other things than K and V stay what `DynamicCache` makes them.
+        config: of the model. What layers keep beside K and V stays as `DynamicCache` has it, and so do layers of kinds
+            that vmmkv does not know: a `KeptLayersWarning` names them.
         max_seq_len: tokens that a sequence may have, prompt included. Virtual addresses only.
         max_batch_size: sequences at a time, beams and returned sequences counted. Virtual addresses only.
         max_bytes: the budget of each of the `kv_caches`, as in `KVCache`; None is 80 % of the memory that is free when
@@ -43,47 +73,178 @@ class VmmCache(DynamicCache):
         page_size: bytes of a page; None is 2 MiB.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
-            tokens only; others read `max_seq_len` tokens at each step, zeros behind the live ones, and are slower
-            the larger it is. Layers write a prompt as a whole, also where a window moves over it. Not for
-            assisted generation, and not for the cross-attention of an encoder-decoder, which knows no length: there
-            make that one of the two caches without it.
+            tokens only; others read `max_seq_len` tokens at each step, masked behind the live ones, and are slower
+            the larger it is. Layers write a prompt as a whole, also where a window moves over it.
+        offloading: refused; as in `DynamicCache` for those who make caches by `type(cache)(...)`.
 
     Raises:
-        LayoutError: at the first write, where a single layer's rows are longer than 32-bit strides reach, or the
-            rows take more virtual addresses than there are.
+        ArgumentError: there is no config, or no `max_seq_len`, or one that is no number.
+        LayoutError, BudgetError: a number that cannot be. At the first write: a single layer's rows are longer than
+            32-bit strides reach, or the rows take more virtual addresses than there are, or the device has less memory.
+        UnsupportedError: offloading, or `compile=True` for a model with layers that cannot be read as whole rows.
     """
+
+    layers: list[Any]
 
     def __init__(
         self,
         config: PreTrainedConfig,
-        max_seq_len: int,
+        max_seq_len: int | None = None,
         *,
         max_batch_size: int = 64,
         max_bytes: float | str | None = None,
         page_size: int | None = None,
         compile: bool = False,
+        offloading: bool = False,
     ) -> None:
+        if not isinstance(config, PreTrainedConfig) or max_seq_len is None:
+            raise ArgumentError(
+                f"got a {type(config).__name__} as config, and max_seq_len={max_seq_len!r}; make a cache by "
+                "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. What makes caches of "
+                "the same type by itself (T5Gemma for its cross-attention, RAG for beams, torch.nn.DataParallel) "
+                "knows neither: give it a DynamicCache"
+            )
+        if offloading:
+            raise UnsupportedError(
+                "asked for offloading; K and V in rows stay where attention reads them. DynamicCache(config=config, "
+                "offloading=True) moves them to the host and back"
+            )
         super().__init__(config=config)
-        self._groups: dict[int | None, LayerGroup] = {}
-        limits = Limits(max_seq_len, max_batch_size, max_bytes, page_size)
+        self._limits = limits = Limits(max_seq_len, max_batch_size, max_bytes, page_size)
+        self._passes = passes = Passes()
+        self._is_compiled = compile
+        self._groups: list[LayerGroup] = []
+        """One for each window, on each device."""
 
         def attention() -> str:
             return str(config.get_text_config(decoder=True)._attn_implementation)
 
         def group(window: int | None) -> Any:
-            if window not in self._groups:
-                self._groups[window] = CompiledLayerGroup(limits, window, attention) if compile else LayerGroup(limits)
-            return self._groups[window]
+            found = next((group for group in self._groups if group.window == window), None)
+            if found is None and compile:
+                found = CompiledLayerGroup(limits, passes, window, attention)
+            elif found is None:
+                found = LayerGroup(limits, passes, window)
+            if found not in self._groups:
+                self._groups.append(found)
+            return found
 
-        full, sliding = (
-            (VmmCompiledLayer, VmmCompiledSlidingWindowLayer) if compile else (VmmLayer, VmmSlidingWindowLayer)
-        )
         for index, layer in enumerate(self.layers):
-            # By exact type: subclasses keep more than K and V, and stay what transformers makes them.
-            if type(layer) is DynamicLayer:
-                self.layers[index] = full(group(None))
-            elif type(layer) is DynamicSlidingWindowLayer:
-                self.layers[index] = sliding(group(layer.sliding_window), layer.sliding_window)
+            self.layers[index] = self._with_rows(layer, index, group) or layer
+        self._tell_what_is_kept()
+
+    def _with_rows(self, layer: Any, layer_idx: int, group: Callable[[int | None], Any]) -> Any:
+        """The layer on rows that takes the place of a layer of transformers; None where there is none of its kind.
+
+        By exact type: what a subclass keeps, or does, beside what is known here would be lost.
+
+        Args:
+            group: makes, or finds, the group for layers of a window.
+        """
+        groups: Any = self._groups
+        full: Any = partial(VmmCompiledLayer, groups) if self._is_compiled else VmmLayer
+        sliding: Any = partial(VmmCompiledSlidingWindowLayer, groups) if self._is_compiled else VmmSlidingWindowLayer
+        kind: Any = type(layer)
+        if kind is DynamicLayer:
+            return full(group(None), layer_idx)
+        if kind is DynamicSlidingWindowLayer:
+            return sliding(group(layer.sliding_window), layer_idx, layer.sliding_window)
+        if self._is_compiled:
+            return None
+        if kind is LinearAttentionAndFullAttentionLayer:
+            return VmmHybridLayer(group(None), layer_idx, layer.number_of_states)
+        if kind is LinearAttentionAndSlidingWindowAttentionLayer:
+            window = layer.sliding_window
+            return VmmHybridSlidingWindowLayer(group(window), layer_idx, layer.number_of_states, window)
+        if f"{kind.__module__}.{kind.__qualname__}" in INDEXED:
+            return indexed_layer(kind)(group(None), layer_idx)
+        return None
+
+    def _tell_what_is_kept(self) -> None:
+        kept: defaultdict[str, list[int]] = defaultdict(list)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, CacheLayerMixin) and not isinstance(layer, VmmLayer):
+                kept[type(layer).__name__].append(index)
+        names = "; ".join(f"{name}: {', '.join(map(str, layers))}" for name, layers in kept.items())
+        if kept and self._is_compiled:
+            raise UnsupportedError(
+                f"asked for compile=True; layers of these kinds cannot be read as whole rows ({names}). Make the cache "
+                "without it"
+            )
+        if kept:
+            warnings.warn(
+                f"VmmCache has no rows for layers of these kinds ({names}); their K and V stay where DynamicCache "
+                "keeps them",
+                KeptLayersWarning,
+                stacklevel=3,
+            )
+        elif not self._groups:
+            warnings.warn(
+                "no layer of this model keeps K and V: VmmCache does what DynamicCache does",
+                KeptLayersWarning,
+                stacklevel=3,
+            )
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile: with `compile=True`."""
+        return self._is_compiled and all(layer.is_compileable for layer in self.layers)
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Appends K and V of layer `layer_idx`, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they
+        attend to. What else models give to caches is passed over, as by `DynamicCache`.
+
+        Raises:
+            OutOfRangeError: there is no such layer.
+            ArgumentError: K or V is no tensor.
+            VmmkvError: see `LayerGroup.write`. Nothing was written in any case.
+        """
+        try:
+            layer = self.layers[layer_idx]
+        except IndexError:
+            raise OutOfRangeError(
+                f"got K and V for layer {layer_idx}; this cache has {len(self.layers)} layers, as its config says"
+            ) from None
+        if isinstance(layer, VmmLayer):
+            if not (isinstance(key_states, torch.Tensor) and isinstance(value_states, torch.Tensor)):
+                kinds = type(key_states).__name__, type(value_states).__name__
+                raise ArgumentError(f"got {kinds[0]} and {kinds[1]} as K and V of layer {layer_idx}; both are tensors")
+            dtype = layer.group.dtype
+            if not key_states.dtype == value_states.dtype == dtype:
+                key_states, value_states = _in_one_dtype(key_states, value_states, dtype)
+            if not layer.is_initialized:
+                check_kv(layer_idx, key_states, value_states)
+                self._settle(layer, key_states.device)
+        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _settle(self, layer: VmmLayer, device: torch.device) -> None:
+        """Moves a layer without tokens to its device, if it is not there, and all behind it along: models are cut into
+        runs of layers, and where the next run begins is seen when its K and V come."""
+        here = layer.group.device
+        if here is None or here == device:
+            return
+        groups = [group for group in self._groups if group.window == layer.group.window]
+        behind = [
+            each for each in self.layers[layer.layer_idx :] if isinstance(each, VmmLayer) and each.group in groups
+        ]
+        if self._is_compiled or any(each.is_initialized for each in behind):
+            raise DeviceError(
+                f"got K and V of layer {layer.layer_idx} on {device}; this cache keeps them on {here}. A model on "
+                "several devices needs a cache made without compile=True, and one that has moved, reset() before"
+            )
+        kept = [group.num_layers - sum(each.group is group for each in behind) for group in groups]
+        batches = [group.batch_of_first(num_layers) for group, num_layers in zip(groups, kept)]
+        for group, num_layers, batch in zip(groups, kept, batches):
+            group.keep_first(num_layers, batch)
+        target = next(
+            (group for group in groups if group.device == device),
+            LayerGroup(self._limits, self._passes, layer.group.window),
+        )
+        for each in behind:
+            each.join(target)
+        self._groups = [group for group in dict.fromkeys([*self._groups, target]) if group.num_layers]
 
     def reserve(self, seq_len: int) -> None:
         """With `compile=True`: maps pages for sequences of up to `seq_len` tokens, for forward passes that are compiled
@@ -93,7 +254,7 @@ class VmmCache(DynamicCache):
             ValueError: the cache was made without `compile=True`, or nothing was written to it.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`. What was reserved stays so.
         """
-        compiled = [group for group in self._groups.values() if isinstance(group, CompiledLayerGroup)]
+        compiled = [group for group in self._groups if isinstance(group, CompiledLayerGroup)]
         groups = [group for group in compiled if group.batch and group.batch.rows]
         if not groups:
             raise ValueError("reserve() is for caches with compile=True, after a prompt was written to them")
@@ -102,25 +263,111 @@ class VmmCache(DynamicCache):
 
     @property
     def kv_caches(self) -> list[KVCache]:
-        """What K and V lie in, for accounting and `trim()`: a `KVCache` for full attention, and one for each window.
-        Those of layers that nothing was written to are missing."""
-        return [group.batch.kv_cache for group in self._groups.values() if group.batch]
+        """What K and V lie in, for accounting and `trim()`: a `KVCache` for full attention, and one for each window, on
+        each device. Those of layers that nothing was written to are missing."""
+        return [group.batch.kv_cache for group in self._groups if group.batch]
 
     def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last tokens of all layers, or, where one cannot, of none.
+
+        Args:
+            tokens_to_remove: minus their number, as transformers counts.
+
+        Raises:
+            ReleasedTokensError: a layer would need tokens that its window has left behind.
+            RuntimeError: a layer of linear attention has not recorded what it would go back to.
+        """
         for layer in self.layers:
             if isinstance(layer, VmmLayer):
-                layer.length_after_crop(tokens_to_remove)  # all layers or none
-        super().crop(tokens_to_remove)
+                layer.length_after_crop(tokens_to_remove)
+        for layer in sorted(self.layers, key=_crops_for_sure):
+            layer.crop(tokens_to_remove)
         self._fit()
 
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._fit()
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Makes sequence i what sequence `beam_idx[i]` was.
+
+        Raises:
+            OutOfRangeError: there is no such sequence (on a GPU torch's own assertion fails, later).
+            OutOfRowsError, OutOfPagesError, DriverError: there is no room for so many. Nothing has changed then.
+        """
+        if self._rows:
+            self._select(beam_idx, lambda numbers: numbers.index_select(0, _as_index(beam_idx)))
+        else:
+            super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each sequence, its copies side by side; raises as `reorder_cache`."""
+        if self._rows:
+            self._select(repeats, lambda numbers: numbers.repeat_interleave(repeats))
+        else:
+            super().batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor | Iterable[int]) -> None:
+        """Keeps the sequences named, or marked, by `indices`, and no others; of none of them no tokens are left.
+        Raises as `reorder_cache`."""
+        if self._rows:
+            self._select(indices, lambda numbers: numbers[_as_index(indices)])
+        else:
+            super().batch_select_indices(indices)  # type: ignore[arg-type]
+
+    @property
+    def _rows(self) -> int:
+        """Sequences that it holds; 0, too, where no layer keeps K and V."""
+        return next((layer.rows for layer in self.layers if isinstance(layer, VmmLayer) and layer.rows), 0)
+
+    def _select(self, asked: object, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Keeps the sequences that `choose` chooses of their numbers, in all layers or in none."""
+        device = asked.device if isinstance(asked, torch.Tensor) else None
+        try:
+            chosen = choose(torch.arange(self._rows, device=device))
+        except (IndexError, RuntimeError, TypeError) as error:
+            raise OutOfRangeError(f"asked for sequences {asked}; the cache holds {self._rows}: {error}") from error
+        if chosen.ndim != 1:
+            raise ShapeError(f"asked for sequences {asked}, which is no list of them; the cache holds {self._rows}")
+        if not len(chosen):
+            self.reset()
+            return
+        try:
+            for group in self._groups:
+                group.reserve_rows(len(chosen))
+            for layer in self.layers:
+                layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
+        finally:
+            self._fit()
 
     def reset(self) -> None:
+        """Drops all tokens; their pages stay mapped for those to come."""
         super().reset()  # type: ignore[no-untyped-call]
+        for layer in self.layers:
+            if type(layer) is LinearAttentionLayer and not self._is_compiled:
+                forget_states(layer)
         self._fit()
 
     def _fit(self) -> None:
-        for group in self._groups.values():
+        for group in self._groups:
             group.fit()
+
+
+def _crops_for_sure(layer: object) -> bool:
+    """Whether a layer crops what `VmmLayer.length_after_crop` has allowed; others may still refuse."""
+    return isinstance(layer, VmmLayer) and not isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _as_index(indices: object) -> torch.Tensor:
+    """What names, or marks, sequences, as torch takes it."""
+    index = torch.as_tensor(indices)
+    return index if index.numel() else index.long()
+
+
+def _in_one_dtype(
+    keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V in the narrowest dtype that holds both, and what is `dtype`, exactly."""
+    try:
+        wide = torch.promote_types(keys.dtype, values.dtype)
+        wide = torch.promote_types(wide, dtype or wide)
+    except RuntimeError:
+        held = f", and the cache holds {dtype}" if dtype else ""
+        raise DtypeError(f"got K as {keys.dtype} and V as {values.dtype}{held}; no dtype holds all of it") from None
+    return keys.to(wide), values.to(wide)

@@ -10,17 +10,28 @@ import math
 import operator
 import os
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 
-from ..arena import Arena, check_address_space
+from ..arena import Arena, check_address_space, wait_for_device
 from ..budget import pages_within
 from ..driver import Driver, open_driver
-from ..errors import DeviceError, DriverError, DtypeError, ForkError, LayoutError, ShapeError, UseAfterFreeError
+from ..errors import (
+    DeviceError,
+    DriverError,
+    DtypeError,
+    ForkError,
+    InterruptedChangeError,
+    LayoutError,
+    ShapeError,
+    UseAfterFreeError,
+    VmmkvError,
+)
 from ..fence import Fence
 from ..pages import PagePool
 from ..tensors import export_range
@@ -95,6 +106,7 @@ class GrowableTensor:
         self._fence = Fence()
         self._streams = {self._driver.current_stream()}
         self._process: int | None = os.getpid()
+        self._is_dirty = False
         _tensors.add(self)
 
     @property
@@ -177,8 +189,9 @@ class GrowableTensor:
         """
         self._check_usable()
         self._fence.wait()
-        self._arena.unmap_back(0, self._pages(self._length))
-        return self._pool.release_free() * self._driver.page_size
+        with self._change():
+            self._arena.unmap_back(0, self._pages(self._length))
+            return self._pool.release_free() * self._driver.page_size
 
     def stats(self) -> GrowableTensorStats:
         """A snapshot: bytes."""
@@ -193,12 +206,12 @@ class GrowableTensor:
 
         Raises:
             StreamCaptureError: a CUDA graph is being captured; nothing was closed.
+            DriverError: the device could not be waited for; nothing was closed.
         """
         if self._process is None:
             return
-        self._check_usable()
-        with suppress(DriverError):  # a lost context has lost the memory, too
-            self._driver.synchronize()
+        self._check_process()
+        wait_for_device(self._driver)
         self._process = None
         self._length = 0
         self._arena.close()
@@ -210,20 +223,51 @@ class GrowableTensor:
     def _map(self, end: int) -> None:
         """Maps the row's pages up to page `end`, or changes nothing."""
         old_end = self._arena.rows[0].end
-        supply = self._pool.take(max(end - old_end, 0))
-        try:
-            self._arena.map_back(0, max(end, old_end), supply)
-        except BaseException:
-            self._pool.give(supply)
-            with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
-                self._arena.unmap_back(0, old_end)
-            raise
+        with self._change():
+            supply = self._pool.take(max(end - old_end, 0))
+            try:
+                self._arena.map_back(0, max(end, old_end), supply)
+            except DriverError:
+                self._pool.give(supply)
+                with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
+                    self._arena.unmap_back(0, old_end)
+                raise
 
     def _check_usable(self) -> None:
+        self._check_process()
+        if self._is_dirty:
+            self._recover()
+
+    def _check_process(self) -> None:
         if self._process is None:
             raise UseAfterFreeError("this GrowableTensor was closed; make a new one")
         if self._process != os.getpid():
             raise ForkError("this GrowableTensor was made before fork(); its memory belongs to the parent")
+
+    @contextmanager
+    def _change(self) -> Iterator[None]:
+        """Around what changes the books: who is interrupted (Ctrl-C) in the middle leaves them to `_recover`."""
+        self._is_dirty = True
+        try:
+            yield
+        except VmmkvError:
+            self._is_dirty = False
+            raise
+        self._is_dirty = False
+
+    def _recover(self) -> None:
+        """After an interruption: makes the books right, or says that nobody can."""
+        if self._pool.unsettled:
+            raise InterruptedChangeError(
+                "this GrowableTensor was interrupted (Ctrl-C) while it had the driver make or release a page, and "
+                "cannot know whether that was done. Close it, and make a new one"
+            )
+        self._arena.settle(0)
+        self._pool.settle(self._arena.rows[0].pages)
+        self._is_dirty = False
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a GrowableTensor owns its memory and cannot be copied or pickled; clone its tensor")
 
     def __repr__(self) -> str:
         sizes = f"{list(self.shape)} of {list(self.shape_max)}"

@@ -1,0 +1,84 @@
+"""Interruptions for tests: KeyboardInterrupt at any line of vmmkv's own code, or at any moment."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import gc
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import vmmkv
+
+SOURCES = str(Path(vmmkv.__file__).parent)
+
+
+@functools.cache
+def with_lines(path: str) -> frozenset[int]:
+    """Lines of `with` statements. Their ends are traced as well, where no interruption can come: the interpreter calls
+    `__exit__` without looking at signals."""
+    tree = ast.parse(Path(path).read_text())
+    return frozenset(node.lineno for node in ast.walk(tree) if isinstance(node, ast.With))
+
+
+def interrupted(operation: Callable[[], object], line: int) -> int | None:
+    """Runs an operation and interrupts it at the n-th line of vmmkv that it comes to.
+
+    Returns:
+        None; of an operation that is shorter, its lines.
+    """
+    left = line
+    entered: dict[int, set[int]] = {}  # by a frame's id: to hold frames would keep alive what they hold
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        path = frame.f_code.co_filename
+        if not path.startswith(SOURCES):
+            return None
+        if event == "call":
+            entered[id(frame)] = set()
+        elif event == "line":
+            seen = entered[id(frame)]
+            ends = frame.f_lineno in with_lines(path) and frame.f_lineno in seen
+            seen.add(frame.f_lineno)
+            if not ends:
+                left -= 1
+                if left == 0:
+                    raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    gc.disable()  # what it collects is another's, and interrupted there for nothing
+    sys.settrace(trace)
+    try:
+        operation()
+    except KeyboardInterrupt:
+        if left != 0:
+            raise
+        return None
+    finally:
+        sys.settrace(before)
+        gc.enable()
+    return line - left
+
+
+def interrupted_after(operation: Callable[[], object], seconds: float) -> bool:
+    """Runs an operation and interrupts it by a real signal, which comes at whatever moment; returns whether it came."""
+
+    def ring(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, ring)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        operation()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    return False

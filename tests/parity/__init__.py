@@ -1,0 +1,1 @@
+"""Every causal and sequence-to-sequence model of transformers, small and random, with vmmkv against without."""

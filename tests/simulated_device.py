@@ -1,0 +1,106 @@
+"""A device for tests whose work runs later: streams are queues over host memory, and work is checked when it runs.
+
+On a GPU a page that is unmapped, zeroed or handed on too early is rarely caught in the act. Here every order of work
+that streams and events allow can happen, and work that meets a page which is gone, or bytes that it does not expect,
+fails then and there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from random import Random
+from typing import NamedTuple
+
+import torch
+from conftest import small_driver
+from faulty import FaultyDriver
+
+
+class Stream:
+    """Work in order. `device` is what a `torch.cuda.Stream` says it is on."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.queue: deque[Callable[[], bool]] = deque()
+        self.submitted = self.done = 0
+
+    def submit(self, work: Callable[[], bool | None]) -> None:
+        """Adds work; it returns False where it has to wait, and is asked again later."""
+        self.queue.append(work)  # type: ignore[arg-type]
+        self.submitted += 1
+
+    def __repr__(self) -> str:
+        return f"<stream {self.name}>"
+
+
+class Event(NamedTuple):
+    """A point in a stream's work, of a device that runs it."""
+
+    simulated: SimulatedDevice
+    stream: Stream
+    position: int
+
+    def query(self) -> bool:
+        return self.stream.done >= self.position
+
+    def synchronize(self) -> None:
+        self.simulated.run_until(self.query)
+
+    def wait(self, stream: Stream) -> None:
+        stream.submit(lambda: self.query())
+
+
+class SimulatedDevice(FaultyDriver):
+    """A driver whose streams run when `run` is called, or when the host waits.
+
+    Args:
+        random: chooses which stream goes on.
+        streams: how many there are.
+    """
+
+    def __init__(self, random: Random, streams: int = 3) -> None:
+        super().__init__(small_driver("cpu"))
+        self.random = random
+        self.streams = [Stream(chr(ord("a") + index)) for index in range(streams)]
+        self.current = self.streams[0]
+
+    def current_stream(self) -> Stream:
+        return self.current
+
+    def record(self, stream: Stream) -> Event:
+        return Event(self, stream, stream.submitted)
+
+    def synchronize(self) -> None:
+        self.run_until(lambda: not any(stream.queue for stream in self.streams))
+
+    def fill(self, address: int, nbytes: int, value: int, stream: Stream) -> None:
+        self._before_fill(address, nbytes, value, stream)
+        stream.submit(lambda: self.touch(address, nbytes, lambda: ctypes.memset(address, value, nbytes)))
+
+    def touch(self, address: int, nbytes: int, work: Callable[[], object]) -> None:
+        """Does work on memory that must be accessible now."""
+        size = self.inner.page_size
+        first, last = address // size * size, (address + nbytes - 1) // size * size
+        assert self.accessible.issuperset(range(first, last + 1, size)), "work has met a page that is gone"
+        work()
+
+    def run(self, steps: int) -> None:
+        """Does up to so many pieces of work, of streams at random."""
+        for _ in range(steps):
+            ready = [stream for stream in self.streams if stream.queue]
+            if not ready:
+                return
+            stream = self.random.choice(ready)
+            if stream.queue[0]() is not False:
+                stream.queue.popleft()
+                stream.done += 1
+
+    def run_until(self, finished: Callable[[], bool]) -> None:
+        """What the host does when it waits."""
+        while not finished():
+            assert any(stream.queue for stream in self.streams), "the host waits for ever"
+            self.run(1)

@@ -1,0 +1,252 @@
+"""Ctrl-C, finalizers and signal handlers in the middle of an operation: right books, or a cache that says it is not."""
+
+from __future__ import annotations
+
+import gc
+from random import Random
+
+import pytest
+import torch
+from conftest import small_driver
+from faulty import FaultyDriver
+from hypothesis import settings
+from interruption import interrupted, interrupted_after
+
+import vmmkv
+import vmmkv.torch
+
+
+def books(cache: vmmkv.KVCache, driver: FaultyDriver) -> None:
+    """What the cache says of itself is what the driver was asked for."""
+    cache.check()
+    stats = cache.stats()
+    assert sum(stats.pages.values()) == len(driver.handles)
+    zero = [address for address in driver.mapped if address not in driver.writable]
+    assert stats.pages["used"] + stats.pages["surplus"] == len(driver.mapped) - len(zero)
+
+
+OPERATIONS = {
+    "start": lambda cache, kept: cache.sequence(60),
+    "start empty": lambda cache, kept: cache.sequence(),
+    "extend": lambda cache, kept: kept[0].extend(60),
+    "extend within": lambda cache, kept: kept[1].extend(1),
+    "extend many": lambda cache, kept: cache.extend(kept[:2], [30, 5]),
+    "extend from": lambda cache, kept: cache.extend([kept[2]], 60, starts=[50]),
+    "truncate": lambda cache, kept: kept[0].truncate(3),
+    "release": lambda cache, kept: kept[0].release_before(12),
+    "free": lambda cache, kept: kept[0].free(),
+    "free all": lambda cache, kept: cache.free(kept),
+    "trim": lambda cache, kept: cache.trim(),
+    "stats": lambda cache, kept: cache.stats(),
+    "close": lambda cache, kept: cache.close(),
+}
+
+
+EVERYTHING = 10**9
+
+
+def some_lines(lines: int) -> list[int]:
+    """Of an operation's lines: with `--hypothesis-profile=long` all of them, otherwise any few."""
+    every = range(1, lines + 1)
+    return list(every) if settings.default.max_examples > 100 else Random().sample(every, min(lines, 8))
+
+
+@pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
+@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_an_interruption_at_any_line(make_cache, device: str, name: str, policy: dict) -> None:
+    """Afterwards every sequence is as before or as after; what is refused is refused by name; close gives all back."""
+
+    def prepare() -> tuple[FaultyDriver, vmmkv.KVCache, list[vmmkv.Sequence]]:
+        driver = FaultyDriver(small_driver(device))
+        driver.unmaps_anything = True
+        cache = make_cache(max_sequences=5, pages=21, driver=driver, layers_per_range=2, **policy)
+        cache.free([cache.sequence(30), cache.sequence(5)])
+        return driver, cache, [cache.sequence(20), cache.sequence(2), cache.sequence()]
+
+    def check(line: int) -> int | None:
+        driver, cache, kept = prepare()
+        for value, sequence in enumerate(kept):
+            sequence.k(0).fill_(value)
+        lengths = [sequence.length for sequence in kept]
+        lines = interrupted(lambda: OPERATIONS[name](cache, kept), line)
+        try:
+            books(cache, driver)
+        except (vmmkv.InterruptedChangeError, vmmkv.UseAfterFreeError):
+            cache.close()
+        else:
+            for value, (sequence, length) in enumerate(zip(kept, lengths)):
+                if "gone" not in repr(sequence):
+                    length = min(length, sequence.length)
+                    assert (sequence.k(0)[: max(length - sequence.start, 0)] == value).all()
+            cache.free(kept)
+            cache.sequence(60).free()
+            books(cache, driver)
+            assert cache.stats().rows["live"] == 0
+            cache.trim()
+            assert len(driver.handles) == bool(policy.get("zero_tail"))
+            cache.close()
+        assert not driver.mapped
+        assert name == "close" or len(driver.handles) <= 1, "of a page in the making nobody knows"
+        return lines
+
+    for line in some_lines(check(EVERYTHING)):
+        assert check(line) is None
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_interruptions_at_any_moment(make_cache, device: str) -> None:
+    """By a real signal, which comes when it likes."""
+    seed = Random().randrange(1 << 32)
+    print(f"{seed=}")
+    random = Random(seed)
+    unusable = rang = 0
+    cache, kept = None, []
+
+    def operate() -> None:
+        operation = random.choice(["start", "extend", "extend", "truncate", "free", "trim"])
+        try:
+            if operation == "start" or not kept:
+                kept.append(cache.sequence(random.randrange(60)))
+            elif operation == "extend":
+                random.choice(kept).extend(random.randrange(30))
+            elif operation == "truncate":
+                random.choice(kept).truncate(0)
+            elif operation == "free":
+                kept[-1].free()
+                kept.pop()
+            else:
+                cache.trim()
+        except (vmmkv.OutOfPagesError, vmmkv.OutOfRowsError, vmmkv.SequenceTooLongError):
+            cache.free(kept)
+            kept.clear()
+
+    for _ in range(1000):
+        if cache is None:
+            driver = FaultyDriver(small_driver(device))
+            driver.unmaps_anything = True
+            cache, kept = make_cache(driver=driver, pages=30, scrub=bool(random.getrandbits(1))), []
+        rang += interrupted_after(operate, random.uniform(1e-6, 4e-4))
+        kept = [sequence for sequence in kept if "gone" not in repr(sequence)]
+        try:
+            books(cache, driver)
+            assert cache.stats().rows["live"] == len(kept)
+        except vmmkv.InterruptedChangeError:
+            unusable += 1
+            cache.close()
+            assert not driver.mapped
+            cache = None
+    assert rang > 100
+    assert unusable < rang / 2
+
+
+class Inside(FaultyDriver):
+    """Calls something in the middle of an operation, as garbage collection and signal handlers do."""
+
+    def __init__(self, device: str, call: str, action) -> None:
+        super().__init__(small_driver(device))
+        self.call, self.action, self.called = call, action, 0
+
+    def _call(self, name: str, *args):
+        result = super()._call(name, *args)
+        if name == self.call and self.action:
+            self.called += 1
+            self.action()
+        return result
+
+
+@pytest.mark.parametrize("call", ["create", "map", "set_access", "unmap", "fill", "release"])
+@pytest.mark.parametrize("device", ["cpu"])
+def test_what_runs_in_the_middle_of_an_operation(make_cache, device: str, call: str) -> None:
+    """Frees happen later; all else is refused and has changed nothing."""
+    driver = Inside(device, call, None)
+    cache = make_cache(driver=driver, pages=20, scrub=True)
+    gone, other, grown = cache.sequence(10), cache.sequence(1), cache.sequence(1)
+    refused = []
+
+    def disturb() -> None:
+        gone.free()
+        cache.free([gone])
+        for operation in (
+            lambda: cache.sequence(1),
+            lambda: other.extend(1),
+            lambda: cache.extend([other], 1),
+            lambda: other.truncate(0),
+            lambda: other.record_stream(None),
+            cache.trim,
+            cache.stats,
+            cache.check,
+            cache.close,
+        ):
+            with pytest.raises(vmmkv.BusyError, match="middle of another operation"):
+                operation()
+            refused.append(operation)
+        assert "busy" in repr(cache)
+
+    driver.action = disturb
+    cache.extend([grown], 60)
+    cache.free([grown])
+    cache.trim()
+    driver.action = None
+    assert driver.called > 0
+    assert len(refused) == 9 * driver.called
+    assert other.length == 1
+    books(cache, driver)
+    with pytest.raises(vmmkv.UseAfterFreeError):
+        print(gone.length)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_sequence_freed_twice_by_the_end_of_a_generator(make_cache, device: str) -> None:
+    """Its finalizer, and that of the generator that holds it in a `with`, run in one garbage cycle, in any order."""
+    cache = make_cache()
+
+    def generate():
+        with cache.sequence(10) as sequence:
+            yield sequence
+
+    for _ in range(5):
+        generator = generate()
+        cycle = [generator, next(generator)]
+        cycle.append(cycle)
+        del generator, cycle
+        gc.collect()
+        first, second = cache.sequence(10), cache.sequence(10)
+        assert first.row != second.row
+        cache.check()
+        cache.free([first, second])
+
+
+def test_a_row_with_two_sequences_breaks_an_invariant(make_cache) -> None:
+    cache = make_cache()
+    first, second = cache.sequence(10), cache.sequence(10)
+    cache._rows.owner[second.row] = first.number
+    with pytest.raises(vmmkv.InvariantError, match="two rows"):
+        cache.check()
+
+
+def test_a_growable_tensor_that_was_interrupted(device: str) -> None:
+    def check(line: int) -> int | None:
+        driver = FaultyDriver(small_driver(device))
+        driver.unmaps_anything = True
+        width = driver.page_size // 2
+        tensor = vmmkv.torch.GrowableTensor((64, width), torch.uint8, max_bytes=40 * driver.page_size, driver=driver)
+        tensor.resize(3)
+        tensor.tensor.fill_(7)
+        lines = interrupted(lambda: tensor.resize(40), line)
+        try:
+            assert tensor.stats().physical_bytes == len(driver.handles) * driver.page_size
+        except vmmkv.InterruptedChangeError:
+            pass
+        else:
+            tensor.resize(50)
+            assert (tensor.tensor[:3] == 7).all()
+            tensor.resize(0)
+            tensor.trim()
+            assert not driver.handles
+        tensor.close()
+        assert not driver.mapped
+        return lines
+
+    for line in some_lines(check(EVERYTHING)):
+        assert check(line) is None

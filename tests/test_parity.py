@@ -1,0 +1,83 @@
+"""`python -m tests.parity` on the models that differ most; and that it notices what it is made to notice."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from parity import reference_kernels
+from parity.check import CASES, COMPILE, check
+
+from vmmkv.integrations.transformers import VmmCache
+
+KERNELS = [
+    "LlamaForCausalLM",
+    "MistralForCausalLM",  # says its window twice
+    "PhimoeForCausalLM",  # says it in the mask only
+    "Gemma2ForCausalLM",  # soft caps, and windows in some of the layers
+    "GptOssForCausalLM",  # sinks
+    "Llama4ForCausalLM",  # chunks
+    "DeepseekV3ForCausalLM",  # K and V from latents
+    "JambaForCausalLM",  # layers without attention
+    "BartForConditionalGeneration",  # an encoder
+]
+FALLBACKS = ["Inkling2ForCausalLM"]  # a bias of positions, and sinks of another kind
+OWN = [
+    "BloomForCausalLM",  # asks for no attention
+    "GPTJForCausalLM",  # looks for its attention among its own
+    "DogeForCausalLM",  # makes masks of V
+    "DeepseekV32ForCausalLM",  # chooses tokens by the mask
+    "NllbMoeForConditionalGeneration",  # routes by the mask
+]
+
+
+@pytest.mark.parametrize("kind", KERNELS + FALLBACKS + OWN)
+def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
+    outcomes = list(check(kind, device))
+    verdicts = {outcome.verdict for outcome in outcomes}
+    assert verdicts <= {"same", "none", "static"}, outcomes
+    assert [bool(outcome.kernel_calls) for outcome in outcomes] == [kind in KERNELS] * 3 + [False] * 3
+    assert {outcome.attention for outcome in outcomes[:3]} == {"eager" if kind in OWN else "vmmkv"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument"),
+    [
+        ("MistralForCausalLM", "window"),
+        ("PhimoeForCausalLM", "window"),
+        ("Gemma2ForCausalLM", "softcap"),
+        ("GptOssForCausalLM", "sinks"),
+        ("LlamaForCausalLM", "starts"),
+        ("GraniteForCausalLM", "scale"),
+    ],
+)
+def test_an_argument_that_is_lost_is_noticed(kind: str, argument: str) -> None:
+    """Kernels that do not get one of their arguments."""
+    nothing = {"window": 0, "softcap": 0.0, "sinks": None, "scale": None}
+
+    def forgetful(kernel):
+        def run(*args, **kwargs) -> torch.Tensor:
+            lost = torch.zeros_like(kwargs["starts"]) if argument == "starts" else nothing[argument]
+            return kernel(*args, **{**kwargs, argument: lost})
+
+        return run
+
+    kernels = {name: forgetful(getattr(reference_kernels, name)) for name in ("decode", "prefill")}
+    with patch.multiple(reference_kernels, **kernels):
+        (outcome,) = check(kind, cases=CASES[:1])
+    assert outcome.verdict == "differs", outcome
+
+
+@pytest.mark.parametrize("case", [("vmmkv", "VmmCache"), ("vmmkv", COMPILE), ("eager", "VmmCache"), ("eager", COMPILE)])
+def test_a_cache_that_loses_a_token_is_noticed(case: tuple[str, str]) -> None:
+    update = VmmCache.update
+
+    def forgetful(cache: VmmCache, *states, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = update(cache, *states, **kwargs)
+        keys[-1, :, 2] = 0
+        return keys, values
+
+    with patch.object(VmmCache, "update", forgetful):
+        (outcome,) = check("LlamaForCausalLM", cases=(case,))
+    assert outcome.verdict == "differs", outcome
