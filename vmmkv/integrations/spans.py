@@ -75,7 +75,7 @@ class Spans(torch.Tensor):
         cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Spans:
         told = kwargs or {}
-        spans = args[0] if args else None
+        spans: Any = args[0] if args else None
         if operation in _COPIES:
             return cls(spans.first, spans.end, spans.window, spans.shape)
         if operation is _MOVE and told.get("device") and told.get("dtype") in (torch.bool, None):
