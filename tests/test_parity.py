@@ -6,8 +6,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import transformers
 from parity import reference_kernels
 from parity.check import CASES, COMPILE, check
+from parity.models import kinds
 
 from vmmkv.integrations.transformers import VmmCache
 
@@ -34,9 +36,11 @@ OWN = [
 
 @pytest.mark.parametrize("kind", KERNELS + FALLBACKS + OWN)
 def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
+    if kind not in kinds():
+        pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     outcomes = list(check(kind, device))
     verdicts = {outcome.verdict for outcome in outcomes}
-    assert verdicts <= {"same", "none", "static"}, outcomes
+    assert verdicts <= {"same", "none", "static"} | ({"refused"} if kind in OWN else set()), outcomes
     assert [bool(outcome.kernel_calls) for outcome in outcomes] == [kind in KERNELS] * 3 + [False] * 3
     assert {outcome.attention for outcome in outcomes[:3]} == {"eager" if kind in OWN else "vmmkv"}
 
