@@ -19,7 +19,7 @@ import torch
 from hypothesis import Phase, settings
 
 import vmmkv
-from vmmkv.driver import Driver, open_driver
+from vmmkv.memory.driver import Driver, open_driver
 
 # `pytest --hypothesis-profile=long tests/test_state_machine.py` runs over 200,000 operations.
 settings.register_profile("default", deadline=None)

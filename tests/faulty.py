@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from vmmkv.driver import Driver, Handle
+from vmmkv.memory.driver import Driver, Handle
 from vmmkv.errors import DriverError, DriverOutOfMemoryError
 
 CALLS = ("reserve", "free", "create", "release", "map", "set_access", "unmap", "fill", "copy")

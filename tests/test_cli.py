@@ -123,7 +123,7 @@ def test_config_that_is_no_object_is_an_error(tmp_path: Path):
 
 
 def test_page_life_leaves_nothing_behind(device: str):
-    driver = FaultyDriver(vmmkv.driver.open_driver(device))
+    driver = FaultyDriver(vmmkv.memory.driver.open_driver(device))
     assert list(measure_page_life(driver)) == CALLS
     assert not driver.handles
     assert not driver.mapped

@@ -21,7 +21,7 @@ from test_fences import StreamedDriver
 from torch.cuda import _memory_viz
 
 import vmmkv
-from vmmkv.driver import Handle
+from vmmkv.memory.driver import Handle
 from vmmkv.tensors import export_range
 from vmmkv.torch import GrowableTensor, dump_snapshot, memory_allocated, memory_pool, memory_snapshot, memory_stats
 from vmmkv.torch.allocator import C_ARGUMENTS, Allocator

@@ -34,7 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedConfig, masking_utils
 
 import vmmkv
-from vmmkv.driver import open_driver
+from vmmkv.memory.driver import open_driver
 from vmmkv.integrations.transformers import VmmCache
 
 pytestmark = [  # what transformers itself calls

@@ -25,7 +25,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import vmmkv
-from vmmkv.driver import open_driver
+from vmmkv.memory.driver import open_driver
 from vmmkv.integrations.batch import Batch
 from vmmkv.integrations.layers import VmmLayer, VmmSlidingWindowLayer
 from vmmkv.integrations.transformers import VmmCache

@@ -27,7 +27,7 @@ from collections import deque
 from contextlib import suppress
 from time import perf_counter_ns
 
-from .driver import Driver
+from .memory.driver import Driver
 from .errors import DeviceLostError, DriverError, LayoutError, VmmkvError
 from .pages import PagePool
 

@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 from .arena import Arena, check_address_space, free_waiting, wait_for_device
-from .budget import budget_pages
-from .driver import Driver, open_driver
+from .memory.budget import budget_pages
+from .memory.driver import Driver, open_driver
 from .errors import (
     BusyError,
     DeviceError,

@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter_ns
 
-from .driver import Driver, Handle
+from .memory.driver import Driver, Handle
 from .errors import DriverError, OutOfPagesError
-from .meter import Meter
+from .memory.meter import Meter
 
 
 class PagePool:

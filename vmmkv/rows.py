@@ -40,7 +40,7 @@ import numpy.typing as npt
 
 from .arena import Arena, free_waiting
 from .errors import DriverError, DriverOutOfMemoryError, OutOfPagesError, OutOfRowsError, StreamCaptureError
-from .fence import Fence
+from .memory.fence import Fence
 from .pages import PagePool
 
 FREE_PAGE = -1

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .driver import DEFAULT_PAGE_SIZE
+from .memory.driver import DEFAULT_PAGE_SIZE
 from .layout import KVLayout
 from .sequence import check_length
 

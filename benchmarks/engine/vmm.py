@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from vmmkv import KVCache, KVLayout, OutOfPagesError
-from vmmkv.driver import open_driver
+from vmmkv.memory.driver import open_driver
 
 from .backend import Rows
 

@@ -23,10 +23,10 @@ from rich.progress import Progress
 from benchmarks.attention.peers import versions
 from benchmarks.engine.engine import BACKENDS
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
-from vmmkv.budget import parse_bytes
+from vmmkv.memory.budget import parse_bytes
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
-from vmmkv.driver import open_driver
+from vmmkv.memory.driver import open_driver
 from vmmkv.environment import environment
 
 from .measure import Settings, free_memory, serve

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..budget import parse_bytes
-from ..driver import DEFAULT_PAGE_SIZE, open_driver
+from ..memory.budget import parse_bytes
+from ..memory.driver import DEFAULT_PAGE_SIZE, open_driver
 from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout
 from ..model_config import MAX_SEQ_LEN, dtype_from_name, layout_from_config, text_config

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..budget import parse_bytes
+from ..memory.budget import parse_bytes
 from ..cache import KVCache
 from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, VmmkvError
 from ..layout import KVLayout

@@ -167,7 +167,7 @@ class Allocator:
 
     Args:
         words: addresses of the memory system's `C_FUNCTIONS`, with the signatures of the CUDA driver's, and the
-            `C_ARGUMENTS` that they take: see `vmmkv.driver.cuda.CudaDriver.c_interface`.
+            `C_ARGUMENTS` that they take: see `vmmkv.memory.driver.cuda.CudaDriver.c_interface`.
         page_size: bytes of a page.
         budget: pages.
         owner: what must live as long as the words are used.

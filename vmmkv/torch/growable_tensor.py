@@ -19,8 +19,8 @@ from typing import NoReturn
 import torch
 
 from ..arena import Arena, check_address_space, wait_for_device
-from ..budget import pages_within
-from ..driver import Driver, open_driver
+from ..memory.budget import pages_within
+from ..memory.driver import Driver, open_driver
 from ..errors import (
     DeviceError,
     DriverError,
@@ -32,7 +32,7 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from ..fence import Fence
+from ..memory.fence import Fence
 from ..pages import PagePool
 from ..tensors import export_range
 

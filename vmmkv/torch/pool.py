@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..budget import pages_within
+from ..memory.budget import pages_within
 from ..errors import DeviceError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def memory_pool(max_bytes: float | str = "80%", device: str | torch.device = "cu
             f"asked for a memory pool on {device}; torch has memory pools on CUDA devices only, and sees "
             f"{torch.cuda.device_count()} of them. KVCache and GrowableTensor run on host memory, too"
         )
-    from ..driver.cuda import CudaDriver
+    from ..memory.driver.cuda import CudaDriver
     from .allocator import Allocator  # imports Numba, and compiles
 
     driver = CudaDriver(torch.device(device))

@@ -13,7 +13,7 @@ from typing import Any
 import cuda.bindings.driver as cu
 import torch
 
-from ..errors import DeviceError, DeviceLostError, DriverError, DriverOutOfMemoryError, StreamCaptureError
+from ...errors import DeviceError, DeviceLostError, DriverError, DriverOutOfMemoryError, StreamCaptureError
 from . import Event, Handle, check_page_size
 
 SUCCESS = cu.CUresult.CUDA_SUCCESS
@@ -94,7 +94,7 @@ class _CudaEvent:
 
 
 class CudaDriver:
-    """Pages of GPU memory (see `vmmkv.driver.Driver`).
+    """Pages of GPU memory (see `vmmkv.memory.driver.Driver`).
 
     Pages can be exported to other processes and read by other PCIe devices (GPUDirect RDMA) where
     the device supports it: `features` says what a trial page was granted, and what else there is.

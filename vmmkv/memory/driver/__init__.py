@@ -14,7 +14,7 @@ The contract:
     stay in the pages until `release`, and a page mapped again elsewhere shows them there.
  5. A call either does what it says or raises `DriverError` and does nothing.
  6. No call waits for work on the device, and none checks whether work still uses a page: that is
-    the caller's part (see `vmmkv.fence`).
+    the caller's part (see `vmmkv.memory.fence`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NewType, Protocol
 
 import torch
 
-from ..errors import DeviceError, LayoutError
+from ...errors import DeviceError, LayoutError
 
 Handle = NewType("Handle", object)
 """A page's physical memory, as the memory system names it."""

@@ -19,7 +19,7 @@ class Calls:
 
 
 class Meter:
-    """The calls that succeeded, by the names of `vmmkv.driver.Driver`'s methods."""
+    """The calls that succeeded, by the names of `vmmkv.memory.driver.Driver`'s methods."""
 
     def __init__(self) -> None:
         self.reserve = Calls()

@@ -6,8 +6,8 @@ import operator
 import re
 
 from .driver import Driver
-from .errors import BudgetError
-from .layout import KVLayout
+from ..errors import BudgetError
+from ..layout import KVLayout
 
 UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}B": size for unit, size in UNITS.items() if unit not in ("", "B")}

@@ -17,7 +17,7 @@ import weakref
 
 import torch
 
-from ..errors import DeviceError, DriverError, DriverOutOfMemoryError
+from ...errors import DeviceError, DriverError, DriverOutOfMemoryError
 from . import Event, Handle, check_page_size, limits
 from .limits import mappings
 
@@ -60,7 +60,7 @@ class _Done:
 
 
 class HostDriver:
-    """Pages of host memory (see `vmmkv.driver.Driver`). A handle is an offset into the memfd.
+    """Pages of host memory (see `vmmkv.memory.driver.Driver`). A handle is an offset into the memfd.
 
     Args:
         page_size: bytes of a page, a multiple of the system's own page (4 KiB on most machines).
