@@ -19,8 +19,8 @@ from rich.progress import track
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
-from vmmkv.memory.driver import Driver, open_driver
 from vmmkv.environment import environment
+from vmmkv.memory.driver import Driver, open_driver
 
 ROUNDS = 50
 BATCH = 256

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from vmmkv.memory.driver import Driver, Handle
 from vmmkv.errors import DriverError, DriverOutOfMemoryError
+from vmmkv.memory.driver import Driver, Handle
 
 CALLS = ("reserve", "free", "create", "release", "map", "set_access", "unmap", "fill", "copy")
 

@@ -34,8 +34,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import Cache, DynamicCache, LlamaConfig, PreTrainedConfig, masking_utils
 
 import vmmkv
-from vmmkv.memory.driver import open_driver
 from vmmkv.integrations.transformers import VmmCache
+from vmmkv.memory.driver import open_driver
 
 pytestmark = [  # what transformers itself calls
     pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning"),

@@ -27,8 +27,8 @@ from collections import deque
 from contextlib import suppress
 from time import perf_counter_ns
 
-from .memory.driver import Driver
 from .errors import DeviceLostError, DriverError, LayoutError, VmmkvError
+from .memory.driver import Driver
 from .pages import PagePool
 
 ADDRESS_LIMIT = 100 << 40

@@ -21,8 +21,6 @@ import numpy.typing as npt
 import torch
 
 from .arena import Arena, check_address_space, free_waiting, wait_for_device
-from .memory.budget import budget_pages
-from .memory.driver import Driver, open_driver
 from .errors import (
     BusyError,
     DeviceError,
@@ -35,6 +33,8 @@ from .errors import (
 )
 from .invariants import check_invariants
 from .layout import KVLayout, whole_number
+from .memory.budget import budget_pages
+from .memory.driver import Driver, open_driver
 from .pages import PagePool
 from .picture import draw_cache, draw_sequence
 from .rows import NOBODY, Rows

@@ -20,8 +20,8 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from time import perf_counter_ns
 
-from .memory.driver import Driver, Handle
 from .errors import DriverError, OutOfPagesError
+from .memory.driver import Driver, Handle
 from .memory.meter import Meter
 
 

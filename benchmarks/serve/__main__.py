@@ -23,11 +23,11 @@ from rich.progress import Progress
 from benchmarks.attention.peers import versions
 from benchmarks.engine.engine import BACKENDS
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
-from vmmkv.memory.budget import parse_bytes
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
-from vmmkv.memory.driver import open_driver
 from vmmkv.environment import environment
+from vmmkv.memory.budget import parse_bytes
+from vmmkv.memory.driver import open_driver
 
 from .measure import Settings, free_memory, serve
 from .prompts import compare_prefill

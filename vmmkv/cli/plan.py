@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..memory.budget import parse_bytes
-from ..memory.driver import DEFAULT_PAGE_SIZE, open_driver
 from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout
+from ..memory.budget import parse_bytes
+from ..memory.driver import DEFAULT_PAGE_SIZE, open_driver
 from ..model_config import MAX_SEQ_LEN, dtype_from_name, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
 from ..sequence import check_length

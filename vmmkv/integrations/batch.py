@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..memory.budget import parse_bytes
 from ..cache import KVCache
 from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, VmmkvError
 from ..layout import KVLayout
+from ..memory.budget import parse_bytes
 from ..sequence import Sequence, check_length
 from .row_writes import RowWriter
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import operator
 import re
 
-from .driver import Driver
 from ..errors import BudgetError
 from ..layout import KVLayout
+from .driver import Driver
 
 UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}B": size for unit, size in UNITS.items() if unit not in ("", "B")}

@@ -19,8 +19,6 @@ from typing import NoReturn
 import torch
 
 from ..arena import Arena, check_address_space, wait_for_device
-from ..memory.budget import pages_within
-from ..memory.driver import Driver, open_driver
 from ..errors import (
     DeviceError,
     DriverError,
@@ -32,6 +30,8 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
+from ..memory.budget import pages_within
+from ..memory.driver import Driver, open_driver
 from ..memory.fence import Fence
 from ..pages import PagePool
 from ..tensors import export_range

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..memory.budget import pages_within
 from ..errors import DeviceError
+from ..memory.budget import pages_within
 
 if TYPE_CHECKING:
     from .allocator import Allocator
