@@ -31,7 +31,8 @@ from .errors import (
     VmmkvError,
 )
 from .layout import KVLayout, LayerLayout
-from .rows import FREE_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
+from .memory.pool import FramePool, FramePoolStats
+from .rows.rows import FREE_PAGE, OTHERS_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
 from .sequence import Sequence
 from .stats import CacheStats, CallStats
 
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FREE_PAGE",
+    "OTHERS_PAGE",
     "SURPLUS_PAGE",
     "VACANT_PAGE",
     "ZERO_PAGE",
@@ -54,6 +56,8 @@ __all__ = [
     "DriverOutOfMemoryError",
     "DtypeError",
     "ForkError",
+    "FramePool",
+    "FramePoolStats",
     "InterruptedChangeError",
     "InvariantError",
     "KVCache",

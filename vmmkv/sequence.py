@@ -26,40 +26,37 @@ class Sequence:
     books.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_number", "_row")
+    __slots__ = ("__weakref__", "cache", "index", "number")
+
+    cache: KVCache
+    """The cache that it belongs to."""
+    number: int
+    """Its number in the cache: 0 for the first sequence, never used twice."""
+    index: int
+    """The row that it was given. After its end that is another's: see `row`."""
 
     def __init__(self, cache: KVCache, number: int, row: int) -> None:
-        self._cache, self._number, self._row = cache, number, row
-
-    @property
-    def cache(self) -> KVCache:
-        """The cache that it belongs to."""
-        return self._cache
-
-    @property
-    def number(self) -> int:
-        """Its number in the cache: 0 for the first sequence, never used twice."""
-        return self._number
+        self.cache, self.number, self.index = cache, number, row
 
     @property
     def row(self) -> int:
         """Its index in the first dimension of `KVCache.kv`; the same for as long as it lives."""
-        return self._cache._check_live(self)
+        return self.cache._check_live(self)
 
     @property
     def length(self) -> int:
         """Tokens so far, including those before `start`."""
-        return self._cache._rows.length_of[self._cache._check_live(self)]
+        return self.cache._rows.table.length[self.cache._check_live(self)]
 
     @property
     def start(self) -> int:
         """The first token that can be read: 0, or what was last given to `release_before`."""
-        return self._cache._rows.start_of[self._cache._check_live(self)]
+        return self.cache._rows.table.start[self.cache._check_live(self)]
 
     @property
     def capacity(self) -> int:
         """The length up to which growing costs no driver call."""
-        return self._cache._rows.capacity_of[self._cache._check_live(self)]
+        return self.cache._rows.table.capacity[self.cache._check_live(self)]
 
     def extend(self, tokens: int) -> None:
         """Makes room for `tokens` more tokens; maps the pages that they need.
@@ -75,11 +72,11 @@ class Sequence:
                 is captured.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._cache._extend_one(self, tokens)
+        self.cache._extend_one(self, tokens)
 
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle."""
-        self._cache._truncate(self, operator.index(tokens))
+        self.cache._truncate(self, operator.index(tokens))
 
     def release_before(self, token: int) -> None:
         """Drops the tokens before `token`, as for a sliding window; the others keep their positions.
@@ -87,12 +84,12 @@ class Sequence:
         Whole pages in front of it go to others when the GPU is done with them. Tokens before `token`
         must not be read again: views start at `token` from now on.
         """
-        self._cache._release_before(self, operator.index(token))
+        self.cache._release_before(self, operator.index(token))
 
     def free(self) -> None:
         """Ends the sequence. Its row goes to others after all work on the current stream, and on
         the streams named with `record_stream`. A second call does nothing."""
-        self._cache.free([self])
+        self.cache.free([self])
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Says that work on `stream` uses the sequence: its pages wait for that work, too.
@@ -100,7 +97,7 @@ class Sequence:
         Raises:
             DeviceError: the stream is on another device than the cache.
         """
-        self._cache._record_stream(self, stream)
+        self.cache._record_stream(self, stream)
 
     def k(self, layer: int) -> torch.Tensor:
         """K of one layer, `[length - start, num_kv_heads, head_dim]`: a view, to read and write.
@@ -143,11 +140,11 @@ class Sequence:
             target[len(target) - len(source) :].copy_(source.detach())  # the cache is no part of an autograd graph
 
     def _view(self, layer: int, which: int) -> torch.Tensor:
-        return self._cache.kv(layer)[which][self.row, self.start : self.length]
+        return self.cache.kv(layer)[which][self.row, self.start : self.length]
 
     def _warn_of_stride(self) -> None:
         """A view that is about to go to a kernel of somebody else's must not be read wrong silently."""
-        limit = self._cache.layout.int32_token_limit
+        limit = self.cache.layout.int32_token_limit
         tokens = self.length - self.start
         if tokens > limit:
             warnings.warn(
@@ -160,14 +157,14 @@ class Sequence:
 
     def __repr__(self) -> str:
         try:
-            return f"<vmmkv.Sequence {self._number}: row {self.row}, {self.length} tokens>"
+            return f"<vmmkv.Sequence {self.number}: row {self.row}, {self.length} tokens>"
         except VmmkvError:
-            return f"<vmmkv.Sequence {self._number}: gone>"
+            return f"<vmmkv.Sequence {self.number}: gone>"
 
     def _repr_html_(self) -> str:
         """What Jupyter shows: the pages under its tokens."""
         try:
-            return self._cache._draw_sequence(self)
+            return self.cache._draw_sequence(self)
         except VmmkvError:
             return html.escape(repr(self))
 

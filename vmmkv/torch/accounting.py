@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from ..arena import Row
 from ..cache import KVCache, _caches
 from ..errors import VmmkvError
+from ..space.page_table import PageTable
 from .growable_tensor import GrowableTensor, _tensors
 from .pool import MemoryPool, _pools
 
@@ -86,15 +86,15 @@ def _whole_device(device: str | torch.device) -> torch.device:
 
 def _cache_segments() -> Iterator[dict[str, Any]]:
     for cache in list(_caches):
-        with cache._lock, suppress(VmmkvError):
-            cache._check_usable()
-            rows = cache._rows
+        with cache.pool.monitor.lock, suppress(VmmkvError):
+            cache.check_usable()
+            rows, table = cache._rows, cache._rows.table
             for row in range(cache.max_sequences):
-                number, start, length = rows.owner_of[row], rows.start_of[row], rows.length_of[row]
+                number, start, length = table.owner[row], table.start[row], table.length[row]
                 whose = {"filename": "KVCache", "line": row, "name": f"sequence {number}" if number >= 0 else "surplus"}
                 for arena, record in rows.ranges:
                     used = start * record, length * record
-                    yield from _segment(cache.device, arena.rows[row], cache.page_size, used, whose)
+                    yield from _segment(cache.device, arena.table, row, used, whose)
 
 
 def _tensor_segments() -> Iterator[dict[str, Any]]:
@@ -102,21 +102,22 @@ def _tensor_segments() -> Iterator[dict[str, Any]]:
         with suppress(VmmkvError):
             used = 0, tensor.stats().used_bytes
             whose = {"filename": "GrowableTensor", "line": 0, "name": f"{list(tensor.shape)} {tensor.dtype}"}
-            yield from _segment(tensor.device, tensor._arena.rows[0], tensor._driver.page_size, used, whose)
+            yield from _segment(tensor.device, tensor._arena.table, 0, used, whose)
 
 
 def _segment(
-    device: torch.device, row: Row, page_size: int, used: tuple[int, int], whose: dict[str, Any]
+    device: torch.device, table: PageTable, row: int, used: tuple[int, int], whose: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """The segment of a row, where anything is mapped; bytes `[start, end)` of the row hold something."""
-    if not row.pages:
+    if not table.pages(row):
         return
     start, end = used
-    first = max(start // page_size, row.first)
-    edges = (row.first, first, max(-(-end // page_size), first), row.end)
+    page_size = table.page_size
+    first = max(start // page_size, table.first[row])
+    edges = (table.first[row], first, max(-(-end // page_size), first), table.end[row])
     blocks = [
         {
-            "address": row.address + begin * page_size,
+            "address": table.address_of(row, begin),
             "size": (stop - begin) * page_size,
             "requested_size": end - start if state == "active_allocated" else 0,
             "state": state,
@@ -128,8 +129,8 @@ def _segment(
     active = (edges[2] - edges[1]) * page_size
     yield {
         "device": torch.cuda.device_count() if device.type == "cpu" else device.index,
-        "address": row.address + row.first * page_size,
-        "total_size": len(row.pages) * page_size,
+        "address": table.address_of(row, table.first[row]),
+        "total_size": table.pages(row) * page_size,
         "allocated_size": active,
         "active_size": active,
         "requested_size": end - start,

@@ -1,39 +1,41 @@
 """A growable tensor: its shape is the maximum, its memory is what is used, and it never moves.
 
-It is the tool under the cache, in general: one row of one arena. See `vmmkv.arena` and `vmmkv.pages` for the
+It is the tool under the cache, in general: one row of one arena. See `vmmkv.space` and `vmmkv.memory` for the
 invariants.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import os
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import NoReturn
 
 import torch
 
-from ..arena import Arena, check_address_space, wait_for_device
 from ..errors import (
     DeviceError,
     DriverError,
     DtypeError,
     ForkError,
-    InterruptedChangeError,
     LayoutError,
     ShapeError,
     UseAfterFreeError,
     VmmkvError,
 )
 from ..memory.budget import pages_within
-from ..memory.driver import Driver, open_driver
+from ..memory.driver import Driver
 from ..memory.fence import Fence
-from ..pages import PagePool
+from ..memory.monitor import operation
+from ..memory.pool import FramePool
+from ..space.arena import Arena, check_address_space, wait_for_device
+from ..space.change import Change
 from ..tensors import export_range
 
 
@@ -59,8 +61,8 @@ class GrowableTensor:
         history.append(rows)  # [n, 4096]
         history.tensor  # [length, 4096]: a view, valid for as long as its rows are
 
-    A view of its rows stays valid while it grows: addresses and strides never change. Not for use from several
-    threads at once.
+    A view of its rows stays valid while it grows: addresses and strides never change. Methods may be called from
+    several threads, and one runs at a time.
 
     Args:
         shape_max: the largest shape, at most 100 TiB of it; the first dimension is the one that grows.
@@ -69,6 +71,8 @@ class GrowableTensor:
         max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now.
         page_size: bytes of a page; None is 2 MiB.
         driver: a memory system of your own, instead of `device` and `page_size`.
+        pool: physical memory that others may use as well, instead of `device`, `page_size` and `driver`; `max_bytes` is
+            the most that it may have of that.
 
     Raises:
         LayoutError: the shape has no bytes, or takes more than 100 TiB of addresses.
@@ -85,28 +89,39 @@ class GrowableTensor:
         max_bytes: float | str = "80%",
         page_size: int | None = None,
         driver: Driver | None = None,
+        pool: FramePool | None = None,
     ) -> None:
-        if driver is not None and (device is not None or page_size is not None):
-            raise ValueError("give a driver, or device and page_size; a driver has its own")
+        if pool is not None and (driver, device, page_size) != (None, None, None):
+            raise ValueError("give a pool, or driver, device and page_size; a pool has its own")
         self.shape_max = torch.Size(map(operator.index, shape_max))
         self.dtype = dtype or torch.get_default_dtype()
         if not self.shape_max or min(self.shape_max) < 1:
             raise LayoutError(f"asked for shape_max={tuple(self.shape_max)}; each dimension is at least 1")
         self._row_bytes = math.prod(self.shape_max[1:]) * self.dtype.itemsize
-        self._driver = driver or open_driver(device, page_size)
-        size = self._driver.page_size
+        self._owns_pool = pool is None
+        self.pool = pool = pool or FramePool(max_bytes, device=device, page_size=page_size, driver=driver)
+        """The physical memory that it lies on."""
+        self._driver = pool.driver
+        size = pool.page_size
         nbytes = -(-self.shape_max[0] * self._row_bytes // size) * size
         check_address_space(nbytes, f"shape_max={tuple(self.shape_max)} of {self.dtype}")
-        self._pool = PagePool(self._driver, pages_within(self._driver, max_bytes))
-        self._arena = Arena(self._pool, 1, nbytes)
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
-            flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
-            self._whole = flat[: self.shape_max[0] * self._row_bytes].view(self.dtype).view(self.shape_max)
         self._length = 0
         self._fence = Fence()
         self._streams = {self._driver.current_stream()}
-        self._process: int | None = os.getpid()
-        self._is_dirty = False
+        self._unusable: Callable[[], VmmkvError] | None = None
+        self._is_closed = False
+        with pool.monitor.changing, pool.monitor.lock:
+            pool.monitor.check_outside("GrowableTensor")
+            pool.check_usable()
+            self._account = pool.open_account(self, None if self._owns_pool else pages_within(self._driver, max_bytes))
+            try:
+                self._arena = Arena(pool, self._account, 1, nbytes)
+            except BaseException:
+                pool.close_account(self._account)
+                raise
+        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
+            flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
+            self._whole = flat[: self.shape_max[0] * self._row_bytes].view(self.dtype).view(self.shape_max)
         _tensors.add(self)
 
     @property
@@ -117,7 +132,7 @@ class GrowableTensor:
     @property
     def tensor(self) -> torch.Tensor:
         """Its rows, `[length, *shape_max[1:]]`: a view, contiguous and zero-copy."""
-        self._check_usable()
+        self.check_usable()
         return self._whole[: self._length]
 
     @property
@@ -128,7 +143,7 @@ class GrowableTensor:
     @property
     def capacity(self) -> int:
         """The length up to which growing costs no driver call."""
-        return min(self._arena.rows[0].ready * self._driver.page_size // self._row_bytes, self.shape_max[0])
+        return min(self._arena.table.ready[0] * self.pool.page_size // self._row_bytes, self.shape_max[0])
 
     def __len__(self) -> int:
         return self._length
@@ -145,12 +160,14 @@ class GrowableTensor:
             StreamCaptureError: pages would be left behind while a CUDA graph is captured.
             UseAfterFreeError: it was closed. In all cases it is as before.
         """
-        length = operator.index(length)
-        self._check_usable()
+        self._resize(operator.index(length))
+
+    @operation
+    def _resize(self, length: int) -> None:
         if not 0 <= length <= self.shape_max[0]:
             raise ShapeError(f"asked for {length} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}")
         end = self._pages(length)
-        if end > self._arena.rows[0].ready:
+        if end > self._arena.table.ready[0]:
             self._map(end)
         elif end < self._pages(self._length):
             self._fence |= Fence.after(self._driver, {self._driver.current_stream(), *self._streams})
@@ -182,22 +199,41 @@ class GrowableTensor:
             raise DeviceError(f"got a stream on {stream.device}; this tensor is on {self.device}")
         self._streams.add(stream)
 
+    @operation
     def trim(self) -> int:
         """Gives the pages behind its last row back to the system; returns their bytes.
 
         Waits for GPU work that was submitted before it shrank.
         """
-        self._check_usable()
-        self._fence.wait()
-        with self._change():
-            self._arena.unmap_back(0, self._pages(self._length))
-            return self._pool.release_free() * self._driver.page_size
+        frames = self.pool.frames
+        before = frames.existing
+        self.reclaim(self.pool.limit, wait=True)
+        frames.release(len(frames.free))
+        return (before - frames.existing) * self.pool.page_size
 
+    @property
+    def kept_pages(self) -> int:
+        """Pages that others on its pool cannot have."""
+        return self._pages(self._length)
+
+    def reclaim(self, count: int, *, wait: bool = False) -> int:
+        """Gives up to `count` pages behind its last row to others on its pool; returns how many."""
+        if wait:
+            self._fence.wait()
+        end = max(self._pages(self._length), self._arena.table.end[0] - count)
+        return self._arena.unmap_back(0, end) if self._fence.passed() else 0
+
+    def recover(self) -> None:
+        """Works its books out anew, after an interruption."""
+        self._account.taken = len(self._arena.table.mapped_frames())
+
+    @operation
     def stats(self) -> GrowableTensorStats:
         """A snapshot: bytes."""
-        self._check_usable()
-        size = self._driver.page_size
-        return GrowableTensorStats(self._pool.budget * size, self._pool.created * size, self._length * self._row_bytes)
+        size, pool, limit = self.pool.page_size, self.pool, self._account.limit
+        physical = pool.frames.existing if self._owns_pool else self._account.taken
+        budget = pool.limit if limit is None else limit
+        return GrowableTensorStats(budget * size, physical * size, self._length * self._row_bytes)
 
     def close(self) -> None:
         """Gives all memory back now, after all work on the device. To touch a view after this is a fault.
@@ -208,63 +244,57 @@ class GrowableTensor:
             StreamCaptureError: a CUDA graph is being captured; nothing was closed.
             DriverError: the device could not be waited for; nothing was closed.
         """
-        if self._process is None:
-            return
-        self._check_process()
-        wait_for_device(self._driver)
-        self._process = None
-        self._length = 0
-        self._arena.close()
-        self._pool.close()
+        monitor = self.pool.monitor
+        with monitor.changing, monitor.lock:
+            if self._unusable:
+                if not self._is_closed:
+                    raise self._unusable()
+                return
+            monitor.check_outside("close")
+            with monitor.inside:
+                wait_for_device(self._driver)
+                self._length = 0
+                self._arena.close()
+                self.pool.close_account(self._account)
+                if self._owns_pool:
+                    self.pool.frames.close()
+                self._is_closed = True
+                self._unusable = functools.partial(UseAfterFreeError, "this GrowableTensor was closed; make a new one")
 
     def _pages(self, length: int) -> int:
-        return -(-length * self._row_bytes // self._driver.page_size)
+        return -(-length * self._row_bytes // self.pool.page_size)
 
     def _map(self, end: int) -> None:
         """Maps the row's pages up to page `end`, or changes nothing."""
-        old_end = self._arena.rows[0].end
-        with self._change():
-            supply = self._pool.take(max(end - old_end, 0))
-            try:
-                self._arena.map_back(0, max(end, old_end), supply)
-            except DriverError:
-                self._pool.give(supply)
-                with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
-                    self._arena.unmap_back(0, old_end)
-                raise
+        arena, pool = self._arena, self.pool
+        old_end = arena.table.end[0]
+        missing = max(end - old_end, 0)
+        if missing > pool.idle(self._account):
+            pool.reclaim_from_others(self._account, missing - pool.idle(self._account))
+        supply = pool.take(self._account, missing)
+        change = Change(pool.calls, pool.frames.handles)
+        arena.plan_growth(change, 0, end, supply)
+        change.run()
+        pool.give(self._account, change.commit())
+        if change.error:
+            with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
+                arena.unmap_back(0, old_end)
+            raise change.error
 
-    def _check_usable(self) -> None:
-        self._check_process()
-        if self._is_dirty:
-            self._recover()
+    def check_usable(self) -> None:
+        """Raises what forbids any use.
 
-    def _check_process(self) -> None:
-        if self._process is None:
-            raise UseAfterFreeError("this GrowableTensor was closed; make a new one")
-        if self._process != os.getpid():
-            raise ForkError("this GrowableTensor was made before fork(); its memory belongs to the parent")
+        Raises:
+            UseAfterFreeError, InterruptedChangeError, ForkError: as in `KVCache.check_usable`.
+        """
+        if self._unusable:
+            raise self._unusable()
+        self.pool.check_usable()
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Around what changes the books: who is interrupted (Ctrl-C) in the middle leaves them to `_recover`."""
-        self._is_dirty = True
-        try:
-            yield
-        except VmmkvError:
-            self._is_dirty = False
-            raise
-        self._is_dirty = False
-
-    def _recover(self) -> None:
-        """After an interruption: makes the books right, or says that nobody can."""
-        if self._pool.unsettled:
-            raise InterruptedChangeError(
-                "this GrowableTensor was interrupted (Ctrl-C) while it had the driver make or release a page, and "
-                "cannot know whether that was done. Close it, and make a new one"
-            )
-        self._arena.settle(0)
-        self._pool.settle(self._arena.rows[0].pages)
-        self._is_dirty = False
+    def _after_fork(self) -> None:
+        self._unusable = functools.partial(
+            ForkError, "this GrowableTensor was made before fork(); its memory belongs to the parent"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a GrowableTensor owns its memory and cannot be copied or pickled; clone its tensor")
@@ -283,3 +313,11 @@ class GrowableTensor:
 
 
 _tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    for tensor in list(_tensors):
+        tensor._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

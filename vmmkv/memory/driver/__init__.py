@@ -25,7 +25,7 @@ import torch
 
 from ...errors import DeviceError, LayoutError
 
-Handle = NewType("Handle", object)
+Handle = NewType("Handle", int)
 """A page's physical memory, as the memory system names it."""
 
 DEFAULT_PAGE_SIZE = 2 << 20

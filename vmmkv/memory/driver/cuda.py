@@ -208,7 +208,7 @@ class CudaDriver:
         status, handle = cu.cuMemCreate(self.page_size, self._property, 0)
         if status:
             check("cuMemCreate", status, f"one page of {self.page_size} bytes on {self.device}")
-        return Handle(handle)
+        return Handle(int(handle))
 
     def release(self, handle: Handle) -> None:
         check("cuMemRelease", *cu.cuMemRelease(handle))

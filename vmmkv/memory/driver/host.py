@@ -122,7 +122,7 @@ class HostDriver:
         mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
         done = self._libc.fallocate(self._fd, mode, handle, self.page_size)
         self._check("fallocate", done == 0, "punching a hole into the memfd")
-        self._holes.append(int(handle))  # type: ignore[call-overload]
+        self._holes.append(handle)
 
     def map(self, address: int, handle: Handle) -> None:
         mappings.check()

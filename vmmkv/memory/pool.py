@@ -1,0 +1,398 @@
+"""The frame pool: the memory of a device that several may use, and the account of each.
+
+Invariants, in pages:
+ 1. `free + taken = existing <= limit`, and the driver holds exactly the existing ones.
+ 2. What holders *use* cannot be had by others; everything else can, in their order of need: free frames, those that may
+    still be made, and what holders have mapped and do not use.
+ 3. What is guaranteed to a holder nobody else uses: the sum, over all, of what each uses or is guaranteed, whichever is
+    more, is at most `limit`.
+ 4. Everything follows from what the driver made and what `tables` say is mapped: `recover` works it out anew.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections import deque
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import (
+    BudgetError,
+    ForkError,
+    InterruptedChangeError,
+    OutOfPagesError,
+    UseAfterFreeError,
+    VmmkvError,
+)
+from .budget import pages_within
+from .calls import Calls, LoopedCalls
+from .driver import Driver, open_driver
+from .frames import Frames
+from .meter import Meter
+from .monitor import Monitor, operation
+
+
+class Table(Protocol):
+    """Where frames are mapped."""
+
+    tail_frames: list[int]
+    """Those of them that lie behind rows."""
+    doubt: list[Any]
+    """What is just being mapped or unmapped."""
+
+    def tell_uses(self) -> None:
+        """Tells frames how often they were used."""
+
+    def mapped_frames(self) -> Collection[int]:
+        """Those that are mapped."""
+
+    def settle(self) -> None:
+        """Makes the table right after an interruption: what may or may not be mapped is unmapped."""
+
+
+class Holder(Protocol):
+    """Who has an account."""
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that others cannot have."""
+
+    def reclaim(self, count: int, *, wait: bool = False) -> int:
+        """Unmaps up to `count` pages that it does not use, and gives them back; returns how many. Takes only those that
+        no work on the device may touch, unless it is to wait."""
+
+    def recover(self) -> None:
+        """Works its books out anew, after an interruption."""
+
+
+@dataclass(eq=False)
+class Account:
+    """What one holder may have, in pages.
+
+    Attributes:
+        holder: whose it is.
+        limit: the most that it may have mapped; None is all of the pool.
+        guaranteed: what it can have at any time.
+        taken: what it has.
+    """
+
+    holder: weakref.ref[Holder]
+    limit: int | None = None
+    guaranteed: int = 0
+    taken: int = 0
+
+
+@dataclass(frozen=True)
+class FramePoolStats:
+    """A snapshot of a `FramePool`, in bytes.
+
+    Attributes:
+        limit_bytes: the most that the pool may take.
+        physical_bytes: what it takes now.
+        free_bytes: what of it belongs to nobody.
+        guaranteed_bytes: what is promised to accounts.
+        holders: how many have an account.
+    """
+
+    limit_bytes: int
+    physical_bytes: int
+    free_bytes: int
+    guaranteed_bytes: int
+    holders: int
+
+
+class FramePool:
+    """Physical memory of one device, for several caches and growable tensors: what one does not use another can have.
+
+        pool = vmmkv.FramePool("60GiB")
+        chat = vmmkv.KVCache(layout, 256, 32768, pool=pool, guaranteed="10GiB")
+        embed = vmmkv.KVCache(other_layout, 64, 8192, pool=pool)
+
+    All that lies on a pool is one monitor: methods may be called from several threads, and one runs at a time.
+
+    Args:
+        max_bytes: the limit: bytes, `"20GiB"`, or a share of the memory that is free now. Memory is taken when tokens
+            come, not before.
+        device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
+        page_size: bytes of a page; None is 2 MiB.
+        driver: a memory system of your own, instead of `device` and `page_size`.
+
+    Raises:
+        BudgetError: the limit is no size, below one page, or larger than the device.
+        DeviceError: there is no such device.
+    """
+
+    def __init__(
+        self,
+        max_bytes: float | str = "80%",
+        *,
+        device: str | torch.device | None = None,
+        page_size: int | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        if driver is not None and (device is not None or page_size is not None):
+            raise ValueError("give a driver, or device and page_size; a driver has its own")
+        self.driver = driver or open_driver(device, page_size)
+        self.limit = pages_within(self.driver, max_bytes)
+        """Pages, now."""
+        self.monitor = Monitor()
+        self.meter = Meter()
+        """Calls of the driver, but for those of a mapper."""
+        self.calls: Calls = make_calls(self.driver, self.meter)
+        self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.driver.page_size)
+        self.accounts: list[Account] = []
+        self.tables: list[Table] = []
+        """Of all holders, also of those that are gone while the device may still use what they had."""
+        self.left_behind: deque[tuple[Table, Account, list[int]]] = deque()
+        """Frames of holders that are gone, to be taken back by the next operation."""
+        self._unusable: type[VmmkvError] | None = None
+        weakref.finalize(self, _release_all, self.frames, os.getpid()).atexit = False
+        _pools.add(self)
+
+    @property
+    def pool(self) -> FramePool:
+        """Itself: what operations ask everything on a pool for."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.driver.device
+
+    @property
+    def page_size(self) -> int:
+        """Bytes of a page."""
+        return self.driver.page_size
+
+    @operation
+    def set_limit(self, max_bytes: float | str) -> None:
+        """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
+
+        Raises:
+            BudgetError: it is no size, or larger than the device, or less than what is guaranteed.
+            OutOfPagesError: tokens take more. Nothing has changed in any case.
+            DriverError: the driver failed; the limit is set, and the next operation goes on.
+        """
+        limit = pages_within(self.driver, max_bytes)
+        guaranteed = sum(account.guaranteed for account in self.accounts)
+        if limit < guaranteed:
+            raise BudgetError(
+                f"asked for a limit of {limit} pages of {self.page_size} bytes; {guaranteed} are guaranteed to caches "
+                "on this pool. Close one, or keep a higher limit"
+            )
+        self.collect()
+        used = sum(map(_used, self.accounts))
+        if limit < used:
+            raise OutOfPagesError(
+                f"asked for a limit of {limit} pages of {self.page_size} bytes; tokens take {used}. Free or truncate "
+                "sequences first",
+                requested=limit,
+                available=used,
+            )
+        self.limit = limit
+        self._shrink_to(limit)
+
+    @operation
+    def trim(self, keep: float | str = 0) -> int:
+        """Gives what nobody uses back to the system, but for `keep` bytes; returns the bytes that went.
+
+        Waits for GPU work that still uses them.
+        """
+        self.collect()
+        before = self.frames.existing
+        kept = 0 if keep == 0 else pages_within(self.driver, keep)
+        self._shrink_to(kept)
+        return (before - self.frames.existing) * self.page_size
+
+    @operation
+    def stats(self) -> FramePoolStats:
+        """A snapshot."""
+        self.collect()
+        size = self.page_size
+        return FramePoolStats(
+            self.limit * size,
+            self.frames.existing * size,
+            len(self.frames.free) * size,
+            sum(account.guaranteed for account in self.accounts) * size,
+            len(self.accounts),
+        )
+
+    def open_account(self, holder: Holder, limit: int | None = None, guaranteed: int = 0) -> Account:
+        """An account for a holder, in pages.
+
+        Raises:
+            BudgetError: so much cannot be guaranteed beside what others are guaranteed, or use.
+        """
+        with self.monitor.changing, self.monitor.lock:
+            promised = sum(max(account.guaranteed, _used(account)) for account in self.accounts)
+            if guaranteed > self.limit - promised:
+                raise BudgetError(
+                    f"asked for a guarantee of {guaranteed} pages of {self.page_size} bytes; of {self.limit} in the "
+                    f"pool {promised} are guaranteed to others, or in use by them. Ask for less, or raise its limit"
+                )
+            account = Account(weakref.ref(holder), limit, guaranteed)
+            self.accounts.append(account)
+            return account
+
+    def close_account(self, account: Account) -> None:
+        """Ends an account whose holder has given everything back."""
+        with suppress(ValueError):
+            self.accounts.remove(account)
+
+    # ------------------------------------------------------------------ for holders, inside of their operations
+
+    def allowed(self, account: Account) -> int:
+        """Pages that a holder may use in all: what others use, and what they are guaranteed, is theirs."""
+        others = sum(max(other.guaranteed, _used(other)) for other in self.accounts if other is not account)
+        return min(self.limit - others, self.limit if account.limit is None else account.limit)
+
+    def idle(self, account: Account) -> int:
+        """Pages that a holder can have without anybody giving up any."""
+        idle = self.limit - self.frames.taken
+        return idle if account.limit is None else min(idle, account.limit - account.taken)
+
+    @property
+    def has_guarantees(self) -> bool:
+        """Whether anything is promised to anybody."""
+        return any(account.guaranteed for account in self.accounts)
+
+    def take(self, account: Account, count: int) -> list[int]:
+        """`count` frames.
+
+        Raises:
+            OutOfPagesError: there is not as much idle; see `reclaim`.
+            DriverError: the driver could not make one; those made before it are free now.
+        """
+        if count > self.idle(account):
+            raise OutOfPagesError(
+                f"asked for {count} pages of {self.page_size} bytes; {self.idle(account)} are idle, of "
+                f"{self.limit} in the pool",
+                requested=count,
+                available=self.idle(account),
+            )
+        frames = self.frames.take(count)
+        account.taken += count
+        return frames
+
+    def give(self, account: Account, frames: list[int]) -> None:
+        """Takes frames back that are mapped nowhere."""
+        self.frames.give(frames)
+        account.taken -= len(frames)
+
+    def reclaim_from_others(self, account: Account, count: int) -> int:
+        """Has others give back up to `count` pages that they do not use, idle ones first; returns how many."""
+        reclaimed = 0
+        for wait in (False, True):
+            for other in self.accounts:
+                holder = other.holder()
+                if other is not account and holder is not None and reclaimed < count:
+                    reclaimed += holder.reclaim(count - reclaimed, wait=wait)
+        return reclaimed
+
+    def collect(self) -> None:
+        """Takes back what was left behind by holders that are gone."""
+        while self.left_behind:
+            table, account, frames = self.left_behind.popleft()
+            self.tables.remove(table)
+            self.frames.give(frames)
+            self.close_account(account)
+
+    def recover(self) -> None:
+        """Makes all books on this pool right after an interruption, or says that nobody can."""
+        if self._unusable:
+            return
+        self._unusable = InterruptedChangeError
+        if not self.calls.in_doubt:
+            with suppress(VmmkvError):
+                for table in self.tables:
+                    table.settle()
+                self.frames.settle({frame for table in self.tables for frame in table.mapped_frames()})
+                for account in list(self.accounts):
+                    if (holder := account.holder()) is not None:
+                        holder.recover()
+                self._unusable = None
+
+    def check_usable(self) -> None:
+        """Raises what forbids any use of the pool.
+
+        Raises:
+            InterruptedChangeError, ForkError, UseAfterFreeError: it does.
+        """
+        if self._unusable:
+            raise self._unusable(_REASONS[self._unusable])
+
+    def close(self) -> None:
+        """Gives all memory back now. Caches on the pool are closed first.
+
+        Raises:
+            BudgetError: something still lies on the pool.
+        """
+        if self._unusable is UseAfterFreeError:
+            return
+        with self.monitor.changing, self.monitor.lock:
+            self.monitor.check_outside("close")
+            self.collect()
+            if self.accounts:
+                raise BudgetError(f"{len(self.accounts)} caches or tensors lie on this pool; close them first")
+            self._unusable = UseAfterFreeError
+            self.frames.close()
+
+    def _shrink_to(self, limit: int) -> None:
+        """Gives frames back to the system, until at most so many are left, or all are used."""
+        surplus = self.frames.existing - limit - len(self.frames.free)
+        for account in list(self.accounts):
+            holder = account.holder()
+            if holder is not None and surplus > 0:
+                surplus -= holder.reclaim(surplus, wait=True)
+        self.frames.release(min(max(self.frames.existing - limit, 0), len(self.frames.free)))
+
+    def _after_fork(self) -> None:
+        self.monitor.reset()
+        self._unusable = ForkError
+
+    def __repr__(self) -> str:
+        mib = self.page_size / 2**20
+        return (
+            f"<vmmkv.FramePool on {self.device}: {self.frames.existing * mib:.0f} of {self.limit * mib:.0f} MiB, "
+            f"{len(self.accounts)} accounts>"
+        )
+
+
+_REASONS = {
+    InterruptedChangeError: "this memory was interrupted (Ctrl-C, a signal handler) while it had the driver make, map "
+    "or release a page, and cannot know whether that was done. Close what lies on it, which gives the memory back, and "
+    "make a new one",
+    ForkError: "this memory was made before fork(); it belongs to the parent. Make a new one in the child, or start "
+    "processes with the 'spawn' method",
+    UseAfterFreeError: "this FramePool was closed; make a new one",
+}
+
+_pools: weakref.WeakSet[FramePool] = weakref.WeakSet()
+
+
+def _forget_pools() -> None:
+    for pool in _pools:
+        pool._after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_pools)
+
+
+def make_calls(driver: Driver, meter: Meter) -> Calls:
+    """The fastest way to make many calls of a driver."""
+    return LoopedCalls(driver, meter)
+
+
+def _used(account: Account) -> int:
+    holder = account.holder()
+    return holder.kept_pages if holder is not None else account.taken
+
+
+def _release_all(frames: Frames, owner: int) -> None:
+    if os.getpid() == owner:
+        frames.close()
