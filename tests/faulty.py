@@ -24,6 +24,8 @@ class FaultyDriver:
         changes: pages that were mapped, and ranges that were unmapped, so far.
     """
 
+    c_interface = None  # every call is to come by here
+
     def __init__(self, inner: Driver) -> None:
         self.inner = inner
         self.handles: list[Handle] = []

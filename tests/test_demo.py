@@ -128,7 +128,7 @@ def test_a_broken_invariant_shows(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def leaky(rows, *args):
         grow(rows, *args)
-        rows.pool.taken -= 1
+        rows.account.taken -= 1
 
     monkeypatch.setattr(vmmkv.rows.rows.Rows, "grow", leaky)
     result = demo("--device", "cpu")

@@ -1,7 +1,7 @@
 """Many calls of a driver at once, and how long they took.
 
-Each method makes calls until one fails, and returns how many succeeded and the error, if there was one: what was done
-is written down in any case.
+Each method makes calls until one fails, and returns how many succeeded: what was done is written down in any case,
+before `Outcome.check` raises the error.
 """
 
 from __future__ import annotations
@@ -21,13 +21,36 @@ VACANT = -1
 """The handle of a frame that does not exist."""
 
 Handles = npt.NDArray[np.int64]
-Outcome = tuple[int, DriverError | None]
+
+
+class Outcome:
+    """What came of many calls.
+
+    Attributes:
+        done: how many succeeded, the first ones.
+    """
+
+    def __init__(self, done: int, error: DriverError | None = None) -> None:
+        self.done = done
+        self._error = error
+
+    def __bool__(self) -> bool:
+        """Whether all succeeded."""
+        return self._error is None
+
+    def check(self) -> None:
+        """Raises why they ended early, if they did."""
+        if self._error is not None:
+            error, self._error = self._error, None
+            try:
+                raise error
+            finally:
+                del error  # it knows this frame, which must not know it: memory would wait for the garbage collector
 
 
 class Calls(Protocol):
     """What maps, and what makes what is mapped. Addresses and sizes are in bytes."""
 
-    driver: Driver
     meter: Meter
     in_doubt: bool
     """Whether a frame is being made or released, and its handle does not say so yet."""
@@ -104,7 +127,7 @@ class LoopedCalls:
                 call(*each)
                 done += 1
         except DriverError as error:
-            return done, error
+            return Outcome(done, error)
         finally:
             getattr(self.meter, name).add(done, perf_counter_ns() - start)
-        return done, None
+        return Outcome(done)

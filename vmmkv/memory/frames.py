@@ -75,15 +75,14 @@ class Frames:
         """
         self._grow(count)
         new = self._vacant[-count:]
-        done, error = self._calls.create(self.handles, new)
+        outcome = self._calls.create(self.handles, new)
         self.uses[new] = 0
-        self.free += new[:done]
+        self.free += new[: outcome.done]
         del self._vacant[len(self._vacant) - count :]
-        self._vacant += new[done:]
-        self.made += done
+        self._vacant += new[outcome.done :]
+        self.made += outcome.done
         self.numbers = max(self.numbers, max(new) + 1)
-        if error:
-            raise error
+        outcome.check()
 
     def release(self, count: int) -> None:
         """Gives the memory of so many free frames back to the system.
@@ -94,12 +93,11 @@ class Frames:
         if not count:
             return
         old = self.free[-count:]
-        done, error = self._calls.release(self.handles, old)
+        outcome = self._calls.release(self.handles, old)
         del self.free[len(self.free) - count :]
-        self.free += old[done:]
-        self._vacant += old[:done]
-        if error:
-            raise error
+        self.free += old[outcome.done :]
+        self._vacant += old[: outcome.done]
+        outcome.check()
 
     def settle(self, taken: Iterable[int]) -> None:
         """Works out anew, after an interruption, which frames are free: all that exist but those `taken`."""
@@ -113,8 +111,8 @@ class Frames:
         """Releases all, in whatever state the driver is."""
         existing = np.flatnonzero(self.handles != VACANT).tolist()
         while existing:
-            done, error = self._calls.release(self.handles, existing)
-            del existing[: done + (error is not None)]
+            outcome = self._calls.release(self.handles, existing)
+            del existing[: outcome.done + (not outcome)]
         self.free.clear()
         self.taken = 0
 

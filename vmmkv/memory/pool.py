@@ -31,7 +31,7 @@ from ..errors import (
 )
 from .budget import pages_within
 from .calls import Calls, LoopedCalls
-from .driver import Driver, open_driver
+from .driver import Driver, NativeDriver, open_driver
 from .frames import Frames
 from .meter import Meter
 from .monitor import Monitor, operation
@@ -385,6 +385,10 @@ os.register_at_fork(after_in_child=_forget_pools)
 
 def make_calls(driver: Driver, meter: Meter) -> Calls:
     """The fastest way to make many calls of a driver."""
+    if isinstance(driver, NativeDriver):
+        from .compiled_calls import CompiledCalls  # imports Numba
+
+        return CompiledCalls(driver, meter)
     return LoopedCalls(driver, meter)
 
 

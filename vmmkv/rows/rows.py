@@ -390,8 +390,7 @@ class Rows:
             arena.plan_growth(change, row, span.end, supply)
         change.run()
         supply += change.commit()
-        if change.error:
-            raise change.error
+        change.check()
 
     def _begin(self, arena: Arena, row: int, first: int) -> None:
         """Makes a row without tokens begin at page `first`, where its pages do not reach there."""

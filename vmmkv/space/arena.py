@@ -87,8 +87,7 @@ class Arena:
         change.run()
         frames = change.commit()
         self.pool.give(self.account, frames)
-        if change.error:
-            raise change.error
+        change.check()
         return len(frames)
 
     def fill_tail(self, row: int, frame: int) -> None:
@@ -105,13 +104,11 @@ class Arena:
         pages = range(old_tail - 1, end - 1, -1)  # downwards: what is mapped reaches the row's end
         handles = self.pool.frames.handles[[frame] * len(pages)]
         table.doubt.append(run := Run(row, end, old_tail))
-        mapped, error = calls.map([table.address_of(row, page) for page in pages], handles)
-        table.tail[row] = old_tail - mapped
+        outcome = calls.map([table.address_of(row, page) for page in pages], handles)
+        table.tail[row] = old_tail - outcome.done
         table.doubt.remove(run)
-        if not error:
-            _, error = calls.set_access([table.range_of(Run(row, end, table.tail_ready[row]))], writable=False)
-        if error:
-            raise error
+        outcome.check()
+        calls.set_access([table.range_of(Run(row, end, table.tail_ready[row]))], writable=False).check()
         table.tail_ready[row] = end
 
     def zero(self, frame: int) -> None:
@@ -124,8 +121,7 @@ class Arena:
         self.plan_growth(change, 0, 1, [frame])
         change.run()
         change.commit()
-        if change.error:
-            raise change.error
+        change.check()
         driver = self.pool.driver
         stream = driver.current_stream()
         driver.fill(self.address, self.page_size, 0, stream)
@@ -141,10 +137,10 @@ class Arena:
     def _unmap(self, run: Run) -> None:
         """Unmaps pages; the caller writes it down, and ends the doubt."""
         self.table.doubt.append(run)
-        _, error = self.pool.calls.unmap([self.table.range_of(run)])
-        if error:
+        outcome = self.pool.calls.unmap([self.table.range_of(run)])
+        if not outcome:
             self.table.doubt.remove(run)
-            raise error
+        outcome.check()
 
 
 def check_address_space(nbytes: int, asked: str) -> None:

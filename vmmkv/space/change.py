@@ -9,8 +9,7 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 
 from __future__ import annotations
 
-from ..errors import DriverError
-from ..memory.calls import Calls, Handles
+from ..memory.calls import Calls, Handles, Outcome
 from .page_table import PageTable, Run
 
 
@@ -20,9 +19,6 @@ class Change:
     Args:
         calls: makes the calls.
         handles: of frames, by number.
-
-    Attributes:
-        error: why it ended early, if it did.
     """
 
     def __init__(self, calls: Calls, handles: Handles) -> None:
@@ -30,8 +26,7 @@ class Change:
         self._handles = handles
         self._maps: list[tuple[PageTable, Run, list[int], int]] = []
         self._unmaps: list[tuple[PageTable, Run]] = []
-        self._unmapped = self._mapped = self._accessible = 0
-        self.error: DriverError | None = None
+        self._unmapped = self._mapped = self._accessible = Outcome(0)
 
     def unmap(self, table: PageTable, run: Run) -> None:
         """Plans to unmap the front or the back of a row. From now on it may not be used."""
@@ -49,33 +44,42 @@ class Change:
         """Makes the calls, until one fails."""
         if self._unmaps:
             ranges = [table.range_of(run) for table, run in self._unmaps]
-            self._unmapped, self.error = self._calls.unmap(ranges)
-        if self._maps and not self.error:
+            self._unmapped = self._calls.unmap(ranges)
+        if self._maps and self._unmapped:
             addresses = [
                 address
                 for table, run, *_ in self._maps
                 for address in range(table.range_of(run)[0], sum(table.range_of(run)), table.page_size)
             ]
             frames = [frame for _, _, frames, _ in self._maps for frame in frames]
-            self._mapped, self.error = self._calls.map(addresses, self._handles[frames])
-        if self._maps and not self.error:
+            self._mapped = self._calls.map(addresses, self._handles[frames])
+        if self._maps and self._unmapped and self._mapped:
             ranges = [table.range_of(Run(run.row, table.ready[run.row], ready)) for table, run, _, ready in self._maps]
-            self._accessible, self.error = self._calls.set_access(ranges)
+            self._accessible = self._calls.set_access(ranges)
 
     def commit(self) -> list[int]:
         """Writes down what was done; returns the frames that lie nowhere now."""
         free: list[int] = []
         for index, (table, run) in enumerate(self._unmaps):
-            if index < self._unmapped:
+            if index < self._unmapped.done:
                 free += table.take_off(run)
-        left = self._mapped
+        left = self._mapped.done
         for index, (table, run, frames, ready) in enumerate(self._maps):
             mapped = frames[:left]
             left -= len(mapped)
             free += frames[len(mapped) :]
             table.put(Run(run.row, run.begin, run.begin + len(mapped)), mapped)
-            if index < self._accessible:
+            if index < self._accessible.done:
                 table.ready[run.row] = ready
         for table, run in [*self._unmaps, *((table, run) for table, run, *_ in self._maps)]:
             table.doubt.remove(run)
         return free
+
+    def check(self) -> None:
+        """Raises why it ended early, if it did.
+
+        Raises:
+            DriverError: the call that failed; none came after it.
+        """
+        for outcome in (self._unmapped, self._mapped, self._accessible):
+            outcome.check()

@@ -276,10 +276,12 @@ class GrowableTensor:
         arena.plan_growth(change, 0, end, supply)
         change.run()
         pool.give(self._account, change.commit())
-        if change.error:
+        try:
+            change.check()
+        except DriverError:
             with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
                 arena.unmap_back(0, old_end)
-            raise change.error
+            raise
 
     def check_usable(self) -> None:
         """Raises what forbids any use.

@@ -19,11 +19,11 @@ The contract:
 
 from __future__ import annotations
 
-from typing import Any, NewType, Protocol
+from typing import Any, NewType, Protocol, runtime_checkable
 
 import torch
 
-from ...errors import DeviceError, LayoutError
+from ...errors import DeviceError, DriverError, LayoutError
 
 Handle = NewType("Handle", int)
 """A page's physical memory, as the memory system names it."""
@@ -107,6 +107,17 @@ class Driver(Protocol):
             StreamCaptureError: a CUDA graph is being captured on the current stream.
             DeviceLostError: an earlier failure has ended the device's context, and its memory with it.
         """
+
+
+@runtime_checkable
+class NativeDriver(Driver, Protocol):
+    """A driver whose functions can be called by their addresses, without the interpreter."""
+
+    def c_interface(self) -> dict[str, int]:
+        """Addresses of C functions, by the names of this class's methods, and of the arguments that they take."""
+
+    def error(self, name: str, status: int) -> DriverError:
+        """What the method of that name raises for a status of its function."""
 
 
 def open_driver(device: str | torch.device | None = None, page_size: int | None = None) -> Driver:

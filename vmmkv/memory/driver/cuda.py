@@ -41,6 +41,19 @@ LOST = {
     )
 }
 """After these a context never works again."""
+C_NAMES = {
+    "reserve": "cuMemAddressReserve",
+    "free": "cuMemAddressFree",
+    "create": "cuMemCreate",
+    "release": "cuMemRelease",
+    "map": "cuMemMap",
+    "set_access": "cuMemSetAccess",
+    "unmap": "cuMemUnmap",
+    "push": "cuCtxPushCurrent_v2",
+    "pop": "cuCtxPopCurrent_v2",
+    "synchronize": "cuCtxSynchronize",
+}
+"""Functions of the CUDA driver that compiled code calls."""
 
 
 def check(call: str, status: Any, detail: str = "") -> None:
@@ -172,26 +185,23 @@ class CudaDriver:
         raise AssertionError("check raises")
 
     def c_interface(self) -> dict[str, int]:
-        """What `vmmkv.torch.allocator` needs to do the same as this class without the interpreter: addresses of C
-        functions, and of the arguments that they take. Valid as long as this driver lives."""
+        """What compiled code needs to do the same as this class without the interpreter: addresses of C functions, and
+        of the arguments that they take. Valid as long as this driver lives."""
         libcuda = ctypes.CDLL("libcuda.so.1")
-        symbols = {
-            "reserve": "cuMemAddressReserve",
-            "free": "cuMemAddressFree",
-            "create": "cuMemCreate",
-            "release": "cuMemRelease",
-            "map": "cuMemMap",
-            "set_access": "cuMemSetAccess",
-            "unmap": "cuMemUnmap",
-            "push": "cuCtxPushCurrent_v2",
-            "pop": "cuCtxPopCurrent_v2",
-            "synchronize": "cuCtxSynchronize",
-        }
         addresses = {
-            name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in symbols.items()
+            name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in C_NAMES.items()
         }
-        access = self._access[True][0].getPtr()
-        return addresses | {"property": self._property.getPtr(), "access": access, "context": int(self._context)}
+        access, read_access = (self._access[writable][0].getPtr() for writable in (True, False))
+        arguments = {"property": self._property.getPtr(), "access": access, "read_access": read_access}
+        return addresses | arguments | {"context": int(self._context)}
+
+    def error(self, name: str, status: int) -> DriverError:
+        """What a method of this class would have raised for a status of the function that it calls."""
+        try:
+            check(C_NAMES[name], cu.CUresult(status), f"{self.page_size} bytes on {self.device}")
+        except DriverError as error:
+            return error.with_traceback(None)
+        raise AssertionError(f"{name} has not failed")
 
     def memory_info(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)
