@@ -21,6 +21,7 @@ from generation import (
     random_tokens,
     vmm_cache,
 )
+from parity import reference_kernels
 from tiny_models import DECODER, MODELS, WIDE_MODELS, WINDOW, skip_unsupported, tiny_model
 from torch._dynamo.utils import counters
 from transformers import (
@@ -33,6 +34,9 @@ from transformers import (
 )
 
 import vmmkv
+from vmmkv.integrations import attention
+from vmmkv.integrations.attention import kernels_take
+from vmmkv.integrations.whole_rows import WholeRows
 
 SEQ2SEQ = ["bart", "t5"]
 REST = {"max_new_tokens": LENGTHS["max_new_tokens"] - 3, "min_new_tokens": LENGTHS["min_new_tokens"] - 3}
@@ -215,6 +219,63 @@ def maskless(module, query, key, value, attention_mask, scaling=None, **kwargs):
     return (weights @ value).transpose(1, 2), None
 
 
+@pytest.fixture
+def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("decode", "prefill"):
+        monkeypatch.setattr(attention, name, getattr(reference_kernels, name))
+
+
+@pytest.mark.usefixtures("_uncompiled", "_reference_kernels")
+@pytest.mark.parametrize("others", ["eager", "sdpa"])
+def test_rows_without_memory_behind_them_are_for_vmmkv_only(others: str, device: str) -> None:
+    """Whoever else gets them is told, whether the attention changes or another model comes; and may start over."""
+    first, model = (copy.deepcopy(tiny_model("llama-gqa-wide", "vmmkv", device)) for _ in range(2))
+    tokens = random_tokens(model, 2, 12)
+    cache = vmm_cache(first.config, device, 4096, compile=True)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for each in (model, first):
+            each.set_attn_implementation("vmmkv")
+            for seen in (slice(0, 10), slice(10, 11)):
+                logits = each(tokens[:, seen], past_key_values=cache).logits
+                torch.testing.assert_close(logits, expected[:, seen], atol=1e-4, rtol=1e-4)
+            each.set_attn_implementation(others)
+            with pytest.raises(vmmkv.UnsupportedError, match="set_attn_implementation"):
+                each(tokens[:, 11:], past_key_values=cache)
+            cache.reset()
+        for seen in (slice(0, 10), slice(10, 12)):
+            logits = first(tokens[:, seen], past_key_values=cache).logits
+            torch.testing.assert_close(logits, expected[:, seen], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("name", ["llama-gqa-wide", "mistral-wide"])
+def test_masks_for_tokens_without_memory_are_refused(name: str, device: str) -> None:
+    """A mask of the caller's own, where the sizes of another were asked for."""
+    model = tiny_model(name, "vmmkv", device)
+    tokens = random_tokens(model, 1, 41)
+    whole, hidden = torch.zeros(1, 1, 1, 200, device=device), torch.finfo(torch.float32).min
+    whole[..., 41:] = hidden
+    whole[..., : 40 - WINDOW + 1] = hidden  # of a window there is no more
+    position = torch.tensor([[40]], device=device)
+    behind, before = whole.clone(), whole.clone()
+    behind[..., 41] = before[..., 0] = 0
+    refused = [whole[..., :1], torch.zeros_like(whole), behind, *([before] if "mistral" in name else [])]
+    prompt = vmm_cache(model.config, device, compile=True)
+    with torch.no_grad():
+        model(tokens[:, :40], past_key_values=prompt, attention_mask=holes(tokens[:, :40]))
+        for mask in [*refused, whole]:
+            cache = copy.deepcopy(prompt)
+            cache.get_mask_sizes(1, 0)
+            with nullcontext() if mask is whole else pytest.raises(vmmkv.UnsupportedAttentionError, match="mask"):
+                model(tokens[:, 40:], past_key_values=cache, attention_mask=mask, position_ids=position)
+
+
+def holes(tokens: torch.Tensor) -> torch.Tensor:
+    """An attention mask that no kernel takes."""
+    return (torch.arange(tokens.shape[1], device=tokens.device) % 5 > 0).long().expand_as(tokens)
+
+
 # ---------------------------------------------------------------------- parity of the cache's own operations
 
 
@@ -234,6 +295,7 @@ class Pair:
     ) -> None:
         self.config = tiny_model("gemma3", attention, "cpu").config
         self.compile, self.device, self.random, self.recording = compile, device, random, recording
+        self.without_tail = attention == "vmmkv" and kernels_take(*random_kv(device, 1, 1))
         self.cache = vmm_cache(self.config, device, max_batch_size=8, compile=compile)
         self.reset()
 
@@ -274,6 +336,8 @@ class Pair:
         end = self.reference.get_seq_length(index)
         for got, want in zip(states, expected):
             assert got.shape[2] == (200 if is_whole else visible)
+            assert isinstance(got, WholeRows) == (is_whole and self.without_tail)
+            got = got.states if isinstance(got, WholeRows) else got
             live = got[:, :, end - visible : end] if is_whole else got
             assert torch.equal(live, want[:, :, -visible:])  # 5.17 gives more while it records
 
