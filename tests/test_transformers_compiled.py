@@ -287,7 +287,7 @@ def random_kv(device: str, rows: int, tokens: int) -> list[torch.Tensor]:
 class Pair:
     """A cache and what it must be equal to. Of its layers some never write, others write an image now and then.
 
-    A pass gives each of the other layers `tokens`, in any order.
+    A pass gives each of the other layers `tokens`.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class Pair:
         return self.reference.get_seq_length(self.layers["text"][0])
 
     def forward(self, tokens: int, *, is_asked: bool, graph: bool = False) -> None:
-        order = self.random.permutation(self.layers["text"]).tolist()
+        order = self.layers["text"]
         if is_asked:
             for _ in range(self.random.integers(1, 3)):
                 sizes = self.cache.get_mask_sizes(tokens, int(self.random.choice(order)))
@@ -360,7 +360,7 @@ class Pair:
 @pytest.mark.parametrize(("attention", "compile"), [("sdpa", False), ("sdpa", True), ("vmmkv", True)])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations(seed: int, attention: str, compile: bool, device: str) -> None:
-    """Layers in any order, some of them, with and without a mask, in graphs and outside of them."""
+    """Some of the layers, with and without a mask, in graphs and outside of them."""
     random = np.random.default_rng(seed)
     pair = Pair(attention, compile, device, random, recording=seed % 3 == 0)
     operations = ["forward"] * 3 + ["ask", "crop", "reorder", "repeat", "select", "copy"]
@@ -691,14 +691,55 @@ def test_the_longest_sequence_and_no_more(device: str) -> None:
     assert cache.get_seq_length() == 20
 
 
-def test_a_mask_with_holes_is_never_taken_for_left_padding() -> None:
-    """While decoding, the host does not look: the device asserts it (on a GPU that ends the context)."""
+@pytest.mark.usefixtures("_uncompiled", "_reference_kernels")
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_decode_step_with_another_mask_than_left_padding(compile: bool, device: str) -> None:
+    """Holes, padding on the right, too short a mask: SDPA runs, with what is left."""
+    model, eager = (tiny_model("llama-gqa-wide", attention, device) for attention in ("vmmkv", "eager"))
+    tokens = random_tokens(model, 2, 10)
+    masks = [torch.ones_like(tokens) for _ in range(3)]
+    masks[0][0, 4], masks[1][1, 9], masks[2] = 0, 0, masks[2][:, :6]
+    for mask in masks:
+        logits = []
+        for each, cache in (
+            (eager, DynamicCache(config=eager.config)),
+            (model, vmm_cache(model.config, device, compile=compile)),
+        ):
+            with torch.no_grad():
+                each(tokens[:, :9], past_key_values=cache)
+                logits.append(each(tokens[:, 9:], attention_mask=mask, past_key_values=cache).logits)
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+def test_inside_of_graphs_a_mask_with_holes_is_never_taken_for_left_padding() -> None:
+    """Nobody can look there: the device asserts it (on a GPU that ends the context)."""
     model = tiny_model("llama-gqa", "vmmkv", "cpu")
     cache = vmm_cache(model.config, "cpu", compile=True)
     tokens = random_tokens(model, 2, 8)
     mask = torch.ones_like(tokens)
     with torch.no_grad():
         model(tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+        cache.reserve(8)
         mask[0, 3] = 0
-        with pytest.raises(RuntimeError, match="pad on the left"):
+        with inside_a_graph(), pytest.raises(RuntimeError, match="pad on the left"):
             model(tokens[:, 7:], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.usefixtures("_uncompiled", "_reference_kernels")
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_interrupted_pass_is_told_of_with_any_mask(compile: bool, device: str) -> None:
+    model = copy.deepcopy(tiny_model("mistral-wide", "vmmkv", device))
+    tokens = random_tokens(model, 1, 10)
+    cache = vmm_cache(model.config, device, compile=compile)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("in the middle")
+
+    with torch.no_grad():
+        model(tokens[:, :9], past_key_values=cache)
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(tokens[:, 9:], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(vmmkv.UnfinishedPassError):
+            model(tokens[:, 9:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
