@@ -455,6 +455,8 @@ def test_what_cannot_be_written_is_named(config: PreTrainedConfig) -> None:
     k, v = random_kv(2, 1)
     refused = [
         ((k, v, 99), vmmkv.OutOfRangeError, "layer 99; this cache has 4 layers"),
+        ((k, v, "0"), vmmkv.ArgumentError, "layer '0'"),
+        ((k, v.int(), 0), vmmkv.DtypeError, "K as torch.float32 and V as torch.int32"),
         ((k.numpy(), v, 3), vmmkv.ArgumentError, "ndarray and Tensor as K and V of layer 3"),
         ((k, None, 3), vmmkv.ArgumentError, "Tensor and NoneType"),
         ((k[0], v[0], 3), vmmkv.ShapeError, r"K \[2, 1, 16\].*layer 3.*batch_size"),
@@ -469,6 +471,11 @@ def test_what_cannot_be_written_is_named(config: PreTrainedConfig) -> None:
                 cache.update(*arguments)
         forward(2, 9, cache, reference)
         check_same_state(cache, reference)
+    with pytest.raises(vmmkv.DtypeError, match=r"torch.int64.*cache holds torch.float32"):
+        cache.update(k.long(), v.long(), 0)
+    with pytest.raises(vmmkv.ArgumentError, match=r"-1\.5 tokens.*whole number"):
+        cache.crop(-1.5)
+    check_same_state(cache, reference)
 
 
 @pytest.mark.parametrize("prompt", [5, 290], ids=["tokens that stay", "a window that moves"])
@@ -587,7 +594,7 @@ def test_a_copy_of_a_compiled_cache_whose_window_has_moved(device: str) -> None:
         made = []
         for layer in range(2):
             k, v = torch.randn(2, 1, 2, tokens, head_dim, device=device)
-            made.append(cache.update(k, v, layer)[0])
+            made.append(cache.update(k, v, layer)[0].states)
             expected[layer] = [*expected[layer], k][-WINDOW - 10 :]
         return made
 
