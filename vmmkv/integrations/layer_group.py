@@ -117,10 +117,8 @@ class LayerGroup:
             zero_tail = self._reads_whole_rows(keys, values)
             self.batch = Batch(layout, self._limits, keys.device, zero_tail)
         else:
-            dtype, zero_tail = (
-                self._dtype_with(keys.dtype),
-                self.batch.zero_tail or self._reads_whole_rows(keys, values),
-            )
+            dtype = self._dtype_with(keys.dtype)
+            zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
             looks = shape, dtype, zero_tail
             if looks != (self._room(layer), self.batch.kv_cache.layout.dtype, self.batch.zero_tail):
                 layout = self._layout([known or shape for known in shapes], dtype)
