@@ -215,7 +215,8 @@ def test_a_model_without_k_and_v_is_told() -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_compiled_caches_of_hybrid_layers_are_refused(name: str) -> None:
-    _, config_class, sizes = HYBRIDS[name]
+    model_class, config_class, sizes = HYBRIDS[name]
+    assert getattr(transformers, model_class)  # a model brings the kinds of its layers with it
     with pytest.raises(vmmkv.UnsupportedError, match=r"compile=True.*Layer"):
         VmmCache(getattr(transformers, config_class)(**sizes), 100, compile=True)
 
