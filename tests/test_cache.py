@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import itertools
 import pickle
 import threading
 
@@ -11,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_python, small_driver, small_layout
-from faulty import FaultyDriver
+from faulty import FaultyDriver, has_memory
 
 import vmmkv
 
@@ -77,6 +79,31 @@ def test_a_failed_driver_call_changes_nothing(device: str, make_cache, call: str
     assert [sequence.length for sequence in sequences] == [20, 20]
     cache.check()
     cache.extend(sequences, 40)
+
+
+@pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
+def test_a_growth_that_fails_leaves_no_capacity_without_memory(device: str, make_cache, policy: dict) -> None:
+    """Any two calls fail, so that what undoes a growth that begins late fails as well."""
+    for skips in itertools.combinations_with_replacement(range(8), 2):
+        driver = FaultyDriver(small_driver(device))
+        cache = make_cache(driver=driver, pages=30, layers_per_range=2, **policy)
+        sequence, other = cache.sequence(), cache.sequence(1)
+        for skip in skips:
+            driver.fail("any", skip)
+        with contextlib.suppress(vmmkv.DriverError):
+            cache.extend([sequence], 60, starts=[40])
+        driver.heal()
+        cache.check()
+        for tokens in (sequence.capacity - sequence.length, 1, 9):
+            sequence.extend(tokens)
+            cache.check()
+            assert has_memory(sequence, driver)
+        other.extend(50)
+        cache.free([sequence, other])
+        cache.sequence(100).free()
+        cache.check()
+        cache.close()
+        assert not driver.mapped
 
 
 def test_a_device_without_memory_is_pressure_first_and_an_error_last(device: str, make_cache) -> None:

@@ -8,7 +8,7 @@ from random import Random
 import pytest
 import torch
 from conftest import small_driver
-from faulty import FaultyDriver
+from faulty import FaultyDriver, has_memory
 from hypothesis import settings
 from interruption import interrupted, interrupted_after
 
@@ -79,6 +79,8 @@ def test_an_interruption_at_any_line(make_cache, device: str, name: str, policy:
                 if "gone" not in repr(sequence):
                     length = min(length, sequence.length)
                     assert (sequence.k(0)[: max(length - sequence.start, 0)] == value).all()
+                    sequence.extend(sequence.capacity - sequence.length)
+                    assert has_memory(sequence, driver)
             cache.free(kept)
             cache.sequence(60).free()
             books(cache, driver)
