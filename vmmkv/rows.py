@@ -307,7 +307,7 @@ class Rows:
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `_make_room`; nothing has changed.
         """
-        needing = lengths > self.capacity[rows] if starts is None else np.ones(len(rows), bool)
+        needing = lengths > (self.capacity[rows] if starts is None else 0)
         firsts = self.start[rows] if starts is None else starts
         extents = np.stack([firsts, lengths], axis=1)
         self._make_room(rows, extents, rows[needing].tolist())
