@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from random import Random
 
@@ -10,7 +11,7 @@ import torch
 from conftest import small_driver
 from faulty import FaultyDriver, has_memory
 from hypothesis import settings
-from interruption import interrupted, interrupted_after
+from interruption import disturbed, interrupted, interrupted_after
 
 import vmmkv
 import vmmkv.torch
@@ -196,6 +197,35 @@ def test_what_runs_in_the_middle_of_an_operation(make_cache, device: str, call: 
     books(cache, driver)
     with pytest.raises(vmmkv.UseAfterFreeError):
         print(gone.length)
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_signal_handler_while_a_batch_grows_inside_its_pages(make_cache, device: str) -> None:
+    """It frees a sequence, and starts another on the same row, where that is not refused."""
+
+    def check(line: int) -> int | None:
+        cache = make_cache(max_sequences=2)
+        gone, other = cache.sequence(7), cache.sequence(7)
+        started = []
+
+        def handle() -> None:
+            gone.free()
+            with contextlib.suppress(vmmkv.BusyError):
+                started.append(cache.sequence(5))
+
+        with contextlib.suppress(vmmkv.UseAfterFreeError):
+            lines = disturbed(lambda: cache.extend([gone, other], 1), line, handle)
+            assert lines or other.length == 8
+            if lines:
+                return lines
+        cache.check()
+        assert [sequence.length for sequence in started] == [5] * len(started)
+        assert other.length in (7, 8)
+        assert "gone" in repr(gone)
+        return None
+
+    for line in range(1, check(EVERYTHING) + 1):
+        assert check(line) is None
 
 
 @pytest.mark.parametrize("device", ["cpu"])

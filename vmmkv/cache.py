@@ -264,8 +264,11 @@ class KVCache:
             self._extend_from(batch, counts, _whole_numbers("starts", starts, len(batch), self.max_seq_len))
             return
         with self._lock:
-            if not self._is_dirty and self._grow_within(batch, counts):
-                return
+            if not self._is_dirty and not self._inside.locked():
+                with self._inside:
+                    within = self._grow_within(batch, counts)
+                if within:
+                    return
         self._extend(batch, counts)
 
     def _grow_within(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> bool:
@@ -302,7 +305,7 @@ class KVCache:
         """`Sequence.extend`: the same for one, without arrays."""
         tokens = _check_tokens(tokens)
         row, rows = sequence._row, self._rows
-        with self._lock:
+        with self._lock:  # in which nothing is called: no signal handler comes between
             length = rows.length_of[row] + tokens
             if length <= rows.capacity_of[row] and rows.owner_of[row] == sequence._number and not self._is_dirty:
                 rows.length_of[row] = length
