@@ -238,11 +238,12 @@ def check_address_space(nbytes: int, asked: str) -> None:
 def _unmap_all(driver: Driver, rows: list[Row]) -> None:
     for row in rows:
         first, end = row.doubt or (row.first, row.end)  # of what an interruption left in doubt, all that it may be
-        row.doubt, first, end = None, min(first, row.first), max(end, row.end)
+        first, end = row.doubt = min(first, row.first), max(end, row.end)
         if first < end:
             with suppress(DriverError):
                 driver.unmap(row.address + first * driver.page_size, (end - first) * driver.page_size)
                 row.pages.clear()
+                row.doubt = None  # not before: who is interrupted here comes again
         if row.tail < row.limit:
             with suppress(DriverError):
                 driver.unmap(row.address + row.tail * driver.page_size, (row.limit - row.tail) * driver.page_size)

@@ -94,7 +94,8 @@ class StreamCaptureError(VmmkvError):
 
 
 class BusyError(VmmkvError, RuntimeError):
-    """A cache was used in the middle of another operation of the same thread: by a finalizer or a signal handler."""
+    """A cache, or a growable tensor, was used in the middle of another operation of the same thread: by a finalizer or a
+    signal handler."""
 
 
 class InterruptedChangeError(VmmkvError, RuntimeError):
