@@ -13,17 +13,20 @@ The contract:
  4. `unmap` takes the pages away from an address range, wherever there are some; accesses fault again. The bytes
     stay in the pages until `release`, and a page mapped again elsewhere shows them there.
  5. A call either does what it says or raises `DriverError` and does nothing.
- 6. No call waits for work on the device, and none checks whether work still uses a page: that is
+ 6. Only the process that made a driver has a part in its pages: in a forked child `reserve`, `create`, `map` and
+    `release` raise `ForkError`.
+ 7. No call waits for work on the device, and none checks whether work still uses a page: that is
     the caller's part (see `vmmkv.fence`).
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any, NewType, Protocol
 
 import torch
 
-from ..errors import DeviceError, LayoutError
+from ..errors import DeviceError, ForkError, LayoutError
 
 Handle = NewType("Handle", object)
 """A page's physical memory, as the memory system names it."""
@@ -131,6 +134,15 @@ def open_driver(device: str | torch.device | None = None, page_size: int | None 
 
         return HostDriver(page_size)
     raise DeviceError(f"asked for device {device}; vmmkv knows cuda and cpu")
+
+
+def check_process(owner: int) -> None:
+    """Raises `ForkError` where a driver was made by another process: each would take the other's pages for free."""
+    if os.getpid() != owner:
+        raise ForkError(
+            "this driver was made before fork(); its memory belongs to the parent. Make a new one in the child, or "
+            "start processes with the 'spawn' method"
+        )
 
 
 def check_page_size(page_size: int | None, granularity: int) -> int:

@@ -39,7 +39,6 @@ from ..fence import Fence
 from ..pages import PagePool
 from ..tensors import export_range
 
-
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
