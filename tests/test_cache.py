@@ -14,6 +14,7 @@ import pytest
 import torch
 from conftest import run_python, small_driver, small_layout
 from faulty import FaultyDriver, has_memory
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vmmkv
 
@@ -554,6 +555,7 @@ def test_write_checks_shape_dtype_and_device(make_cache) -> None:
     sequence = make_cache().sequence(4)
     good = torch.randn_like(sequence.k(0))
     sequence.write(0, good, good)
+    other = torch.randn_like(good)
     for bad, error in (
         (good[:, :1], vmmkv.ShapeError),
         (good[0], vmmkv.ShapeError),
@@ -561,11 +563,16 @@ def test_write_checks_shape_dtype_and_device(make_cache) -> None:
         (good[:2], vmmkv.ShapeError),
         (good.half(), vmmkv.DtypeError),
         (good.to("meta"), vmmkv.DeviceError),
+        (FakeTensorMode().from_tensor(good), vmmkv.ArgumentError),
+        (good.to_sparse(), vmmkv.ArgumentError),
+        (good.cpu().numpy(), vmmkv.ArgumentError),
+        (None, vmmkv.ArgumentError),
     ):
-        for k, v in ((bad, good), (good, bad)):
+        for k, v in ((bad, other), (other, bad)):
             with pytest.raises(error):
-                sequence.write(0, k * 2, v * 2)
+                sequence.write(0, k, v)
     assert torch.equal(sequence.k(0), good)
+    assert torch.equal(sequence.v(0), good)
     sequence.write(0, good[:2] * 3, good[:2] * 3)
     assert torch.equal(sequence.v(0), torch.cat([good[:2], good[:2] * 3]))
 

@@ -404,7 +404,8 @@ class KVCache:
         GPU's context. With `zero_tail` a live row may be read from its sequence's `start` to the row's end.
 
         So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
-        the process. `Sequence.k` and `v` are as long as their sequence.
+        the process. `Sequence.k` and `v` are as long as their sequence. The storage under any of them is all of the
+        range: to print it, or read it, ends the process, too. To copy, save or share a view, `clone()` it first.
 
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;

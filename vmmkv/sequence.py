@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from .errors import DeviceError, DtypeError, SequenceTooLongError, ShapeError, StrideLimitWarning, VmmkvError
+from .tensors import check_dense
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -125,7 +126,10 @@ class Sequence:
 
         Raises:
             ShapeError, DtypeError, DeviceError: they do not fit; nothing was written.
+            ArgumentError: one is no tensor, is sparse, or has no data of its own; nothing was written.
         """
+        check_dense(k, "K")
+        check_dense(v, "V")
         pairs = [(k, self._view(layer, 0)), (v, self._view(layer, 1))]
         for source, target in pairs:
             if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):

@@ -37,7 +37,7 @@ from ..errors import (
 )
 from ..fence import Fence
 from ..pages import PagePool
-from ..tensors import export_range
+from ..tensors import check_dense, export_range
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -199,8 +199,10 @@ class GrowableTensor:
         """Grows by `rows`, `[n, *shape_max[1:]]`, and copies them.
 
         Raises:
-            ShapeError, DtypeError, DeviceError: they do not fit; and what `resize` raises. It is as before.
+            ArgumentError, ShapeError, DtypeError, DeviceError: they do not fit; and what `resize` raises. It is as
+                before.
         """
+        check_dense(rows, "rows")
         if rows.shape[1:] != self.shape_max[1:] or not rows.ndim:
             raise ShapeError(f"got {list(rows.shape)}; rows of shape_max={tuple(self.shape_max)} are needed")
         if rows.dtype != self.dtype:
