@@ -17,6 +17,7 @@ from faulty import FaultyDriver, has_memory
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vmmkv
+from vmmkv.torch import GrowableTensor
 
 
 def driver_calls(cache: vmmkv.KVCache) -> int:
@@ -499,22 +500,37 @@ def test_tokens_that_are_no_whole_numbers_or_not_one_for_each(make_cache) -> Non
         ([1, 2, 3], ValueError),
         (1.5, TypeError),
         ([0.5, 1], TypeError),
+        (10**5000, vmmkv.SequenceTooLongError),
+        (-(10**5000), ValueError),
+        ([1, 10**5000], vmmkv.SequenceTooLongError),
+        ([[1], [2, 3]], ValueError),
+        ({1, 2}, TypeError),
+        (np.array(0.5), TypeError),
+        ({1: 1, 2: 2}, TypeError),
     ):
-        with pytest.raises(error):
+        with pytest.raises(error, match=r"whole number|tokens|one for each|in order"):
             cache.extend(sequences, tokens)
     assert [sequence.length for sequence in sequences] == [3, 4]
     cache.extend(sequences, np.int32(2))
     assert [sequence.length for sequence in sequences] == [5, 6]
+    counts = dict(zip(sequences, [1, 4]))
+    cache.extend(counts.keys(), counts.values())
+    assert [sequence.length for sequence in sequences] == [6, 10]
 
 
 def test_what_is_no_list_of_sequences(make_cache) -> None:
     cache = make_cache()
     sequence = cache.sequence(3)
     for sequences in (sequence, None, [None], [[sequence]], [0]):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"a list of sequences|among the sequences"):
             cache.extend(sequences, 1)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"a list of sequences|among the sequences"):
             cache.free(sequences)
+    for operation in (sequence.truncate, sequence.release_before):
+        with pytest.raises(ValueError, match="asked for token a number of"):
+            operation(10**5000)
+    with pytest.raises(vmmkv.ArgumentError, match="None"):
+        sequence.record_stream(None)
     cache.extend([], 20)
     cache.free([])
     assert sequence.length == 3
@@ -609,6 +625,39 @@ LAYOUT = vmmkv.KVLayout(1, 1, 8)
         (lambda: vmmkv.KVLayout(2, 1, 8, layers_per_range=1.5), vmmkv.LayoutError, "layers_per_range=1.5"),
         (lambda: vmmkv.KVLayout(2, "1", 8), vmmkv.LayoutError, "num_kv_heads='1'"),
         (lambda: vmmkv.KVLayout(2, 1, [8, 8.0]), vmmkv.LayoutError, "head_dim=8.0"),
+        *(
+            (make, error, message)
+            for huge in (10**400, 10**5000)
+            for make, error, message in (
+                (lambda huge=huge: vmmkv.KVLayout(huge, 1, 8), vmmkv.LayoutError, "num_layers"),
+                (lambda huge=huge: vmmkv.KVLayout(1, huge, 8), vmmkv.LayoutError, "num_kv_heads"),
+                (lambda huge=huge: vmmkv.KVCache(LAYOUT, huge, 8, device="cpu"), vmmkv.LayoutError, "max_sequences"),
+                (lambda huge=huge: vmmkv.KVCache(LAYOUT, 2, huge, device="cpu"), vmmkv.LayoutError, "max_seq_len"),
+                (
+                    lambda huge=huge: vmmkv.KVCache(LAYOUT, 2, 8, page_size=huge, device="cpu"),
+                    vmmkv.LayoutError,
+                    "page_size",
+                ),
+                (
+                    lambda huge=huge: vmmkv.KVCache(LAYOUT, 2, 8, max_tokens=huge, device="cpu"),
+                    vmmkv.BudgetError,
+                    "max_tokens",
+                ),
+                (
+                    lambda huge=huge: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=huge, device="cpu"),
+                    vmmkv.BudgetError,
+                    "a size of",
+                ),
+                (lambda huge=huge: GrowableTensor((2, huge), device="cpu"), vmmkv.LayoutError, "shape_max"),
+            )
+        ),
+        (lambda: vmmkv.KVLayout(1 << 40, 1, 8), vmmkv.LayoutError, "num_layers"),
+        (lambda: GrowableTensor((1 << 62,) * 20, device="cpu"), vmmkv.LayoutError, "TiB"),
+        (lambda: GrowableTensor((2, 2), "float32", "cpu"), vmmkv.DtypeError, "torch.dtype"),
+        (lambda: GrowableTensor((2, 2), driver=5), vmmkv.ArgumentError, "driver=5"),
+        (lambda: vmmkv.KVLayout(1, 1, None), vmmkv.LayoutError, "head_dim=None"),
+        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, driver=5), vmmkv.ArgumentError, "driver=5"),
+        (lambda: vmmkv.KVCache(None, 2, 8, device="cpu"), vmmkv.ArgumentError, "layout=None"),
         (lambda: vmmkv.KVCache(LAYOUT, "2", 8, device="cpu"), vmmkv.LayoutError, "max_sequences='2'"),
         (lambda: vmmkv.KVCache(LAYOUT, 2, None, device="cpu"), vmmkv.LayoutError, "max_seq_len=None"),
         (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=10**400, device="cpu"), vmmkv.BudgetError, "size of 1000"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from .errors import DeviceError, DtypeError, SequenceTooLongError, ShapeError, StrideLimitWarning, VmmkvError
+from .layout import shown
 from .tensors import check_dense
 
 if TYPE_CHECKING:
@@ -191,6 +192,6 @@ def check_length(length: int, max_seq_len: int) -> None:
     """Raises `SequenceTooLongError` where a sequence would outgrow its row."""
     if length > max_seq_len:
         raise SequenceTooLongError(
-            f"asked for {length} tokens; a row is max_seq_len={max_seq_len} long. Make the cache with a larger one: "
-            "a longer row takes addresses, not memory"
+            f"asked for {shown(length)} tokens; a row is max_seq_len={max_seq_len} long. Make the cache with a larger "
+            "one: a longer row takes addresses, not memory"
         )

@@ -22,7 +22,7 @@ import torch
 
 from ..arena import Arena, check_address_space, wait_for_device
 from ..budget import pages_within
-from ..driver import Driver, open_driver
+from ..driver import Driver, driver_for
 from ..errors import (
     BusyError,
     DeviceError,
@@ -35,7 +35,8 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from ..fence import Fence
+from ..fence import Fence, check_stream
+from ..layout import shown, whole_number
 from ..pages import PagePool
 from ..tensors import check_dense, export_range
 
@@ -123,14 +124,14 @@ class GrowableTensor:
         page_size: int | None = None,
         driver: Driver | None = None,
     ) -> None:
-        if driver is not None and (device is not None or page_size is not None):
-            raise ValueError("give a driver, or device and page_size; a driver has its own")
-        self.shape_max = torch.Size(map(operator.index, shape_max))
-        self.dtype = dtype or torch.get_default_dtype()
+        self.shape_max = torch.Size(whole_number("shape_max", size) for size in shape_max)
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(self.dtype, torch.dtype):
+            raise DtypeError(f"got dtype={dtype!r}; it must be a torch.dtype")
         if not self.shape_max or min(self.shape_max) < 1:
             raise LayoutError(f"asked for shape_max={tuple(self.shape_max)}; each dimension is at least 1")
         self._row_bytes = math.prod(self.shape_max[1:]) * self.dtype.itemsize
-        self._driver = driver or open_driver(device, page_size)
+        self._driver = driver_for(driver, device, page_size)
         size = self._driver.page_size
         nbytes = -(-self.shape_max[0] * self._row_bytes // size) * size
         check_address_space(nbytes, f"shape_max={tuple(self.shape_max)} of {self.dtype}")
@@ -220,6 +221,7 @@ class GrowableTensor:
         Raises:
             DeviceError: the stream is on another device.
         """
+        check_stream(stream)
         if stream.device != self.device:
             raise DeviceError(f"got a stream on {stream.device}; this tensor is on {self.device}")
         self._streams.add(stream)
@@ -267,7 +269,9 @@ class GrowableTensor:
     def _make_room(self, length: int) -> None:
         """Maps the pages of `length` rows, or changes nothing."""
         if not 0 <= length <= self.shape_max[0]:
-            raise ShapeError(f"asked for {length} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}")
+            raise ShapeError(
+                f"asked for {shown(length)} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}"
+            )
         end, old_end = self._pages(length), self._arena.rows[0].end
         if end <= self._arena.rows[0].ready:
             return
