@@ -28,9 +28,8 @@ def parse_bytes(size: float | str, free: int) -> int:
         return int(number / 100 * free)
     if unit in UNITS and number >= 0:
         return int(number * UNITS[unit])
-    raise BudgetError(
-        f"asked for a size of {text if isinstance(size, int) else repr(size)}; write bytes, '20GiB', or a share of free memory up to '100%'"
-    )
+    asked = text if isinstance(size, int) else repr(size)
+    raise BudgetError(f"asked for a size of {asked}; write bytes, '20GiB', or a share of free memory up to '100%'")
 
 
 def budget_pages(
