@@ -21,6 +21,7 @@ An arena knows bytes and pages, not tokens and not who reads them: that is `vmmk
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections import deque
@@ -229,8 +230,9 @@ class Arena:
 def check_address_space(nbytes: int, asked: str) -> None:
     """Raises `LayoutError` where what was asked for would take more addresses than there are."""
     if nbytes > ADDRESS_LIMIT:
+        tebibytes = nbytes / 2**40 if nbytes < 1 << 1000 else math.inf
         raise LayoutError(
-            f"{asked} takes {nbytes / 2**40:.1f} TiB of virtual addresses; {ADDRESS_LIMIT >> 40} TiB can be relied "
+            f"{asked} takes {tebibytes:.1f} TiB of virtual addresses; {ADDRESS_LIMIT >> 40} TiB can be relied "
             "on. Lower one of the factors"
         )
 
@@ -238,11 +240,12 @@ def check_address_space(nbytes: int, asked: str) -> None:
 def _unmap_all(driver: Driver, rows: list[Row]) -> None:
     for row in rows:
         first, end = row.doubt or (row.first, row.end)  # of what an interruption left in doubt, all that it may be
-        row.doubt, first, end = None, min(first, row.first), max(end, row.end)
+        first, end = row.doubt = min(first, row.first), max(end, row.end)
         if first < end:
             with suppress(DriverError):
                 driver.unmap(row.address + first * driver.page_size, (end - first) * driver.page_size)
                 row.pages.clear()
+                row.doubt = None  # not before: who is interrupted here comes again
         if row.tail < row.limit:
             with suppress(DriverError):
                 driver.unmap(row.address + row.tail * driver.page_size, (row.limit - row.tail) * driver.page_size)

@@ -11,7 +11,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
@@ -22,8 +22,9 @@ import torch
 
 from .arena import Arena, check_address_space, free_waiting, wait_for_device
 from .budget import budget_pages
-from .driver import Driver, open_driver
+from .driver import Driver, driver_for
 from .errors import (
+    ArgumentError,
     BusyError,
     DeviceError,
     ForkError,
@@ -33,8 +34,9 @@ from .errors import (
     UseAfterFreeError,
     VmmkvError,
 )
+from .fence import check_stream
 from .invariants import check_invariants
-from .layout import KVLayout, whole_number
+from .layout import KVLayout, shown, whole_number
 from .pages import PagePool
 from .picture import draw_cache, draw_sequence
 from .rows import NOBODY, Rows
@@ -147,10 +149,10 @@ class KVCache:
         int32_strides: bool = False,
         driver: Driver | None = None,
     ) -> None:
+        if not isinstance(layout, KVLayout):
+            raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
         max_sequences = whole_number("max_sequences", max_sequences)
         max_seq_len = whole_number("max_seq_len", max_seq_len)
-        if driver is not None and (device is not None or page_size is not None):
-            raise ValueError("give a driver, or device and page_size; a driver has its own")
         if max_sequences < 1 or max_seq_len < 1:
             raise LayoutError(
                 f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1"
@@ -164,7 +166,7 @@ class KVCache:
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
-        self._driver = driver or open_driver(device, page_size)
+        self._driver = driver_for(driver, device, page_size)
         size = self._driver.page_size
         row_bytes = [-(-max_seq_len * record // size) * size for record in layout.record_bytes]
         check_address_space(
@@ -264,8 +266,11 @@ class KVCache:
             self._extend_from(batch, counts, _whole_numbers("starts", starts, len(batch), self.max_seq_len))
             return
         with self._lock:
-            if not self._is_dirty and self._grow_within(batch, counts):
-                return
+            if not self._is_dirty and not self._inside.locked():
+                with self._inside:
+                    within = self._grow_within(batch, counts)
+                if within:
+                    return
         self._extend(batch, counts)
 
     def _grow_within(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> bool:
@@ -302,7 +307,7 @@ class KVCache:
         """`Sequence.extend`: the same for one, without arrays."""
         tokens = _check_tokens(tokens)
         row, rows = sequence._row, self._rows
-        with self._lock:
+        with self._lock:  # in which nothing is called: no signal handler comes between
             length = rows.length_of[row] + tokens
             if length <= rows.capacity_of[row] and rows.owner_of[row] == sequence._number and not self._is_dirty:
                 rows.length_of[row] = length
@@ -317,11 +322,15 @@ class KVCache:
         check_length(length, self.max_seq_len)
         self._rows.grow_one(row, length)
 
-    def _batch(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Sequences of this cache, each once."""
+    def _batch(self, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
+        """Sequences of this cache, each once; whether they may be `repeated`."""
         if isinstance(sequences, Sequence):
             raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
-        batch = list(sequences)
+        try:
+            each = iter(sequences)
+        except TypeError:
+            raise TypeError(f"got {sequences!r}; give a list of sequences") from None
+        batch = list(each)
         with suppress(AttributeError):  # one look at each, where nothing is wrong
             if len({sequence for sequence in batch if sequence._cache is self}) == len(batch):
                 return batch
@@ -330,6 +339,8 @@ class KVCache:
                 raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
             if sequence._cache is not self:
                 raise ValueError(f"{sequence!r} belongs to another cache")
+        if repeated:
+            return list(dict.fromkeys(batch))
         raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
 
     @_operation
@@ -347,12 +358,13 @@ class KVCache:
         row = self._check_live(sequence)
         start, length = self._rows.start_of[row], self._rows.length_of[row]
         if not start <= token <= length:
-            raise ValueError(f"asked for token {token}; {sequence!r} holds tokens {start} to {length}")
+            raise ValueError(f"asked for token {shown(token)}; {sequence!r} holds tokens {start} to {length}")
         return row, start, length
 
     @_operation
     def _record_stream(self, sequence: Sequence, stream: torch.cuda.Stream) -> None:
         row = self._check_live(sequence)
+        check_stream(stream)
         if stream.device != self.device:
             raise DeviceError(f"got a stream on {stream.device}; this cache is on {self.device}")
         self._rows.record_stream(row, stream)
@@ -367,7 +379,7 @@ class KVCache:
                 used on; nothing was freed.
             ValueError: a sequence is of another cache; nothing was freed.
         """
-        batch = self._batch(dict.fromkeys(sequences))
+        batch = self._batch(sequences, repeated=True)
         with self._lock:
             if self._inside.locked():
                 references = [self._references[sequence._row] for sequence in batch]
@@ -401,7 +413,8 @@ class KVCache:
         GPU's context. With `zero_tail` a live row may be read from its sequence's `start` to the row's end.
 
         So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
-        the process. `Sequence.k` and `v` are as long as their sequence.
+        the process. `Sequence.k` and `v` are as long as their sequence. The storage under any of them is all of the
+        range: to print it, or read it, ends the process, too. To copy, save or share a view, `clone()` it first.
 
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
@@ -611,10 +624,18 @@ def _whole_numbers(
     name: str, numbers: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int, limit: int
 ) -> npt.NDArray[np.int64]:
     """`count` numbers from 0 to `limit`, of as many or of one for all."""
-    given = np.asarray(numbers)
-    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits
-        for number in numbers if isinstance(numbers, Collection) else [numbers]:
+    try:
+        given = np.asarray(numbers)
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"got {name}={numbers!r}; give one number, or one for each of {count} sequences") from None
+    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits, and views of dictionaries
+        if isinstance(numbers, Set | Mapping) and not isinstance(numbers, KeysView):
+            raise TypeError(f"got {name}={numbers!r}; numbers in order are needed: give a list")
+        values = numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
+        each = list(values) if isinstance(values, Collection) else [values]
+        for number in each:
             check_length(_check_tokens(number), limit)
+        given = np.array(each if isinstance(values, Collection) else values, np.int64)
     if given.shape not in ((), (count,)):
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
     _check_tokens(int(given.min(initial=0)))
@@ -629,7 +650,7 @@ def _check_tokens(tokens: int) -> int:
     except TypeError:
         raise TypeError(f"got {tokens!r} tokens; they must be a whole number") from None
     if tokens < 0:
-        raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
+        raise ValueError(f"asked for {shown(tokens)} tokens; to drop tokens use truncate")
     return tokens
 
 

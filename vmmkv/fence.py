@@ -10,6 +10,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from .driver import Driver, Event
+from .errors import ArgumentError
+
+
+def check_stream(stream: Any) -> None:
+    """Raises `ArgumentError` for what is no stream of a device."""
+    if not hasattr(stream, "device"):
+        raise ArgumentError(f"got {stream!r}; it must be a torch.cuda.Stream")
 
 
 class Fence:

@@ -58,9 +58,8 @@ def check_invariants(rows: Rows) -> None:
             ensure(bool(zero) or mapping.tail == mapping.limit, f"row {row} has a tail")
             ensure(mapping.doubt is None, f"row {row}: nobody knows what is mapped")
             ensure(mapping.limit * arena.page_size <= arena.row_bytes, f"row {row} runs into the next")
-            if live and length > start:  # its pages are consecutive, so that the others are mapped as well
+            if live and capacity > start:  # its pages are consecutive, so that the others are mapped as well
                 ensure(mapping.first * arena.page_size <= start * record, f"row {row}: its first token is not mapped")
-            if live:
                 ensure(mapping.ready * arena.page_size >= capacity * record, f"row {row}: {capacity=} is not mapped")
             if row in empty:
                 ensure(not mapping.pages and mapping.first == 0, f"empty row {row} has pages")

@@ -183,6 +183,6 @@ def _release_all(driver: Driver, handles: list[Handle | None], owner: int) -> No
         return
     for page, handle in enumerate(handles):
         if handle is not None:
-            handles[page] = None
             with suppress(DriverError):
+                handles[page] = None  # before: see `release_free`
                 driver.release(handle)

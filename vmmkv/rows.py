@@ -307,7 +307,7 @@ class Rows:
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `_make_room`; nothing has changed.
         """
-        needing = lengths > self.capacity[rows] if starts is None else np.ones(len(rows), bool)
+        needing = lengths > (self.capacity[rows] if starts is None else 0)
         firsts = self.start[rows] if starts is None else starts
         extents = np.stack([firsts, lengths], axis=1)
         self._make_room(rows, extents, rows[needing].tolist())
@@ -349,8 +349,9 @@ class Rows:
         for row in rows:
             for arena, (first, end) in self._used(row):
                 mapping = arena.rows[row]
-                missing += max(end - (mapping.end if mapping.first <= first <= mapping.end else first), 0)
-                if end > mapping.ready:
+                reaches = mapping.first <= first <= mapping.end
+                missing += max(end - (mapping.end if reaches else first), 0)
+                if not reaches or end > mapping.ready:
                     plan.append(_Growth(arena, row, first, end, mapping.ready))
         supply: list[int] = []
         zeroing = False
@@ -496,19 +497,21 @@ class Rows:
 
     def _refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
-        live, length = self.owner_of[row] != NOBODY, int(self.claims[row, 1])
+        live, (start, length) = self.owner_of[row] != NOBODY, self.claims[row].tolist()
         capacity = self.max_seq_len
+        whole = True
         for arena, record in self.ranges:
             mapping = arena.rows[row]
             end = mapping.ready
+            # Pages that do not reach its first token are what a growth has left that did not happen.
+            whole &= mapping.first <= start * record // self._page_size <= mapping.end
+            whole &= not (self.zero_tail and mapping.has_hole)
             if mapping.first and not live:
                 end = 0  # nobody can adopt it
             elif self.scrub and live:
                 end = min(end, -(-length * record // self._page_size))  # behind are another's bytes
             capacity = min(capacity, end * self._page_size // record)
-        if self.zero_tail and live and any(arena.rows[row].has_hole for arena, _ in self.ranges):
-            capacity = length  # so that the next growth repairs it
-        self.capacity_of[row] = capacity
+        self.capacity_of[row] = capacity if whole or not live else length  # so that the next growth repairs it
 
     # ------------------------------------------------------------------ reclaiming
 

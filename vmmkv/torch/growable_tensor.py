@@ -6,22 +6,25 @@ invariants.
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import os
+import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import NoReturn
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from ..arena import Arena, check_address_space, wait_for_device
 from ..budget import pages_within
-from ..driver import Driver, open_driver
+from ..driver import Driver, driver_for
 from ..errors import (
+    BusyError,
     DeviceError,
     DriverError,
     DtypeError,
@@ -32,9 +35,43 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from ..fence import Fence
+from ..fence import Fence, check_stream
+from ..layout import shown, whole_number
 from ..pages import PagePool
-from ..tensors import export_range
+from ..tensors import check_dense, export_range
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _operation(
+    method: Callable[Concatenate[GrowableTensor, Parameters], Result],
+) -> Callable[Concatenate[GrowableTensor, Parameters], Result]:
+    """Makes a method one operation: no other runs meanwhile, and none sees what an interrupted one (Ctrl-C) has left.
+
+    `_is_dirty` stays set unless the method has ended, with a result or with an error of its own.
+    """
+
+    def attempt(tensor: GrowableTensor, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        try:
+            result = method(tensor, *args, **kwargs)
+        except (VmmkvError, TypeError, ValueError):
+            tensor._is_dirty = False
+            raise
+        tensor._is_dirty = False
+        return result
+
+    @functools.wraps(method)
+    def run(tensor: GrowableTensor, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        tensor._check_idle(method.__name__)
+        with tensor._inside:
+            tensor._check_open()
+            if tensor._is_dirty:
+                tensor._recover()
+            tensor._is_dirty = True
+            return attempt(tensor, *args, **kwargs)
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -60,7 +97,8 @@ class GrowableTensor:
         history.tensor  # [length, 4096]: a view, valid for as long as its rows are
 
     A view of its rows stays valid while it grows: addresses and strides never change. Not for use from several
-    threads at once.
+    threads at once. A finalizer, or a signal handler, that runs in the middle of an operation may look at it; all that
+    changes it is refused (`BusyError`).
 
     Args:
         shape_max: the largest shape, at most 100 TiB of it; the first dimension is the one that grows.
@@ -86,14 +124,14 @@ class GrowableTensor:
         page_size: int | None = None,
         driver: Driver | None = None,
     ) -> None:
-        if driver is not None and (device is not None or page_size is not None):
-            raise ValueError("give a driver, or device and page_size; a driver has its own")
-        self.shape_max = torch.Size(map(operator.index, shape_max))
-        self.dtype = dtype or torch.get_default_dtype()
+        self.shape_max = torch.Size(whole_number("shape_max", size) for size in shape_max)
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(self.dtype, torch.dtype):
+            raise DtypeError(f"got dtype={dtype!r}; it must be a torch.dtype")
         if not self.shape_max or min(self.shape_max) < 1:
             raise LayoutError(f"asked for shape_max={tuple(self.shape_max)}; each dimension is at least 1")
         self._row_bytes = math.prod(self.shape_max[1:]) * self.dtype.itemsize
-        self._driver = driver or open_driver(device, page_size)
+        self._driver = driver_for(driver, device, page_size)
         size = self._driver.page_size
         nbytes = -(-self.shape_max[0] * self._row_bytes // size) * size
         check_address_space(nbytes, f"shape_max={tuple(self.shape_max)} of {self.dtype}")
@@ -105,8 +143,13 @@ class GrowableTensor:
         self._length = 0
         self._fence = Fence()
         self._streams = {self._driver.current_stream()}
-        self._process: int | None = os.getpid()
+        self._process = os.getpid()
+        self._is_open = True
+        self._has_memory = True
+        """The memory is ours to give back."""
+        self._inside = threading.Lock()
         self._is_dirty = False
+        """An operation has begun and not ended."""
         _tensors.add(self)
 
     @property
@@ -117,7 +160,7 @@ class GrowableTensor:
     @property
     def tensor(self) -> torch.Tensor:
         """Its rows, `[length, *shape_max[1:]]`: a view, contiguous and zero-copy."""
-        self._check_usable()
+        self._check_open()
         return self._whole[: self._length]
 
     @property
@@ -133,6 +176,7 @@ class GrowableTensor:
     def __len__(self) -> int:
         return self._length
 
+    @_operation
     def resize(self, length: int) -> None:
         """Grows or shrinks to `length` rows. Rows that stay keep their values; new ones are undefined.
 
@@ -146,31 +190,30 @@ class GrowableTensor:
             UseAfterFreeError: it was closed. In all cases it is as before.
         """
         length = operator.index(length)
-        self._check_usable()
-        if not 0 <= length <= self.shape_max[0]:
-            raise ShapeError(f"asked for {length} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}")
-        end = self._pages(length)
-        if end > self._arena.rows[0].ready:
-            self._map(end)
-        elif end < self._pages(self._length):
-            self._fence |= Fence.after(self._driver, {self._driver.current_stream(), *self._streams})
+        self._make_room(length)
+        if self._pages(length) < self._pages(self._length):
+            self._fence_all()
         self._length = length
 
+    @_operation
     def append(self, rows: torch.Tensor) -> None:
         """Grows by `rows`, `[n, *shape_max[1:]]`, and copies them.
 
         Raises:
-            ShapeError, DtypeError, DeviceError: they do not fit; and what `resize` raises. It is as before.
+            ArgumentError, ShapeError, DtypeError, DeviceError: they do not fit; and what `resize` raises. It is as
+                before.
         """
+        check_dense(rows, "rows")
         if rows.shape[1:] != self.shape_max[1:] or not rows.ndim:
             raise ShapeError(f"got {list(rows.shape)}; rows of shape_max={tuple(self.shape_max)} are needed")
         if rows.dtype != self.dtype:
             raise DtypeError(f"got {rows.dtype}; this tensor holds {self.dtype}. Convert with .to()")
         if rows.device != self.device:
             raise DeviceError(f"got rows on {rows.device}; this tensor is on {self.device}")
-        start = self._length
-        self.resize(start + len(rows))
-        self.tensor[start:].copy_(rows.detach())  # it is no part of an autograd graph
+        start, end = self._length, self._length + len(rows)
+        self._make_room(end)
+        self._whole[start:end].copy_(rows.detach())  # it is no part of an autograd graph
+        self._length = end
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Says that work on `stream` uses it: pages that it leaves behind wait for that work, too.
@@ -178,24 +221,24 @@ class GrowableTensor:
         Raises:
             DeviceError: the stream is on another device.
         """
+        check_stream(stream)
         if stream.device != self.device:
             raise DeviceError(f"got a stream on {stream.device}; this tensor is on {self.device}")
         self._streams.add(stream)
 
+    @_operation
     def trim(self) -> int:
         """Gives the pages behind its last row back to the system; returns their bytes.
 
         Waits for GPU work that was submitted before it shrank.
         """
-        self._check_usable()
         self._fence.wait()
-        with self._change():
-            self._arena.unmap_back(0, self._pages(self._length))
-            return self._pool.release_free() * self._driver.page_size
+        self._arena.unmap_back(0, self._pages(self._length))
+        return self._pool.release_free() * self._driver.page_size
 
+    @_operation
     def stats(self) -> GrowableTensorStats:
         """A snapshot: bytes."""
-        self._check_usable()
         size = self._driver.page_size
         return GrowableTensorStats(self._pool.budget * size, self._pool.created * size, self._length * self._row_bytes)
 
@@ -207,53 +250,60 @@ class GrowableTensor:
         Raises:
             StreamCaptureError: a CUDA graph is being captured; nothing was closed.
             DriverError: the device could not be waited for; nothing was closed.
+            BusyError: another operation is not at its end.
         """
-        if self._process is None:
+        if not self._has_memory:
             return
-        self._check_process()
-        wait_for_device(self._driver)
-        self._process = None
-        self._length = 0
-        self._arena.close()
-        self._pool.close()
+        self._check_idle("close")
+        with self._inside:
+            wait_for_device(self._driver)
+            self._is_open = False
+            self._length = 0
+            self._arena.close()
+            self._pool.close()
+            self._has_memory = False
 
     def _pages(self, length: int) -> int:
         return -(-length * self._row_bytes // self._driver.page_size)
 
-    def _map(self, end: int) -> None:
-        """Maps the row's pages up to page `end`, or changes nothing."""
-        old_end = self._arena.rows[0].end
-        with self._change():
-            supply = self._pool.take(max(end - old_end, 0))
-            try:
-                self._arena.map_back(0, max(end, old_end), supply)
-            except DriverError:
-                self._pool.give(supply)
-                with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
-                    self._arena.unmap_back(0, old_end)
-                raise
+    def _make_room(self, length: int) -> None:
+        """Maps the pages of `length` rows, or changes nothing."""
+        if not 0 <= length <= self.shape_max[0]:
+            raise ShapeError(
+                f"asked for {shown(length)} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}"
+            )
+        end, old_end = self._pages(length), self._arena.rows[0].end
+        if end <= self._arena.rows[0].ready:
+            return
+        supply = self._pool.take(max(end - old_end, 0))
+        try:
+            self._arena.map_back(0, max(end, old_end), supply)
+        except DriverError:
+            self._pool.give(supply)
+            with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
+                self._arena.unmap_back(0, old_end)
+            raise
 
-    def _check_usable(self) -> None:
+    def _fence_all(self) -> None:
+        """Keeps the pages behind the last row until all work so far has finished."""
+        self._fence |= Fence.after(self._driver, {self._driver.current_stream(), *self._streams})
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise UseAfterFreeError("this GrowableTensor was closed; make a new one")
         self._check_process()
-        if self._is_dirty:
-            self._recover()
 
     def _check_process(self) -> None:
-        if self._process is None:
-            raise UseAfterFreeError("this GrowableTensor was closed; make a new one")
         if self._process != os.getpid():
             raise ForkError("this GrowableTensor was made before fork(); its memory belongs to the parent")
 
-    @contextmanager
-    def _change(self) -> Iterator[None]:
-        """Around what changes the books: who is interrupted (Ctrl-C) in the middle leaves them to `_recover`."""
-        self._is_dirty = True
-        try:
-            yield
-        except VmmkvError:
-            self._is_dirty = False
-            raise
-        self._is_dirty = False
+    def _check_idle(self, asked: str) -> None:
+        self._check_process()  # first: a child may have got the lock in whatever state
+        if self._inside.locked():
+            raise BusyError(
+                f"{asked} was called in the middle of another operation on the same GrowableTensor, as by a finalizer "
+                "or a signal handler. Leave a note there and call it later"
+            )
 
     def _recover(self) -> None:
         """After an interruption: makes the books right, or says that nobody can."""
@@ -262,6 +312,7 @@ class GrowableTensor:
                 "this GrowableTensor was interrupted (Ctrl-C) while it had the driver make or release a page, and "
                 "cannot know whether that was done. Close it, and make a new one"
             )
+        self._fence_all()  # who was interrupted may have begun to write behind the last row
         self._arena.settle(0)
         self._pool.settle(self._arena.rows[0].pages)
         self._is_dirty = False
