@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import vmmkv
 from vmmkv.errors import DriverError, DriverOutOfMemoryError
 from vmmkv.memory.driver import Driver, Handle
 
@@ -117,3 +118,11 @@ class FaultyDriver:
 
     def _before_fill(self, address: int, nbytes: int, value: int, stream: object) -> None:
         assert set(self._pages(address, nbytes)) <= self.writable, "filled a page that may not be written"
+
+
+def has_memory(sequence: vmmkv.Sequence, driver: FaultyDriver) -> bool:
+    """Whether each token of a sequence can be written, in each layer."""
+    size = driver.inner.page_size
+    kv = [part for layer in range(sequence.cache.layout.num_layers) for part in (sequence.k(layer), sequence.v(layer))]
+    addresses = [token.data_ptr() + at for part in kv for token in part for at in (0, token.nbytes - 1)]
+    return driver.writable.issuperset(address // size * size for address in addresses)

@@ -10,11 +10,15 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import vmmkv
 
 SOURCES = str(Path(vmmkv.__file__).parent)
+
+
+class Interruption(KeyboardInterrupt):
+    """One of a test's own."""
 
 
 @functools.cache
@@ -25,8 +29,8 @@ def with_lines(path: str) -> frozenset[int]:
     return frozenset(node.lineno for node in ast.walk(tree) if isinstance(node, ast.With))
 
 
-def interrupted(operation: Callable[[], object], line: int) -> int | None:
-    """Runs an operation and interrupts it at the n-th line of vmmkv that it comes to.
+def disturbed(operation: Callable[[], object], line: int, action: Callable[[], object]) -> int | None:
+    """Runs an operation, and an action at the n-th line of vmmkv that it comes to, as a signal handler does.
 
     Returns:
         None; of an operation that is shorter, its lines.
@@ -48,7 +52,7 @@ def interrupted(operation: Callable[[], object], line: int) -> int | None:
             if not ends:
                 left -= 1
                 if left == 0:
-                    raise KeyboardInterrupt
+                    action()
         return trace
 
     before = sys.gettrace()
@@ -56,14 +60,26 @@ def interrupted(operation: Callable[[], object], line: int) -> int | None:
     sys.settrace(trace)
     try:
         operation()
-    except KeyboardInterrupt:
-        if left != 0:
-            raise
-        return None
     finally:
         sys.settrace(before)
         gc.enable()
-    return line - left
+    return line - left if left > 0 else None
+
+
+def interrupted(operation: Callable[[], object], line: int) -> int | None:
+    """Runs an operation and interrupts it at the n-th line of vmmkv that it comes to.
+
+    Returns:
+        None; of an operation that is shorter, its lines.
+    """
+
+    def ring() -> NoReturn:
+        raise Interruption
+
+    try:
+        return disturbed(operation, line, ring)
+    except Interruption:
+        return None
 
 
 def interrupted_after(operation: Callable[[], object], seconds: float) -> bool:

@@ -62,6 +62,12 @@ class User:
         if stream is not self.own:
             self.device.record(stream).wait(self.own)
 
+    def truncate(self, tokens: int) -> None:
+        """Drops tokens, which anybody may still read."""
+        self.sequence.truncate(tokens)
+        del self.values[tokens:]
+        self.readers = set(self.device.streams)
+
     def read(self, stream: Stream) -> None:
         """Reads all tokens, and expects what was written."""
         first, end = self.sequence.start, len(self.values)
@@ -115,9 +121,10 @@ def run_late(policy: dict, random: Random) -> None:
     layout = small_layout(device, layers_per_range=random.choice([None, 2]))
     cache = vmmkv.KVCache(layout, ROWS, MAX_SEQ_LEN, max_bytes=BUDGET * device.page_size, driver=device, **policy)
     users: list[User] = []
+    operations = ["start", "grow", "grow", "begin late", "read", "read", "truncate", "release", "free", "trim"]
     for number in range(1, 40):
         device.current = random.choice(device.streams)
-        operation = random.choice(["start", "grow", "grow", "read", "read", "truncate", "release", "free", "trim"])
+        operation = random.choice(operations)
         user = random.choice(users) if users else None
         try:
             if operation == "start" or user is None:
@@ -128,16 +135,21 @@ def run_late(policy: dict, random: Random) -> None:
                 user.use(device.current)
                 user.sequence.extend(tokens)
                 user.write(random.choice([user.own, device.current]))
+            elif operation == "begin late" and user.sequence.start == 0:
+                user.truncate(0)
+                user.use(device.current)
+                tokens = random.choice([0, random.randint(0, MAX_SEQ_LEN)])
+                start = random.choice([random.randint(0, tokens), tokens])
+                cache.extend([user.sequence], tokens, starts=[start])
+                user.values = [0] * start
+                user.write(random.choice([user.own, device.current]))
             elif operation == "read":
                 stream = random.choice(device.streams)
                 user.read(stream)
                 if cache._rows.zero_tail and user.values:
                     user.read_to_the_end(stream)
             elif operation == "truncate":
-                length = random.randint(user.sequence.start, user.sequence.length)
-                user.sequence.truncate(length)
-                del user.values[length:]
-                user.readers = set(device.streams)
+                user.truncate(random.randint(user.sequence.start, user.sequence.length))
             elif operation == "release":
                 user.sequence.release_before(random.randint(user.sequence.start, user.sequence.length))
             elif operation == "free":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import itertools
 import pickle
 import threading
 
@@ -11,9 +13,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_python, small_driver, small_layout
-from faulty import FaultyDriver
+from faulty import FaultyDriver, has_memory
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vmmkv
+from vmmkv.torch import GrowableTensor
 
 
 def driver_calls(cache: vmmkv.KVCache) -> int:
@@ -77,6 +81,31 @@ def test_a_failed_driver_call_changes_nothing(device: str, make_cache, call: str
     assert [sequence.length for sequence in sequences] == [20, 20]
     cache.check()
     cache.extend(sequences, 40)
+
+
+@pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
+def test_a_growth_that_fails_leaves_no_capacity_without_memory(device: str, make_cache, policy: dict) -> None:
+    """Any two calls fail, so that what undoes a growth that begins late fails as well."""
+    for skips in itertools.combinations_with_replacement(range(8), 2):
+        driver = FaultyDriver(small_driver(device))
+        cache = make_cache(driver=driver, pages=30, layers_per_range=2, **policy)
+        sequence, other = cache.sequence(), cache.sequence(1)
+        for skip in skips:
+            driver.fail("any", skip)
+        with contextlib.suppress(vmmkv.DriverError):
+            cache.extend([sequence], 60, starts=[40])
+        driver.heal()
+        cache.check()
+        for tokens in (sequence.capacity - sequence.length, 1, 9):
+            sequence.extend(tokens)
+            cache.check()
+            assert has_memory(sequence, driver)
+        other.extend(50)
+        cache.free([sequence, other])
+        cache.sequence(100).free()
+        cache.check()
+        cache.close()
+        assert not driver.mapped
 
 
 def test_a_device_without_memory_is_pressure_first_and_an_error_last(device: str, make_cache) -> None:
@@ -471,22 +500,37 @@ def test_tokens_that_are_no_whole_numbers_or_not_one_for_each(make_cache) -> Non
         ([1, 2, 3], ValueError),
         (1.5, TypeError),
         ([0.5, 1], TypeError),
+        (10**5000, vmmkv.SequenceTooLongError),
+        (-(10**5000), ValueError),
+        ([1, 10**5000], vmmkv.SequenceTooLongError),
+        ([[1], [2, 3]], ValueError),
+        ({1, 2}, TypeError),
+        (np.array(0.5), TypeError),
+        ({1: 1, 2: 2}, TypeError),
     ):
-        with pytest.raises(error):
+        with pytest.raises(error, match=r"whole number|tokens|one for each|in order"):
             cache.extend(sequences, tokens)
     assert [sequence.length for sequence in sequences] == [3, 4]
     cache.extend(sequences, np.int32(2))
     assert [sequence.length for sequence in sequences] == [5, 6]
+    counts = dict(zip(sequences, [1, 4]))
+    cache.extend(counts.keys(), counts.values())
+    assert [sequence.length for sequence in sequences] == [6, 10]
 
 
 def test_what_is_no_list_of_sequences(make_cache) -> None:
     cache = make_cache()
     sequence = cache.sequence(3)
     for sequences in (sequence, None, [None], [[sequence]], [0]):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"a list of sequences|among the sequences"):
             cache.extend(sequences, 1)
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match=r"a list of sequences|among the sequences"):
             cache.free(sequences)
+    for operation in (sequence.truncate, sequence.release_before):
+        with pytest.raises(ValueError, match="asked for token a number of"):
+            operation(10**5000)
+    with pytest.raises(vmmkv.ArgumentError, match="None"):
+        sequence.record_stream(None)
     cache.extend([], 20)
     cache.free([])
     assert sequence.length == 3
@@ -527,6 +571,7 @@ def test_write_checks_shape_dtype_and_device(make_cache) -> None:
     sequence = make_cache().sequence(4)
     good = torch.randn_like(sequence.k(0))
     sequence.write(0, good, good)
+    other = torch.randn_like(good)
     for bad, error in (
         (good[:, :1], vmmkv.ShapeError),
         (good[0], vmmkv.ShapeError),
@@ -534,11 +579,16 @@ def test_write_checks_shape_dtype_and_device(make_cache) -> None:
         (good[:2], vmmkv.ShapeError),
         (good.half(), vmmkv.DtypeError),
         (good.to("meta"), vmmkv.DeviceError),
+        (FakeTensorMode().from_tensor(good), vmmkv.ArgumentError),
+        (good.to_sparse(), vmmkv.ArgumentError),
+        (good.cpu().numpy(), vmmkv.ArgumentError),
+        (None, vmmkv.ArgumentError),
     ):
-        for k, v in ((bad, good), (good, bad)):
+        for k, v in ((bad, other), (other, bad)):
             with pytest.raises(error):
-                sequence.write(0, k * 2, v * 2)
+                sequence.write(0, k, v)
     assert torch.equal(sequence.k(0), good)
+    assert torch.equal(sequence.v(0), good)
     sequence.write(0, good[:2] * 3, good[:2] * 3)
     assert torch.equal(sequence.v(0), torch.cat([good[:2], good[:2] * 3]))
 
@@ -575,6 +625,39 @@ LAYOUT = vmmkv.KVLayout(1, 1, 8)
         (lambda: vmmkv.KVLayout(2, 1, 8, layers_per_range=1.5), vmmkv.LayoutError, "layers_per_range=1.5"),
         (lambda: vmmkv.KVLayout(2, "1", 8), vmmkv.LayoutError, "num_kv_heads='1'"),
         (lambda: vmmkv.KVLayout(2, 1, [8, 8.0]), vmmkv.LayoutError, "head_dim=8.0"),
+        *(
+            (make, error, message)
+            for huge in (10**400, 10**5000)
+            for make, error, message in (
+                (lambda huge=huge: vmmkv.KVLayout(huge, 1, 8), vmmkv.LayoutError, "num_layers"),
+                (lambda huge=huge: vmmkv.KVLayout(1, huge, 8), vmmkv.LayoutError, "num_kv_heads"),
+                (lambda huge=huge: vmmkv.KVCache(LAYOUT, huge, 8, device="cpu"), vmmkv.LayoutError, "max_sequences"),
+                (lambda huge=huge: vmmkv.KVCache(LAYOUT, 2, huge, device="cpu"), vmmkv.LayoutError, "max_seq_len"),
+                (
+                    lambda huge=huge: vmmkv.KVCache(LAYOUT, 2, 8, page_size=huge, device="cpu"),
+                    vmmkv.LayoutError,
+                    "page_size",
+                ),
+                (
+                    lambda huge=huge: vmmkv.KVCache(LAYOUT, 2, 8, max_tokens=huge, device="cpu"),
+                    vmmkv.BudgetError,
+                    "max_tokens",
+                ),
+                (
+                    lambda huge=huge: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=huge, device="cpu"),
+                    vmmkv.BudgetError,
+                    "a size of",
+                ),
+                (lambda huge=huge: GrowableTensor((2, huge), device="cpu"), vmmkv.LayoutError, "shape_max"),
+            )
+        ),
+        (lambda: vmmkv.KVLayout(1 << 40, 1, 8), vmmkv.LayoutError, "num_layers"),
+        (lambda: GrowableTensor((1 << 62,) * 20, device="cpu"), vmmkv.LayoutError, "TiB"),
+        (lambda: GrowableTensor((2, 2), "float32", "cpu"), vmmkv.DtypeError, "torch.dtype"),
+        (lambda: GrowableTensor((2, 2), driver=5), vmmkv.ArgumentError, "driver=5"),
+        (lambda: vmmkv.KVLayout(1, 1, None), vmmkv.LayoutError, "head_dim=None"),
+        (lambda: vmmkv.KVCache(LAYOUT, 2, 8, driver=5), vmmkv.ArgumentError, "driver=5"),
+        (lambda: vmmkv.KVCache(None, 2, 8, device="cpu"), vmmkv.ArgumentError, "layout=None"),
         (lambda: vmmkv.KVCache(LAYOUT, "2", 8, device="cpu"), vmmkv.LayoutError, "max_sequences='2'"),
         (lambda: vmmkv.KVCache(LAYOUT, 2, None, device="cpu"), vmmkv.LayoutError, "max_seq_len=None"),
         (lambda: vmmkv.KVCache(LAYOUT, 2, 8, max_bytes=10**400, device="cpu"), vmmkv.BudgetError, "size of 1000"),

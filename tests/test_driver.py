@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import run_python, small_driver
 from faulty import FaultyDriver
+from interruption import disturbed
 
 from vmmkv.errors import DeviceError, DriverError, DriverOutOfMemoryError, LayoutError, VmmkvError
 from vmmkv.memory.driver import Driver, limits, open_driver
@@ -296,6 +297,36 @@ def test_a_forked_child_faults_on_its_parents_pages() -> None:
     assert (child.stdout, child.stderr) == ("-11 -11\n0 True\n", "")
 
 
+FORKED_DRIVER = """
+    import os, sys, vmmkv, warnings
+    from conftest import small_driver, small_layout
+    warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork() beside threads
+    driver = small_driver(sys.argv[1])
+    address, handle = driver.reserve(driver.page_size), driver.create()
+    if (child := os.fork()) == 0:
+        for operation in (
+            lambda: driver.reserve(driver.page_size),
+            driver.create,
+            lambda: driver.map(address, handle),
+            lambda: driver.release(handle),
+            lambda: vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=9 * driver.page_size, driver=driver),
+        ):
+            try:
+                operation()
+            except vmmkv.ForkError as error:
+                print("spawn" in str(error), end=" ", flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    driver.map(address, handle)
+    driver.set_access(address, driver.page_size)
+"""
+
+
+def test_a_forked_child_gets_no_pages_of_its_parents_driver(device: str) -> None:
+    child = run_python(FORKED_DRIVER, device)
+    assert (child.returncode, child.stdout, child.stderr) == (0, "True " * 5, "")
+
+
 def mappings() -> int:
     with open("/proc/self/maps") as maps:
         return sum(1 for _ in maps)
@@ -345,6 +376,34 @@ def test_mappings_run_out_before_they_do_for_linux(most_mappings: int, pages: in
     assert limits.mappings.own == own
     small_driver("cpu").reserve(size)
     assert strangers
+
+
+@pytest.mark.parametrize("call", ["map", "unmap"])
+def test_mappings_are_counted_right_when_a_handler_gives_others_back(call: str) -> None:
+    def check(line: int) -> int | None:
+        driver, other, own = small_driver("cpu"), small_driver("cpu"), limits.mappings.own
+        size = driver.page_size
+        here, there = driver.reserve(8 * size), other.reserve(8 * size)
+        handle = driver.create()
+        put(other, there + 4 * size)
+        if call == "unmap":
+            driver.map(here, handle)
+
+        def handle_signal() -> None:
+            other.unmap(there, 8 * size)
+            other.free(there, 8 * size)
+
+        operation = (lambda: driver.map(here, handle)) if call == "map" else (lambda: driver.unmap(here, size))
+        lines = disturbed(operation, line, handle_signal)
+        if lines:
+            handle_signal()
+        driver.unmap(here, 8 * size)
+        driver.free(here, 8 * size)
+        assert limits.mappings.own == own
+        return lines
+
+    for line in range(1, check(10**9) + 1):
+        assert check(line) is None
 
 
 @contextmanager

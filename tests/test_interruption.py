@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from random import Random
 
 import pytest
 import torch
 from conftest import small_driver
-from faulty import FaultyDriver
+from faulty import FaultyDriver, has_memory
 from hypothesis import settings
-from interruption import interrupted, interrupted_after
+from interruption import disturbed, interrupted, interrupted_after
 
 import vmmkv
 import vmmkv.torch
@@ -79,6 +80,8 @@ def test_an_interruption_at_any_line(make_cache, device: str, name: str, policy:
                 if "gone" not in repr(sequence):
                     length = min(length, sequence.length)
                     assert (sequence.k(0)[: max(length - sequence.start, 0)] == value).all()
+                    sequence.extend(sequence.capacity - sequence.length)
+                    assert has_memory(sequence, driver)
             cache.free(kept)
             cache.sequence(60).free()
             books(cache, driver)
@@ -87,7 +90,7 @@ def test_an_interruption_at_any_line(make_cache, device: str, name: str, policy:
             assert len(driver.handles) == bool(policy.get("zero_tail"))
             cache.close()
         assert not driver.mapped
-        assert name == "close" or len(driver.handles) <= 1, "of a page in the making nobody knows"
+        assert len(driver.handles) <= 1, "of a page in the making, or on its way back, nobody knows"
         return lines
 
     for line in some_lines(check(EVERYTHING)):
@@ -197,6 +200,35 @@ def test_what_runs_in_the_middle_of_an_operation(make_cache, device: str, call: 
 
 
 @pytest.mark.parametrize("device", ["cpu"])
+def test_a_signal_handler_while_a_batch_grows_inside_its_pages(make_cache, device: str) -> None:
+    """It frees a sequence, and starts another on the same row, where that is not refused."""
+
+    def check(line: int) -> int | None:
+        cache = make_cache(max_sequences=2)
+        gone, other = cache.sequence(7), cache.sequence(7)
+        started = []
+
+        def handle() -> None:
+            gone.free()
+            with contextlib.suppress(vmmkv.BusyError):
+                started.append(cache.sequence(5))
+
+        with contextlib.suppress(vmmkv.UseAfterFreeError):
+            lines = disturbed(lambda: cache.extend([gone, other], 1), line, handle)
+            assert lines or other.length == 8
+            if lines:
+                return lines
+        cache.check()
+        assert [sequence.length for sequence in started] == [5] * len(started)
+        assert other.length in (7, 8)
+        assert "gone" in repr(gone)
+        return None
+
+    for line in range(1, check(EVERYTHING) + 1):
+        assert check(line) is None
+
+
+@pytest.mark.parametrize("device", ["cpu"])
 def test_a_sequence_freed_twice_by_the_end_of_a_generator(make_cache, device: str) -> None:
     """Its finalizer, and that of the generator that holds it in a `with`, run in one garbage cycle, in any order."""
     cache = make_cache()
@@ -225,20 +257,42 @@ def test_a_row_with_two_sequences_breaks_an_invariant(make_cache) -> None:
         cache.check()
 
 
-def test_a_growable_tensor_that_was_interrupted(device: str) -> None:
+TENSOR_OPERATIONS = {
+    "resize": lambda tensor: tensor.resize(40),
+    "append": lambda tensor: tensor.append(torch.full((37, *tensor.shape[1:]), 7, dtype=torch.uint8)),
+    "trim": lambda tensor: tensor.trim(),
+    "close": lambda tensor: tensor.close(),
+}
+
+
+def small_tensor(device: str) -> tuple[FaultyDriver, vmmkv.torch.GrowableTensor]:
+    """A tensor of 3 rows, each half a page, with room for 7."""
+    driver = FaultyDriver(small_driver(device))
+    driver.unmaps_anything = True
+    width = driver.page_size // 2
+    tensor = vmmkv.torch.GrowableTensor((64, width), torch.uint8, max_bytes=40 * driver.page_size, driver=driver)
+    tensor.resize(7)
+    tensor.resize(3)
+    tensor.tensor.fill_(7)
+    return driver, tensor
+
+
+@pytest.mark.parametrize("name", TENSOR_OPERATIONS)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_growable_tensor_that_was_interrupted(device: str, name: str) -> None:
+    """It is as before or as after, or says that it is unusable; close gives all back."""
+
     def check(line: int) -> int | None:
-        driver = FaultyDriver(small_driver(device))
-        driver.unmaps_anything = True
-        width = driver.page_size // 2
-        tensor = vmmkv.torch.GrowableTensor((64, width), torch.uint8, max_bytes=40 * driver.page_size, driver=driver)
-        tensor.resize(3)
-        tensor.tensor.fill_(7)
-        lines = interrupted(lambda: tensor.resize(40), line)
+        driver, tensor = small_tensor(device)
+        lines = interrupted(lambda: TENSOR_OPERATIONS[name](tensor), line)
         try:
+            assert len(tensor) in (0 if name == "close" else 3, 3 if name == "trim" else 40, 3)
+            assert name == "resize" or not len(tensor) or (tensor.tensor == 7).all()
             assert tensor.stats().physical_bytes == len(driver.handles) * driver.page_size
-        except vmmkv.InterruptedChangeError:
+        except (vmmkv.InterruptedChangeError, vmmkv.UseAfterFreeError):
             pass
         else:
+            assert tensor.stats().used_bytes == len(tensor) * driver.page_size // 2
             tensor.resize(50)
             assert (tensor.tensor[:3] == 7).all()
             tensor.resize(0)
@@ -246,7 +300,43 @@ def test_a_growable_tensor_that_was_interrupted(device: str) -> None:
             assert not driver.handles
         tensor.close()
         assert not driver.mapped
+        assert len(driver.handles) <= 1, "of a page in the making, or on its way back, nobody knows"
         return lines
+
+    for line in some_lines(check(EVERYTHING)):
+        assert check(line) is None
+
+
+@pytest.mark.parametrize("name", TENSOR_OPERATIONS)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_signal_handler_in_the_middle_of_a_growable_tensor(device: str, name: str) -> None:
+    """It may look; what changes the tensor is refused, and has changed nothing, where it is not before or after."""
+
+    def check(line: int) -> int | None:
+        driver, tensor = small_tensor(device)
+        refused = []
+
+        def handle() -> None:
+            with contextlib.suppress(vmmkv.UseAfterFreeError):
+                assert name == "resize" or (tensor.tensor == 7).all()
+                for operation in (tensor.trim, tensor.stats, lambda: tensor.resize(5), tensor.close):
+                    try:
+                        operation()
+                    except vmmkv.BusyError:
+                        refused.append(operation)
+
+        with contextlib.suppress(vmmkv.UseAfterFreeError):
+            lines = disturbed(lambda: TENSOR_OPERATIONS[name](tensor), line, handle)
+            if lines:
+                return lines
+            if refused and name != "close":
+                assert len(tensor) == (3 if name == "trim" else 40)
+                assert tensor.stats().physical_bytes == len(driver.handles) * driver.page_size
+                assert len(set(driver.mapped.values())) == len(driver.mapped) <= len(driver.handles)
+        tensor.close()
+        assert not driver.mapped
+        assert not driver.handles
+        return None
 
     for line in some_lines(check(EVERYTHING)):
         assert check(line) is None

@@ -40,7 +40,7 @@ def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     outcomes = list(check(kind, device))
     verdicts = {outcome.verdict for outcome in outcomes}
-    assert verdicts <= {"same", "none", "static"} | ({"refused"} if kind in OWN else set()), outcomes
+    assert verdicts <= {"same", "none", "static"} | (set() if kind in KERNELS else {"refused"}), outcomes
     assert [bool(outcome.kernel_calls) for outcome in outcomes] == [kind in KERNELS] * 3 + [False] * 3
     assert {outcome.attention for outcome in outcomes[:3]} == {"eager" if kind in OWN else "vmmkv"}
 
@@ -79,7 +79,7 @@ def test_a_cache_that_loses_a_token_is_noticed(case: tuple[str, str]) -> None:
 
     def forgetful(cache: VmmCache, *states, **kwargs) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = update(cache, *states, **kwargs)
-        keys[-1, :, 2] = 0
+        getattr(keys, "states", keys)[-1, :, 2] = 0  # also of rows that none but vmmkv's attention reads
         return keys, values
 
     with patch.object(VmmCache, "update", forgetful):

@@ -7,10 +7,12 @@ import gc
 import io
 import pickle
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import numpy as np
 import pytest
 import torch
+import torch.multiprocessing  # which tells ForkingPickler how
 from conftest import run_python
 
 import vmmkv
@@ -147,10 +149,36 @@ def test_views_are_copied_by_clone_only(make_cache) -> None:
         pickle.dumps,
         lambda tensor: torch.save({"k": tensor}, io.BytesIO()),
         lambda tensor: torch.save(tensor, io.BytesIO(), _use_new_zipfile_serialization=False),
+        lambda tensor: copy.copy(tensor.untyped_storage()),
+        lambda tensor: tensor.untyped_storage().clone(),
+        lambda tensor: tensor.untyped_storage().tolist(),
     ):
         with pytest.raises(TypeError, match=r"clone\(\) the view"):
             do(view)
         do(view.clone())
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_views_are_shared_by_clone_only(make_cache, device: str) -> None:
+    """With other processes; of a GPU's memory torch shares what it has allocated itself."""
+    sequence = make_cache().sequence(3)
+    module = torch.nn.Module()
+    for do in (
+        torch.Tensor.share_memory_,
+        ForkingPickler.dumps,
+        lambda tensor: (module.register_buffer("k", tensor), module.share_memory()),
+    ):
+        with pytest.raises(TypeError, match=r"share the clone"):
+            do(sequence.k(0))
+        do(sequence.k(0).clone())
+
+
+def test_the_storage_of_a_view_is_the_same_object_for_ever(make_cache) -> None:
+    """It is what refuses."""
+    view = make_cache().sequence(3).k(0)
+    gc.collect()
+    with pytest.raises(TypeError, match=r"clone\(\) the view"):
+        view.detach()[:1].untyped_storage().clone()
 
 
 def test_a_view_keeps_its_memory_when_cache_and_sequence_are_gone(make_cache) -> None:

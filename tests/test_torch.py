@@ -618,6 +618,10 @@ def test_a_growable_tensor_refuses_what_does_not_fit(device: str) -> None:
         (vmmkv.ShapeError, torch.ones(99, 3, device=device)),
         (vmmkv.DtypeError, torch.ones(2, 3, device=device, dtype=torch.float64)),
         (vmmkv.DeviceError, torch.ones(2, 3, device="meta")),
+        (vmmkv.ArgumentError, torch.ones(2, 3, device=device).to_sparse()),
+        (vmmkv.ArgumentError, torch.ones(2, 3, device=device).to_sparse_csr()),
+        (vmmkv.ArgumentError, torch.ones(2, 3).numpy()),
+        (vmmkv.ArgumentError, [[1.0, 2.0, 3.0]]),
     ):
         with pytest.raises(error):
             grown.append(rows)

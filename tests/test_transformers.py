@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -611,6 +611,25 @@ def test_an_unfinished_forward_pass_is_found(name: str, earlier: list[int], comp
                     run(tokens, cache)
         cache.reset()
         torch.testing.assert_close(run(3, cache), run(3, reference), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_pass_that_has_left_layers_out_is_told_of(compile: bool, device: str) -> None:
+    """By the next one, whichever layers it has reached."""
+    config = LlamaConfig(**DECODER)
+    layers = range(config.num_hidden_layers)
+    for reached in range(1, 2 ** len(layers)):
+        cache = vmm_cache(config, device, compile=compile)
+
+        def run(tokens: int, layers: Iterable[int], cache: Cache = cache) -> None:
+            for layer in layers:
+                cache.update(*(torch.randn(2, 2, tokens, 16, device=device) for _ in "kv"), layer)
+
+        run(5, layers)
+        run(1, [layer for layer in layers if reached >> layer & 1])
+        is_whole = reached == 2 ** len(layers) - 1
+        with nullcontext() if is_whole else pytest.raises(vmmkv.UnfinishedPassError, match=r"reset\(\)"):
+            run(1, layers)
 
 
 def interrupt(line: int, run: Callable[[], object]) -> int:

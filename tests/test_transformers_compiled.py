@@ -21,6 +21,7 @@ from generation import (
     random_tokens,
     vmm_cache,
 )
+from parity import reference_kernels
 from tiny_models import DECODER, MODELS, WIDE_MODELS, WINDOW, skip_unsupported, tiny_model
 from torch._dynamo.utils import counters
 from transformers import (
@@ -33,6 +34,9 @@ from transformers import (
 )
 
 import vmmkv
+from vmmkv.integrations import attention
+from vmmkv.integrations.attention import kernels_take
+from vmmkv.integrations.whole_rows import WholeRows
 
 SEQ2SEQ = ["bart", "t5"]
 REST = {"max_new_tokens": LENGTHS["max_new_tokens"] - 3, "min_new_tokens": LENGTHS["min_new_tokens"] - 3}
@@ -215,6 +219,63 @@ def maskless(module, query, key, value, attention_mask, scaling=None, **kwargs):
     return (weights @ value).transpose(1, 2), None
 
 
+@pytest.fixture
+def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("decode", "prefill"):
+        monkeypatch.setattr(attention, name, getattr(reference_kernels, name))
+
+
+@pytest.mark.usefixtures("_uncompiled", "_reference_kernels")
+@pytest.mark.parametrize("others", ["eager", "sdpa"])
+def test_rows_without_memory_behind_them_are_for_vmmkv_only(others: str, device: str) -> None:
+    """Whoever else gets them is told, whether the attention changes or another model comes; and may start over."""
+    first, model = (copy.deepcopy(tiny_model("llama-gqa-wide", "vmmkv", device)) for _ in range(2))
+    tokens = random_tokens(model, 2, 12)
+    cache = vmm_cache(first.config, device, 4096, compile=True)
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for each in (model, first):
+            each.set_attn_implementation("vmmkv")
+            for seen in (slice(0, 10), slice(10, 11)):
+                logits = each(tokens[:, seen], past_key_values=cache).logits
+                torch.testing.assert_close(logits, expected[:, seen], atol=1e-4, rtol=1e-4)
+            each.set_attn_implementation(others)
+            with pytest.raises(vmmkv.UnsupportedError, match="set_attn_implementation"):
+                each(tokens[:, 11:], past_key_values=cache)
+            cache.reset()
+        for seen in (slice(0, 10), slice(10, 12)):
+            logits = first(tokens[:, seen], past_key_values=cache).logits
+            torch.testing.assert_close(logits, expected[:, seen], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("_uncompiled")
+@pytest.mark.parametrize("name", ["llama-gqa-wide", "mistral-wide"])
+def test_masks_for_tokens_without_memory_are_refused(name: str, device: str) -> None:
+    """A mask of the caller's own, where the sizes of another were asked for."""
+    model = tiny_model(name, "vmmkv", device)
+    tokens = random_tokens(model, 1, 41)
+    whole, hidden = torch.zeros(1, 1, 1, 200, device=device), torch.finfo(torch.float32).min
+    whole[..., 41:] = hidden
+    whole[..., : 40 - WINDOW + 1] = hidden  # of a window there is no more
+    position = torch.tensor([[40]], device=device)
+    behind, before = whole.clone(), whole.clone()
+    behind[..., 41] = before[..., 0] = 0
+    refused = [whole[..., :1], torch.zeros_like(whole), behind, *([before] if "mistral" in name else [])]
+    prompt = vmm_cache(model.config, device, compile=True)
+    with torch.no_grad():
+        model(tokens[:, :40], past_key_values=prompt, attention_mask=holes(tokens[:, :40]))
+        for mask in [*refused, whole]:
+            cache = copy.deepcopy(prompt)
+            cache.get_mask_sizes(1, 0)
+            with nullcontext() if mask is whole else pytest.raises(vmmkv.UnsupportedAttentionError, match="mask"):
+                model(tokens[:, 40:], past_key_values=cache, attention_mask=mask, position_ids=position)
+
+
+def holes(tokens: torch.Tensor) -> torch.Tensor:
+    """An attention mask that no kernel takes."""
+    return (torch.arange(tokens.shape[1], device=tokens.device) % 5 > 0).long().expand_as(tokens)
+
+
 # ---------------------------------------------------------------------- parity of the cache's own operations
 
 
@@ -226,7 +287,7 @@ def random_kv(device: str, rows: int, tokens: int) -> list[torch.Tensor]:
 class Pair:
     """A cache and what it must be equal to. Of its layers some never write, others write an image now and then.
 
-    A pass gives each of the other layers `tokens`, in any order.
+    A pass gives each of the other layers `tokens`.
     """
 
     def __init__(
@@ -234,6 +295,7 @@ class Pair:
     ) -> None:
         self.config = tiny_model("gemma3", attention, "cpu").config
         self.compile, self.device, self.random, self.recording = compile, device, random, recording
+        self.without_tail = attention == "vmmkv" and kernels_take(*random_kv(device, 1, 1))
         self.cache = vmm_cache(self.config, device, max_batch_size=8, compile=compile)
         self.reset()
 
@@ -254,7 +316,7 @@ class Pair:
         return self.reference.get_seq_length(self.layers["text"][0])
 
     def forward(self, tokens: int, *, is_asked: bool, graph: bool = False) -> None:
-        order = self.random.permutation(self.layers["text"]).tolist()
+        order = self.layers["text"]
         if is_asked:
             for _ in range(self.random.integers(1, 3)):
                 sizes = self.cache.get_mask_sizes(tokens, int(self.random.choice(order)))
@@ -274,6 +336,8 @@ class Pair:
         end = self.reference.get_seq_length(index)
         for got, want in zip(states, expected):
             assert got.shape[2] == (200 if is_whole else visible)
+            assert isinstance(got, WholeRows) == (is_whole and self.without_tail)
+            got = got.states if isinstance(got, WholeRows) else got
             live = got[:, :, end - visible : end] if is_whole else got
             assert torch.equal(live, want[:, :, -visible:])  # 5.17 gives more while it records
 
@@ -296,7 +360,7 @@ class Pair:
 @pytest.mark.parametrize(("attention", "compile"), [("sdpa", False), ("sdpa", True), ("vmmkv", True)])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations(seed: int, attention: str, compile: bool, device: str) -> None:
-    """Layers in any order, some of them, with and without a mask, in graphs and outside of them."""
+    """Some of the layers, with and without a mask, in graphs and outside of them."""
     random = np.random.default_rng(seed)
     pair = Pair(attention, compile, device, random, recording=seed % 3 == 0)
     operations = ["forward"] * 3 + ["ask", "crop", "reorder", "repeat", "select", "copy"]
@@ -627,14 +691,55 @@ def test_the_longest_sequence_and_no_more(device: str) -> None:
     assert cache.get_seq_length() == 20
 
 
-def test_a_mask_with_holes_is_never_taken_for_left_padding() -> None:
-    """While decoding, the host does not look: the device asserts it (on a GPU that ends the context)."""
+@pytest.mark.usefixtures("_uncompiled", "_reference_kernels")
+@pytest.mark.parametrize("compile", [False, True])
+def test_a_decode_step_with_another_mask_than_left_padding(compile: bool, device: str) -> None:
+    """Holes, padding on the right, too short a mask: SDPA runs, with what is left."""
+    model, eager = (tiny_model("llama-gqa-wide", attention, device) for attention in ("vmmkv", "eager"))
+    tokens = random_tokens(model, 2, 10)
+    masks = [torch.ones_like(tokens) for _ in range(3)]
+    masks[0][0, 4], masks[1][1, 9], masks[2] = 0, 0, masks[2][:, :6]
+    for mask in masks:
+        logits = []
+        for each, cache in (
+            (eager, DynamicCache(config=eager.config)),
+            (model, vmm_cache(model.config, device, compile=compile)),
+        ):
+            with torch.no_grad():
+                each(tokens[:, :9], past_key_values=cache)
+                logits.append(each(tokens[:, 9:], attention_mask=mask, past_key_values=cache).logits)
+        torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
+def test_inside_of_graphs_a_mask_with_holes_is_never_taken_for_left_padding() -> None:
+    """Nobody can look there: the device asserts it (on a GPU that ends the context)."""
     model = tiny_model("llama-gqa", "vmmkv", "cpu")
     cache = vmm_cache(model.config, "cpu", compile=True)
     tokens = random_tokens(model, 2, 8)
     mask = torch.ones_like(tokens)
     with torch.no_grad():
         model(tokens[:, :7], attention_mask=mask[:, :7], past_key_values=cache)
+        cache.reserve(8)
         mask[0, 3] = 0
-        with pytest.raises(RuntimeError, match="pad on the left"):
+        with inside_a_graph(), pytest.raises(RuntimeError, match="pad on the left"):
             model(tokens[:, 7:], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.usefixtures("_uncompiled", "_reference_kernels")
+@pytest.mark.parametrize("compile", [False, True])
+def test_an_interrupted_pass_is_told_of_with_any_mask(compile: bool, device: str) -> None:
+    model = copy.deepcopy(tiny_model("mistral-wide", "vmmkv", device))
+    tokens = random_tokens(model, 1, 10)
+    cache = vmm_cache(model.config, device, compile=compile)
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("in the middle")
+
+    with torch.no_grad():
+        model(tokens[:, :9], past_key_values=cache)
+        hook = model.model.layers[1].register_forward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="in the middle"):
+            model(tokens[:, 9:], past_key_values=cache)
+        hook.remove()
+        with pytest.raises(vmmkv.UnfinishedPassError):
+            model(tokens[:, 9:], attention_mask=torch.ones_like(tokens), past_key_values=cache)

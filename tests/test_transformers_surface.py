@@ -25,7 +25,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import vmmkv
-from vmmkv.integrations.batch import Batch
+from vmmkv.integrations.batch import Batch, Limits
 from vmmkv.integrations.layers import VmmLayer, VmmSlidingWindowLayer
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.memory.driver import open_driver
@@ -215,7 +215,8 @@ def test_a_model_without_k_and_v_is_told() -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_compiled_caches_of_hybrid_layers_are_refused(name: str) -> None:
-    _, config_class, sizes = HYBRIDS[name]
+    model_class, config_class, sizes = HYBRIDS[name]
+    assert getattr(transformers, model_class)  # a model brings the kinds of its layers with it
     with pytest.raises(vmmkv.UnsupportedError, match=r"compile=True.*Layer"):
         VmmCache(getattr(transformers, config_class)(**sizes), 100, compile=True)
 
@@ -455,6 +456,8 @@ def test_what_cannot_be_written_is_named(config: PreTrainedConfig) -> None:
     k, v = random_kv(2, 1)
     refused = [
         ((k, v, 99), vmmkv.OutOfRangeError, "layer 99; this cache has 4 layers"),
+        ((k, v, "0"), vmmkv.ArgumentError, "layer '0'"),
+        ((k, v.int(), 0), vmmkv.DtypeError, "K as torch.float32 and V as torch.int32"),
         ((k.numpy(), v, 3), vmmkv.ArgumentError, "ndarray and Tensor as K and V of layer 3"),
         ((k, None, 3), vmmkv.ArgumentError, "Tensor and NoneType"),
         ((k[0], v[0], 3), vmmkv.ShapeError, r"K \[2, 1, 16\].*layer 3.*batch_size"),
@@ -469,6 +472,11 @@ def test_what_cannot_be_written_is_named(config: PreTrainedConfig) -> None:
                 cache.update(*arguments)
         forward(2, 9, cache, reference)
         check_same_state(cache, reference)
+    with pytest.raises(vmmkv.DtypeError, match=r"torch.int64.*cache holds torch.float32"):
+        cache.update(k.long(), v.long(), 0)
+    with pytest.raises(vmmkv.ArgumentError, match=r"-1\.5 tokens.*whole number"):
+        cache.crop(-1.5)
+    check_same_state(cache, reference)
 
 
 @pytest.mark.parametrize("prompt", [5, 290], ids=["tokens that stay", "a window that moves"])
@@ -587,7 +595,7 @@ def test_a_copy_of_a_compiled_cache_whose_window_has_moved(device: str) -> None:
         made = []
         for layer in range(2):
             k, v = torch.randn(2, 1, 2, tokens, head_dim, device=device)
-            made.append(cache.update(k, v, layer)[0])
+            made.append(cache.update(k, v, layer)[0].states)
             expected[layer] = [*expected[layer], k][-WINDOW - 10 :]
         return made
 
@@ -864,3 +872,13 @@ def test_a_model_on_two_gpus(name: str) -> None:
         assert {kv_cache.device.index for kv_cache in cache.kv_caches} == {0, 1}
         assert pickle.loads(pickle.dumps(cache)).get_seq_length() == cache.get_seq_length()
         cache.reset()
+
+
+def test_a_batch_that_loses_its_rows_is_as_new() -> None:
+    limits = Limits(max_seq_len=64, max_batch_size=2, max_bytes="1MiB", page_size=4096)
+    batch = Batch(vmmkv.KVLayout(1, 2, 64, torch.float32), limits, torch.device("cpu"))
+    batch.reserve(2, 0, 40)
+    batch.shrink(0, 30, 40)
+    assert (batch.rows, batch.origin, batch.first, batch.end) == (0, 0, 0, 0)
+    batch.reserve(1, 0, 5)
+    assert (batch.rows, batch.first, batch.end) == (1, 0, 5)

@@ -8,7 +8,7 @@ import itertools
 import operator
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 
 from .errors import (
+    ArgumentError,
     BusyError,
     DeviceError,
     ForkError,
@@ -26,9 +27,10 @@ from .errors import (
     VmmkvError,
 )
 from .invariants import check_pool, check_rows
-from .layout import KVLayout, whole_number
+from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
-from .memory.driver import Driver, open_driver
+from .memory.driver import Driver, driver_for
+from .memory.fence import check_stream
 from .memory.monitor import bookkeeping, operation
 from .memory.pool import FramePool
 from .picture import draw_cache, draw_sequence
@@ -95,10 +97,10 @@ class KVCache:
         pool: FramePool | None = None,
         guaranteed: float | str = 0,
     ) -> None:
+        if not isinstance(layout, KVLayout):
+            raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
         max_sequences = whole_number("max_sequences", max_sequences)
         max_seq_len = whole_number("max_seq_len", max_seq_len)
-        if driver is not None and (device is not None or page_size is not None):
-            raise ValueError("give a driver, or device and page_size; a driver has its own")
         if pool is not None and (driver, device, page_size) != (None, None, None):
             raise ValueError("give a pool, or driver, device and page_size; a pool has its own")
         if max_sequences < 1 or max_seq_len < 1:
@@ -116,7 +118,7 @@ class KVCache:
         self.max_seq_len = max_seq_len
         self._owns_pool = pool is None
         if pool is None:
-            driver = driver or open_driver(device, page_size)
+            driver = driver_for(driver, device, page_size)
             if max_bytes is None and max_tokens is None:
                 max_bytes = "80%"
             pages = budget_pages(driver, layout, max_sequences, max_bytes, max_tokens, zero_tail)
@@ -272,7 +274,7 @@ class KVCache:
         """`Sequence.extend`: the same for one, without arrays."""
         tokens = _check_tokens(tokens)
         row, table, monitor = sequence.index, self._rows.table, self.pool.monitor
-        with monitor.lock:
+        with monitor.lock:  # in which nothing is called: no signal handler comes between
             length = table.length[row] + tokens
             if length <= table.capacity[row] and table.owner[row] == sequence.number and not monitor.is_dirty:
                 table.length[row] = length
@@ -287,11 +289,15 @@ class KVCache:
         check_length(length, self.max_seq_len)
         self._rows.grow_one(row, length)
 
-    def _batch(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Sequences of this cache, each once."""
+    def _batch(self, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
+        """Sequences of this cache, each once; whether they may be `repeated`."""
         if isinstance(sequences, Sequence):
             raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
-        batch = list(sequences)
+        try:
+            each = iter(sequences)
+        except TypeError:
+            raise TypeError(f"got {sequences!r}; give a list of sequences") from None
+        batch = list(each)
         with suppress(AttributeError):  # one look at each, where nothing is wrong
             if len({sequence for sequence in batch if sequence.cache is self}) == len(batch):
                 return batch
@@ -300,6 +306,8 @@ class KVCache:
                 raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
             if sequence.cache is not self:
                 raise ValueError(f"{sequence!r} belongs to another cache")
+        if repeated:
+            return list(dict.fromkeys(batch))
         raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
 
     @bookkeeping
@@ -317,12 +325,13 @@ class KVCache:
         row = self._check_live(sequence)
         start, length = self._rows.table.start[row], self._rows.table.length[row]
         if not start <= token <= length:
-            raise ValueError(f"asked for token {token}; {sequence!r} holds tokens {start} to {length}")
+            raise ValueError(f"asked for token {shown(token)}; {sequence!r} holds tokens {start} to {length}")
         return row, start, length
 
     @bookkeeping
     def _record_stream(self, sequence: Sequence, stream: torch.cuda.Stream) -> None:
         row = self._check_live(sequence)
+        check_stream(stream)
         if stream.device != self.device:
             raise DeviceError(f"got a stream on {stream.device}; this cache is on {self.device}")
         self._rows.table.streams[row].add(stream)
@@ -337,7 +346,7 @@ class KVCache:
                 used on; nothing was freed.
             ValueError: a sequence is of another cache; nothing was freed.
         """
-        batch = self._batch(dict.fromkeys(sequences))
+        batch = self._batch(sequences, repeated=True)
         monitor = self.pool.monitor
         with monitor.lock:
             if monitor.inside.locked():
@@ -360,7 +369,8 @@ class KVCache:
         GPU's context. With `zero_tail` a live row may be read from its sequence's `start` to the row's end.
 
         So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
-        the process. `Sequence.k` and `v` are as long as their sequence.
+        the process. `Sequence.k` and `v` are as long as their sequence. The storage under any of them is all of the
+        range: to print it, or read it, ends the process, too. To copy, save or share a view, `clone()` it first.
 
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
@@ -565,10 +575,18 @@ def _whole_numbers(
     name: str, numbers: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int, limit: int
 ) -> npt.NDArray[np.int64]:
     """`count` numbers from 0 to `limit`, of as many or of one for all."""
-    given = np.asarray(numbers)
-    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits
-        for number in numbers if isinstance(numbers, Collection) else [numbers]:
+    try:
+        given = np.asarray(numbers)
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"got {name}={numbers!r}; give one number, or one for each of {count} sequences") from None
+    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits, and views of dictionaries
+        if isinstance(numbers, Set | Mapping) and not isinstance(numbers, KeysView):
+            raise TypeError(f"got {name}={numbers!r}; numbers in order are needed: give a list")
+        values = numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
+        each = list(values) if isinstance(values, Collection) else [values]
+        for number in each:
             check_length(_check_tokens(number), limit)
+        given = np.array(each if isinstance(values, Collection) else values, np.int64)
     if given.shape not in ((), (count,)):
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
     _check_tokens(int(given.min(initial=0)))
@@ -583,7 +601,7 @@ def _check_tokens(tokens: int) -> int:
     except TypeError:
         raise TypeError(f"got {tokens!r} tokens; they must be a whole number") from None
     if tokens < 0:
-        raise ValueError(f"asked for {tokens} tokens; to drop tokens use truncate")
+        raise ValueError(f"asked for {shown(tokens)} tokens; to drop tokens use truncate")
     return tokens
 
 

@@ -19,6 +19,9 @@ from .errors import DtypeError, LayoutError
 ALIGNMENT = 16
 """Bytes that K and V of each layer are aligned to: what vector loads, TMA and SDPA ask for."""
 
+MAX_LAYERS = 1 << 20
+"""Far more than any model has: each takes a few objects."""
+
 DTYPES = (
     torch.float32,
     torch.float16,
@@ -74,6 +77,8 @@ class KVLayout:
             raise DtypeError(f"asked for K and V as {self.dtype}; vmmkv holds {known}")
         if whole_number("num_layers", self.num_layers) < 1:
             raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at least one")
+        if self.num_layers > MAX_LAYERS:
+            raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at most {MAX_LAYERS}")
         if self.layers_per_range is not None and whole_number("layers_per_range", self.layers_per_range) < 1:
             raise LayoutError(f"asked for layers_per_range={self.layers_per_range}; a range has at least one")
         for name, smallest in (("num_kv_heads", 1), ("head_dim", 1), ("v_head_dim", 0)):
@@ -83,7 +88,7 @@ class KVLayout:
                 object.__setattr__(self, name, value)  # a frozen layout is hashable
                 if len(value) != self.num_layers:
                     raise LayoutError(f"{name} has {len(value)} entries for {self.num_layers} layers")
-            elif value is not None:
+            elif value is not None or name != "v_head_dim":
                 whole_number(name, value)
             if value is not None and min(self._per_layer(value)) < smallest:
                 raise LayoutError(f"asked for {name}={value}; it must be at least {smallest}")
@@ -142,9 +147,17 @@ def whole_number(name: str, value: object) -> int:
         LayoutError: it is not.
     """
     try:
-        return operator.index(value)  # type: ignore[arg-type]
+        number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise LayoutError(f"asked for {name}={value!r}; it must be a whole number") from None
+    if number.bit_length() > 63:
+        raise LayoutError(f"asked for {name}={shown(number)}; no such size has more than 63 bits")
+    return number
+
+
+def shown(number: int) -> str:
+    """A number for a message; of one that Python does not write out, how long it is."""
+    return str(number) if number.bit_length() < 2000 else f"a number of {number.bit_length()} bits"
 
 
 def _round_up(value: int, multiple: int) -> int:

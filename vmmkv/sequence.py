@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NoReturn
 import torch
 
 from .errors import DeviceError, DtypeError, SequenceTooLongError, ShapeError, StrideLimitWarning, VmmkvError
+from .layout import shown
+from .tensors import check_dense
 
 if TYPE_CHECKING:
     from .cache import KVCache
@@ -122,7 +124,10 @@ class Sequence:
 
         Raises:
             ShapeError, DtypeError, DeviceError: they do not fit; nothing was written.
+            ArgumentError: one is no tensor, is sparse, or has no data of its own; nothing was written.
         """
+        check_dense(k, "K")
+        check_dense(v, "V")
         pairs = [(k, self._view(layer, 0)), (v, self._view(layer, 1))]
         for source, target in pairs:
             if source.ndim != 3 or source.shape[1:] != target.shape[1:] or len(source) > len(target):
@@ -184,6 +189,6 @@ def check_length(length: int, max_seq_len: int) -> None:
     """Raises `SequenceTooLongError` where a sequence would outgrow its row."""
     if length > max_seq_len:
         raise SequenceTooLongError(
-            f"asked for {length} tokens; a row is max_seq_len={max_seq_len} long. Make the cache with a larger one: "
-            "a longer row takes addresses, not memory"
+            f"asked for {shown(length)} tokens; a row is max_seq_len={max_seq_len} long. Make the cache with a larger "
+            "one: a longer row takes addresses, not memory"
         )

@@ -4,8 +4,8 @@ The range enters torch once, as bytes, through DLPack: the only way that takes a
 Everything else is a view of that tensor. A view keeps its arena alive (the whole cache's memory, that is, but not the
 sequence that it was made for).
 
-torch copies and saves a view by copying all of its storage, here the whole range, most of which has no memory. So that
-is refused.
+torch copies, saves and shares a view by copying all of its storage, here the whole range, most of which has no memory.
+So that is refused, as far as an object can: `repr` of a storage, and what reads it item by item, are faults.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 import torch.serialization
 import torch.utils.dlpack
 
+from .errors import ArgumentError
 from .layout import KVLayout
 
 # https://dmlc.github.io/dlpack/latest/c_api.html
@@ -57,6 +58,10 @@ _new_capsule.restype = ctypes.py_object
 _new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 
 
+COPYING = ("__deepcopy__", "clone", "tolist", "_share_fd_cpu_", "_share_filename_cpu_", "_share_cuda_")
+"""Methods of a storage that copy, read or hand on all of it."""
+
+
 def export_range(address: int, nbytes: int, device: torch.device, owner: object) -> torch.Tensor:
     """A uint8 tensor `[nbytes]` over a range, mapped or not; its storage keeps `owner` alive."""
     # torch calls the deleter from any thread, with an exception pending, or after Python's end. So it is `free`, not
@@ -70,14 +75,18 @@ def export_range(address: int, nbytes: int, device: torch.device, owner: object)
     managed.manager, managed.deleter = None, _free
     tensor = torch.utils.dlpack.from_dlpack(_new_capsule(memory, b"dltensor", None))
     storage: Any = tensor.untyped_storage()
-    storage._vmmkv_owner, storage.__deepcopy__ = owner, _refuse_copy
+    storage._vmmkv_owner = owner
+    for name in COPYING:
+        setattr(storage, name, _refuse_copy)
+    if device.type == "cpu":  # elsewhere it does nothing
+        storage.share_memory_ = _refuse_copy
     return tensor
 
 
 def _refuse_copy(*_: object) -> NoReturn:
     raise TypeError(
         "this is a view of a virtual tensor, and torch would copy all of that, memory or none. clone() the view, and "
-        "copy or save the clone"
+        "copy, save or share the clone"
     )
 
 
@@ -88,6 +97,16 @@ def _tag(storage: Any) -> None:
 
 
 torch.serialization.register_package(0, _tag, lambda storage, location: None)
+
+
+def check_dense(tensor: torch.Tensor, name: str) -> None:
+    """Raises `ArgumentError` for what cannot be copied from as it is: what is no tensor, is sparse, or has no data."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"got {name} as {type(tensor).__name__}; it must be a torch.Tensor: see torch.as_tensor()")
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ArgumentError(f"got {name} as {type(tensor).__name__}, which only stands for a tensor; give a plain one")
+    if tensor.layout is not torch.strided:
+        raise ArgumentError(f"got {name} as {tensor.layout}; it must be strided. Convert with .to_dense()")
 
 
 def kv_views(

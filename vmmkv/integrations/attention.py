@@ -25,6 +25,7 @@ from .masks import make_mask, warn
 from .row_writes import even_cu_seqlens
 from .spans import NAME as NAME
 from .spans import Spans
+from .whole_rows import WholeRows
 
 LEFT_TO_THE_MASK = frozenset({"is_causal", "sliding_window", "position_ids", "max_length_q", "max_length_k"})
 """Keywords that eager attention ignores: its mask says the same."""
@@ -85,8 +86,11 @@ def attend(
         `[batch, q_length, num_heads, head_dim]`, and the weights if a model's own attention ran.
 
     Raises:
-        UnsupportedAttentionError: a keyword that is not known here, nor to the model's own eager attention.
+        UnsupportedAttentionError: a keyword that is not known here, nor to the model's own eager attention; or a mask
+            for other tokens than there are.
     """
+    rows = key if isinstance(key, WholeRows) else None
+    key, value = (states.states if isinstance(states, WholeRows) else states for states in (key, value))
     instructions = {
         name: told
         for name, told in kwargs.items()
@@ -101,6 +105,13 @@ def attend(
     elif spans is not None:
         return _attend_with_kernels(query, key, value, spans, scaling, **instructions)
     mask = attention_mask if spans is None else spans.as_bias(query.dtype)
+    if mask is not None:
+        mask = _as_bias(mask, query.dtype)
+    if rows is not None:
+        seen, mask = _seen_tokens(mask, rows, query.shape[2])
+        key, value = key[:, :, seen], value[:, :, seen]
+        if instructions.get("position_bias") is not None:
+            instructions["position_bias"] = _part(instructions["position_bias"], seen)
     return _attend_without_kernels(module, query, key, value, mask, dropout, scaling, instructions, kwargs)
 
 
@@ -201,13 +212,6 @@ def _attend_without_kernels(
             'attn_implementation="eager" or "sdpa"; VmmCache works with them, too'
         )
     bias = instructions.get("position_bias")
-    if mask is not None:
-        mask = _as_bias(mask, query.dtype)
-        if kernels_take(key, value) and key.shape[2] > query.shape[2]:
-            # They may be whole rows of a cache made with compile=True, which have memory for live tokens only.
-            seen = _seen_tokens(mask)
-            key, value, mask = key[:, :, seen], value[:, :, seen], _part(mask, seen)
-            bias = None if bias is None else _part(bias, seen)
     if not instructions.keys() - {"position_bias"} and _is_plain(scaling):
         mask = bias if mask is None else mask if bias is None else mask + bias
         output, _ = sdpa_attention_forward(module, query, key, value, mask, dropout, scaling, is_causal=False)
@@ -232,10 +236,28 @@ def _part(bias: torch.Tensor, seen: slice) -> torch.Tensor:
     return bias[..., seen].clone(memory_format=torch.contiguous_format)
 
 
-def _seen_tokens(mask: torch.Tensor) -> slice:
-    """From the first token that any query sees to the last; `mask`, `[..., kv_length]`, is added to scores."""
+def _seen_tokens(mask: torch.Tensor | None, rows: WholeRows, q_length: int) -> tuple[slice, torch.Tensor]:
+    """Of whole rows, from the first token that any query sees to the last, and the part of `mask`, `[..., kv_length]`
+    and added to scores, that is about them.
+
+    Raises:
+        UnsupportedAttentionError: that is not known, or there is no memory for them.
+    """
+    if mask is None or mask.shape[-1] != rows.shape[2]:
+        raise UnsupportedAttentionError(
+            f"got {'no mask' if mask is None else f'a mask {list(mask.shape)}'} for K and V in whole rows of "
+            f"{rows.shape[2]} tokens: get_mask_sizes({q_length}, ...) has asked a VmmCache made with compile=True for "
+            "them. Give a mask of that many tokens, which hides those that are not there, or do not ask"
+        )
     seen = (mask > torch.finfo(mask.dtype).min).flatten(0, -2).any(0).nonzero().flatten().tolist()
-    return slice(seen[0], seen[-1] + 1) if seen else slice(0)
+    live = rows.live(q_length)
+    if seen and not (seen[0] in live and seen[-1] in live):
+        raise UnsupportedAttentionError(
+            f"got a mask whose queries see tokens from {seen[0]} to {seen[-1]}; the cache holds those from "
+            f"{live.start} to {live.stop - 1} for them. A mask of whole rows hides all others"
+        )
+    shown = slice(seen[0], seen[-1] + 1) if seen else slice(0)
+    return shown, _part(mask, shown)
 
 
 def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> Any:

@@ -182,7 +182,7 @@ class Batch:
         elif end < self.end:
             self.end = end
             self._truncate()
-        if first - self.first >= self.page_tokens:
+        if rows and first - self.first >= self.page_tokens:
             self.first = first
             for sequence in self._sequences[:rows]:
                 sequence.release_before(first - self.origin)

@@ -29,6 +29,7 @@ from .extents import Extent, Passes, unfinished
 from .layer_group import LayerGroup, check_autograd, check_batch
 from .layers import VmmLayer
 from .row_writes import append_rows_behind, can_append
+from .whole_rows import WholeRows
 
 
 class CompiledLayerGroup(LayerGroup):
@@ -129,9 +130,14 @@ class CompiledLayerGroup(LayerGroup):
         self.append(layer, _write_rows, keys, values)
 
     def read_whole_rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`."""
-        k_rows, v_rows = self._held().whole_rows(layer, self._extents[layer].rows)
-        return k_rows.transpose(1, 2), v_rows.transpose(1, 2)
+        """K and V of whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`: `WholeRows` where there is no
+        memory behind the live tokens."""
+        batch, rows = self._held(), self._extents[layer].rows
+        k, v = (states.transpose(1, 2) for states in batch.whole_rows(layer, rows))
+        if batch.zero_tail:
+            return k, v
+        lengths = self.lengths[layer, :rows]
+        return WholeRows(k, lengths, self.window), WholeRows(v, lengths, self.window)
 
     def append(self, layer: int, write: Callable[..., None], keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes behind the tokens that the device knows of, with `write_rows`."""
@@ -273,8 +279,9 @@ class VmmCompiledLayer(VmmLayer):  # type: ignore[no-untyped-call]
         """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend to.
 
         That is whole rows, `[batch_size, num_kv_heads, max_seq_len, head_dim]`, inside of graphs, and wherever
-        `get_mask_sizes` was asked before: what lies behind the new tokens is undefined (but finite, for an attention
-        that reads it). Who has no use for a mask gets what `VmmLayer` returns.
+        `get_mask_sizes` was asked before: what lies behind the new tokens is zero for an attention that reads it, and
+        nothing for vmmkv's own, which alone can read these `WholeRows`. Who has no use for a mask gets what `VmmLayer`
+        returns.
 
         Raises:
             VmmkvError: see `LayerGroup.write`, and `CompiledLayerGroup.check_graph`; nothing was written.

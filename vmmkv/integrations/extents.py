@@ -1,8 +1,8 @@
 """What each layer of a cache holds, and that its layers have been through the same forward passes.
 
-Nobody says where a pass begins or ends. Layers write once in each, in any order, and some in none or in few of them: a
-layer that writes again begins the next one. A pass that broke off in the middle shows in the next: layers that get as
-many tokens in one pass have been equally long before it.
+Nobody says where a pass begins or ends. Layers write once in each, in the order of their numbers, and some in none or
+in few of them: a layer whose number is no higher than the last one's begins the next pass. One that broke off in the
+middle, or left layers out, shows in the next: layers that get as many tokens in one pass have been equally long before.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Passes:
     def __init__(self) -> None:
         self.extents: list[Extent] = []
         self._number = 1
+        self._last_layer = -1
+        """The number of the layer that has written last in this pass; -1 before the first."""
         self._states: dict[int, tuple[int, int]] = {}
         """Length and changes that layers had before this pass, by the tokens that they got in it."""
 
@@ -68,19 +70,25 @@ class Passes:
             UnfinishedPassError: they were not.
         """
         state = extent.end, extent.changes
-        is_first = extent.last_pass[0] == self._number
-        if (not is_first and self._states.get(tokens, state) != state) or extent.changes % 2:
+        is_out_of_step = self._states.get(tokens, state) != state and not self._is_begun_by(extent)
+        if is_out_of_step or extent.changes % 2:
             raise unfinished()
 
     def record(self, extent: Extent, rows: int, first: int, end: int) -> None:
         """A layer has written: it holds the tokens `[first, end)` of `rows` sequences now."""
-        if extent.last_pass[0] == self._number:
+        if self._is_begun_by(extent):
             self.start_over()
         tokens = end - extent.end
         self._states[tokens] = extent.end, extent.changes
-        held = rows, first, end, (self._number, tokens), 0, 0
+        held = rows, first, end, (self._number, tokens), 0, 0, extent.layer_idx
         # In one line, of which an interrupt leaves no half.
-        extent.rows, extent.first, extent.end, extent.last_pass, extent.expected, extent.written = held
+        extent.rows, extent.first, extent.end, extent.last_pass, extent.expected, extent.written, self._last_layer = (
+            held
+        )
+
+    def _is_begun_by(self, extent: Extent) -> bool:
+        """Whether what a layer writes next is the first of another pass."""
+        return extent.layer_idx <= self._last_layer
 
     def count(self) -> None:
         """Records what compiled passes have written."""
@@ -91,7 +99,7 @@ class Passes:
 
     def start_over(self) -> None:
         """Whoever writes next begins a pass."""
-        self._number, self._states = self._number + 1, {}
+        self._number, self._last_layer, self._states = self._number + 1, -1, {}
 
 
 def unfinished() -> UnfinishedPassError:

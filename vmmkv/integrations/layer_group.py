@@ -116,11 +116,14 @@ class LayerGroup:
             layout = self._layout([known or shape for known in shapes], keys.dtype)
             zero_tail = self._reads_whole_rows(keys, values)
             self.batch = Batch(layout, self._limits, keys.device, zero_tail)
-        elif shape != self._room(layer) or self._dtype_with(keys.dtype) != self.batch.kv_cache.layout.dtype:
-            layout = self._layout([known or shape for known in shapes], self._dtype_with(keys.dtype))
-            others = [index for index, known in enumerate(self._shapes) if known and index != layer]
+        else:
+            dtype = self._dtype_with(keys.dtype)
             zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
-            self.batch = self.batch.copy(layout, others, zero_tail)
+            looks = shape, dtype, zero_tail
+            if looks != (self._room(layer), self.batch.kv_cache.layout.dtype, self.batch.zero_tail):
+                layout = self._layout([known or shape for known in shapes], dtype)
+                others = [index for index, known in enumerate(self._shapes) if known and index != layer]
+                self.batch = self.batch.copy(layout, others, zero_tail)
         self._shapes = shapes
 
     def _dtype_with(self, dtype: torch.dtype) -> torch.dtype:
@@ -208,7 +211,10 @@ class LayerGroup:
             return
         check_kv(extent.layer_idx, keys, values)
         if not rows and (
-            self.batch is None or Shape.of(keys, values) != self._shapes[layer] or keys.dtype != self.dtype
+            self.batch is None
+            or not self.batch.rows  # another attention may read the next tokens
+            or Shape.of(keys, values) != self._shapes[layer]
+            or keys.dtype != self.dtype
         ):
             self.learn(layer, keys, values)
         kv_cache = self._held().kv_cache

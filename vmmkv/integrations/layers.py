@@ -155,6 +155,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
         Raises:
             ReleasedTokensError: the layer would need tokens that its window has left behind.
+            ArgumentError: that is no whole number.
         """
         end = self.length_after_crop(tokens_to_remove)
         self._extent.first, self._extent.end = self._first_visible(end), end
@@ -163,7 +164,10 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def length_after_crop(self, tokens_to_remove: int) -> int:
         """The length that `crop` would leave; raises what it would raise."""
-        tokens_to_remove = operator.index(tokens_to_remove)  # generate() counts in tensors on the device
+        try:
+            tokens_to_remove = operator.index(tokens_to_remove)  # generate() counts in tensors on the device
+        except TypeError:
+            raise ArgumentError(f"asked to crop {tokens_to_remove!r} tokens; it must be a whole number") from None
         if tokens_to_remove > 0:
             raise ValueError(f"asked to crop {tokens_to_remove} tokens; -{tokens_to_remove} drops that many")
         extent = self._extent

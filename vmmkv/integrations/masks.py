@@ -33,8 +33,8 @@ def make_mask(
 ) -> torch.Tensor | None:
     """What transformers calls to make a mask; its arguments are those of `eager_mask`.
 
-    Where `q_offset` is a tensor the number of tokens is known to the device only, and so is whether the attention mask
-    pads on the left: a decode step then asserts it there.
+    Whether the attention mask pads on the left is looked at, for which a GPU is waited for. Inside of graphs nobody
+    can: there the device asserts it.
 
     Returns:
         `Spans`, or what `eager_mask` returns where they cannot say which tokens each query sees.
@@ -44,7 +44,7 @@ def make_mask(
     lacking = "this pattern of attention" if window is None or kv_length > MAX_TOKENS else None
     if not lacking and attention_mask is not None:
         first, left_padded = _left_padding(attention_mask, end)
-        if torch.compiler.is_compiling() or (isinstance(q_offset, torch.Tensor) and q_length == 1):
+        if torch.compiler.is_compiling() or (left_padded.is_cuda and torch.cuda.is_current_stream_capturing()):
             torch._assert_async(left_padded, "the attention mask must pad on the left only")
         elif not left_padded:
             lacking = "attention masks other than left padding"

@@ -9,7 +9,8 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from functools import partial
+from contextlib import suppress
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ from ..errors import (
     ShapeError,
     UnsupportedError,
 )
+from ..layout import DTYPES
 from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
 from .extents import Passes
@@ -198,7 +200,7 @@ class VmmCache(DynamicCache):
 
         Raises:
             OutOfRangeError: there is no such layer.
-            ArgumentError: K or V is no tensor.
+            ArgumentError: that is no number, or K or V no tensor.
             VmmkvError: see `LayerGroup.write`. Nothing was written in any case.
         """
         try:
@@ -207,6 +209,8 @@ class VmmCache(DynamicCache):
             raise OutOfRangeError(
                 f"got K and V for layer {layer_idx}; this cache has {len(self.layers)} layers, as its config says"
             ) from None
+        except TypeError:
+            raise ArgumentError(f"got K and V for layer {layer_idx!r}; layers have numbers") from None
         if isinstance(layer, VmmLayer):
             if not (isinstance(key_states, torch.Tensor) and isinstance(value_states, torch.Tensor)):
                 kinds = type(key_states).__name__, type(value_states).__name__
@@ -364,10 +368,11 @@ def _in_one_dtype(
     keys: torch.Tensor, values: torch.Tensor, dtype: torch.dtype | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V in the narrowest dtype that holds both, and what is `dtype`, exactly."""
-    try:
-        wide = torch.promote_types(keys.dtype, values.dtype)
-        wide = torch.promote_types(wide, dtype or wide)
-    except RuntimeError:
+    wide = None
+    if {keys.dtype, values.dtype} <= set(DTYPES):  # other integers would be rounded
+        with suppress(RuntimeError):
+            wide = reduce(torch.promote_types, [keys.dtype, values.dtype, dtype or keys.dtype])
+    if wide is None:
         held = f", and the cache holds {dtype}" if dtype else ""
-        raise DtypeError(f"got K as {keys.dtype} and V as {values.dtype}{held}; no dtype holds all of it") from None
+        raise DtypeError(f"got K as {keys.dtype} and V as {values.dtype}{held}; no dtype holds all of it")
     return keys.to(wide), values.to(wide)

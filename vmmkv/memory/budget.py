@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 import re
 
-from ..errors import BudgetError
-from ..layout import KVLayout
+from ..errors import BudgetError, LayoutError
+from ..layout import KVLayout, shown, whole_number
 from .driver import Driver
 
 UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -20,15 +19,17 @@ def parse_bytes(size: float | str, free: int) -> int:
     Raises:
         BudgetError: it is none of these.
     """
-    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d*)?)\s*(%|[KMGT]?i?B?)\s*", str(size))
+    text = shown(size) if isinstance(size, int) else str(size)
+    match = re.fullmatch(r"\s*(\d{1,30}(?:\.\d*)?)\s*(%|[KMGT]?i?B?)\s*", text)
     number, unit = (float(match[1]), match[2]) if match else (-1.0, "")
-    if unit == "" and "." in str(size) and 0 < number <= 1:
+    if unit == "" and "." in text and 0 < number <= 1:
         number, unit = number * 100, "%"
     if unit == "%" and 0 <= number <= 100:
         return int(number / 100 * free)
     if unit in UNITS and number >= 0:
         return int(number * UNITS[unit])
-    raise BudgetError(f"asked for a size of {size!r}; write bytes, '20GiB', or a share of free memory up to '100%'")
+    asked = text if isinstance(size, int) else repr(size)
+    raise BudgetError(f"asked for a size of {asked}; write bytes, '20GiB', or a share of free memory up to '100%'")
 
 
 def budget_pages(
@@ -55,9 +56,9 @@ def budget_pages(
     least = len(layout.record_bytes) + zero_tail
     if max_tokens is not None:
         try:
-            max_tokens = operator.index(max_tokens)
-        except TypeError:
-            raise BudgetError(f"asked for max_tokens={max_tokens!r}; it must be a whole number") from None
+            max_tokens = whole_number("max_tokens", max_tokens)
+        except LayoutError as error:
+            raise BudgetError(str(error)) from None
         begun = max(min(max_sequences, max_tokens) - 1, 0) * len(layout.record_bytes)
         pages = layout.pages(max_tokens, driver.page_size) + begun + zero_tail
         return _check_pages(driver, driver.memory_info(), pages, f"max_tokens={max_tokens}", least)

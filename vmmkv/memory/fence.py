@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..errors import ArgumentError
 from .driver import Driver, Event
+
+
+def check_stream(stream: Any) -> None:
+    """Raises `ArgumentError` for what is no stream of a device."""
+    if not hasattr(stream, "device"):
+        raise ArgumentError(f"got {stream!r}; it must be a torch.cuda.Stream")
 
 
 class Fence:

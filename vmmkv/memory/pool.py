@@ -31,7 +31,7 @@ from ..errors import (
 )
 from .budget import pages_within
 from .calls import Calls, LoopedCalls
-from .driver import Driver, NativeDriver, open_driver
+from .driver import Driver, NativeDriver, driver_for
 from .frames import Frames
 from .meter import Meter
 from .monitor import Monitor, operation
@@ -135,9 +135,7 @@ class FramePool:
         page_size: int | None = None,
         driver: Driver | None = None,
     ) -> None:
-        if driver is not None and (device is not None or page_size is not None):
-            raise ValueError("give a driver, or device and page_size; a driver has its own")
-        self.driver = driver or open_driver(device, page_size)
+        self.driver = driver_for(driver, device, page_size)
         self.limit = pages_within(self.driver, max_bytes)
         """Pages, now."""
         self.monitor = Monitor()

@@ -313,7 +313,7 @@ class Rows:
             OutOfPagesError, DriverError, StreamCaptureError: see `_make_room`; nothing has changed.
         """
         table = self.table
-        needing = rows[lengths > table.capacities[rows]] if starts is None else rows
+        needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]
         extents = np.stack([table.starts[rows] if starts is None else starts, lengths], axis=1)
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
         self._make_room(claims, needing.tolist())
@@ -353,11 +353,10 @@ class Rows:
         missing = 0
         for row in rows:
             for (arena, _), span in zip(self.ranges, self._used(row)):
-                table = arena.table
-                if span.end > table.ready[row] or span.first < min(table.first[row], span.end):
+                reaches, table = arena.table.reaches(row, span.first), arena.table
+                missing += max(span.end - (table.end[row] if reaches else span.first), 0)
+                if not reaches or span.end > table.ready[row]:
                     plan.append(_Growth(arena, row, span, table.ready[row]))
-                    behind = table.end[row] if table.first[row] <= span.first <= table.end[row] else span.first
-                    missing += max(span.end - behind, 0)
         supply: list[int] = []
         zeroing = False
         try:
@@ -395,7 +394,7 @@ class Rows:
     def _begin(self, arena: Arena, row: int, first: int) -> None:
         """Makes a row without tokens begin at page `first`, where its pages do not reach there."""
         table = arena.table
-        if not table.first[row] <= first <= table.end[row]:
+        if not table.reaches(row, first):
             self.table.fences[row].wait()
             arena.unmap_back(row, 0)
             table.begin_at(row, first)
@@ -526,20 +525,21 @@ class Rows:
 
     def _refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
-        live, length = self.table.is_live(row), self.table.length[row]
-        start = self.table.start[row]
+        live, start, length = self.table.is_live(row), self.table.start[row], self.table.length[row]
         capacity = self.max_seq_len
+        whole = True
         for arena, record in self.ranges:
             table = arena.table
             end = table.ready[row]
-            if table.first[row] > start * record // self._page_size and not length:
-                end = 0  # what is mapped does not begin where tokens will
+            # Pages that do not reach its first token are what a growth has left that did not happen.
+            whole &= table.reaches(row, start * record // self._page_size)
+            whole &= not (self.zero_tail and table.has_hole(row))
+            if table.first[row] and not live:
+                end = 0  # nobody can adopt it
             elif self.scrub and live:
                 end = min(end, -(-length * record // self._page_size))  # behind are another's bytes
             capacity = min(capacity, end * self._page_size // record)
-        if self.zero_tail and live and any(arena.table.has_hole(row) for arena, _ in self.ranges):
-            capacity = length  # so that the next growth repairs it
-        self.table.capacity[row] = capacity
+        self.table.capacity[row] = capacity if whole or not live else length  # so that the next growth repairs it
 
     # ------------------------------------------------------------------ reclaiming
 

@@ -9,6 +9,7 @@ An arena knows bytes and pages, not tokens and not who reads them: that is `vmmk
 
 from __future__ import annotations
 
+import math
 import os
 import weakref
 from collections import deque
@@ -146,8 +147,9 @@ class Arena:
 def check_address_space(nbytes: int, asked: str) -> None:
     """Raises `LayoutError` where what was asked for would take more addresses than there are."""
     if nbytes > ADDRESS_LIMIT:
+        tebibytes = nbytes / 2**40 if nbytes < 1 << 1000 else math.inf
         raise LayoutError(
-            f"{asked} takes {nbytes / 2**40:.1f} TiB of virtual addresses; {ADDRESS_LIMIT >> 40} TiB can be relied "
+            f"{asked} takes {tebibytes:.1f} TiB of virtual addresses; {ADDRESS_LIMIT >> 40} TiB can be relied "
             "on. Lower one of the factors"
         )
 

@@ -78,6 +78,10 @@ class PageTable:
         """How many pages of a row are mapped."""
         return self.end[row] - self.first[row]
 
+    def reaches(self, row: int, page: int) -> bool:
+        """Whether what is mapped begins at a page, or before, and leads up to it."""
+        return self.first[row] <= page <= self.end[row]
+
     def has_hole(self, row: int) -> bool:
         """Whether there are pages from `first` to the row's end that may not be read."""
         return self.ready[row] < self.end[row] or self.end[row] < self.tail_ready[row]

@@ -29,14 +29,15 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
+from ..layout import shown, whole_number
 from ..memory.budget import pages_within
 from ..memory.driver import Driver
-from ..memory.fence import Fence
+from ..memory.fence import Fence, check_stream
 from ..memory.monitor import operation
 from ..memory.pool import FramePool
 from ..space.arena import Arena, check_address_space, wait_for_device
 from ..space.change import Change
-from ..tensors import export_range
+from ..tensors import check_dense, export_range
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class GrowableTensor:
         history.tensor  # [length, 4096]: a view, valid for as long as its rows are
 
     A view of its rows stays valid while it grows: addresses and strides never change. Methods may be called from
-    several threads, and one runs at a time.
+    several threads, and one runs at a time. A finalizer, or a signal handler, that runs in the middle of an operation
+    may look at it; all that changes it is refused (`BusyError`).
 
     Args:
         shape_max: the largest shape, at most 100 TiB of it; the first dimension is the one that grows.
@@ -93,8 +95,10 @@ class GrowableTensor:
     ) -> None:
         if pool is not None and (driver, device, page_size) != (None, None, None):
             raise ValueError("give a pool, or driver, device and page_size; a pool has its own")
-        self.shape_max = torch.Size(map(operator.index, shape_max))
-        self.dtype = dtype or torch.get_default_dtype()
+        self.shape_max = torch.Size(whole_number("shape_max", size) for size in shape_max)
+        self.dtype = torch.get_default_dtype() if dtype is None else dtype
+        if not isinstance(self.dtype, torch.dtype):
+            raise DtypeError(f"got dtype={dtype!r}; it must be a torch.dtype")
         if not self.shape_max or min(self.shape_max) < 1:
             raise LayoutError(f"asked for shape_max={tuple(self.shape_max)}; each dimension is at least 1")
         self._row_bytes = math.prod(self.shape_max[1:]) * self.dtype.itemsize
@@ -132,7 +136,8 @@ class GrowableTensor:
     @property
     def tensor(self) -> torch.Tensor:
         """Its rows, `[length, *shape_max[1:]]`: a view, contiguous and zero-copy."""
-        self.check_usable()
+        if self._unusable:
+            raise self._unusable()
         return self._whole[: self._length]
 
     @property
@@ -148,6 +153,7 @@ class GrowableTensor:
     def __len__(self) -> int:
         return self._length
 
+    @operation
     def resize(self, length: int) -> None:
         """Grows or shrinks to `length` rows. Rows that stay keep their values; new ones are undefined.
 
@@ -160,34 +166,31 @@ class GrowableTensor:
             StreamCaptureError: pages would be left behind while a CUDA graph is captured.
             UseAfterFreeError: it was closed. In all cases it is as before.
         """
-        self._resize(operator.index(length))
-
-    @operation
-    def _resize(self, length: int) -> None:
-        if not 0 <= length <= self.shape_max[0]:
-            raise ShapeError(f"asked for {length} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}")
-        end = self._pages(length)
-        if end > self._arena.table.ready[0]:
-            self._map(end)
-        elif end < self._pages(self._length):
-            self._fence |= Fence.after(self._driver, {self._driver.current_stream(), *self._streams})
+        length = operator.index(length)
+        self._make_room(length)
+        if self._pages(length) < self._pages(self._length):
+            self._fence_all()
         self._length = length
 
+    @operation
     def append(self, rows: torch.Tensor) -> None:
         """Grows by `rows`, `[n, *shape_max[1:]]`, and copies them.
 
         Raises:
-            ShapeError, DtypeError, DeviceError: they do not fit; and what `resize` raises. It is as before.
+            ArgumentError, ShapeError, DtypeError, DeviceError: they do not fit; and what `resize` raises. It is as
+                before.
         """
+        check_dense(rows, "rows")
         if rows.shape[1:] != self.shape_max[1:] or not rows.ndim:
             raise ShapeError(f"got {list(rows.shape)}; rows of shape_max={tuple(self.shape_max)} are needed")
         if rows.dtype != self.dtype:
             raise DtypeError(f"got {rows.dtype}; this tensor holds {self.dtype}. Convert with .to()")
         if rows.device != self.device:
             raise DeviceError(f"got rows on {rows.device}; this tensor is on {self.device}")
-        start = self._length
-        self.resize(start + len(rows))
-        self.tensor[start:].copy_(rows.detach())  # it is no part of an autograd graph
+        start, end = self._length, self._length + len(rows)
+        self._make_room(end)
+        self._whole[start:end].copy_(rows.detach())  # it is no part of an autograd graph
+        self._length = end
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Says that work on `stream` uses it: pages that it leaves behind wait for that work, too.
@@ -195,6 +198,7 @@ class GrowableTensor:
         Raises:
             DeviceError: the stream is on another device.
         """
+        check_stream(stream)
         if stream.device != self.device:
             raise DeviceError(f"got a stream on {stream.device}; this tensor is on {self.device}")
         self._streams.add(stream)
@@ -225,6 +229,7 @@ class GrowableTensor:
 
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""
+        self._fence_all()  # who was interrupted may have begun to write behind the last row
         self._account.taken = len(self._arena.table.mapped_frames())
 
     @operation
@@ -264,10 +269,16 @@ class GrowableTensor:
     def _pages(self, length: int) -> int:
         return -(-length * self._row_bytes // self.pool.page_size)
 
-    def _map(self, end: int) -> None:
-        """Maps the row's pages up to page `end`, or changes nothing."""
+    def _make_room(self, length: int) -> None:
+        """Maps the pages of `length` rows, or changes nothing."""
+        if not 0 <= length <= self.shape_max[0]:
+            raise ShapeError(
+                f"asked for {shown(length)} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}"
+            )
         arena, pool = self._arena, self.pool
-        old_end = arena.table.end[0]
+        end, old_end = self._pages(length), arena.table.end[0]
+        if end <= arena.table.ready[0]:
+            return
         missing = max(end - old_end, 0)
         if missing > pool.idle(self._account):
             pool.reclaim_from_others(self._account, missing - pool.idle(self._account))
@@ -282,6 +293,10 @@ class GrowableTensor:
             with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
                 arena.unmap_back(0, old_end)
             raise
+
+    def _fence_all(self) -> None:
+        """Keeps the pages behind the last row until all work so far has finished."""
+        self._fence |= Fence.after(self._driver, {self._driver.current_stream(), *self._streams})
 
     def check_usable(self) -> None:
         """Raises what forbids any use.

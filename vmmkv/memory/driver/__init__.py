@@ -13,17 +13,20 @@ The contract:
  4. `unmap` takes the pages away from an address range, wherever there are some; accesses fault again. The bytes
     stay in the pages until `release`, and a page mapped again elsewhere shows them there.
  5. A call either does what it says or raises `DriverError` and does nothing.
- 6. No call waits for work on the device, and none checks whether work still uses a page: that is
+ 6. Only the process that made a driver has a part in its pages: in a forked child `reserve`, `create`, `map` and
+    `release` raise `ForkError`.
+ 7. No call waits for work on the device, and none checks whether work still uses a page: that is
     the caller's part (see `vmmkv.memory.fence`).
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any, NewType, Protocol, runtime_checkable
 
 import torch
 
-from ...errors import DeviceError, DriverError, LayoutError
+from ...errors import ArgumentError, DeviceError, DriverError, ForkError, LayoutError
 
 Handle = NewType("Handle", int)
 """A page's physical memory, as the memory system names it."""
@@ -120,6 +123,17 @@ class NativeDriver(Driver, Protocol):
         """What the method of that name raises for a status of its function."""
 
 
+def driver_for(driver: Driver | None, device: str | torch.device | None, page_size: int | None) -> Driver:
+    """A memory system of somebody's own, or the one for `device`: see `open_driver`."""
+    if driver is None:
+        return open_driver(device, page_size)
+    if device is not None or page_size is not None:
+        raise ValueError("give a driver, or device and page_size; a driver has its own")
+    if not hasattr(driver, "reserve"):
+        raise ArgumentError(f"got driver={driver!r}; it must be a vmmkv.memory.driver.Driver, as open_driver() returns")
+    return driver
+
+
 def open_driver(device: str | torch.device | None = None, page_size: int | None = None) -> Driver:
     """The driver for `device`.
 
@@ -144,10 +158,20 @@ def open_driver(device: str | torch.device | None = None, page_size: int | None 
     raise DeviceError(f"asked for device {device}; vmmkv knows cuda and cpu")
 
 
+def check_process(owner: int) -> None:
+    """Raises `ForkError` where a driver was made by another process: each would take the other's pages for free."""
+    if os.getpid() != owner:
+        raise ForkError(
+            "this driver was made before fork(); its memory belongs to the parent. Make a new one in the child, or "
+            "start processes with the 'spawn' method"
+        )
+
+
 def check_page_size(page_size: int | None, granularity: int) -> int:
     """The page size to use: a multiple of `granularity`, 2 MiB unless asked otherwise."""
     if page_size is None:
         return -(-DEFAULT_PAGE_SIZE // granularity) * granularity
-    if not isinstance(page_size, int) or page_size <= 0 or page_size % granularity:
-        raise LayoutError(f"asked for page_size={page_size}; it must be a multiple of {granularity} bytes")
+    if not isinstance(page_size, int) or page_size <= 0 or page_size % granularity or page_size.bit_length() > 47:
+        shown = page_size if not isinstance(page_size, int) or page_size.bit_length() < 64 else "more than 64 bits"
+        raise LayoutError(f"asked for page_size={shown}; it must be a multiple of {granularity} bytes, below 2**47")
     return page_size

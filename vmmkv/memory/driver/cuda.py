@@ -6,6 +6,7 @@ Works in the primary context, the one that torch uses, so that torch's kernels s
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +15,7 @@ import cuda.bindings.driver as cu
 import torch
 
 from ...errors import DeviceError, DeviceLostError, DriverError, DriverOutOfMemoryError, StreamCaptureError
-from . import Event, Handle, check_page_size
+from . import Event, Handle, check_page_size, check_process
 
 SUCCESS = cu.CUresult.CUDA_SUCCESS
 MINIMUM = cu.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
@@ -124,6 +125,7 @@ class CudaDriver:
         if index >= torch.cuda.device_count():
             raise DeviceError(f"asked for cuda:{index}; torch sees {torch.cuda.device_count()} CUDA device(s)")
         self.device = torch.device("cuda", index)
+        self._process = os.getpid()
         self.memory_info()  # makes torch's primary context, where there is none yet
         status, ordinal = cu.cuDeviceGet(index)
         check("cuDeviceGet", status)
@@ -204,9 +206,11 @@ class CudaDriver:
         raise AssertionError(f"{name} has not failed")
 
     def memory_info(self) -> tuple[int, int]:
+        check_process(self._process)
         return torch.cuda.mem_get_info(self.device)
 
     def reserve(self, nbytes: int) -> int:
+        check_process(self._process)
         status, address = cu.cuMemAddressReserve(nbytes, 0, 0, 0)
         check("cuMemAddressReserve", status, f"reserving {nbytes} bytes of addresses")
         return int(address)
@@ -215,15 +219,18 @@ class CudaDriver:
         check("cuMemAddressFree", *cu.cuMemAddressFree(address, nbytes))
 
     def create(self) -> Handle:
+        check_process(self._process)
         status, handle = cu.cuMemCreate(self.page_size, self._property, 0)
         if status:
             check("cuMemCreate", status, f"one page of {self.page_size} bytes on {self.device}")
         return Handle(int(handle))
 
     def release(self, handle: Handle) -> None:
+        check_process(self._process)
         check("cuMemRelease", *cu.cuMemRelease(handle))
 
     def map(self, address: int, handle: Handle) -> None:
+        check_process(self._process)
         (status,) = cu.cuMemMap(address, self.page_size, 0, handle, 0)
         if status:
             check("cuMemMap", status)

@@ -18,7 +18,7 @@ import weakref
 import torch
 
 from ...errors import DeviceError, DriverError, DriverOutOfMemoryError
-from . import Event, Handle, check_page_size, limits
+from . import Event, Handle, check_page_size, check_process, limits
 from .limits import mappings
 
 # mmap(2), madvise(2) and fallocate(2): the constants that Python's mmap module does not name.
@@ -73,12 +73,13 @@ class HostDriver:
         self.granularity = mmap.PAGESIZE
         self.page_size = check_page_size(page_size, self.granularity)
         self._libc = _libc()
+        self._process = os.getpid()
         try:
             self._fd = os.memfd_create("vmmkv")
         except OSError as error:
             raise DriverError("memfd_create", _name(error.errno), "no file for the pages could be made") from None
         # Not at exit, when there may be caches still: they would write to whichever file had the number next.
-        weakref.finalize(self, _close, self._fd, os.getpid()).atexit = False
+        weakref.finalize(self, _close, self._fd, self._process).atexit = False
         self._ends = itertools.count(step=self.page_size)
         self._holes: list[int] = []
 
@@ -86,6 +87,7 @@ class HostDriver:
         return limits.memory()
 
     def reserve(self, nbytes: int) -> int:
+        check_process(self._process)
         mappings.check()
         address = self._libc.mmap(None, nbytes, PROT_NONE, NOTHING_MAPPED, -1, 0)
         self._check("mmap", address != MAP_FAILED, f"reserving {nbytes} bytes of addresses")
@@ -97,6 +99,7 @@ class HostDriver:
         mappings.remove_range(address)
 
     def create(self) -> Handle:
+        check_process(self._process)
         try:
             offset = self._holes.pop()
         except IndexError:
@@ -119,12 +122,14 @@ class HostDriver:
         return (DriverOutOfMemoryError if code in NO_MEMORY else DriverError)("posix_fallocate", code, detail)
 
     def release(self, handle: Handle) -> None:
+        check_process(self._process)
         mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
         done = self._libc.fallocate(self._fd, mode, handle, self.page_size)
         self._check("fallocate", done == 0, "punching a hole into the memfd")
         self._holes.append(handle)
 
     def map(self, address: int, handle: Handle) -> None:
+        check_process(self._process)
         mappings.check()
         flags = mmap.MAP_SHARED | MAP_FIXED
         at = self._libc.mmap(address, self.page_size, PROT_NONE, flags, self._fd, handle)

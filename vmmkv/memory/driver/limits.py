@@ -115,7 +115,8 @@ class Mappings:
         """Counts a page that was mapped: it takes two mappings in the middle of a gap, none where it closes one."""
         with self._lock:
             self._pages.add(address)
-            self.own += 2 - self._neighbours(address, address + nbytes, nbytes)
+            neighbours = self._neighbours(address, address + nbytes, nbytes)
+            self.own += 2 - neighbours  # nothing is called between reading and writing it: a handler may count, too
 
     def remove_pages(self, pages: range) -> None:
         """Counts pages that were unmapped, one behind the other; after an interruption some were not mapped."""
@@ -123,7 +124,8 @@ class Mappings:
             for page in pages:
                 if page in self._pages:
                     self._pages.remove(page)
-                    self.own -= 2 - self._neighbours(page, page + pages.step, pages.step)
+                    neighbours = self._neighbours(page, page + pages.step, pages.step)
+                    self.own -= 2 - neighbours
 
     def _neighbours(self, start: int, stop: int, page_size: int) -> int:
         return (start - page_size in self._pages) + (stop in self._pages)

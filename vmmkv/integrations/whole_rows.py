@@ -1,0 +1,75 @@
+"""`WholeRows`: K or V of rows that have memory for live tokens only. Who does not know that cannot read them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import UnsupportedAttentionError
+from .spans import NAME
+
+
+class WholeRows(torch.Tensor):
+    """K or V, `[batch, num_kv_heads, max_seq_len, head_dim]` to those who look, for kernels that are told the lengths.
+
+    Whatever else reads it would go on to where no memory is, and end the process: nothing can be computed with it.
+    Compilers and CUDA graphs see its two tensors, and have its window as a constant.
+
+    Args:
+        states: the rows.
+        lengths: int32 `[batch]`, the tokens so far, the newest ones included.
+        window: tokens that a token attends to, itself included; None: all.
+    """
+
+    states: torch.Tensor
+    lengths: torch.Tensor
+    window: int | None
+
+    @staticmethod
+    def __new__(cls, states: torch.Tensor, lengths: torch.Tensor, window: int | None) -> WholeRows:
+        make: Callable[..., WholeRows] = torch.Tensor._make_wrapper_subclass
+        return make(cls, states.shape, strides=states.stride(), dtype=states.dtype, device=states.device)
+
+    def __init__(self, states: torch.Tensor, lengths: torch.Tensor, window: int | None) -> None:
+        self.states, self.lengths, self.window = states, lengths, window
+
+    def live(self, tokens: int) -> range:
+        """What the newest `tokens` may attend to, and there is memory for. It waits for the device."""
+        end = int(self.lengths[0])
+        return range(0 if self.window is None else max(end - tokens - self.window + 1, 0), end)
+
+    def __tensor_flatten__(self) -> tuple[list[str], int | None]:
+        return ["states", "lengths"], self.window
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, tensors: dict[str, torch.Tensor], window: int | None, shape: Sequence[int], stride: Sequence[int]
+    ) -> WholeRows:
+        return cls(tensors["states"], tensors["lengths"], window)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> WholeRows:
+        if operation in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            rows: Any = args[0]
+            return cls(rows.states, rows.lengths, rows.window)
+        raise _unreadable(str(operation))
+
+    def data_ptr(self) -> NoReturn:
+        """Raises `UnsupportedAttentionError`."""
+        raise _unreadable("their address")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"WholeRows({list(self.shape)}, lengths={self.lengths}, window={self.window})"
+
+
+def _unreadable(asked: str) -> UnsupportedAttentionError:
+    return UnsupportedAttentionError(
+        f"asked for {asked} of K or V in whole rows, which have memory for live tokens only: this VmmCache was made "
+        f"with compile=True and a config whose attn_implementation was {NAME!r} when the first tokens came, and "
+        "something else reads it. After set_attn_implementation() call reset() and start over; give VmmCache the "
+        "config of the model that runs; or make it without compile=True"
+    )
