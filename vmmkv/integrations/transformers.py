@@ -374,5 +374,8 @@ def _in_one_dtype(
             wide = reduce(torch.promote_types, [keys.dtype, values.dtype, dtype or keys.dtype])
     if wide is None:
         held = f", and the cache holds {dtype}" if dtype else ""
-        raise DtypeError(f"got K as {keys.dtype} and V as {values.dtype}{held}; no dtype holds all of it")
+        raise DtypeError(
+            f"got K as {keys.dtype} and V as {values.dtype}{held}; vmmkv has no dtype that holds all of it. Run the "
+            "model in one of its dtypes, or all forward passes under autocast"
+        )
     return keys.to(wide), values.to(wide)
