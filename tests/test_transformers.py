@@ -360,7 +360,7 @@ def drivers(monkeypatch: pytest.MonkeyPatch) -> list[FaultyDriver]:
         opened.append(FaultyDriver(open_driver(device, page_size)))
         return opened[-1]
 
-    monkeypatch.setattr("vmmkv.driver.open_driver", open_faulty)
+    monkeypatch.setattr("vmmkv.memory.driver.open_driver", open_faulty)
     return opened
 
 

@@ -730,7 +730,7 @@ def _devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.device = torch.device(device)
         return driver
 
-    monkeypatch.setattr("vmmkv.driver.open_driver", open_by_name)
+    monkeypatch.setattr("vmmkv.memory.driver.open_driver", open_by_name)
 
 
 def on(device: int, states: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
 from .memory.fence import check_stream
+from .memory.meter import Meter
 from .memory.monitor import bookkeeping, operation
 from .memory.pool import FramePool
 from .picture import draw_cache, draw_sequence
@@ -38,6 +39,7 @@ from .rows.rows import Rows
 from .rows.table import RowTable
 from .sequence import Sequence, check_length
 from .space.arena import check_address_space, wait_for_device
+from .space.mapper import Mapper
 from .stats import CacheStats, CallStats
 from .tensors import export_range, kv_views
 
@@ -73,6 +75,10 @@ class KVCache:
             one the cache makes its own, of `max_bytes`. With one `max_bytes` is the most that this cache may have of
             it; None is all that others do not use.
         guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time.
+        lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
+            is two pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
+        overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
+            end, and whose values do not matter. They count as used.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
@@ -96,6 +102,8 @@ class KVCache:
         driver: Driver | None = None,
         pool: FramePool | None = None,
         guaranteed: float | str = 0,
+        lookahead: int | None = None,
+        overread: int = 0,
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
@@ -131,11 +139,24 @@ class KVCache:
         """The physical memory that it lies on."""
         self._driver = pool.driver
         size = self._driver.page_size
-        row_bytes = [-(-max_seq_len * record // size) * size for record in layout.record_bytes]
+        overread = whole_number("overread", overread)
+        tokens = max_seq_len + overread
+        row_bytes = [-(-tokens * record // size) * size for record in layout.record_bytes]
         check_address_space(
             sum(row_bytes) * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}"
         )
-        self._rows = self._make_rows(row_bytes, limit, scrub, zero_tail, guaranteed)
+        lookahead = self._lookahead(lookahead, zero_tail)
+        rows = Rows(
+            pool,
+            RowTable(max_sequences),
+            layout.record_bytes,
+            max_seq_len,
+            scrub=scrub,
+            zero_tail=zero_tail,
+            lookahead=lookahead,
+            overread=overread,
+        )
+        self._rows = self._open_rows(rows, row_bytes, limit, guaranteed)
         arenas = [arena for arena, _ in self._rows.ranges]
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
@@ -150,17 +171,29 @@ class KVCache:
         self._unusable: Callable[[], VmmkvError] | None = None
         _caches.add(self)
 
-    def _make_rows(
-        self, row_bytes: list[int], limit: int | None, scrub: bool, zero_tail: bool, guaranteed: float | str
-    ) -> Rows:
-        """Its rows, with an account of their own."""
+    def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
+        """The lookahead to use."""
+        if tokens is None:
+            pages = 0 if zero_tail or self.device.type == "cpu" else 2
+            return -(-pages * self.page_size // min(self.layout.record_bytes))
+        tokens = whole_number("lookahead", tokens)
+        if tokens and zero_tail:
+            raise ArgumentError(
+                f"asked for lookahead={tokens} with zero_tail; what lies behind such a row is zeros, and to replace "
+                "them waits for the GPU. Leave one of the two"
+            )
+        return tokens
+
+    def _open_rows(self, rows: Rows, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
+        """Gives rows an account, and addresses."""
         pool = self.pool
         with pool.monitor.changing, pool.monitor.lock:
             pool.monitor.check_outside("KVCache")
             pool.check_usable()
             pool.collect()
-            table, records = RowTable(self.max_sequences), self.layout.record_bytes
-            rows = Rows(pool, table, records, self.max_seq_len, scrub, zero_tail)
+            if rows.lookahead and pool.mapper is None:
+                pool.mapper = Mapper(pool)
+                weakref.finalize(pool, pool.mapper.stop)
             pages = pages_within(self._driver, guaranteed) if guaranteed else 0
             rows.open(pool.open_account(rows, limit, pages), row_bytes)
         return rows
@@ -204,6 +237,7 @@ class KVCache:
         sequence = Sequence(self, number, row)
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, (row, number))
         self._rows.take(row, number, tokens, expected_tokens)  # from here on somebody will free it
+        self._ring()
         return sequence
 
     def extend(
@@ -249,6 +283,8 @@ class KVCache:
                 within = not monitor.is_dirty and bool(((lengths <= table.capacities[index]) & alive).all())
                 if within:
                     table.lengths[index] = lengths
+                    if self.pool.mapper and bool((lengths > table.wakes[index]).any()):
+                        self.pool.mapper.ring()
         return within
 
     @operation
@@ -258,6 +294,7 @@ class KVCache:
         lengths = self._rows.table.lengths[index] + counts
         check_length(int(lengths.max(initial=0)), self.max_seq_len)
         self._rows.grow(index, lengths)
+        self._ring()
 
     @operation
     def _extend_from(self, batch: list[Sequence], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
@@ -269,6 +306,7 @@ class KVCache:
                 "tokens, and none is behind its sequence's end. Others have release_before"
             )
         self._rows.grow(index, counts, starts)
+        self._ring()
 
     def _extend_one(self, sequence: Sequence, tokens: int) -> None:
         """`Sequence.extend`: the same for one, without arrays."""
@@ -278,6 +316,8 @@ class KVCache:
             length = table.length[row] + tokens
             if length <= table.capacity[row] and table.owner[row] == sequence.number and not monitor.is_dirty:
                 table.length[row] = length
+                if length > table.wake[row] and self.pool.mapper:
+                    self.pool.mapper.ring()
                 return
         self._grow_one(sequence, tokens)
 
@@ -288,6 +328,12 @@ class KVCache:
         length = self._rows.table.length[row] + tokens
         check_length(length, self.max_seq_len)
         self._rows.grow_one(row, length)
+        self._ring()
+
+    def _ring(self) -> None:
+        """Has pages mapped ahead, where that is wanted."""
+        if self._rows.lookahead and self.pool.mapper:
+            self.pool.mapper.ring()
 
     def _batch(self, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
         """Sequences of this cache, each once; whether they may be `repeated`."""
@@ -424,6 +470,7 @@ class KVCache:
                 self._rows.close()
                 if self._owns_pool:
                     self.pool.frames.close()
+                    self.pool.mapper = None
                 self._is_open = False
 
     def __enter__(self) -> KVCache:
@@ -470,8 +517,7 @@ class KVCache:
             "free": len(pool.frames.free) if self._owns_pool else 0,
             "zero": len(rows.zero_frames),
         }
-        meter = vars(pool.meter).items()
-        calls = {name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in meter if calls.count}
+        calls = _call_stats(pool.meter)
         limit = rows.account.limit
         return CacheStats(
             budget_bytes=(pool.limit if limit is None else limit) * size,
@@ -485,7 +531,9 @@ class KVCache:
             page_uses=uses,
             reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
             adoptions=rows.adoptions,
+            pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.caller_pages},
             driver_calls=calls,
+            mapper_calls=_call_stats(pool.mapper.meter) if pool.mapper else {},
             driver_seconds=sum(call.seconds for call in calls.values()),
         )
 
@@ -569,6 +617,10 @@ class KVCache:
     @operation
     def _draw_sequence(self, sequence: Sequence) -> str:
         return draw_sequence(self._rows, self._check_live(sequence))
+
+
+def _call_stats(meter: Meter) -> dict[str, CallStats]:
+    return {name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in vars(meter).items() if calls.count}
 
 
 def _whole_numbers(

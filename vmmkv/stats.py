@@ -30,8 +30,11 @@ class CacheStats:
         page_uses: how often a page was part of a sequence since the beginning.
         reuse_factor: `page_uses / pages_created`, 0 without pages.
         adoptions: sequences that started on a row whose pages were mapped already.
-        driver_calls: calls of the memory system by name.
-        driver_seconds: time in all of them.
+        pages_mapped: how many pages of the pool were mapped `ahead` of need, by its mapper, and how many of this cache
+            `in need`, by whoever grew.
+        driver_calls: calls of the memory system by name, for all that lies on the pool, but for its mapper's.
+        mapper_calls: those of the mapper, which nobody waits for.
+        driver_seconds: time in all `driver_calls`.
     """
 
     budget_bytes: int
@@ -45,5 +48,7 @@ class CacheStats:
     page_uses: int
     reuse_factor: float
     adoptions: int
+    pages_mapped: dict[str, int]
     driver_calls: dict[str, CallStats]
+    mapper_calls: dict[str, CallStats]
     driver_seconds: float

@@ -73,16 +73,25 @@ class Frames:
         Raises:
             DriverError: one could not be made; those before it are there.
         """
+        new = self.plan(count)
+        outcome = self._calls.create(self.handles, new)
+        self.commit(new, outcome.done)
+        outcome.check()
+
+    def plan(self, count: int) -> list[int]:
+        """Numbers for frames that are about to be made."""
         self._grow(count)
         new = self._vacant[-count:]
-        outcome = self._calls.create(self.handles, new)
-        self.uses[new] = 0
-        self.free += new[: outcome.done]
         del self._vacant[len(self._vacant) - count :]
-        self._vacant += new[outcome.done :]
-        self.made += outcome.done
+        self.uses[new] = 0
         self.numbers = max(self.numbers, max(new) + 1)
-        outcome.check()
+        return new
+
+    def commit(self, new: list[int], done: int) -> None:
+        """Writes down that the first of planned frames were made: they are free."""
+        self.free += new[:done]
+        self._vacant += new[done:]
+        self.made += done
 
     def release(self, count: int) -> None:
         """Gives the memory of so many free frames back to the system.

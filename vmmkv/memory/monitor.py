@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import BusyError, VmmkvError
@@ -42,6 +43,14 @@ class Monitor:
                 f"{name.strip('_')} was called in the middle of another operation of this thread on the same memory, "
                 "as by a finalizer or a signal handler. Leave a note there and call it later"
             )
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what another thread than users' does to the books, which holds the lock."""
+        with self.inside:
+            self.is_dirty = True
+            yield
+            self.is_dirty = False
 
 
 class Monitored(Protocol):

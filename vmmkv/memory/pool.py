@@ -70,6 +70,26 @@ class Holder(Protocol):
         """Works its books out anew, after an interruption."""
 
 
+class Bell(Protocol):
+    """Who maps ahead of need."""
+
+    meter: Meter
+    """Its calls of the driver."""
+    pages: int
+    """Pages that it has mapped."""
+    error: str | None
+    """What went wrong last."""
+
+    def ring(self) -> None:
+        """Has it look for work soon."""
+
+    def stop(self) -> None:
+        """Ends it."""
+
+    def forget(self) -> None:
+        """In a forked child, where it is not."""
+
+
 @dataclass(eq=False)
 class Account:
     """What one holder may have, in pages.
@@ -148,6 +168,8 @@ class FramePool:
         """Of all holders, also of those that are gone while the device may still use what they had."""
         self.left_behind: deque[tuple[Table, Account, list[int]]] = deque()
         """Frames of holders that are gone, to be taken back by the next operation."""
+        self.mapper: Bell | None = None
+        """Who maps ahead, where somebody wants that."""
         self._unusable: type[VmmkvError] | None = None
         weakref.finalize(self, _release_all, self.frames, os.getpid()).atexit = False
         _pools.add(self)
@@ -351,6 +373,9 @@ class FramePool:
 
     def _after_fork(self) -> None:
         self.monitor.reset()
+        self.monitor.is_dirty = True  # so that nobody passes by without a look at what forbids it
+        if self.mapper:
+            self.mapper.forget()
         self._unusable = ForkError
 
     def __repr__(self) -> str:

@@ -29,9 +29,11 @@ def spans(start: int, length: int, records: Sequence[int], page_size: int) -> li
     return [Span(start * record // page_size, -(-length * record // page_size)) for record in records]
 
 
-def count_pages(extents: npt.NDArray[np.int64], records: Sequence[int], page_size: int) -> int:
-    """Pages that the tokens of rows lie in, in all arenas; `extents` are starts and lengths, `[rows, 2]`."""
+def count_pages(extents: npt.NDArray[np.int64], records: Sequence[int], page_size: int, overread: int) -> int:
+    """Pages that the tokens of rows lie in, and `overread` behind them, in all arenas; `extents` are starts and
+    lengths, `[rows, 2]`."""
     start, length = extents.T
+    length = np.where(length, length + overread, 0)
     return -sum(int((length * -record // page_size).sum() + (start * record // page_size).sum()) for record in records)
 
 
@@ -84,5 +86,6 @@ def growing(table: RowTable, ahead: int, max_seq_len: int) -> Iterator[tuple[int
     wanted = np.minimum(np.maximum(lengths + ahead, table.expectations[rows]), max_seq_len)
     room = table.capacities[rows] - lengths
     for index in np.argsort(room, kind="stable").tolist():
-        if lengths[index] and wanted[index] > table.capacities[rows[index]]:
-            yield int(rows[index]), int(wanted[index])
+        row = rows[index]
+        if (lengths[index] or table.expectations[row]) and wanted[index] > table.capacities[row]:
+            yield int(row), int(wanted[index])

@@ -70,6 +70,8 @@ class Rows:
         max_seq_len: tokens per row.
         scrub: zero pages before another sequence can read them.
         zero_tail: map one page of zeros wherever a live row has no pages; implies `scrub`.
+        lookahead: tokens that a mapper maps behind each sequence; 0 without one.
+        overread: tokens that are always mapped behind each sequence.
     """
 
     account: Account
@@ -78,7 +80,15 @@ class Rows:
     """Per range of the layout its arena, and the bytes of a token record in it."""
 
     def __init__(
-        self, pool: FramePool, table: RowTable, records: Sequence[int], max_seq_len: int, scrub: bool, zero_tail: bool
+        self,
+        pool: FramePool,
+        table: RowTable,
+        records: Sequence[int],
+        max_seq_len: int,
+        scrub: bool = False,
+        zero_tail: bool = False,
+        lookahead: int = 0,
+        overread: int = 0,
     ) -> None:
         self.pool, self.table = pool, table
         self.max_seq_len = max_seq_len
@@ -90,6 +100,9 @@ class Rows:
         """Rows, and the numbers of their sequences, that were left behind without `free`."""
         self.scrub = scrub or zero_tail
         self.zero_tail = zero_tail
+        self.lookahead, self.overread = lookahead, overread
+        self.caller_pages = 0
+        """Pages that growths had to map themselves."""
         self.zero_frames: list[int] = []
         """The one frame of all tails, where there are any."""
         # A live row's zero tail grows with each page that is taken from it.
@@ -151,7 +164,7 @@ class Rows:
     def used_pages(self) -> int:
         """Pages that hold tokens of live sequences, or are about to."""
         extents = self.table.extents[self.table.live_rows()]
-        used = policy.count_pages(extents, self._records, self._page_size)
+        used = policy.count_pages(extents, self._records, self._page_size, self.overread)
         for row, claim in self._claims.items():
             now = int(self.table.start[row]), int(self.table.length[row])
             for extent, sign in ((claim, 1), (now, -1)):
@@ -364,6 +377,7 @@ class Rows:
                 self._wait_for_readers(rows)
             if missing:
                 supply = self._supply(missing)
+                self.caller_pages += missing
             self._run(plan, supply)
             if self.scrub:
                 zeroing = True
@@ -388,7 +402,7 @@ class Rows:
         for arena, row, span, _ in plan:
             arena.plan_growth(change, row, span.end, supply)
         change.run()
-        supply += change.commit()
+        change.commit(self.pool)
         change.check()
 
     def _begin(self, arena: Arena, row: int, first: int) -> None:
@@ -460,7 +474,7 @@ class Rows:
         return self._spans(*(self._claims.get(row) or (self.table.start[row], self.table.length[row])))
 
     def _spans(self, start: int, length: int) -> list[Span]:
-        return policy.spans(start, length, self._records, self._page_size)
+        return policy.spans(start, length + self.overread if length else 0, self._records, self._page_size)
 
     def _leaving(self, row: int, start: int, length: int) -> list[tuple[Arena, int, int]]:
         """The pages, arena by arena, that hold tokens now and would hold none with this start and length."""
@@ -528,7 +542,7 @@ class Rows:
         live, start, length = self.table.is_live(row), self.table.start[row], self.table.length[row]
         capacity = self.max_seq_len
         whole = True
-        for arena, record in self.ranges:
+        for (arena, record), (_, used_end) in zip(self.ranges, self._spans(start, length)):
             table = arena.table
             end = table.ready[row]
             # Pages that do not reach its first token are what a growth has left that did not happen.
@@ -537,9 +551,65 @@ class Rows:
             if table.first[row] and not live:
                 end = 0  # nobody can adopt it
             elif self.scrub and live:
-                end = min(end, -(-length * record // self._page_size))  # behind are another's bytes
-            capacity = min(capacity, end * self._page_size // record)
-        self.table.capacity[row] = capacity if whole or not live else length  # so that the next growth repairs it
+                end = min(end, used_end)  # behind are another's bytes
+            capacity = min(capacity, max(end * self._page_size // record - self.overread, 0))
+        if live and not whole:
+            capacity = length  # so that the next growth repairs it
+        self.table.capacity[row] = capacity
+        self.table.wake[row] = capacity - self.lookahead // 2 if live else capacity
+
+    # ------------------------------------------------------------------ ahead of need
+
+    def _ahead(self) -> Iterator[tuple[Arena, int, int]]:
+        """Arenas, rows, and the page up to which they are to be mapped ahead; the neediest first."""
+        for row, tokens in policy.growing(self.table, self.lookahead, self.max_seq_len):
+            for (arena, _), (first, end) in zip(self.ranges, self._spans(self.table.start[row], tokens)):
+                table = arena.table
+                if table.reaches(row, first) and table.ready[row] == table.end[row] < end:
+                    yield arena, row, end
+
+    def pages_ahead(self, enough: int) -> int:
+        """Pages that are still to be mapped ahead, counted up to `enough`."""
+        pages = 0
+        for arena, row, end in self._ahead():
+            pages += end - arena.table.end[row]
+            if pages >= enough:
+                return enough
+        return pages
+
+    def plan_ahead(self, change: Change, pages: int) -> int:
+        """Plans to map up to so many pages ahead, of frames that are free; returns how many."""
+        pages = min(pages, len(self.pool.frames.free), self.pool.idle(self.account))
+        planned = 0
+        for arena, row, end in self._ahead():
+            end = min(end, arena.table.end[row] + pages - planned)
+            count = end - arena.table.end[row]
+            if not count:
+                break
+            arena.plan_growth(change, row, end, self.pool.take(self.account, count))
+            planned += count
+        return planned
+
+    def plan_release(self, change: Change, pages: int) -> int:
+        """Plans to unmap up to so many pages of parked rows that nothing may touch, oldest first; returns how many."""
+        planned = 0
+        for row in self.table.parked:
+            if planned < pages and self.table.fences[row].passed():
+                for arena, _ in self.ranges:
+                    planned += arena.plan_release(change, row, pages - planned)
+            elif planned:
+                break
+        return planned
+
+    def commit_ahead(self, change: Change) -> None:
+        """Brings the books of rows up to what a change has done."""
+        for row in {row for arena, _ in self.ranges for row in change.rows_of(arena.table)}:
+            if self.table.is_live(row):
+                self._retire_front(row)
+                self._refresh(row)
+            else:
+                self.table.forget(row)
+                self._settle(row)
 
     # ------------------------------------------------------------------ reclaiming
 

@@ -49,6 +49,9 @@ class RowTable:
         self.start, self.length = self.starts.data, self.lengths.data
         self.capacity, self.owner = self.capacities.data, self.owners.data
         self.expected = self.expectations.data
+        self.wakes = np.zeros(num_rows, np.int64)
+        """By row: the tokens from which on more is to be mapped ahead."""
+        self.wake = self.wakes.data
         self.live: dict[int, None] = {}
         self.parked = Parking()
         self.retired: dict[int, None] = {}
@@ -95,6 +98,13 @@ class RowTable:
                 "max_sequences (a row without tokens takes addresses only)"
             )
         return None
+
+    def forget(self, row: int) -> None:
+        """Takes a row that nobody has off the lists."""
+        self.parked.remove(row)
+        self.retired.pop(row, None)
+        if row in self.empty:
+            self.empty.remove(row)
 
     def own(self, row: int, owner: int, stream: Any, expected: int) -> None:
         """Gives a picked row to a sequence."""

@@ -45,7 +45,7 @@ class Arena:
         start = perf_counter_ns()
         self.address = pool.driver.reserve(self.nbytes)
         pool.meter.reserve.add(1, perf_counter_ns() - start)
-        self.table = PageTable(pool.driver, pool.frames, self.address, num_rows, row_bytes // self.page_size)
+        self.table = PageTable(pool.driver, pool.frames, account, self.address, num_rows, row_bytes // self.page_size)
         pool.tables.append(self.table)
         # Not at exit: views may be read until the very end, and the process takes everything with it.
         arguments = pool, account, self.table, self.nbytes, os.getpid()
@@ -70,6 +70,14 @@ class Arena:
             frames = [supply.pop() for _ in range(end - table.end[row])]
             change.map(table, Run(row, table.end[row], max(end, table.end[row])), frames, end)
 
+    def plan_release(self, change: Change, row: int, count: int) -> int:
+        """Plans to unmap up to `count` pages at a row's end; returns how many."""
+        table = self.table
+        begin = max(table.end[row] - count, table.first[row])
+        if begin < table.end[row]:
+            change.unmap(table, Run(row, begin, table.end[row]))
+        return table.end[row] - begin
+
     def unmap_back(self, row: int, end: int) -> int:
         """Unmaps a row's pages from page `end` on and gives them to the pool; returns how many."""
         table = self.table
@@ -86,10 +94,9 @@ class Arena:
         change = Change(self.pool.calls, self.pool.frames.handles)
         change.unmap(self.table, run)
         change.run()
-        frames = change.commit()
-        self.pool.give(self.account, frames)
+        change.commit(self.pool)
         change.check()
-        return len(frames)
+        return run.end - run.begin
 
     def fill_tail(self, row: int, frame: int) -> None:
         """Maps a frame, read-only, everywhere behind a row's pages. Pages that a failure left unusable there go.
@@ -121,7 +128,7 @@ class Arena:
         change = Change(self.pool.calls, self.pool.frames.handles)
         self.plan_growth(change, 0, 1, [frame])
         change.run()
-        change.commit()
+        change.commit(self.pool)
         change.check()
         driver = self.pool.driver
         stream = driver.current_stream()

@@ -10,6 +10,7 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 from __future__ import annotations
 
 from ..memory.calls import Calls, Handles, Outcome
+from ..memory.pool import FramePool
 from .page_table import PageTable, Run
 
 
@@ -57,23 +58,32 @@ class Change:
             ranges = [table.range_of(Run(run.row, table.ready[run.row], ready)) for table, run, _, ready in self._maps]
             self._accessible = self._calls.set_access(ranges)
 
-    def commit(self) -> list[int]:
-        """Writes down what was done; returns the frames that lie nowhere now."""
-        free: list[int] = []
+    def commit(self, pool: FramePool) -> int:
+        """Writes down what was done, and gives frames back that lie nowhere now; returns the pages that were mapped."""
         for index, (table, run) in enumerate(self._unmaps):
             if index < self._unmapped.done:
-                free += table.take_off(run)
+                pool.give(table.account, table.take_off(run))
         left = self._mapped.done
         for index, (table, run, frames, ready) in enumerate(self._maps):
             mapped = frames[:left]
             left -= len(mapped)
-            free += frames[len(mapped) :]
+            pool.give(table.account, frames[len(mapped) :])
             table.put(Run(run.row, run.begin, run.begin + len(mapped)), mapped)
             if index < self._accessible.done:
                 table.ready[run.row] = ready
         for table, run in [*self._unmaps, *((table, run) for table, run, *_ in self._maps)]:
             table.doubt.remove(run)
-        return free
+        return self._mapped.done
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was planned."""
+        return not self._maps and not self._unmaps
+
+    def rows_of(self, table: PageTable) -> set[int]:
+        """The rows of a table that it changes."""
+        runs = [*self._unmaps, *((each, run) for each, run, *_ in self._maps)]
+        return {run.row for each, run in runs if each is table}
 
     def check(self) -> None:
         """Raises why it ended early, if it did.

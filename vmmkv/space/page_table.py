@@ -26,6 +26,7 @@ import numpy.typing as npt
 from ..errors import DriverError
 from ..memory.driver import Driver
 from ..memory.frames import Frames
+from ..memory.pool import Account
 
 
 class Run(NamedTuple):
@@ -43,14 +44,19 @@ class PageTable:
     Args:
         driver: the memory system.
         frames: what is mapped, and how often it was used.
+        account: whose that is.
         address: of the range, which is cut into rows.
         num_rows: rows.
         limit: pages of a row.
     """
 
-    def __init__(self, driver: Driver, frames: Frames, address: int, num_rows: int, limit: int) -> None:
+    def __init__(
+        self, driver: Driver, frames: Frames, account: Account, address: int, num_rows: int, limit: int
+    ) -> None:
         self.driver = driver
         self._frames = frames
+        self.account = account
+        """Whose its frames are."""
         self.page_size = driver.page_size
         self.address, self.num_rows, self.limit = address, num_rows, limit
         self.frame: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written

@@ -286,7 +286,7 @@ class GrowableTensor:
         change = Change(pool.calls, pool.frames.handles)
         arena.plan_growth(change, 0, end, supply)
         change.run()
-        pool.give(self._account, change.commit())
+        change.commit(pool)
         try:
             change.check()
         except DriverError:

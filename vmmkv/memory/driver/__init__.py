@@ -62,6 +62,9 @@ class Driver(Protocol):
     def page_size(self) -> int:
         """Bytes of one page, a multiple of the granularity."""
 
+    def enter_thread(self) -> None:
+        """Makes a thread that is not the user's ready for calls."""
+
     def memory_info(self) -> tuple[int, int]:
         """Free and total physical bytes of the device, now."""
 

@@ -205,6 +205,9 @@ class CudaDriver:
             return error.with_traceback(None)
         raise AssertionError(f"{name} has not failed")
 
+    def enter_thread(self) -> None:
+        check("cuCtxSetCurrent", *cu.cuCtxSetCurrent(self._context))
+
     def memory_info(self) -> tuple[int, int]:
         check_process(self._process)
         return torch.cuda.mem_get_info(self.device)

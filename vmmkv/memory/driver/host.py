@@ -83,6 +83,9 @@ class HostDriver:
         self._ends = itertools.count(step=self.page_size)
         self._holes: list[int] = []
 
+    def enter_thread(self) -> None:
+        pass
+
     def memory_info(self) -> tuple[int, int]:
         return limits.memory()
 
