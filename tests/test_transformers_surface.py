@@ -256,7 +256,7 @@ def test_two_dtypes_are_kept_exactly(config: PreTrainedConfig, k_dtype: str, v_d
     first = 30 - kept[0].shape[2]
     assert torch.equal(kept[0].double(), k[:, :, first:].double())
     assert torch.equal(kept[1].double(), v[:, :, first:].double())
-    with pytest.raises(vmmkv.DtypeError, match="no dtype holds"):
+    with pytest.raises(vmmkv.DtypeError, match="no dtype that holds"):
         cache.update(k.to(torch.float8_e5m2), v, 1)
 
 
