@@ -304,14 +304,13 @@ class FramePool:
         self.frames.give(frames)
         account.taken -= len(frames)
 
-    def reclaim_from_others(self, account: Account, count: int) -> int:
-        """Has others give back up to `count` pages that they do not use, idle ones first; returns how many."""
+    def reclaim_from_others(self, account: Account, count: int, *, wait: bool) -> int:
+        """Has others give back up to `count` pages that they do not use; returns how many."""
         reclaimed = 0
-        for wait in (False, True):
-            for other in self.accounts:
-                holder = other.holder()
-                if other is not account and holder is not None and reclaimed < count:
-                    reclaimed += holder.reclaim(count - reclaimed, wait=wait)
+        for other in self.accounts:
+            holder = other.holder()
+            if other is not account and holder is not None and reclaimed < count:
+                reclaimed += holder.reclaim(count - reclaimed, wait=wait)
         return reclaimed
 
     def collect(self) -> None:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
+from itertools import chain, islice
+
+SOME = 64
+"""Rows that are looked at before what has become of them."""
 
 
 class Parking:
@@ -49,9 +53,17 @@ class Parking:
 
     def fitting(self, tokens: int) -> Iterator[int]:
         """Rows, the best first: the smallest that is large enough; then, or with no length to go by, the largest."""
-        split = bisect_left(self._capacities, tokens) if tokens else len(self._capacities)
-        for capacity in [*self._capacities[split:], *reversed(self._capacities[:split])]:
-            yield from list(self._rows[capacity])
+        count = len(self._capacities)
+        split = bisect_left(self._capacities, tokens) if tokens else count
+        for index in chain(range(split, count), range(split - 1, -1, -1)):
+            yield from self._rows[self._capacities[index]]
+
+    def oldest(self) -> Iterator[int]:
+        """The rows, those that were parked first coming first; they may leave meanwhile."""
+        passed = 0
+        while some := list(islice(self._capacity, passed, passed + SOME)):
+            yield from some
+            passed += sum(row in self._capacity for row in some)
 
     def _drop(self, row: int, capacity: int) -> None:
         rows = self._rows[capacity]

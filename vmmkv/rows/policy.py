@@ -70,7 +70,7 @@ def victims(
     if not dense:
         long = tails(table, np.maximum(lengths, table.expectations[live]), least)
         yield from zip(long, table.expectations[long].tolist())
-    yield from zip(list(table.parked), repeat(0))
+    yield from zip(table.parked.oldest(), repeat(0))
     # With `scrub` no capacity shows a tail.
     yield from zip(live[lengths == 0].tolist() if dense else live.tolist(), repeat(0))
 
@@ -82,10 +82,8 @@ def growing(table: RowTable, ahead: int, max_seq_len: int) -> Iterator[tuple[int
         ahead: tokens that are to be mapped behind each row's length.
     """
     rows = table.live_rows()
-    lengths = table.lengths[rows]
-    wanted = np.minimum(np.maximum(lengths + ahead, table.expectations[rows]), max_seq_len)
-    room = table.capacities[rows] - lengths
-    for index in np.argsort(room, kind="stable").tolist():
-        row = rows[index]
-        if (lengths[index] or table.expectations[row]) and wanted[index] > table.capacities[row]:
-            yield int(row), int(wanted[index])
+    lengths, expected, capacities = table.lengths[rows], table.expectations[rows], table.capacities[rows]
+    wanted = np.minimum(np.maximum(lengths + ahead, expected), max_seq_len)
+    needy = np.flatnonzero((wanted > capacities) & ((lengths > 0) | (expected > 0)))
+    needy = needy[np.argsort((capacities - lengths)[needy], kind="stable")]
+    yield from zip(rows[needy].tolist(), wanted[needy].tolist())

@@ -702,25 +702,32 @@ class Rows:
         if pool.has_guarantees:
             self._check_allowed(count)
         if count > pool.idle(self.account):
-            self._press(count, count - pool.idle(self.account))
+            self._press(count)
         try:
             return pool.take(self.account, count)
         except DriverOutOfMemoryError as error:
             self.release_abandoned()
-            self._press(count, count - len(pool.frames.free), error)  # the device has less left than the limit allows
+            self._press(count, error)  # the device has less left than the limit allows
             return pool.take(self.account, count)
 
-    def _press(self, count: int, missing: int, cause: DriverOutOfMemoryError | None = None) -> None:
-        """Has `missing` pages given back, or raises before it changes anything."""
-        if self._parked_pages(missing) < missing:
+    def _press(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
+        """Has others, or other rows, give back what is missing of `count` pages, or raises before it changes anything.
+
+        Idle pages go before those that have to be waited for, our own before others'.
+        """
+        pool = self.pool
+
+        def missing() -> int:
+            return count - (len(pool.frames.free) if cause else pool.idle(self.account))
+
+        if self._parked_pages(missing()) < missing():
             self._check_allowed(count, cause)
-        reclaimed = self._reclaim_from(self._victims(), missing + self.spare)
-        if reclaimed < missing and self.account.limit is None:
-            reclaimed += self.pool.reclaim_from_others(self.account, missing - reclaimed)
-        if reclaimed < missing:
-            reclaimed += self.reclaim(missing - reclaimed, wait=True)
-        if reclaimed < missing:
-            self.pool.reclaim_from_others(self.account, missing - reclaimed)
+        self.reclaim(missing() + self.spare)
+        for wait in (False, True):
+            if missing() > 0 and wait:
+                self.reclaim(missing(), wait=True)
+            if missing() > 0:
+                pool.reclaim_from_others(self.account, missing(), wait=wait)
 
     def _check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""

@@ -280,8 +280,9 @@ class GrowableTensor:
         if end <= arena.table.ready[0]:
             return
         missing = max(end - old_end, 0)
-        if missing > pool.idle(self._account):
-            pool.reclaim_from_others(self._account, missing - pool.idle(self._account))
+        for wait in (False, True):
+            if missing > pool.idle(self._account):
+                pool.reclaim_from_others(self._account, missing - pool.idle(self._account), wait=wait)
         supply = pool.take(self._account, missing)
         change = Change(pool.calls, pool.frames.handles)
         arena.plan_growth(change, 0, end, supply)
