@@ -19,7 +19,7 @@ import typer
 from rich.progress import track
 
 from vmmkv import KVLayout, OutOfPagesError
-from vmmkv.arena import ADDRESS_LIMIT
+from vmmkv.space.arena import ADDRESS_LIMIT
 from vmmkv.cli.batching import Batching
 from vmmkv.cli.options import JsonOutput, LengthsSeed, TraceFile
 from vmmkv.cli.output import check_plot, console, errors, make_table, print_json
