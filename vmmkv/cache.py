@@ -215,8 +215,9 @@ class KVCache:
 
         Args:
             tokens: that there is room for at once, on the parked row that fits them best.
-            expected_tokens: that it will soon have in all, where they come in chunks: maps nothing for them, but finds
-                the parked row that fits best, and takes pages for others from there only where no others are idle.
+            expected_tokens: that it will soon have in all, where they come in chunks: finds the parked row that fits
+                best, and takes pages for others from there only where no others are idle. With a lookahead the mapper
+                maps them ahead, as far as memory is idle; nothing here waits for it.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.
@@ -484,7 +485,7 @@ class KVCache:
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
         """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
-        or `FREE_PAGE`, `SURPLUS_PAGE`, `VACANT_PAGE` or `ZERO_PAGE`."""
+        or `FREE_PAGE`, `SURPLUS_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or `OTHERS_PAGE`."""
         self._rows.release_abandoned()
         return self._rows.page_map()
 
