@@ -560,6 +560,11 @@ class Rows:
 
     # ------------------------------------------------------------------ ahead of need
 
+    def ring(self) -> None:
+        """Has pages mapped ahead, where that is wanted."""
+        if self.lookahead and self.pool.mapper:
+            self.pool.mapper.ring()
+
     def _ahead(self) -> Iterator[tuple[Arena, int, int]]:
         """Arenas, rows, and the page up to which they are to be mapped ahead; the neediest first."""
         for row, tokens in policy.growing(self.table, self.lookahead, self.max_seq_len):

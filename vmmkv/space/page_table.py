@@ -27,6 +27,7 @@ from ..errors import DriverError
 from ..memory.driver import Driver
 from ..memory.frames import Frames
 from ..memory.pool import Account
+from ..stats import MappedRange
 
 
 class Run(NamedTuple):
@@ -100,6 +101,11 @@ class PageTable:
     def mapped_frames(self) -> list[int]:
         """The frames on all rows, and behind them."""
         return self.tail_frames + [frame for row in np.flatnonzero(self.ends).tolist() for frame in self.frames_in(row)]
+
+    def mapped_range(self, row: int, used: int, end: int, owner: int) -> MappedRange:
+        """The pages of a row, of which an `owner` uses bytes `[used, end)`."""
+        start, nbytes = self.range_of(Run(row, self.first[row], self.end[row]))
+        return MappedRange(start, nbytes, self.address_of(row, 0) + used, end - used, row, owner)
 
     def count_use(self, row: int, begin: int, end: int) -> None:
         """Counts that a sequence has left pages. Their frames are told when they leave the row, or when somebody asks,

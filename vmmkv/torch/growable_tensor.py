@@ -37,6 +37,7 @@ from ..memory.monitor import operation
 from ..memory.pool import FramePool
 from ..space.arena import Arena, check_address_space, wait_for_device
 from ..space.change import Change
+from ..stats import MappedRange
 from ..tensors import check_dense, export_range
 
 
@@ -126,7 +127,7 @@ class GrowableTensor:
         with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
             flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
             self._whole = flat[: self.shape_max[0] * self._row_bytes].view(self.dtype).view(self.shape_max)
-        _tensors.add(self)
+        tensors.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -240,6 +241,12 @@ class GrowableTensor:
         budget = pool.limit if limit is None else limit
         return GrowableTensorStats(budget * size, physical * size, self._length * self._row_bytes)
 
+    @operation
+    def mapped_ranges(self) -> list[MappedRange]:
+        """Where its pages are mapped now: nowhere, or one run."""
+        table = self._arena.table
+        return [table.mapped_range(0, 0, self._length * self._row_bytes, 0)] if table.pages(0) else []
+
     def close(self) -> None:
         """Gives all memory back now, after all work on the device. To touch a view after this is a fault.
 
@@ -330,11 +337,12 @@ class GrowableTensor:
         self.close()
 
 
-_tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
+tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
+"""All of this process."""
 
 
 def _after_fork() -> None:
-    for tensor in list(_tensors):
+    for tensor in list(tensors):
         tensor._after_fork()
 
 
