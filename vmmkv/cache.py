@@ -8,7 +8,7 @@ import itertools
 import operator
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
@@ -210,7 +210,7 @@ class KVCache:
         """Bytes of a page."""
         return self._driver.page_size
 
-    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0) -> Sequence:
+    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0, tenant: Hashable = None) -> Sequence:
         """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one.
 
         It belongs to the current stream: order work on other streams behind it, and name them with
@@ -220,6 +220,9 @@ class KVCache:
             tokens: that there is room for at once, on the parked row that fits them best.
             expected_tokens: that it will soon have in all, where they come in chunks: maps nothing for them, but finds
                 the parked row that fits best, and takes pages for others from there only where no others are idle.
+            tenant: whose it is. What a tenant's sequences wrote can never be read from another's rows, in all that is
+                mapped there: their rows are not adopted, and their pages are zeroed before they go on. None is nobody
+                in particular, and one of them.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.
@@ -228,15 +231,16 @@ class KVCache:
         """
         for count in (tokens, expected_tokens):
             check_length(_check_tokens(count), self.max_seq_len)
-        return self._sequence(tokens, expected_tokens)
+        return self._sequence(tokens, expected_tokens, tenant)
 
     @operation
-    def _sequence(self, tokens: int, expected_tokens: int) -> Sequence:
+    def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
-        row, number = self._rows.pick(max(tokens, expected_tokens)), next(self._numbers)
+        whose = self.pool.tenants.number(tenant)
+        row, number = self._rows.pick(max(tokens, expected_tokens), whose), next(self._numbers)
         sequence = Sequence(self, number, row)
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, (row, number))
-        self._rows.take(row, number, tokens, expected_tokens)  # from here on somebody will free it
+        self._rows.take(row, number, tokens, expected_tokens, whose)  # from here on somebody will free it
         self._ring()
         return sequence
 

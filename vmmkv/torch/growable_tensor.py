@@ -290,10 +290,13 @@ class GrowableTensor:
         change.commit(pool)
         try:
             change.check()
-        except DriverError:
+            for address, nbytes in arena.table.unclean(0, old_end, end, tenant=0):
+                self._driver.fill(address, nbytes, 0, self._driver.current_stream())
+        except VmmkvError:
             with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
                 arena.unmap_back(0, old_end)
             raise
+        arena.table.belong(0, old_end, end, tenant=0)
 
     def _fence_all(self) -> None:
         """Keeps the pages behind the last row until all work so far has finished."""
