@@ -188,7 +188,7 @@ class KVCache:
         """Gives rows an account, and addresses."""
         pool = self.pool
         with pool.monitor.changing, pool.monitor.lock:
-            pool.monitor.check_outside("KVCache")
+            pool.monitor.check_outside("KVCache", changing=True)
             pool.check_usable()
             pool.collect()
             if rows.lookahead and pool.mapper is None:
@@ -466,7 +466,7 @@ class KVCache:
         with monitor.changing, monitor.lock:
             if not self._is_open:
                 return
-            monitor.check_outside("close")
+            monitor.check_outside("close", changing=True)
             with monitor.inside:
                 wait_for_device(self._driver)
                 self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")

@@ -356,7 +356,7 @@ class FramePool:
         if self._unusable is UseAfterFreeError:
             return
         with self.monitor.changing, self.monitor.lock:
-            self.monitor.check_outside("close")
+            self.monitor.check_outside("close", changing=True)
             self.collect()
             if self.accounts:
                 raise BudgetError(f"{len(self.accounts)} caches or tensors lie on this pool; close them first")

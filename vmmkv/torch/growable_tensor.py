@@ -115,7 +115,7 @@ class GrowableTensor:
         self._unusable: Callable[[], VmmkvError] | None = None
         self._is_closed = False
         with pool.monitor.changing, pool.monitor.lock:
-            pool.monitor.check_outside("GrowableTensor")
+            pool.monitor.check_outside("GrowableTensor", changing=True)
             pool.check_usable()
             self._account = pool.open_account(self, None if self._owns_pool else pages_within(self._driver, max_bytes))
             try:
@@ -255,7 +255,7 @@ class GrowableTensor:
                 if not self._is_closed:
                     raise self._unusable()
                 return
-            monitor.check_outside("close")
+            monitor.check_outside("close", changing=True)
             with monitor.inside:
                 wait_for_device(self._driver)
                 self._length = 0
