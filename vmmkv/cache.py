@@ -7,7 +7,7 @@ import html
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
@@ -185,7 +185,7 @@ class KVCache:
         """Gives rows an account, and addresses."""
         pool = self.pool
         with pool.monitor.changing, pool.monitor.lock:
-            pool.monitor.check_outside("KVCache")
+            pool.monitor.check_outside("KVCache", changing=True)
             pool.check_usable()
             pool.collect()
             if rows.lookahead and pool.mapper is None:
@@ -207,7 +207,7 @@ class KVCache:
         """Bytes of a page."""
         return self._driver.page_size
 
-    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0) -> Sequence:
+    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0, tenant: Hashable = None) -> Sequence:
         """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one.
 
         It belongs to the current stream: order work on other streams behind it, and name them with
@@ -218,6 +218,9 @@ class KVCache:
             expected_tokens: that it will soon have in all, where they come in chunks: finds the parked row that fits
                 best, and takes pages for others from there only where no others are idle. With a lookahead the mapper
                 maps them ahead, as far as memory is idle; nothing here waits for it.
+            tenant: whose it is. What a tenant's sequences wrote can never be read from another's rows, in all that is
+                mapped there: their rows are not adopted, and their pages are zeroed before they go on. None is nobody
+                in particular, and one of them.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.
@@ -226,15 +229,16 @@ class KVCache:
         """
         for count in (tokens, expected_tokens):
             check_length(check_tokens(count), self.max_seq_len)
-        return self._sequence(tokens, expected_tokens)
+        return self._sequence(tokens, expected_tokens, tenant)
 
     @operation
-    def _sequence(self, tokens: int, expected_tokens: int) -> Sequence:
+    def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
-        row, number = self._rows.pick(max(tokens, expected_tokens)), next(self._numbers)
+        whose = self.pool.tenants.number(tenant)
+        row, number = self._rows.pick(max(tokens, expected_tokens), whose), next(self._numbers)
         sequence = Sequence(self, self._rows, number, row)
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, (row, number))
-        self._rows.take(row, number, tokens, expected_tokens)  # from here on somebody will free it
+        self._rows.take(row, number, tokens, expected_tokens, whose)  # from here on somebody will free it
         self._rows.ring()
         return sequence
 
@@ -407,15 +411,17 @@ class KVCache:
         with monitor.changing, monitor.lock:
             if not self._is_open:
                 return
-            monitor.check_outside("close")
+            monitor.check_outside("close", changing=True)
             with monitor.inside:
                 wait_for_device(self._driver)
                 self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")
                 self._views, self._ranges = [], []
+                before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
                 self._rows.close()
                 if self._owns_pool:
                     self.pool.frames.close()
                     self.pool.mapper = None
+                monitor.is_dirty = before
                 self._is_open = False
 
     def __enter__(self) -> KVCache:

@@ -32,7 +32,7 @@ from ..errors import (
 from .budget import pages_within
 from .calls import Calls, LoopedCalls
 from .driver import Driver, NativeDriver, driver_for
-from .frames import Frames
+from .frames import Frames, Tenants
 from .meter import Meter
 from .monitor import Monitor, operation
 
@@ -163,6 +163,8 @@ class FramePool:
         """Calls of the driver, but for those of a mapper."""
         self.calls: Calls = make_calls(self.driver, self.meter)
         self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.driver.page_size)
+        self.tenants = Tenants()
+        """Whose bytes are kept apart on this pool."""
         self.accounts: list[Account] = []
         self.tables: list[Table] = []
         """Of all holders, also of those that are gone while the device may still use what they had."""
@@ -354,7 +356,7 @@ class FramePool:
         if self._unusable is UseAfterFreeError:
             return
         with self.monitor.changing, self.monitor.lock:
-            self.monitor.check_outside("close")
+            self.monitor.check_outside("close", changing=True)
             self.collect()
             if self.accounts:
                 raise BudgetError(f"{len(self.accounts)} caches or tensors lie on this pool; close them first")

@@ -104,7 +104,11 @@ class Mapper:
             return False
         pool.driver.enter_thread()
         with pool.monitor.changing:
-            return self._make_frames(pool) or self._change(pool)
+            pool.monitor.worker = threading.get_ident()  # no finalizer may change anything in between
+            try:
+                return self._make_frames(pool) or self._change(pool)
+            finally:
+                pool.monitor.worker = None
 
     def _make_frames(self, pool: FramePool) -> bool:
         """Makes frames, where there are too few for what is to be mapped ahead."""

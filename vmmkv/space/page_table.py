@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ..errors import DriverError
 from ..memory.driver import Driver
-from ..memory.frames import Frames
+from ..memory.frames import UNKNOWN, Frames
 from ..memory.pool import Account
 from ..stats import MappedRange
 
@@ -97,6 +97,17 @@ class PageTable:
         """The frames on pages `[begin, end)` of a row, as far as there are any."""
         begin, end = max(begin, self.first[row]), min(self.limit if end is None else end, self.end[row])
         return self.frame[row, begin:end].tolist() if begin < end else []
+
+    def unclean(self, row: int, begin: int, end: int, tenant: int) -> list[tuple[int, int]]:
+        """Addresses and bytes of pages `[begin, end)` that may hold bytes of another than `tenant`."""
+        holders = self._frames.tenants[self.frames_in(row, begin, end)]
+        clean = (holders == tenant) | ((holders == UNKNOWN) & (tenant == 0))
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], clean, [True]]))).reshape(-1, 2) + begin
+        return [self.range_of(Run(row, first, last)) for first, last in edges.tolist()]
+
+    def belong(self, row: int, begin: int, end: int, tenant: int) -> None:
+        """Writes down that pages hold nothing but what `tenant` may read."""
+        self._frames.tenants[self.frames_in(row, begin, end)] = tenant
 
     def mapped_frames(self) -> list[int]:
         """The frames on all rows, and behind them."""

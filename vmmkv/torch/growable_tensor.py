@@ -114,9 +114,10 @@ class GrowableTensor:
         self._fence = Fence()
         self._streams = {self._driver.current_stream()}
         self._unusable: Callable[[], VmmkvError] | None = None
-        self._is_closed = False
+        self._is_open = True
+        """The memory is ours to give back."""
         with pool.monitor.changing, pool.monitor.lock:
-            pool.monitor.check_outside("GrowableTensor")
+            pool.monitor.check_outside("GrowableTensor", changing=True)
             pool.check_usable()
             self._account = pool.open_account(self, None if self._owns_pool else pages_within(self._driver, max_bytes))
             try:
@@ -258,20 +259,20 @@ class GrowableTensor:
         """
         monitor = self.pool.monitor
         with monitor.changing, monitor.lock:
-            if self._unusable:
-                if not self._is_closed:
-                    raise self._unusable()
+            if not self._is_open:
                 return
-            monitor.check_outside("close")
+            monitor.check_outside("close", changing=True)
             with monitor.inside:
                 wait_for_device(self._driver)
+                self._unusable = functools.partial(UseAfterFreeError, "this GrowableTensor was closed; make a new one")
                 self._length = 0
+                before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
                 self._arena.close()
                 self.pool.close_account(self._account)
                 if self._owns_pool:
                     self.pool.frames.close()
-                self._is_closed = True
-                self._unusable = functools.partial(UseAfterFreeError, "this GrowableTensor was closed; make a new one")
+                monitor.is_dirty = before
+                self._is_open = False
 
     def _pages(self, length: int) -> int:
         return -(-length * self._row_bytes // self.pool.page_size)
@@ -297,10 +298,13 @@ class GrowableTensor:
         change.commit(pool)
         try:
             change.check()
-        except DriverError:
+            for address, nbytes in arena.table.unclean(0, old_end, end, tenant=0):
+                self._driver.fill(address, nbytes, 0, self._driver.current_stream())
+        except VmmkvError:
             with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
                 arena.unmap_back(0, old_end)
             raise
+        arena.table.belong(0, old_end, end, tenant=0)
 
     def _fence_all(self) -> None:
         """Keeps the pages behind the last row until all work so far has finished."""
@@ -317,6 +321,7 @@ class GrowableTensor:
         self.pool.check_usable()
 
     def _after_fork(self) -> None:
+        self._is_open = False
         self._unusable = functools.partial(
             ForkError, "this GrowableTensor was made before fork(); its memory belongs to the parent"
         )
