@@ -293,8 +293,7 @@ def static_reservation(result: Result) -> str:
 
 def serving_table(result: Result, case: int) -> str:
     name, backends = serving.by_case(result["serving"])[case]
-    rows = [(what, *(str(show(row)) for row in backends.values())) for what, show in serving.FIGURES]
-    return markdown((name, *backends), rows)
+    return markdown((name, *backends), serving.figure_lines(backends))
 
 
 def prompts_table(result: Result) -> str:

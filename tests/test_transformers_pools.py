@@ -43,7 +43,7 @@ def test_windows_and_full_attention_share_a_pool(name: str, device: str) -> None
     """As many pages as all groups take at their peak are enough: they need not be there for each of them."""
     model = tiny_model(name, "eager", device)
     tokens = random_tokens(model, 3, 40)
-    roomy = vmm_cache(model.config, device)
+    roomy = vmm_cache(model.config, device, lookahead=0)
     expected = model.generate(tokens, past_key_values=roomy, do_sample=False, **LENGTHS)
     (pool,) = roomy.pools
     assert len(roomy.kv_caches) == 2
@@ -137,7 +137,8 @@ def test_a_pool_ends_with_what_lies_on_it(device: str) -> None:
 
 def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
     """Tokens move to rows of another layout: both are on the pool meanwhile, and one is afterwards."""
-    cache = VmmCache(LlamaConfig(**{**DECODER, "num_hidden_layers": 2}), 400, pool=(pool := make_pool(device)))
+    pool = make_pool(device)
+    cache = VmmCache(LlamaConfig(**{**DECODER, "num_hidden_layers": 2}), 400, pool=pool, lookahead=0)
     gc.disable()  # nothing waits for it
     try:
         cache.update(*torch.randn(2, 1, 2, 40, 64, device=device), 0)

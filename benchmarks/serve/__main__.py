@@ -74,6 +74,10 @@ def main(
     chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the long prompts.")] = None,
     shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
+    lookahead: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens that are mapped ahead of each sequence; 0 without a mapper, else the usual."),
+    ] = None,
     device: Device = None,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and random requests.")] = 0,
     budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
@@ -115,7 +119,7 @@ def main(
     positions = max(prompt, *(workload.max_seq_len for workload in workloads))
     make = random_model if name in MODELS else load_model
     weights = make(config if name in MODELS else Path(name), positions, driver.device, dtype)
-    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed)
+    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead)
     result: dict[str, Any] = {
         "environment": environment(driver.device),
         "peers": versions(),
@@ -125,6 +129,7 @@ def main(
         "token_bytes": token_bytes,
         "max_sequences": max_sequences,
         "chunk": chunk,
+        "lookahead": lookahead,
         "workloads": [describe(workload) for workload in workloads],
         "serving": [],
         "prefill": [],

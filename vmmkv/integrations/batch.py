@@ -31,32 +31,36 @@ class Limits:
     Attributes:
         max_seq_len: tokens of a row. Virtual addresses only.
         max_batch_size: rows, likewise.
+        lookahead: tokens that are mapped behind each row before it needs them, as in `KVCache`.
 
     Raises:
-        ArgumentError, LayoutError: as in `at_least_one`.
+        ArgumentError: what must be a whole number is none.
+        LayoutError: it is one that cannot be.
     """
 
     max_seq_len: int
     max_batch_size: int
+    lookahead: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_seq_len", "max_batch_size"):
-            object.__setattr__(self, name, at_least_one(name, getattr(self, name)))
+        for name, least in (("max_seq_len", 1), ("max_batch_size", 1), ("lookahead", 0)):
+            if (size := getattr(self, name)) is not None or least:
+                object.__setattr__(self, name, check_size(name, size, least))
 
 
-def at_least_one(name: str, size: object) -> int:
+def check_size(name: str, size: object, least: int = 1) -> int:
     """A size that was given under a name.
 
     Raises:
         ArgumentError: it is no whole number.
-        LayoutError: it is less than 1.
+        LayoutError: it is less than `least`.
     """
     try:
         number = operator.index(size)  # type: ignore[arg-type]
     except TypeError:
         raise ArgumentError(f"got {name}={size!r}; it must be a whole number") from None
-    if number < 1:
-        raise LayoutError(f"asked for {name}={number}; it is at least 1")
+    if number < least:
+        raise LayoutError(f"asked for {name}={number}; it is at least {least}")
     return number
 
 
@@ -106,6 +110,7 @@ class Batch:
             pool=pool,
             int32_strides=True,
             zero_tail=zero_tail,
+            lookahead=0 if zero_tail else limits.lookahead,
         )
         self._limits = limits
         self._places = [Place.of(self.kv_cache, layer) for layer in range(layout.num_layers)]

@@ -13,7 +13,7 @@ import torch
 from ..errors import ArgumentError, DeviceError
 from ..memory.budget import parse_bytes
 from ..memory.pool import FramePool
-from .batch import at_least_one
+from .batch import check_size
 
 
 class Pools:
@@ -41,7 +41,7 @@ class Pools:
         if max_bytes is not None:
             parse_bytes(max_bytes, free=0)
         self._max_bytes = max_bytes
-        self._page_size = None if page_size is None else at_least_one("page_size", page_size)
+        self._page_size = None if page_size is None else check_size("page_size", page_size)
         self._given = given
         self._made: weakref.WeakValueDictionary[torch.device, FramePool] = weakref.WeakValueDictionary()
 

@@ -81,6 +81,8 @@ class VmmCache(DynamicCache):
             that is free when K and V first come there; None is 80 % of it.
         page_size: bytes of a page; None is 2 MiB.
         pool: to lie on, instead of `max_bytes` and `page_size`: for models on its device.
+        lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is two
+            pages of them on a GPU, 0 is no thread. There is none where rows are read to their end.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
             tokens only; others read `max_seq_len` tokens at each step, masked behind the live ones, and are slower
@@ -106,6 +108,7 @@ class VmmCache(DynamicCache):
         max_bytes: float | str | None = None,
         page_size: int | None = None,
         pool: FramePool | None = None,
+        lookahead: int | None = None,
         compile: bool = False,
         offloading: bool = False,
     ) -> None:
@@ -122,7 +125,7 @@ class VmmCache(DynamicCache):
                 "offloading=True) moves them to the host and back"
             )
         super().__init__(config=config)
-        self._limits = limits = Limits(max_seq_len, max_batch_size)
+        self._limits = limits = Limits(max_seq_len, max_batch_size, lookahead)
         self._pools = pools = Pools(max_bytes, page_size, pool)
         self._passes = passes = Passes()
         self._is_compiled = compile
