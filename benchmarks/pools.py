@@ -273,10 +273,8 @@ def show(result: Row) -> None:
     """Prints a column for each mode, and a line for each move."""
     title = f"{' and '.join(result['models'])} on {result['environment']['device']}, bursts in turns"
     console.print(make_table(title, ("what", *(run["mode"] for run in result["runs"])), table(result)))
-    columns = "prompts come to", "memory", "ms", "ms per 10 GiB", "slowest prompt, ms", "driver calls"
-    console.print(
-        make_table(f"Memory that moves, prompts of {result['prompt_tokens']:,} tokens", columns, moves(result))
-    )
+    title = f"Memory that moves, prompts of {result['prompt_tokens']:,} tokens"
+    console.print(make_table(title, MOVES, moves(result)))
     for row in result["comparisons"]:
         console.print(f"{row['what']}: {row['value']:.3g}" + (f" (aim {row['aim']})" if "aim" in row else ""))
     for what in result["missed"]:
@@ -301,6 +299,10 @@ def table(result: Row) -> list[tuple[str, ...]]:
         "preemptions": lambda run: f"{sum(b['preemptions'] for b in run['bursts']):,}",
     }
     return [(what, *map(cell, result["runs"])) for what, cell in lines.items()]
+
+
+MOVES = "prompts come to", "memory", "ms", "ms per 10 GiB", "slowest prompt, ms", "driver calls"
+"""Columns of the table of moves."""
 
 
 def moves(result: Row) -> list[tuple[str, ...]]:
