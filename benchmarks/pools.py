@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -32,7 +32,7 @@ from .engine.engine import Engine
 from .engine.model import MODELS, Model, random_model
 from .engine.vmm import make_driver
 from .serve.measure import Settings, figures, free_memory, make_engine
-from .serve.workloads import Limits, Workload, make_workload
+from .serve.workloads import Limits, Usual, Workload, make_workload
 
 Row = dict[str, Any]
 MODES = SHARED, HALVES = ("one pool", "a fixed half each")
@@ -48,16 +48,6 @@ KEPT = (
 """Figures of a burst."""
 MOVED = 10 << 30
 """Bytes that the time of a move is told for."""
-
-
-class Usual(NamedTuple):
-    """What is measured unless one asks for something else."""
-
-    model: str
-    memory: str
-    max_seq_len: int
-    prompt_tokens: int
-    shorten: int
 
 
 GPU = Usual("llama-3.1-8b", "8GiB", 8192, 8192, shorten=1)

@@ -14,7 +14,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -32,17 +32,7 @@ from vmmkv.memory.driver import open_driver
 from .measure import Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
-from .workloads import Limits, Workload, make_workload
-
-
-class Usual(NamedTuple):
-    """What is measured unless one asks for something else."""
-
-    model: str
-    memory: str
-    max_seq_len: int
-    prompt_tokens: int
-    shorten: int
+from .workloads import Limits, Usual, Workload, make_workload
 
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
