@@ -34,7 +34,6 @@ from .prompts import compare_prefill
 from .report import compare, draw, tables
 from .workloads import Limits, Usual, Workload, make_workload
 
-
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
 HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
 CHOICES = dict.fromkeys(BACKENDS, "") | {"vmm+fa3": "fa3_fwd_interface", "paged+flashinfer": "flashinfer"}
