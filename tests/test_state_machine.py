@@ -61,7 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.layout = small_layout(self.driver, layers_per_range=self.layers_per_range)
         max_bytes = (BUDGET + self.zero_tail) * self.driver.page_size
         self.cache = vmmkv.KVCache(
-            self.layout, ROWS, MAX_SEQ_LEN, max_bytes=max_bytes, driver=self.driver, **self.policy
+            self.layout, ROWS, MAX_SEQ_LEN, max_bytes=max_bytes, driver=self.driver, lookahead=0, **self.policy
         )
         self.cache._rows.spare = self.spare  # so small a budget would have none
         self.zero = self.driver.handles.copy()

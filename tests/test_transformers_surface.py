@@ -582,6 +582,7 @@ def test_a_crop_that_one_layer_refuses_changes_none() -> None:
     assert [layer.get_seq_length() for layer in cache.layers if isinstance(layer, VmmLayer)] == [9, 9]
 
 
+@pytest.mark.simulator
 def test_a_copy_of_a_compiled_cache_whose_window_has_moved(device: str) -> None:
     """Its tokens lie at their positions, and the pages before them are not there."""
     head_dim = 64 if device == "cpu" else 256  # for which there are kernels: then windows give pages back

@@ -25,8 +25,8 @@ from .change import Change
 
 CHUNK = 32
 """Pages of one change: about a millisecond of the driver's time, which who grows meanwhile may have to wait."""
-STOCK = 1 / 64
-"""Of a pool's pages: to be free, or made, before prompts come that nobody has announced."""
+STOCK = 1 / 32
+"""Of the pages that are mapped: so many are to be free beside them, for prompts that nobody has announced."""
 
 
 class Grower(Protocol):
@@ -153,7 +153,7 @@ class Mapper:
     def _missing(self, pool: FramePool) -> int:
         """Frames that should be free and are not."""
         wanted = sum(grower.pages_ahead(CHUNK) for grower in growers(pool))
-        return wanted + int(STOCK * pool.limit) - len(pool.frames.free)
+        return wanted + int(STOCK * pool.frames.taken) - len(pool.frames.free)
 
 
 def growers(pool: FramePool) -> list[Grower]:
