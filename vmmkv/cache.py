@@ -7,6 +7,7 @@ import html
 import itertools
 import operator
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
@@ -23,10 +24,11 @@ from .errors import (
     DeviceError,
     ForkError,
     LayoutError,
+    LeakWarning,
     UseAfterFreeError,
     VmmkvError,
 )
-from .invariants import check_pool, check_rows
+from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
@@ -155,6 +157,7 @@ class KVCache:
             zero_tail=zero_tail,
             lookahead=lookahead,
             overread=overread,
+            poison=pool.is_debugged and layout.dtype.is_floating_point,
         )
         self._rows = self._open_rows(rows, row_bytes, limit, guaranteed)
         arenas = [arena for arena, _ in self._rows.ranges]
@@ -194,6 +197,8 @@ class KVCache:
             if rows.lookahead and pool.mapper is None:
                 pool.mapper = Mapper(pool)
                 weakref.finalize(pool, pool.mapper.stop)
+            if pool.is_debugged:
+                watch(pool)
             pages = pages_within(self._driver, guaranteed) if guaranteed else 0
             rows.open(pool.open_account(rows, limit, pages), row_bytes)
         return rows
@@ -465,6 +470,7 @@ class KVCache:
             monitor.check_outside("close")
             with monitor.inside:
                 wait_for_device(self._driver)
+                leaks = self._rows.held() if self.pool.is_debugged else []
                 self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")
                 self._views, self._ranges = [], []
                 self._rows.close()
@@ -472,6 +478,9 @@ class KVCache:
                     self.pool.frames.close()
                     self.pool.mapper = None
                 self._is_open = False
+        if leaks:
+            report = "\n".join(["a KVCache was closed with live sequences:", *leaks])
+            warnings.warn(report, LeakWarning, stacklevel=2)
 
     def __enter__(self) -> KVCache:
         return self

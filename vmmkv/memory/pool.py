@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,6 +29,7 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
+from . import debugging
 from .budget import pages_within
 from .calls import Calls, LoopedCalls
 from .driver import Driver, NativeDriver, driver_for
@@ -69,6 +70,9 @@ class Holder(Protocol):
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""
 
+    def held(self) -> list[str]:
+        """What users hold of it, a line for each, and with debugging who took that."""
+
 
 class Bell(Protocol):
     """Who maps ahead of need."""
@@ -99,12 +103,14 @@ class Account:
         limit: the most that it may have mapped; None is all of the pool.
         guaranteed: what it can have at any time.
         taken: what it has.
+        origin: with debugging, who made the holder.
     """
 
     holder: weakref.ref[Holder]
     limit: int | None = None
     guaranteed: int = 0
     taken: int = 0
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,6 +164,8 @@ class FramePool:
         self.driver = driver_for(driver, device, page_size)
         self.limit = pages_within(self.driver, max_bytes)
         """Pages, now."""
+        self.is_debugged = debugging.is_on()
+        """Whether `VMMKV_DEBUG` was set when it was made."""
         self.monitor = Monitor()
         self.meter = Meter()
         """Calls of the driver, but for those of a mapper."""
@@ -256,6 +264,8 @@ class FramePool:
                     f"pool {promised} are guaranteed to others, or in use by them. Ask for less, or raise its limit"
                 )
             account = Account(weakref.ref(holder), limit, guaranteed)
+            if self.is_debugged:
+                account.origin = debugging.caller()
             self.accounts.append(account)
             return account
 
@@ -357,9 +367,17 @@ class FramePool:
             self.monitor.check_outside("close")
             self.collect()
             if self.accounts:
-                raise BudgetError(f"{len(self.accounts)} caches or tensors lie on this pool; close them first")
+                report = "\n".join(["", *self._held()]) if self.is_debugged else ""
+                raise BudgetError(f"{len(self.accounts)} caches or tensors lie on this pool; close them first{report}")
             self._unusable = UseAfterFreeError
             self.frames.close()
+
+    def _held(self) -> Iterator[str]:
+        """Who has what, for a leak report."""
+        for account in self.accounts:
+            yield f"{account.taken} pages of what was made at {account.origin}"
+            holder = account.holder()
+            yield from (f"  {line}" for line in (holder.held() if holder is not None else ()))
 
     def _shrink_to(self, limit: int) -> None:
         """Gives frames back to the system, until at most so many are left, or all are used."""

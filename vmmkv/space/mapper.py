@@ -104,7 +104,11 @@ class Mapper:
             return False
         pool.driver.enter_thread()
         with pool.monitor.changing:
-            return self._make_frames(pool) or self._change(pool)
+            is_busy = self._make_frames(pool) or self._change(pool)
+            with pool.monitor.lock:
+                if not pool.monitor.is_dirty:
+                    pool.monitor.verify()
+            return is_busy
 
     def _make_frames(self, pool: FramePool) -> bool:
         """Makes frames, where there are too few for what is to be mapped ahead."""

@@ -29,6 +29,7 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
+from ..invariants import watch
 from ..layout import shown, whole_number
 from ..memory.budget import pages_within
 from ..memory.driver import Driver
@@ -117,6 +118,8 @@ class GrowableTensor:
         with pool.monitor.changing, pool.monitor.lock:
             pool.monitor.check_outside("GrowableTensor")
             pool.check_usable()
+            if pool.is_debugged:
+                watch(pool)
             self._account = pool.open_account(self, None if self._owns_pool else pages_within(self._driver, max_bytes))
             try:
                 self._arena = Arena(pool, self._account, 1, nbytes)
@@ -226,6 +229,10 @@ class GrowableTensor:
             self._fence.wait()
         end = max(self._pages(self._length), self._arena.table.end[0] - count)
         return self._arena.unmap_back(0, end) if self._fence.passed() else 0
+
+    def held(self) -> list[str]:
+        """What of it is in use."""
+        return [f"{self._length} rows"] if self._length else []
 
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""
