@@ -33,7 +33,6 @@ from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
 from .memory.fence import check_stream
-from .memory.meter import Meter
 from .memory.monitor import bookkeeping, operation
 from .memory.pool import FramePool
 from .picture import draw_cache, draw_sequence
@@ -42,7 +41,7 @@ from .rows.table import RowTable
 from .sequence import Sequence, check_length
 from .space.arena import check_address_space, wait_for_device
 from .space.mapper import Mapper
-from .stats import CacheStats, CallStats
+from .stats import CacheStats
 from .tensors import export_range, kv_views
 
 
@@ -526,7 +525,7 @@ class KVCache:
             "free": len(pool.frames.free) if self._owns_pool else 0,
             "zero": len(rows.zero_frames),
         }
-        calls = _call_stats(pool.meter)
+        calls = pool.meter.stats()
         limit = rows.account.limit
         return CacheStats(
             budget_bytes=(pool.limit if limit is None else limit) * size,
@@ -542,7 +541,7 @@ class KVCache:
             adoptions=rows.adoptions,
             pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.caller_pages},
             driver_calls=calls,
-            mapper_calls=_call_stats(pool.mapper.meter) if pool.mapper else {},
+            mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
             driver_seconds=sum(call.seconds for call in calls.values()),
         )
 
@@ -626,10 +625,6 @@ class KVCache:
     @operation
     def _draw_sequence(self, sequence: Sequence) -> str:
         return draw_sequence(self._rows, self._check_live(sequence))
-
-
-def _call_stats(meter: Meter) -> dict[str, CallStats]:
-    return {name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in vars(meter).items() if calls.count}
 
 
 def _whole_numbers(

@@ -11,6 +11,7 @@ Invariants, in pages:
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections import deque
@@ -29,6 +30,7 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
+from ..stats import CallStats
 from . import debugging
 from .budget import pages_within
 from .calls import Calls, LoopedCalls
@@ -36,6 +38,7 @@ from .driver import Driver, NativeDriver, driver_for
 from .frames import Frames
 from .meter import Meter
 from .monitor import Monitor, operation
+from .ranges import Ranges
 
 
 class Table(Protocol):
@@ -69,6 +72,9 @@ class Holder(Protocol):
 
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""
+
+    def sequences(self) -> tuple[int, int]:
+        """Live sequences, and their tokens."""
 
     def held(self) -> list[str]:
         """What users hold of it, a line for each, and with debugging who took that."""
@@ -123,6 +129,13 @@ class FramePoolStats:
         free_bytes: what of it belongs to nobody.
         guaranteed_bytes: what is promised to accounts.
         holders: how many have an account.
+        used_bytes: what of it holders use, so that nobody else can have it.
+        sequences: live ones, of caches.
+        tokens: theirs.
+        pages_created: pages created since the beginning.
+        pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
+        driver_calls: calls of the memory system by name, but for the mapper's.
+        mapper_calls: those of the mapper, which nobody waits for.
     """
 
     limit_bytes: int
@@ -130,6 +143,13 @@ class FramePoolStats:
     free_bytes: int
     guaranteed_bytes: int
     holders: int
+    used_bytes: int
+    sequences: int
+    tokens: int
+    pages_created: int
+    pages_mapped: dict[str, int]
+    driver_calls: dict[str, CallStats]
+    mapper_calls: dict[str, CallStats]
 
 
 class FramePool:
@@ -167,10 +187,15 @@ class FramePool:
         self.is_debugged = debugging.is_on()
         """Whether `VMMKV_DEBUG` was set when it was made."""
         self.monitor = Monitor()
+        self.ranges = Ranges(self.driver.device)
         self.meter = Meter()
         """Calls of the driver, but for those of a mapper."""
         self.calls: Calls = make_calls(self.driver, self.meter)
         self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.driver.page_size)
+        self.number = next(_numbers)
+        """Among the pools of this process."""
+        self.pages_in_need = 0
+        """Pages that growths had to map themselves."""
         self.accounts: list[Account] = []
         self.tables: list[Table] = []
         """Of all holders, also of those that are gone while the device may still use what they had."""
@@ -180,7 +205,7 @@ class FramePool:
         """Who maps ahead, where somebody wants that."""
         self._unusable: type[VmmkvError] | None = None
         weakref.finalize(self, _release_all, self.frames, os.getpid()).atexit = False
-        _pools.add(self)
+        _pools[self.number] = self
 
     @property
     def pool(self) -> FramePool:
@@ -242,12 +267,21 @@ class FramePool:
         """A snapshot."""
         self.collect()
         size = self.page_size
+        holders = [holder for account in self.accounts if (holder := account.holder()) is not None]
+        sequences, tokens = map(sum, zip((0, 0), *(holder.sequences() for holder in holders)))
         return FramePoolStats(
-            self.limit * size,
-            self.frames.existing * size,
-            len(self.frames.free) * size,
-            sum(account.guaranteed for account in self.accounts) * size,
-            len(self.accounts),
+            limit_bytes=self.limit * size,
+            physical_bytes=self.frames.existing * size,
+            free_bytes=len(self.frames.free) * size,
+            guaranteed_bytes=sum(account.guaranteed for account in self.accounts) * size,
+            holders=len(self.accounts),
+            used_bytes=sum(map(_used, self.accounts)) * size,
+            sequences=sequences,
+            tokens=tokens,
+            pages_created=self.frames.made,
+            pages_mapped={"ahead": self.mapper.pages if self.mapper else 0, "in need": self.pages_in_need},
+            driver_calls=self.meter.stats(),
+            mapper_calls=self.mapper.meter.stats() if self.mapper else {},
         )
 
     def open_account(self, holder: Holder, limit: int | None = None, guaranteed: int = 0) -> Account:
@@ -412,11 +446,22 @@ _REASONS = {
     UseAfterFreeError: "this FramePool was closed; make a new one",
 }
 
-_pools: weakref.WeakSet[FramePool] = weakref.WeakSet()
+_numbers = itertools.count()
+_pools: weakref.WeakValueDictionary[int, FramePool] = weakref.WeakValueDictionary()
+
+
+def pool_stats() -> dict[FramePool, FramePoolStats]:
+    """A snapshot of each pool of this process that is in use, the first one made coming first."""
+    stats = {}
+    for reference in _pools.valuerefs():
+        if (pool := reference()) is not None:
+            with suppress(VmmkvError):
+                stats[pool] = pool.stats()
+    return stats
 
 
 def _forget_pools() -> None:
-    for pool in _pools:
+    for pool in list(_pools.values()):
         pool._after_fork()
 
 

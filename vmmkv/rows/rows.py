@@ -172,6 +172,11 @@ class Rows:
                 pages[used] = self.table.owner[row]
         return pages
 
+    def sequences(self) -> tuple[int, int]:
+        """Live sequences, and their tokens."""
+        rows = self.table.live_rows()
+        return len(rows), int((self.table.lengths[rows] - self.table.starts[rows]).sum())
+
     def held(self) -> list[str]:
         """What live sequences hold, a line for each, and with debugging who has started it."""
         lines = []
@@ -384,7 +389,8 @@ class Rows:
         """
         self._claims = claims
         try:
-            self._map(needing)
+            with self.pool.ranges.growth:
+                self._map(needing)
         finally:
             self._claims = {}
 
@@ -406,6 +412,7 @@ class Rows:
             if missing:
                 supply = self._supply(missing)
                 self.caller_pages += missing
+                self.pool.pages_in_need += missing
             self._run(plan, supply)
             if self.scrub and not (self._pattern and self._is_captured(rows)):
                 zeroing = True
@@ -699,15 +706,16 @@ class Rows:
 
     def _reclaim_from(self, rows: Iterable[tuple[int, int]], count: int, wait: bool = False) -> int:
         reclaimed = 0
-        for row, keep in rows:
-            if not self._surplus(row):
-                continue
-            if wait:
-                self.table.fences[row].wait()
-            if self.table.fences[row].passed():
-                reclaimed += self._unmap_surplus(row, count - reclaimed, keep)
-            if reclaimed >= count:
-                break
+        with self.pool.ranges.reclaiming:
+            for row, keep in rows:
+                if not self._surplus(row):
+                    continue
+                if wait:
+                    self.table.fences[row].wait()
+                if self.table.fences[row].passed():
+                    reclaimed += self._unmap_surplus(row, count - reclaimed, keep)
+                if reclaimed >= count:
+                    break
         return reclaimed
 
     def _unmap_surplus(self, row: int, count: int, keep: int = 0) -> int:

@@ -120,7 +120,8 @@ class Mapper:
                 new = pool.frames.plan(count) if count > 0 else []
         if not new:
             return False
-        outcome = self._calls.create(pool.frames.handles, new)
+        with pool.ranges.frames:
+            outcome = self._calls.create(pool.frames.handles, new)
         with pool.monitor.lock, pool.monitor.working():
             pool.frames.commit(new, outcome.done)
         outcome.check()
@@ -142,7 +143,8 @@ class Mapper:
                     missing -= grower.plan_release(change, missing) if missing > 0 else 0
         if change.is_empty:
             return False
-        change.run()
+        with pool.ranges.change:
+            change.run()
         with pool.monitor.lock, pool.monitor.working():
             self.pages += change.commit(pool)
             for grower in holders:

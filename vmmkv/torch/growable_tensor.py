@@ -230,6 +230,10 @@ class GrowableTensor:
         end = max(self._pages(self._length), self._arena.table.end[0] - count)
         return self._arena.unmap_back(0, end) if self._fence.passed() else 0
 
+    def sequences(self) -> tuple[int, int]:
+        """None: it has rows, and these are no tokens."""
+        return 0, 0
+
     def held(self) -> list[str]:
         """What of it is in use."""
         return [f"{self._length} rows"] if self._length else []
@@ -294,7 +298,7 @@ class GrowableTensor:
         change = Change(pool.calls, pool.frames.handles)
         arena.plan_growth(change, 0, end, supply)
         change.run()
-        change.commit(pool)
+        pool.pages_in_need += change.commit(pool)
         try:
             change.check()
         except DriverError:
