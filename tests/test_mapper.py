@@ -260,3 +260,24 @@ def test_overread(overread: int, growths: list[int]) -> None:
         if sequence.length:
             end = base + (sequence.length + overread) * record
             assert driver.accessible.issuperset(range(base, end, driver.page_size))
+
+
+def test_a_finalizer_in_its_thread_changes_nothing_in_between() -> None:
+    cache, driver, mapper = make()
+    sequence = cache.sequence(30)
+    seen: list[type] = []
+
+    def meanwhile() -> None:
+        if mapper_is_at_work:
+            for change in (lambda: cache.sequence(40), cache.trim, cache.close):
+                with pytest.raises(vmmkv.BusyError):
+                    change()
+                seen.append(vmmkv.BusyError)
+
+    driver.meanwhile = meanwhile
+    mapper_is_at_work = True
+    work(mapper)
+    mapper_is_at_work = False
+    assert seen
+    cache.check()
+    sequence.extend(LOOKAHEAD)

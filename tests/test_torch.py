@@ -229,7 +229,7 @@ C_FUNCTIONS = """
     import numpy as np
     from numba import carray, cfunc, njit, types
     from vmmkv.torch.allocator import C_ARGUMENTS, Allocator, _kept
-    from vmmkv.memory.native import pointer
+    from vmmkv.memory.native import pointer as void_pointer
 
     libc = ctypes.CDLL(None)
     for name, result, arguments in (
@@ -249,7 +249,7 @@ C_FUNCTIONS = """
 
     @njit
     def count(size):
-        held = carray(pointer(address_of_held), 2, np.int64)
+        held = carray(void_pointer(address_of_held), 2, np.int64)
         lock(address_of_held + 16)
         held[0] += size
         held[1] = max(held[0], held[1])

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import html
 import itertools
-import operator
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
 from types import TracebackType
 from typing import Any, NoReturn
@@ -21,7 +20,6 @@ import torch
 from .errors import (
     ArgumentError,
     BusyError,
-    DeviceError,
     ForkError,
     LayoutError,
     LeakWarning,
@@ -29,19 +27,18 @@ from .errors import (
     VmmkvError,
 )
 from .invariants import check_pool, check_rows, watch
-from .layout import KVLayout, shown, whole_number
+from .layout import KVLayout, whole_number
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
-from .memory.fence import check_stream
 from .memory.monitor import bookkeeping, operation
 from .memory.pool import FramePool
-from .picture import draw_cache, draw_sequence
+from .picture import draw_cache
 from .rows.rows import Rows
 from .rows.table import RowTable
-from .sequence import Sequence, check_length
+from .sequence import Sequence, check_length, check_tokens
 from .space.arena import check_address_space, wait_for_device
 from .space.mapper import Mapper
-from .stats import CacheStats
+from .stats import CacheStats, MappedRange
 from .tensors import export_range, kv_views
 
 
@@ -171,7 +168,7 @@ class KVCache:
         self._is_open = True
         """The memory is ours to give back."""
         self._unusable: Callable[[], VmmkvError] | None = None
-        _caches.add(self)
+        caches.add(self)
 
     def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
         """The lookahead to use."""
@@ -190,7 +187,7 @@ class KVCache:
         """Gives rows an account, and addresses."""
         pool = self.pool
         with pool.monitor.changing, pool.monitor.lock:
-            pool.monitor.check_outside("KVCache")
+            pool.monitor.check_outside("KVCache", changing=True)
             pool.check_usable()
             pool.collect()
             if rows.lookahead and pool.mapper is None:
@@ -214,7 +211,7 @@ class KVCache:
         """Bytes of a page."""
         return self._driver.page_size
 
-    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0) -> Sequence:
+    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0, tenant: Hashable = None) -> Sequence:
         """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one.
 
         It belongs to the current stream: order work on other streams behind it, and name them with
@@ -222,8 +219,12 @@ class KVCache:
 
         Args:
             tokens: that there is room for at once, on the parked row that fits them best.
-            expected_tokens: that it will soon have in all, where they come in chunks: maps nothing for them, but finds
-                the parked row that fits best, and takes pages for others from there only where no others are idle.
+            expected_tokens: that it will soon have in all, where they come in chunks: finds the parked row that fits
+                best, and takes pages for others from there only where no others are idle. With a lookahead the mapper
+                maps them ahead, as far as memory is idle; nothing here waits for it.
+            tenant: whose it is. What a tenant's sequences wrote can never be read from another's rows, in all that is
+                mapped there: their rows are not adopted, and their pages are zeroed before they go on. None is nobody
+                in particular, and one of them.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.
@@ -231,17 +232,18 @@ class KVCache:
                 new sequence then.
         """
         for count in (tokens, expected_tokens):
-            check_length(_check_tokens(count), self.max_seq_len)
-        return self._sequence(tokens, expected_tokens)
+            check_length(check_tokens(count), self.max_seq_len)
+        return self._sequence(tokens, expected_tokens, tenant)
 
     @operation
-    def _sequence(self, tokens: int, expected_tokens: int) -> Sequence:
+    def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
-        row, number = self._rows.pick(max(tokens, expected_tokens)), next(self._numbers)
-        sequence = Sequence(self, number, row)
+        whose = self.pool.tenants.number(tenant)
+        row, number = self._rows.pick(max(tokens, expected_tokens), whose), next(self._numbers)
+        sequence = Sequence(self, self._rows, number, row)
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, (row, number))
-        self._rows.take(row, number, tokens, expected_tokens)  # from here on somebody will free it
-        self._ring()
+        self._rows.take(row, number, tokens, expected_tokens, whose)  # from here on somebody will free it
+        self._rows.ring()
         return sequence
 
     def extend(
@@ -294,50 +296,23 @@ class KVCache:
     @operation
     def _extend(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> None:
         self._rows.release_abandoned()
-        index = np.array([self._check_live(sequence) for sequence in batch], np.int64)
+        index = np.array([sequence.row for sequence in batch], np.int64)
         lengths = self._rows.table.lengths[index] + counts
         check_length(int(lengths.max(initial=0)), self.max_seq_len)
         self._rows.grow(index, lengths)
-        self._ring()
+        self._rows.ring()
 
     @operation
     def _extend_from(self, batch: list[Sequence], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
         self._rows.release_abandoned()
-        index = np.array([self._check_live(sequence) for sequence in batch], np.int64)
+        index = np.array([sequence.row for sequence in batch], np.int64)
         if self._rows.table.lengths[index].any() or (starts > counts).any():
             raise ValueError(
                 f"asked for starts={starts.tolist()} of tokens={counts.tolist()}; they are for sequences without "
                 "tokens, and none is behind its sequence's end. Others have release_before"
             )
         self._rows.grow(index, counts, starts)
-        self._ring()
-
-    def _extend_one(self, sequence: Sequence, tokens: int) -> None:
-        """`Sequence.extend`: the same for one, without arrays."""
-        tokens = _check_tokens(tokens)
-        row, table, monitor = sequence.index, self._rows.table, self.pool.monitor
-        with monitor.lock:  # in which nothing is called: no signal handler comes between
-            length = table.length[row] + tokens
-            if length <= table.capacity[row] and table.owner[row] == sequence.number and not monitor.is_dirty:
-                table.length[row] = length
-                if length > table.wake[row] and self.pool.mapper:
-                    self.pool.mapper.ring()
-                return
-        self._grow_one(sequence, tokens)
-
-    @operation
-    def _grow_one(self, sequence: Sequence, tokens: int) -> None:
-        self._rows.release_abandoned()
-        row = self._check_live(sequence)
-        length = self._rows.table.length[row] + tokens
-        check_length(length, self.max_seq_len)
-        self._rows.grow_one(row, length)
-        self._ring()
-
-    def _ring(self) -> None:
-        """Has pages mapped ahead, where that is wanted."""
-        if self._rows.lookahead and self.pool.mapper:
-            self.pool.mapper.ring()
+        self._rows.ring()
 
     def _batch(self, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
         """Sequences of this cache, each once; whether they may be `repeated`."""
@@ -359,32 +334,6 @@ class KVCache:
         if repeated:
             return list(dict.fromkeys(batch))
         raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
-
-    @bookkeeping
-    def _truncate(self, sequence: Sequence, tokens: int) -> None:
-        row, start, _ = self._extent_of(sequence, tokens)
-        self._rows.shrink(row, start, tokens)
-
-    @bookkeeping
-    def _release_before(self, sequence: Sequence, token: int) -> None:
-        row, _, length = self._extent_of(sequence, token)
-        self._rows.shrink(row, token, length)
-
-    def _extent_of(self, sequence: Sequence, token: int) -> tuple[int, int, int]:
-        """Row, start and length of a sequence that holds `token`, or ends with it."""
-        row = self._check_live(sequence)
-        start, length = self._rows.table.start[row], self._rows.table.length[row]
-        if not start <= token <= length:
-            raise ValueError(f"asked for token {shown(token)}; {sequence!r} holds tokens {start} to {length}")
-        return row, start, length
-
-    @bookkeeping
-    def _record_stream(self, sequence: Sequence, stream: torch.cuda.Stream) -> None:
-        row = self._check_live(sequence)
-        check_stream(stream)
-        if stream.device != self.device:
-            raise DeviceError(f"got a stream on {stream.device}; this cache is on {self.device}")
-        self._rows.table.streams[row].add(stream)
 
     def free(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences; one fence serves all of them. Those that are free already are passed over.
@@ -466,16 +415,18 @@ class KVCache:
         with monitor.changing, monitor.lock:
             if not self._is_open:
                 return
-            monitor.check_outside("close")
+            monitor.check_outside("close", changing=True)
             with monitor.inside:
                 wait_for_device(self._driver)
                 leaks = self._rows.held() if self.pool.is_debugged else []
                 self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")
                 self._views, self._ranges = [], []
+                before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
                 self._rows.close()
                 if self._owns_pool:
                     self.pool.frames.close()
                     self.pool.mapper = None
+                monitor.is_dirty = before
                 self._is_open = False
         if leaks:
             report = "\n".join(["a KVCache was closed with live sequences:", *leaks])
@@ -548,7 +499,7 @@ class KVCache:
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
         """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
-        or `FREE_PAGE`, `SURPLUS_PAGE`, `VACANT_PAGE` or `ZERO_PAGE`."""
+        or `FREE_PAGE`, `SURPLUS_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or `OTHERS_PAGE`."""
         self._rows.release_abandoned()
         return self._rows.page_map()
 
@@ -559,6 +510,17 @@ class KVCache:
             table.tell_uses()
         frames = self.pool.frames
         return frames.uses[: frames.numbers].copy()
+
+    @bookkeeping
+    def mapped_ranges(self) -> list[MappedRange]:
+        """Where pages are mapped now: one run for each row, and each range of the layout, that has any."""
+        table = self._rows.table
+        return [
+            arena.table.mapped_range(row, table.start[row] * record, table.length[row] * record, table.owner[row])
+            for row in range(self.max_sequences)
+            for arena, record in self._rows.ranges
+            if arena.table.pages(row)
+        ]
 
     @operation
     def check(self) -> None:
@@ -580,13 +542,6 @@ class KVCache:
         if self._unusable:
             raise self._unusable()
         self.pool.check_usable()
-
-    def _check_live(self, sequence: Sequence) -> int:
-        """The row of a live sequence of this cache."""
-        self.check_usable()
-        if self._rows.table.owner[sequence.index] != sequence.number:
-            raise UseAfterFreeError(f"sequence {sequence.number} was freed; start a new one with cache.sequence()")
-        return sequence.index
 
     def _after_fork(self) -> None:
         """In a forked child: the memory is the parent's, and a GPU cannot be used at all."""
@@ -622,10 +577,6 @@ class KVCache:
     def _draw(self) -> str:
         return draw_cache(self._rows, self._stats())
 
-    @operation
-    def _draw_sequence(self, sequence: Sequence) -> str:
-        return draw_sequence(self._rows, self._check_live(sequence))
-
 
 def _whole_numbers(
     name: str, numbers: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int, limit: int
@@ -641,31 +592,21 @@ def _whole_numbers(
         values = numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
         each = list(values) if isinstance(values, Collection) else [values]
         for number in each:
-            check_length(_check_tokens(number), limit)
+            check_length(check_tokens(number), limit)
         given = np.array(each if isinstance(values, Collection) else values, np.int64)
     if given.shape not in ((), (count,)):
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
-    _check_tokens(int(given.min(initial=0)))
+    check_tokens(int(given.min(initial=0)))
     check_length(int(given.max(initial=0)), limit)
     return np.broadcast_to(given, count).astype(np.int64)
 
 
-def _check_tokens(tokens: int) -> int:
-    """A whole number of tokens."""
-    try:
-        tokens = operator.index(tokens)
-    except TypeError:
-        raise TypeError(f"got {tokens!r} tokens; they must be a whole number") from None
-    if tokens < 0:
-        raise ValueError(f"asked for {shown(tokens)} tokens; to drop tokens use truncate")
-    return tokens
-
-
-_caches: weakref.WeakSet[KVCache] = weakref.WeakSet()
+caches: weakref.WeakSet[KVCache] = weakref.WeakSet()
+"""All of this process."""
 
 
 def _after_fork() -> None:
-    for cache in list(_caches):
+    for cache in list(caches):
         cache._after_fork()
 
 

@@ -14,6 +14,27 @@ class CallStats:
 
 
 @dataclass(frozen=True)
+class MappedRange:
+    """A run of mapped pages.
+
+    Attributes:
+        address: of the first byte.
+        nbytes: bytes of the pages.
+        used_address: of the first byte that is in use.
+        used_bytes: bytes in use: tokens of a sequence, or rows of a growable tensor.
+        row: the row that they lie in.
+        owner: the number of the sequence that has the row; -1 where nobody has it.
+    """
+
+    address: int
+    nbytes: int
+    used_address: int
+    used_bytes: int
+    row: int
+    owner: int
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """A snapshot of a `KVCache`.
 

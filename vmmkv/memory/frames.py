@@ -11,11 +11,29 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import numpy as np
 
 from .calls import VACANT, Calls
+
+UNKNOWN = -1
+"""Whose bytes a frame may hold that the driver has just made: it promises nothing."""
+
+
+class Tenants:
+    """Who must not read each other's bytes, by number. `None`, who says nothing of the kind, is 0."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Hashable, int] = {None: 0}
+
+    def __bool__(self) -> bool:
+        """Whether there is anybody to be kept apart."""
+        return len(self._numbers) > 1
+
+    def number(self, tenant: Hashable) -> int:
+        """The number of a tenant; the same at any time."""
+        return self._numbers.setdefault(tenant, len(self._numbers))
 
 
 class Frames:
@@ -32,6 +50,8 @@ class Frames:
         """By frame."""
         self.uses = np.zeros(0, np.int64)
         """By frame: how often it has left a sequence since it was made."""
+        self.tenants = np.zeros(0, np.int32)
+        """By frame: whose bytes it may hold, as `Tenants` numbers them; `UNKNOWN` of one that was just made."""
         self.limit = limit
         self.free: list[int] = []
         """Those that exist and belong to nobody."""
@@ -83,7 +103,7 @@ class Frames:
         self._grow(count)
         new = self._vacant[-count:]
         del self._vacant[len(self._vacant) - count :]
-        self.uses[new] = 0
+        self.uses[new], self.tenants[new] = 0, UNKNOWN
         self.numbers = max(self.numbers, max(new) + 1)
         return new
 
@@ -132,5 +152,6 @@ class Frames:
             first = len(self.handles)
             more = max(missing, min(first, self.limit - first))
             self.uses = np.concatenate([self.uses[:first], np.zeros(more, np.int64)])
+            self.tenants = np.concatenate([self.tenants[:first], np.zeros(more, np.int32)])
             self.handles = np.concatenate([self.handles, np.full(more, VACANT)])
             self._vacant[:0] = range(first + more - 1, first - 1, -1)

@@ -37,23 +37,23 @@ class Monitor:
         self.lock, self.changing = threading.RLock(), threading.RLock()
         self.inside = threading.Lock()
         self.is_dirty = False
+        self.worker: int | None = None
+        """The thread that maps ahead, while it holds `changing` alone."""
 
-    def check_outside(self, name: str) -> None:
-        """Raises `BusyError` in the middle of another operation of this thread, which holds the lock."""
-        if self.inside.locked():
+    def check_outside(self, name: str, changing: bool = False) -> None:
+        """Raises `BusyError` in the middle of another operation of this thread, which holds the lock, and `changing`
+        if it is to map or unmap."""
+        if self.inside.locked() or (changing and self.worker == threading.get_ident()):
             raise BusyError(
                 f"{name.strip('_')} was called in the middle of another operation of this thread on the same memory, "
                 "as by a finalizer or a signal handler. Leave a note there and call it later"
             )
 
     def verify(self) -> None:
-        """Has the books checked, where that is wanted, unless somebody is in the middle of a change. Who calls holds
-        the lock."""
-        if self.check and self.changing.acquire(blocking=False):
-            try:
-                self.check()
-            finally:
-                self.changing.release()
+        """Has the books checked, where that is wanted, but not while the mapper is in the middle of a change. Who calls
+        holds the lock."""
+        if self.check and self.worker is None:
+            self.check()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -97,7 +97,7 @@ def operation(method: Method[Owner, Parameters, Result]) -> Method[Owner, Parame
     def run(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         monitor = self.pool.monitor
         with monitor.changing, monitor.lock:
-            monitor.check_outside(method.__name__)
+            monitor.check_outside(method.__name__, changing=True)
             with monitor.inside:
                 if monitor.is_dirty:
                     self.pool.recover()

@@ -35,7 +35,7 @@ from . import debugging
 from .budget import pages_within
 from .calls import Calls, LoopedCalls
 from .driver import Driver, NativeDriver, driver_for
-from .frames import Frames
+from .frames import Frames, Tenants
 from .meter import Meter
 from .monitor import Monitor, operation
 from .ranges import Ranges
@@ -196,6 +196,8 @@ class FramePool:
         """Among the pools of this process."""
         self.pages_in_need = 0
         """Pages that growths had to map themselves."""
+        self.tenants = Tenants()
+        """Whose bytes are kept apart on this pool."""
         self.accounts: list[Account] = []
         self.tables: list[Table] = []
         """Of all holders, also of those that are gone while the device may still use what they had."""
@@ -398,7 +400,7 @@ class FramePool:
         if self._unusable is UseAfterFreeError:
             return
         with self.monitor.changing, self.monitor.lock:
-            self.monitor.check_outside("close")
+            self.monitor.check_outside("close", changing=True)
             self.collect()
             if self.accounts:
                 report = "\n".join(["", *self._held()]) if self.is_debugged else ""

@@ -223,23 +223,27 @@ class Rows:
 
     # ------------------------------------------------------------------ taking and leaving rows
 
-    def pick(self, tokens: int) -> int:
-        """Takes a row off the lists, for a sequence of so many tokens.
+    def pick(self, tokens: int, tenant: int = 0) -> int:
+        """Takes a row off the lists, for a sequence of so many tokens; what another tenant had there is unmapped.
 
         Raises:
             OutOfRowsError: all rows are live.
         """
-        row = self.table.pick(tokens, self._driver.current_stream())
+        table = self.table
+        row = table.pick(tokens, self._driver.current_stream(), tenant)
         if row is None:
-            row = next(row for row in self.table.retired if not self.table.is_live(row))
-            self.table.fences[row].wait()
+            row = next(row for row in table.retired if not table.is_live(row))
+        if table.tenant[row] != tenant or row in table.retired:
+            table.fences[row].wait()
             self._unmap_surplus(row, self.pool.limit)
-            return self.table.empty.pop()
+            if row in table.empty:
+                table.empty.remove(row)
+            return row
         if not self.table.fences[row].passed_for(self._driver.current_stream()):
             self.table.fences[row].wait()
         return row
 
-    def take(self, row: int, owner: int, tokens: int, expected: int = 0) -> None:
+    def take(self, row: int, owner: int, tokens: int, expected: int = 0, tenant: int = 0) -> None:
         """Gives a picked row to a new sequence, with room for `tokens` tokens.
 
         Its pages for tokens that are `expected` are reclaimed after those of idle parked rows.
@@ -248,7 +252,7 @@ class Rows:
             OutOfPagesError, DriverError, StreamCaptureError: see `_make_room`; the row is back on the lists.
         """
         adopted = self._has_pages(row)
-        self.table.own(row, owner, self._driver.current_stream(), expected)
+        self.table.own(row, owner, self._driver.current_stream(), expected, tenant)
         if self.pool.is_debugged:
             self.origins[row] = debugging.caller()
         self._refresh(row)
@@ -414,9 +418,10 @@ class Rows:
                 self.caller_pages += missing
                 self.pool.pages_in_need += missing
             self._run(plan, supply)
-            if self.scrub and not (self._pattern and self._is_captured(rows)):
+            begun = rows if self.scrub and not (self._pattern and self._is_captured(rows)) else []
+            if begun or self.pool.tenants:
                 zeroing = True
-                self._zero(rows)
+                self._zero(begun, plan)
             if self.zero_tail:
                 for row in rows:
                     self._fill_tails(row)
@@ -459,12 +464,12 @@ class Rows:
             with suppress(DriverError):
                 arena.table.settle()
         self.pool.give(self.account, supply)
-        if fence and not self.zero_tail:
+        if fence and not self.zero_tail and not self.pool.tenants:
             for row in rows:
                 self.table.fences[row] |= fence
         else:
             if fence:
-                fence.wait()  # a dense kernel must not see these pages, so they cannot stay until later
+                fence.wait()  # who reads all that is mapped must not see these pages, so they cannot stay until later
             for arena, row, _, ready in plan:
                 with suppress(DriverError):
                     arena.unmap_back(row, ready)
@@ -550,18 +555,24 @@ class Rows:
                 self._wait_for_readers([row])
             arena.fill_tail(row, *self.zero_frames)
 
-    def _zero(self, rows: list[int]) -> None:
-        """Zeroes the pages that rows begin to use, in the order of what their sequences do with them."""
+    def _zero(self, rows: list[int], plan: list[_Growth]) -> None:
+        """Fills the pages that rows begin to use, and those that were mapped with another tenant's bytes, in the order
+        of what their sequences do with them."""
         own_streams = set()
-        for row in rows:
+        unclean = [(row, each) for row in rows for each in self._unclean(row)]
+        for arena, row, span, ready in plan if self.pool.tenants else ():
+            tenant = self.table.tenant[row]
+            unclean += [(row, each) for each in arena.table.unclean(row, ready, span.end, tenant)]
+        for row, (address, nbytes) in unclean:
             own = self.table.own_streams[row]
-            for address, nbytes in self._unclean(row):
-                self.table.fences[row].order(own)  # who had the pages before may still read them
-                self._driver.fill(address, nbytes, self._pattern, own)
-                own_streams.add(own)
+            self.table.fences[row].order(own)  # who had the pages before may still read them
+            self._driver.fill(address, nbytes, self._pattern, own)
+            own_streams.add(own)
         current = self._driver.current_stream()
         for own in own_streams - {current}:
             self._driver.record(own).wait(current)  # what is written there next must not be zeroed
+        for arena, row, span, ready in plan:
+            arena.table.belong(row, ready, span.end, self.table.tenant[row])
 
     def _spoil(self, row: int, start: int, length: int) -> None:
         """Fills the pages that a sequence leaves, where that is wanted, in order behind the row's fence."""
@@ -616,6 +627,11 @@ class Rows:
 
     # ------------------------------------------------------------------ ahead of need
 
+    def ring(self) -> None:
+        """Has pages mapped ahead, where that is wanted."""
+        if self.lookahead and self.pool.mapper:
+            self.pool.mapper.ring()
+
     def _ahead(self) -> Iterator[tuple[Arena, int, int]]:
         """Arenas, rows, and the page up to which they are to be mapped ahead; the neediest first."""
         for row, tokens in policy.growing(self.table, self.lookahead, self.max_seq_len):
@@ -642,7 +658,11 @@ class Rows:
             count = end - arena.table.end[row]
             if not count:
                 break
-            arena.plan_growth(change, row, end, self.pool.take(self.account, count))
+            frames = self.pool.take(self.account, count)
+            if self.pool.tenants and (self.pool.frames.tenants[frames] != self.table.tenant[row]).any():
+                self.pool.give(self.account, frames)  # to be zeroed by whoever grows
+                continue
+            arena.plan_growth(change, row, end, frames)
             planned += count
         return planned
 

@@ -52,6 +52,9 @@ class RowTable:
         self.wakes = np.zeros(num_rows, np.int64)
         """By row: the tokens from which on more is to be mapped ahead."""
         self.wake = self.wakes.data
+        self.tenants = np.zeros(num_rows, np.int32)
+        """By row: whose bytes its pages hold, also when nobody has it; numbers of `Tenants`."""
+        self.tenant = self.tenants.data
         self.live: dict[int, None] = {}
         self.parked = Parking()
         self.retired: dict[int, None] = {}
@@ -76,15 +79,16 @@ class RowTable:
         live, parked, empty = len(self.live), len(self.parked), len(self.empty)
         return {"live": live, "parked": parked, "retired": self.num_rows - live - parked - empty, "empty": empty}
 
-    def pick(self, tokens: int, stream: Any) -> int | None:
-        """Takes a row off the lists: the parked one that fits best of those that `stream` need not wait for, an empty
-        one, or the oldest parked one, whose fence has to be waited for. None, where there are only retired rows.
+    def pick(self, tokens: int, stream: Any, tenant: int) -> int | None:
+        """Takes a row off the lists: the parked one of this tenant that fits best of those that `stream` need not wait
+        for, an empty one, or the oldest parked one, whose fence has to be waited for, and which may be another
+        tenant's. None, where there are only retired rows.
 
         Raises:
             OutOfRowsError: all rows are live.
         """
         for row in islice(self.parked.fitting(tokens), MAX_TRIES):
-            if self.fences[row].passed_for(stream):
+            if self.tenant[row] == tenant and self.fences[row].passed_for(stream):
                 self.parked.remove(row)
                 return row
         if self.empty:
@@ -106,8 +110,9 @@ class RowTable:
         if row in self.empty:
             self.empty.remove(row)
 
-    def own(self, row: int, owner: int, stream: Any, expected: int) -> None:
+    def own(self, row: int, owner: int, stream: Any, expected: int, tenant: int) -> None:
         """Gives a picked row to a sequence."""
+        self.tenant[row] = tenant
         self.own_streams[row] = stream
         self.expected[row] = expected
         self.live[row] = None

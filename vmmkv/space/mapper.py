@@ -104,7 +104,11 @@ class Mapper:
             return False
         pool.driver.enter_thread()
         with pool.monitor.changing:
-            is_busy = self._make_frames(pool) or self._change(pool)
+            pool.monitor.worker = threading.get_ident()  # no finalizer may change anything in between
+            try:
+                is_busy = self._make_frames(pool) or self._change(pool)
+            finally:
+                pool.monitor.worker = None
             with pool.monitor.lock:
                 if not pool.monitor.is_dirty:
                     pool.monitor.verify()

@@ -25,8 +25,9 @@ import numpy.typing as npt
 
 from ..errors import DriverError
 from ..memory.driver import Driver
-from ..memory.frames import Frames
+from ..memory.frames import UNKNOWN, Frames
 from ..memory.pool import Account
+from ..stats import MappedRange
 
 
 class Run(NamedTuple):
@@ -105,9 +106,25 @@ class PageTable:
         begin, end = max(begin, self.first[row]), min(self.limit if end is None else end, self.end[row])
         return self.frame[row, begin:end].tolist() if begin < end else []
 
+    def unclean(self, row: int, begin: int, end: int, tenant: int) -> list[tuple[int, int]]:
+        """Addresses and bytes of pages `[begin, end)` that may hold bytes of another than `tenant`."""
+        holders = self._frames.tenants[self.frames_in(row, begin, end)]
+        clean = (holders == tenant) | ((holders == UNKNOWN) & (tenant == 0))
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], clean, [True]]))).reshape(-1, 2) + begin
+        return [self.range_of(Run(row, first, last)) for first, last in edges.tolist()]
+
+    def belong(self, row: int, begin: int, end: int, tenant: int) -> None:
+        """Writes down that pages hold nothing but what `tenant` may read."""
+        self._frames.tenants[self.frames_in(row, begin, end)] = tenant
+
     def mapped_frames(self) -> list[int]:
         """The frames on all rows, and behind them."""
         return self.tail_frames + [frame for row in np.flatnonzero(self.ends).tolist() for frame in self.frames_in(row)]
+
+    def mapped_range(self, row: int, used: int, end: int, owner: int) -> MappedRange:
+        """The pages of a row, of which an `owner` uses bytes `[used, end)`."""
+        start, nbytes = self.range_of(Run(row, self.first[row], self.end[row]))
+        return MappedRange(start, nbytes, self.address_of(row, 0) + used, end - used, row, owner)
 
     def count_use(self, row: int, begin: int, end: int) -> None:
         """Counts that a sequence has left pages. Their frames are told when they leave the row, or when somebody asks,

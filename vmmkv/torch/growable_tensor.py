@@ -38,6 +38,7 @@ from ..memory.monitor import operation
 from ..memory.pool import FramePool
 from ..space.arena import Arena, check_address_space, wait_for_device
 from ..space.change import Change
+from ..stats import MappedRange
 from ..tensors import check_dense, export_range
 
 
@@ -114,9 +115,10 @@ class GrowableTensor:
         self._fence = Fence()
         self._streams = {self._driver.current_stream()}
         self._unusable: Callable[[], VmmkvError] | None = None
-        self._is_closed = False
+        self._is_open = True
+        """The memory is ours to give back."""
         with pool.monitor.changing, pool.monitor.lock:
-            pool.monitor.check_outside("GrowableTensor")
+            pool.monitor.check_outside("GrowableTensor", changing=True)
             pool.check_usable()
             if pool.is_debugged:
                 watch(pool)
@@ -129,7 +131,7 @@ class GrowableTensor:
         with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
             flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
             self._whole = flat[: self.shape_max[0] * self._row_bytes].view(self.dtype).view(self.shape_max)
-        _tensors.add(self)
+        tensors.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -251,6 +253,12 @@ class GrowableTensor:
         budget = pool.limit if limit is None else limit
         return GrowableTensorStats(budget * size, physical * size, self._length * self._row_bytes)
 
+    @operation
+    def mapped_ranges(self) -> list[MappedRange]:
+        """Where its pages are mapped now: nowhere, or one run."""
+        table = self._arena.table
+        return [table.mapped_range(0, 0, self._length * self._row_bytes, 0)] if table.pages(0) else []
+
     def close(self) -> None:
         """Gives all memory back now, after all work on the device. To touch a view after this is a fault.
 
@@ -262,20 +270,20 @@ class GrowableTensor:
         """
         monitor = self.pool.monitor
         with monitor.changing, monitor.lock:
-            if self._unusable:
-                if not self._is_closed:
-                    raise self._unusable()
+            if not self._is_open:
                 return
-            monitor.check_outside("close")
+            monitor.check_outside("close", changing=True)
             with monitor.inside:
                 wait_for_device(self._driver)
+                self._unusable = functools.partial(UseAfterFreeError, "this GrowableTensor was closed; make a new one")
                 self._length = 0
+                before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
                 self._arena.close()
                 self.pool.close_account(self._account)
                 if self._owns_pool:
                     self.pool.frames.close()
-                self._is_closed = True
-                self._unusable = functools.partial(UseAfterFreeError, "this GrowableTensor was closed; make a new one")
+                monitor.is_dirty = before
+                self._is_open = False
 
     def _pages(self, length: int) -> int:
         return -(-length * self._row_bytes // self.pool.page_size)
@@ -301,10 +309,13 @@ class GrowableTensor:
         pool.pages_in_need += change.commit(pool)
         try:
             change.check()
-        except DriverError:
+            for address, nbytes in arena.table.unclean(0, old_end, end, tenant=0):
+                self._driver.fill(address, nbytes, 0, self._driver.current_stream())
+        except VmmkvError:
             with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
                 arena.unmap_back(0, old_end)
             raise
+        arena.table.belong(0, old_end, end, tenant=0)
 
     def _fence_all(self) -> None:
         """Keeps the pages behind the last row until all work so far has finished."""
@@ -321,6 +332,7 @@ class GrowableTensor:
         self.pool.check_usable()
 
     def _after_fork(self) -> None:
+        self._is_open = False
         self._unusable = functools.partial(
             ForkError, "this GrowableTensor was made before fork(); its memory belongs to the parent"
         )
@@ -341,11 +353,12 @@ class GrowableTensor:
         self.close()
 
 
-_tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
+tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
+"""All of this process."""
 
 
 def _after_fork() -> None:
-    for tensor in list(_tensors):
+    for tensor in list(tensors):
         tensor._after_fork()
 
 
