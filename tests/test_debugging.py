@@ -216,3 +216,26 @@ def test_nothing_else_changes() -> None:
     cache.check()
     cache.free(live)
     cache.close()
+
+
+@pytest.mark.gpu
+def test_pages_are_filled_in_the_order_of_streams_and_never_into_a_graph() -> None:
+    cache = vmmkv.KVCache(vmmkv.KVLayout(2, 2, 64, torch.float16), 2, 40_000, max_bytes="64MiB", device="cuda")
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    with torch.cuda.stream(side):
+        sequence = cache.sequence(10_000)
+        sequence.k(0).zero_()
+    current.wait_stream(side)
+    sequence.record_stream(current)
+    torch.cuda._sleep(10**8)
+    read = sequence.k(0).clone()
+    with torch.cuda.stream(side):
+        sequence.free()
+    fresh = cache.sequence(10_000)
+    assert not read.isnan().any()
+    assert fresh.k(0).isnan().all()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        fresh.extend(10_000)
+    assert fresh.length == 20_000
+    fresh.free()
+    cache.close()
