@@ -68,8 +68,19 @@ def test_transformers_works_from_the_repository_root() -> None:
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
-LAYERS = ["kernels", "errors", "layout", "memory", "tensors", "stats", "space", "rows", "invariants", "picture"]
-LAYERS += ["sequence", "cache", "vmmkv", "torch", "model_config", "schemes", "workload", "environment"]
+LAYERS = ["kernels", "errors", "layout", "stats", "memory", "tensors", "space", "rows", "invariants", "picture"]
+LAYERS += [
+    "sequence",
+    "cache",
+    "publication",
+    "vmmkv",
+    "metrics",
+    "torch",
+    "model_config",
+    "schemes",
+    "workload",
+    "environment",
+]
 LAYERS += ["integrations", "cli", "__main__"]
 """Packages and modules of vmmkv; `vmmkv` is its `__init__`. Each imports only what is to the left of it."""
 UPWARDS = {("sequence", "cache")}

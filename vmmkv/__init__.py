@@ -16,6 +16,7 @@ from .errors import (
     InvariantError,
     KeptLayersWarning,
     LayoutError,
+    LeakWarning,
     OutOfPagesError,
     OutOfRangeError,
     OutOfRowsError,
@@ -32,6 +33,7 @@ from .errors import (
 )
 from .layout import KVLayout, LayerLayout
 from .memory.pool import FramePool, FramePoolStats
+from .publication import publish, unpublish
 from .rows.rows import FREE_PAGE, OTHERS_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
 from .sequence import Sequence
 from .stats import CacheStats, CallStats
@@ -65,6 +67,7 @@ __all__ = [
     "KeptLayersWarning",
     "LayerLayout",
     "LayoutError",
+    "LeakWarning",
     "OutOfPagesError",
     "OutOfRangeError",
     "OutOfRowsError",
@@ -79,4 +82,6 @@ __all__ = [
     "UnsupportedError",
     "UseAfterFreeError",
     "VmmkvError",
+    "publish",
+    "unpublish",
 ]

@@ -6,6 +6,7 @@ import functools
 import html
 import itertools
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
@@ -21,14 +22,14 @@ from .errors import (
     BusyError,
     ForkError,
     LayoutError,
+    LeakWarning,
     UseAfterFreeError,
     VmmkvError,
 )
-from .invariants import check_pool, check_rows
+from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, whole_number
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
-from .memory.meter import Meter
 from .memory.monitor import bookkeeping, operation
 from .memory.pool import FramePool
 from .picture import draw_cache
@@ -37,7 +38,7 @@ from .rows.table import RowTable
 from .sequence import Sequence, check_length, check_tokens
 from .space.arena import check_address_space, wait_for_device
 from .space.mapper import Mapper
-from .stats import CacheStats, CallStats, MappedRange
+from .stats import CacheStats, MappedRange
 from .tensors import export_range, kv_views
 
 
@@ -152,6 +153,7 @@ class KVCache:
             zero_tail=zero_tail,
             lookahead=lookahead,
             overread=overread,
+            poison=pool.is_debugged and layout.dtype.is_floating_point,
         )
         self._rows = self._open_rows(rows, row_bytes, limit, guaranteed)
         arenas = [arena for arena, _ in self._rows.ranges]
@@ -191,6 +193,8 @@ class KVCache:
             if rows.lookahead and pool.mapper is None:
                 pool.mapper = Mapper(pool)
                 weakref.finalize(pool, pool.mapper.stop)
+            if pool.is_debugged:
+                watch(pool)
             pages = pages_within(self._driver, guaranteed) if guaranteed else 0
             rows.open(pool.open_account(rows, limit, pages), row_bytes)
         return rows
@@ -414,6 +418,7 @@ class KVCache:
             monitor.check_outside("close", changing=True)
             with monitor.inside:
                 wait_for_device(self._driver)
+                leaks = self._rows.held() if self.pool.is_debugged else []
                 self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")
                 self._views, self._ranges = [], []
                 before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
@@ -423,6 +428,9 @@ class KVCache:
                     self.pool.mapper = None
                 monitor.is_dirty = before
                 self._is_open = False
+        if leaks:
+            report = "\n".join(["a KVCache was closed with live sequences:", *leaks])
+            warnings.warn(report, LeakWarning, stacklevel=2)
 
     def __enter__(self) -> KVCache:
         return self
@@ -468,7 +476,7 @@ class KVCache:
             "free": len(pool.frames.free) if self._owns_pool else 0,
             "zero": len(rows.zero_frames),
         }
-        calls = _call_stats(pool.meter)
+        calls = pool.meter.stats()
         limit = rows.account.limit
         return CacheStats(
             budget_bytes=(pool.limit if limit is None else limit) * size,
@@ -484,7 +492,7 @@ class KVCache:
             adoptions=rows.adoptions,
             pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.caller_pages},
             driver_calls=calls,
-            mapper_calls=_call_stats(pool.mapper.meter) if pool.mapper else {},
+            mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
             driver_seconds=sum(call.seconds for call in calls.values()),
         )
 
@@ -568,10 +576,6 @@ class KVCache:
     @operation
     def _draw(self) -> str:
         return draw_cache(self._rows, self._stats())
-
-
-def _call_stats(meter: Meter) -> dict[str, CallStats]:
-    return {name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in vars(meter).items() if calls.count}
 
 
 def _whole_numbers(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 
 import numpy as np
@@ -15,6 +16,22 @@ def ensure(holds: bool, what: str) -> None:
     """Raises `InvariantError` where something does not hold."""
     if not holds:
         raise InvariantError(what)
+
+
+def watch(pool: FramePool) -> None:
+    """Has all that lies on a pool checked after each operation, from now on."""
+    reference = weakref.ref(pool)
+
+    def check() -> None:
+        pool = reference()
+        if pool is not None:
+            check_pool(pool)
+            for account in pool.accounts:
+                holder = account.holder()
+                if isinstance(holder, Rows):
+                    check_rows(holder)
+
+    pool.monitor.check = check
 
 
 def check_pool(pool: FramePool) -> None:

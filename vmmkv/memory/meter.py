@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..stats import CallStats
+
 
 @dataclass(slots=True)
 class Calls:
@@ -28,3 +30,9 @@ class Meter:
         self.set_access = Calls()
         self.unmap = Calls()
         self.release = Calls()
+
+    def stats(self) -> dict[str, CallStats]:
+        """A snapshot of those that were made."""
+        return {
+            name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in vars(self).items() if calls.count
+        }

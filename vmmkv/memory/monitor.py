@@ -28,6 +28,8 @@ class Monitor:
     """Locks, and whether the books can be trusted."""
 
     def __init__(self) -> None:
+        self.check: Callable[[], None] | None = None
+        """With debugging: checks the books, after each operation."""
         self.reset()
 
     def reset(self) -> None:
@@ -46,6 +48,12 @@ class Monitor:
                 f"{name.strip('_')} was called in the middle of another operation of this thread on the same memory, "
                 "as by a finalizer or a signal handler. Leave a note there and call it later"
             )
+
+    def verify(self) -> None:
+        """Has the books checked, where that is wanted, but not while the mapper is in the middle of a change. Who calls
+        holds the lock."""
+        if self.check and self.worker is None:
+            self.check()
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -130,7 +138,10 @@ def _attempt(
         result = method(owner, *args, **kwargs)
     except OWN_ERRORS as error:
         monitor.is_dirty = _was_interrupted(error, outside)
+        if not monitor.is_dirty:
+            monitor.verify()
         raise
+    monitor.verify()
     monitor.is_dirty = False
     return result
 

@@ -11,10 +11,11 @@ Invariants, in pages:
 
 from __future__ import annotations
 
+import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -29,12 +30,15 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
+from ..stats import CallStats
+from . import debugging
 from .budget import pages_within
 from .calls import Calls, LoopedCalls
 from .driver import Driver, NativeDriver, driver_for
 from .frames import Frames, Tenants
 from .meter import Meter
 from .monitor import Monitor, operation
+from .ranges import Ranges
 
 
 class Table(Protocol):
@@ -69,6 +73,12 @@ class Holder(Protocol):
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""
 
+    def sequences(self) -> tuple[int, int]:
+        """Live sequences, and their tokens."""
+
+    def held(self) -> list[str]:
+        """What users hold of it, a line for each, and with debugging who took that."""
+
 
 class Bell(Protocol):
     """Who maps ahead of need."""
@@ -99,12 +109,14 @@ class Account:
         limit: the most that it may have mapped; None is all of the pool.
         guaranteed: what it can have at any time.
         taken: what it has.
+        origin: with debugging, who made the holder.
     """
 
     holder: weakref.ref[Holder]
     limit: int | None = None
     guaranteed: int = 0
     taken: int = 0
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,13 @@ class FramePoolStats:
         free_bytes: what of it belongs to nobody.
         guaranteed_bytes: what is promised to accounts.
         holders: how many have an account.
+        used_bytes: what of it holders use, so that nobody else can have it.
+        sequences: live ones, of caches.
+        tokens: theirs.
+        pages_created: pages created since the beginning.
+        pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
+        driver_calls: calls of the memory system by name, but for the mapper's.
+        mapper_calls: those of the mapper, which nobody waits for.
     """
 
     limit_bytes: int
@@ -124,6 +143,13 @@ class FramePoolStats:
     free_bytes: int
     guaranteed_bytes: int
     holders: int
+    used_bytes: int
+    sequences: int
+    tokens: int
+    pages_created: int
+    pages_mapped: dict[str, int]
+    driver_calls: dict[str, CallStats]
+    mapper_calls: dict[str, CallStats]
 
 
 class FramePool:
@@ -158,11 +184,18 @@ class FramePool:
         self.driver = driver_for(driver, device, page_size)
         self.limit = pages_within(self.driver, max_bytes)
         """Pages, now."""
+        self.is_debugged = debugging.is_on()
+        """Whether `VMMKV_DEBUG` was set when it was made."""
         self.monitor = Monitor()
+        self.ranges = Ranges(self.driver.device)
         self.meter = Meter()
         """Calls of the driver, but for those of a mapper."""
         self.calls: Calls = make_calls(self.driver, self.meter)
         self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.driver.page_size)
+        self.number = next(_numbers)
+        """Among the pools of this process."""
+        self.pages_in_need = 0
+        """Pages that growths had to map themselves."""
         self.tenants = Tenants()
         """Whose bytes are kept apart on this pool."""
         self.accounts: list[Account] = []
@@ -174,7 +207,7 @@ class FramePool:
         """Who maps ahead, where somebody wants that."""
         self._unusable: type[VmmkvError] | None = None
         weakref.finalize(self, _release_all, self.frames, os.getpid()).atexit = False
-        _pools.add(self)
+        _pools[self.number] = self
 
     @property
     def pool(self) -> FramePool:
@@ -236,12 +269,21 @@ class FramePool:
         """A snapshot."""
         self.collect()
         size = self.page_size
+        holders = [holder for account in self.accounts if (holder := account.holder()) is not None]
+        sequences, tokens = map(sum, zip((0, 0), *(holder.sequences() for holder in holders)))
         return FramePoolStats(
-            self.limit * size,
-            self.frames.existing * size,
-            len(self.frames.free) * size,
-            sum(account.guaranteed for account in self.accounts) * size,
-            len(self.accounts),
+            limit_bytes=self.limit * size,
+            physical_bytes=self.frames.existing * size,
+            free_bytes=len(self.frames.free) * size,
+            guaranteed_bytes=sum(account.guaranteed for account in self.accounts) * size,
+            holders=len(self.accounts),
+            used_bytes=sum(map(_used, self.accounts)) * size,
+            sequences=sequences,
+            tokens=tokens,
+            pages_created=self.frames.made,
+            pages_mapped={"ahead": self.mapper.pages if self.mapper else 0, "in need": self.pages_in_need},
+            driver_calls=self.meter.stats(),
+            mapper_calls=self.mapper.meter.stats() if self.mapper else {},
         )
 
     def open_account(self, holder: Holder, limit: int | None = None, guaranteed: int = 0) -> Account:
@@ -258,6 +300,8 @@ class FramePool:
                     f"pool {promised} are guaranteed to others, or in use by them. Ask for less, or raise its limit"
                 )
             account = Account(weakref.ref(holder), limit, guaranteed)
+            if self.is_debugged:
+                account.origin = debugging.caller()
             self.accounts.append(account)
             return account
 
@@ -359,9 +403,17 @@ class FramePool:
             self.monitor.check_outside("close", changing=True)
             self.collect()
             if self.accounts:
-                raise BudgetError(f"{len(self.accounts)} caches or tensors lie on this pool; close them first")
+                report = "\n".join(["", *self._held()]) if self.is_debugged else ""
+                raise BudgetError(f"{len(self.accounts)} caches or tensors lie on this pool; close them first{report}")
             self._unusable = UseAfterFreeError
             self.frames.close()
+
+    def _held(self) -> Iterator[str]:
+        """Who has what, for a leak report."""
+        for account in self.accounts:
+            yield f"{account.taken} pages of what was made at {account.origin}"
+            holder = account.holder()
+            yield from (f"  {line}" for line in (holder.held() if holder is not None else ()))
 
     def _shrink_to(self, limit: int) -> None:
         """Gives frames back to the system, until at most so many are left, or all are used."""
@@ -396,11 +448,22 @@ _REASONS = {
     UseAfterFreeError: "this FramePool was closed; make a new one",
 }
 
-_pools: weakref.WeakSet[FramePool] = weakref.WeakSet()
+_numbers = itertools.count()
+_pools: weakref.WeakValueDictionary[int, FramePool] = weakref.WeakValueDictionary()
+
+
+def pool_stats() -> dict[FramePool, FramePoolStats]:
+    """A snapshot of each pool of this process that is in use, the first one made coming first."""
+    stats = {}
+    for reference in _pools.valuerefs():
+        if (pool := reference()) is not None:
+            with suppress(VmmkvError):
+                stats[pool] = pool.stats()
+    return stats
 
 
 def _forget_pools() -> None:
-    for pool in _pools:
+    for pool in list(_pools.values()):
         pool._after_fork()
 
 

@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DriverError, DriverOutOfMemoryError, OutOfPagesError, StreamCaptureError
+from ..memory import debugging
 from ..memory.fence import Fence
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
@@ -49,6 +50,9 @@ ZERO_PAGE = -4
 """In `KVCache.page_map`: the page that lies behind every live row with `zero_tail`."""
 OTHERS_PAGE = -5
 """In `KVCache.page_map`: the page is another cache's, on the same pool."""
+
+POISON = 0xFF
+"""Bytes that are no number in any floating-point format, of 1, 2 or 4 bytes."""
 
 
 class _Growth(NamedTuple):
@@ -72,6 +76,8 @@ class Rows:
         zero_tail: map one page of zeros wherever a live row has no pages; implies `scrub`.
         lookahead: tokens that a mapper maps behind each sequence; 0 without one.
         overread: tokens that are always mapped behind each sequence.
+        poison: for debugging: fill pages with what is no number in any floating-point format, before a sequence has
+            them (without `scrub`) and when it leaves them. Not with `zero_tail`, where kernels read such pages.
     """
 
     account: Account
@@ -89,6 +95,7 @@ class Rows:
         zero_tail: bool = False,
         lookahead: int = 0,
         overread: int = 0,
+        poison: bool = False,
     ) -> None:
         self.pool, self.table = pool, table
         self.max_seq_len = max_seq_len
@@ -98,7 +105,12 @@ class Rows:
         """How often a page has left a sequence since the beginning."""
         self.abandoned: deque[weakref.KeyedRef[tuple[int, int], Any]] = deque()
         """Rows, and the numbers of their sequences, that were left behind without `free`."""
-        self.scrub = scrub or zero_tail
+        self.poison = poison and not zero_tail
+        self.scrub = scrub or zero_tail or self.poison
+        self._pattern = 0 if scrub or zero_tail else POISON
+        """What pages are filled with that are not clean."""
+        self.origins: dict[int, str] = {}
+        """With debugging, by row: who has started its sequence."""
         self.zero_tail = zero_tail
         self.lookahead, self.overread = lookahead, overread
         self.caller_pages = 0
@@ -159,6 +171,24 @@ class Rows:
                 pages[mapped] = SURPLUS_PAGE
                 pages[used] = self.table.owner[row]
         return pages
+
+    def sequences(self) -> tuple[int, int]:
+        """Live sequences, and their tokens."""
+        rows = self.table.live_rows()
+        return len(rows), int((self.table.lengths[rows] - self.table.starts[rows]).sum())
+
+    def held(self) -> list[str]:
+        """What live sequences hold, a line for each, and with debugging who has started it."""
+        lines = []
+        collected = {reference.key for reference in self.abandoned}
+        for row in self.table.live:
+            if (row, self.table.owner[row]) in collected:
+                continue
+            pages = sum(len(mapped) for mapped, _ in self.pages(row))
+            tokens = self.table.length[row] - self.table.start[row]
+            origin = self.origins.get(row, "an unknown place")
+            lines.append(f"sequence {self.table.owner[row]}: {tokens} tokens, {pages} pages, started at {origin}")
+        return lines
 
     @property
     def used_pages(self) -> int:
@@ -223,6 +253,8 @@ class Rows:
         """
         adopted = self._has_pages(row)
         self.table.own(row, owner, self._driver.current_stream(), expected, tenant)
+        if self.pool.is_debugged:
+            self.origins[row] = debugging.caller()
         self._refresh(row)
         try:
             if tokens and self.zero_tail:
@@ -259,6 +291,7 @@ class Rows:
         for row in rows:
             self._count_uses(row, 0, 0)
             self.table.fences[row] |= fence
+            self._spoil(row, 0, 0)
             self._vacate(row)
 
     def release_abandoned(self) -> None:
@@ -360,7 +393,8 @@ class Rows:
         """
         self._claims = claims
         try:
-            self._map(needing)
+            with self.pool.ranges.growth:
+                self._map(needing)
         finally:
             self._claims = {}
 
@@ -382,10 +416,12 @@ class Rows:
             if missing:
                 supply = self._supply(missing)
                 self.caller_pages += missing
+                self.pool.pages_in_need += missing
             self._run(plan, supply)
-            if self.scrub or self.pool.tenants:
+            begun = rows if self.scrub and not (self._pattern and self._is_captured(rows)) else []
+            if begun or self.pool.tenants:
                 zeroing = True
-                self._zero(rows, plan)
+                self._zero(begun, plan)
             if self.zero_tail:
                 for row in rows:
                     self._fill_tails(row)
@@ -457,6 +493,7 @@ class Rows:
         if self._leaving(row, start, length):
             self.table.fences[row] |= self._fence_after([row])
             self._count_uses(row, start, length)
+            self._spoil(row, start, length)
         self.table.extents[row] = start, length
         self._retire_front(row)
 
@@ -519,23 +556,43 @@ class Rows:
             arena.fill_tail(row, *self.zero_frames)
 
     def _zero(self, rows: list[int], plan: list[_Growth]) -> None:
-        """Zeroes the pages that rows begin to use, and those that were mapped with another tenant's bytes, in the order
+        """Fills the pages that rows begin to use, and those that were mapped with another tenant's bytes, in the order
         of what their sequences do with them."""
         own_streams = set()
-        unclean = [(row, each) for row in rows if self.scrub for each in self._unclean(row)]
+        unclean = [(row, each) for row in rows for each in self._unclean(row)]
         for arena, row, span, ready in plan if self.pool.tenants else ():
             tenant = self.table.tenant[row]
             unclean += [(row, each) for each in arena.table.unclean(row, ready, span.end, tenant)]
         for row, (address, nbytes) in unclean:
             own = self.table.own_streams[row]
             self.table.fences[row].order(own)  # who had the pages before may still read them
-            self._driver.fill(address, nbytes, 0, own)
+            self._driver.fill(address, nbytes, self._pattern, own)
             own_streams.add(own)
         current = self._driver.current_stream()
         for own in own_streams - {current}:
             self._driver.record(own).wait(current)  # what is written there next must not be zeroed
         for arena, row, span, ready in plan:
             arena.table.belong(row, ready, span.end, self.table.tenant[row])
+
+    def _spoil(self, row: int, start: int, length: int) -> None:
+        """Fills the pages that a sequence leaves, where that is wanted, in order behind the row's fence."""
+        leaving = self._leaving(row, start, length) if self.poison else []
+        if not leaving:
+            return
+        own = self.table.own_streams[row]
+        self.table.fences[row].order(own)
+        with suppress(DriverError):
+            for arena, begin, end in leaving:
+                self._driver.fill(arena.table.address_of(row, begin), (end - begin) * self._page_size, POISON, own)
+        self.table.fences[row] |= Fence.after(self._driver, [own])
+
+    def _is_captured(self, rows: list[int]) -> bool:
+        """Whether a graph is being captured, where nothing can be filled."""
+        try:
+            self._fence_after(rows)
+        except StreamCaptureError:
+            return True
+        return False
 
     def _unclean(self, row: int) -> Iterator[tuple[int, int]]:
         """Addresses and bytes of the pages that a row begins to use with what it claims."""
@@ -669,15 +726,16 @@ class Rows:
 
     def _reclaim_from(self, rows: Iterable[tuple[int, int]], count: int, wait: bool = False) -> int:
         reclaimed = 0
-        for row, keep in rows:
-            if not self._surplus(row):
-                continue
-            if wait:
-                self.table.fences[row].wait()
-            if self.table.fences[row].passed():
-                reclaimed += self._unmap_surplus(row, count - reclaimed, keep)
-            if reclaimed >= count:
-                break
+        with self.pool.ranges.reclaiming:
+            for row, keep in rows:
+                if not self._surplus(row):
+                    continue
+                if wait:
+                    self.table.fences[row].wait()
+                if self.table.fences[row].passed():
+                    reclaimed += self._unmap_surplus(row, count - reclaimed, keep)
+                if reclaimed >= count:
+                    break
         return reclaimed
 
     def _unmap_surplus(self, row: int, count: int, keep: int = 0) -> int:

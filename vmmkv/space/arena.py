@@ -39,13 +39,15 @@ class Arena:
     def __init__(self, pool: FramePool, account: Account, num_rows: int, row_bytes: int) -> None:
         self.pool, self.account = pool, account
         self.page_size = pool.page_size
+        guard = int(pool.is_debugged)  # a page behind each row that is never mapped
         self.row_bytes = row_bytes
-        self.nbytes = num_rows * row_bytes
+        self.nbytes = num_rows * (row_bytes + guard * self.page_size)
         free_waiting()
         start = perf_counter_ns()
         self.address = pool.driver.reserve(self.nbytes)
         pool.meter.reserve.add(1, perf_counter_ns() - start)
-        self.table = PageTable(pool.driver, pool.frames, account, self.address, num_rows, row_bytes // self.page_size)
+        limit = row_bytes // self.page_size
+        self.table = PageTable(pool.driver, pool.frames, account, self.address, num_rows, limit, limit + guard)
         pool.tables.append(self.table)
         # Not at exit: views may be read until the very end, and the process takes everything with it.
         arguments = pool, account, self.table, self.nbytes, os.getpid()

@@ -106,9 +106,13 @@ class Mapper:
         with pool.monitor.changing:
             pool.monitor.worker = threading.get_ident()  # no finalizer may change anything in between
             try:
-                return self._make_frames(pool) or self._change(pool)
+                is_busy = self._make_frames(pool) or self._change(pool)
             finally:
                 pool.monitor.worker = None
+            with pool.monitor.lock:
+                if not pool.monitor.is_dirty:
+                    pool.monitor.verify()
+            return is_busy
 
     def _make_frames(self, pool: FramePool) -> bool:
         """Makes frames, where there are too few for what is to be mapped ahead."""
@@ -120,7 +124,8 @@ class Mapper:
                 new = pool.frames.plan(count) if count > 0 else []
         if not new:
             return False
-        outcome = self._calls.create(pool.frames.handles, new)
+        with pool.ranges.frames:
+            outcome = self._calls.create(pool.frames.handles, new)
         with pool.monitor.lock, pool.monitor.working():
             pool.frames.commit(new, outcome.done)
         outcome.check()
@@ -142,7 +147,8 @@ class Mapper:
                     missing -= grower.plan_release(change, missing) if missing > 0 else 0
         if change.is_empty:
             return False
-        change.run()
+        with pool.ranges.change:
+            change.run()
         with pool.monitor.lock, pool.monitor.working():
             self.pages += change.commit(pool)
             for grower in holders:

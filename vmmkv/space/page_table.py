@@ -49,17 +49,25 @@ class PageTable:
         address: of the range, which is cut into rows.
         num_rows: rows.
         limit: pages of a row.
+        stride: pages from one row to the next.
     """
 
     def __init__(
-        self, driver: Driver, frames: Frames, account: Account, address: int, num_rows: int, limit: int
+        self,
+        driver: Driver,
+        frames: Frames,
+        account: Account,
+        address: int,
+        num_rows: int,
+        limit: int,
+        stride: int,
     ) -> None:
         self.driver = driver
         self._frames = frames
         self.account = account
         """Whose its frames are."""
         self.page_size = driver.page_size
-        self.address, self.num_rows, self.limit = address, num_rows, limit
+        self.address, self.num_rows, self.limit, self._stride = address, num_rows, limit, stride
         self.frame: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
         """By row and page, where a frame is mapped."""
         columns = np.zeros((5, num_rows), np.int64)
@@ -75,7 +83,7 @@ class PageTable:
 
     def address_of(self, row: int, page: int) -> int:
         """Where a page lies."""
-        return self.address + (row * self.limit + page) * self.page_size
+        return self.address + (row * self._stride + page) * self.page_size
 
     def range_of(self, run: Run) -> tuple[int, int]:
         """Address and bytes of pages."""

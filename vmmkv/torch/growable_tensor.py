@@ -29,6 +29,7 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
+from ..invariants import watch
 from ..layout import shown, whole_number
 from ..memory.budget import pages_within
 from ..memory.driver import Driver
@@ -119,6 +120,8 @@ class GrowableTensor:
         with pool.monitor.changing, pool.monitor.lock:
             pool.monitor.check_outside("GrowableTensor", changing=True)
             pool.check_usable()
+            if pool.is_debugged:
+                watch(pool)
             self._account = pool.open_account(self, None if self._owns_pool else pages_within(self._driver, max_bytes))
             try:
                 self._arena = Arena(pool, self._account, 1, nbytes)
@@ -229,6 +232,14 @@ class GrowableTensor:
         end = max(self._pages(self._length), self._arena.table.end[0] - count)
         return self._arena.unmap_back(0, end) if self._fence.passed() else 0
 
+    def sequences(self) -> tuple[int, int]:
+        """None: it has rows, and these are no tokens."""
+        return 0, 0
+
+    def held(self) -> list[str]:
+        """What of it is in use."""
+        return [f"{self._length} rows"] if self._length else []
+
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""
         self._fence_all()  # who was interrupted may have begun to write behind the last row
@@ -295,7 +306,7 @@ class GrowableTensor:
         change = Change(pool.calls, pool.frames.handles)
         arena.plan_growth(change, 0, end, supply)
         change.run()
-        change.commit(pool)
+        pool.pages_in_need += change.commit(pool)
         try:
             change.check()
             for address, nbytes in arena.table.unclean(0, old_end, end, tenant=0):
