@@ -512,7 +512,11 @@ class Rows:
 
     def _used(self, row: int) -> list[Span]:
         """Per arena the pages of the row that hold tokens, or are about to."""
-        return self._spans(*(self._claims.get(row) or (self.table.start[row], self.table.length[row])))
+        return self._spans(*self._extent(row))
+
+    def _extent(self, row: int) -> tuple[int, int]:
+        """The first token that a row keeps, and its end: now, or as soon as there is room."""
+        return self._claims.get(row) or (self.table.start[row], self.table.length[row])
 
     def _spans(self, start: int, length: int) -> list[Span]:
         return policy.spans(start, length + self.overread if length else 0, self._records, self._page_size)
@@ -606,7 +610,7 @@ class Rows:
 
     def _refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
-        live, start, length = self.table.is_live(row), self.table.start[row], self.table.length[row]
+        live, (start, length) = self.table.is_live(row), self._extent(row)
         capacity = self.max_seq_len
         whole = True
         for (arena, record), (_, used_end) in zip(self.ranges, self._spans(start, length)):
