@@ -19,8 +19,8 @@ from rich.progress import track
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
-from vmmkv.driver import Driver, open_driver
 from vmmkv.environment import environment
+from vmmkv.memory.driver import Driver, open_driver
 
 ROUNDS = 50
 BATCH = 256
@@ -63,7 +63,8 @@ def make_cache(driver: Driver, pages: int, max_sequences: int = 2) -> KVCache:
     """A cache whose page holds 16 tokens."""
     head_dim = driver.page_size // TOKENS_PER_PAGE // (32 * 2 * 2)
     layout = KVLayout(num_layers=32, num_kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
-    return KVCache(layout, max_sequences, pages * TOKENS_PER_PAGE, max_bytes=pages * driver.page_size, driver=driver)
+    budget = pages * driver.page_size
+    return KVCache(layout, max_sequences, pages * TOKENS_PER_PAGE, max_bytes=budget, driver=driver, lookahead=0)
 
 
 def growth_onto_new_pages(driver: Driver, pages: int) -> dict[str, float]:

@@ -19,11 +19,11 @@ import typer
 from rich.progress import track
 
 from vmmkv import KVLayout, OutOfPagesError
-from vmmkv.arena import ADDRESS_LIMIT
 from vmmkv.cli.batching import Batching
 from vmmkv.cli.options import JsonOutput, LengthsSeed, TraceFile
 from vmmkv.cli.output import check_plot, console, errors, make_table, print_json
 from vmmkv.environment import environment
+from vmmkv.space.arena import ADDRESS_LIMIT
 from vmmkv.workload import Request, conversations, name_of, read_trace
 
 from .virtual import SCHEMES, make_allocator, used_bytes

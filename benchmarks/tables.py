@@ -17,7 +17,7 @@ from vmmkv import KVLayout
 from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
-from . import fragmentation, idle, reuse
+from . import fragmentation, idle, pools, reuse
 from .serve import report as serving
 from .virtual import SCHEMES
 
@@ -293,8 +293,7 @@ def static_reservation(result: Result) -> str:
 
 def serving_table(result: Result, case: int) -> str:
     name, backends = serving.by_case(result["serving"])[case]
-    rows = [(what, *(str(show(row)) for row in backends.values())) for what, show in serving.FIGURES]
-    return markdown((name, *backends), rows)
+    return markdown((name, *backends), serving.figure_lines(backends))
 
 
 def prompts_table(result: Result) -> str:
@@ -321,6 +320,22 @@ def page_reuse(result: Result) -> str:
 @table("idle_h200.json")
 def idle_memory(result: Result) -> str:
     return markdown(("", *(run["mode"] for run in result["runs"])), idle.table(result))
+
+
+# ------------------------------------------------------------------ two models on one pool
+
+
+def modes_table(result: Result) -> str:
+    return markdown(("", *(run["mode"] for run in result["runs"])), pools.table(result))
+
+
+def moves_table(result: Result) -> str:
+    return markdown(pools.MOVES, pools.moves(result))
+
+
+TABLES["pools"] = Table(("pools_h200.json",), modes_table)
+TABLES["pool-moves"] = Table(("pools_h200.json",), moves_table)
+TABLES["pool-comparisons"] = Table(("pools_h200.json",), comparisons_table)
 
 
 @table()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import vmmkv
 from vmmkv import KVCache, KVLayout, OutOfPagesError
-from vmmkv.driver import Handle
-from vmmkv.driver.host import HostDriver
+from vmmkv.memory.driver import Handle
+from vmmkv.memory.driver.host import HostDriver
 
 SCHEMES = ("static", "block 16", "block 64", "block 256", "per layer", "token-major")
 """`static` reserves the maximum for each sequence. `per layer` has a range of 2 MiB pages for K and for V of each
@@ -28,7 +28,7 @@ class BookkeepingDriver(HostDriver):
     """
 
     def __init__(self, nbytes: int) -> None:
-        super().__init__(vmmkv.driver.DEFAULT_PAGE_SIZE)
+        super().__init__(vmmkv.memory.driver.DEFAULT_PAGE_SIZE)
         self.nbytes = nbytes
         self._numbers = itertools.count()
 

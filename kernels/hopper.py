@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from .arithmetic import HALVES
-from .memory import _store_16
+from .memory import simulated_store_16
 from .ptx import SIMULATED, instruction, instruction_on_array
 
 if SIMULATED:
@@ -126,7 +126,7 @@ publish_shared = instruction("fence.proxy.async.shared::cta;", "", "", lambda: N
 
 
 store_shared_16 = instruction(
-    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v4.u32 [a], {$1, $2, $3, $4}; }", "", "lrrrr", _store_16
+    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v4.u32 [a], {$1, $2, $3, $4}; }", "", "lrrrr", simulated_store_16
 )
 """Puts 16 bytes to shared memory."""
 

@@ -51,7 +51,7 @@ def _store_8(address: int, *words: int) -> None:
     (ctypes.c_uint32 * 2).from_address(int(address))[:] = [int(word) for word in words]
 
 
-def _store_16(address: int, *words: int) -> None:
+def simulated_store_16(address: int, *words: int) -> None:
     assert address % 16 == 0, "misaligned"
     Words.from_address(int(address))[:] = [int(word) for word in words]
 
@@ -96,7 +96,7 @@ store_4 = instruction("st.global.u32 [$0], $1;", "", "lr", _store_4)
 store_8 = instruction("st.global.v2.u32 [$0], {$1, $2};", "", "lrr", _store_8)
 """Puts 8 bytes to an 8-byte aligned address."""
 
-store_16 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", "", "lrrrr", _store_16)
+store_16 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", "", "lrrrr", simulated_store_16)
 """Puts 16 bytes to a 16-byte aligned address."""
 
 store_f32 = instruction("st.global.f32 [$0], $1;", "", "lf", _store_f32)

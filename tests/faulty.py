@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import vmmkv
-from vmmkv.driver import Driver, Handle
 from vmmkv.errors import DriverError, DriverOutOfMemoryError
+from vmmkv.memory.driver import Driver, Handle
 
 CALLS = ("reserve", "free", "create", "release", "map", "set_access", "unmap", "fill", "copy")
 
@@ -24,6 +24,8 @@ class FaultyDriver:
             after an interruption.
         changes: pages that were mapped, and ranges that were unmapped, so far.
     """
+
+    c_interface = None  # every call is to come by here
 
     def __init__(self, inner: Driver) -> None:
         self.inner = inner

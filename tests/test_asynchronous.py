@@ -34,14 +34,14 @@ class User:
         """Address, bytes and number of tokens of `[first, end)` in each range."""
         places = []
         for arena, record in self.cache._rows.ranges:
-            address = arena.rows[self.sequence.row].address
+            address = arena.table.address_of(self.sequence.row, 0)
             places.append((address + first * record, (end - first) * record, end - first))
         return places
 
     def use(self, stream: Stream) -> None:
         """Orders a stream behind the sequence's own, and names it."""
         if stream is not self.own:
-            self.cache._rows.record_stream(self.sequence.row, stream)
+            self.cache._rows.table.streams[self.sequence.row].add(stream)
             self.device.record(self.own).wait(stream)
 
     def write(self, stream: Stream) -> None:

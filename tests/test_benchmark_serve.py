@@ -60,6 +60,11 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
         assert row["output_tokens_per_s"] == np.median(row["rounds"])
         assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"] <= row["seconds"]
         assert 0 < row["manager_us"] < row["host_us"]
+        if backend == "vmm":
+            assert row["pages_mapped"]["in need"] > 0 == row["pages_mapped"]["ahead"]
+        else:
+            assert row["pages_mapped"] == {}
+        assert row["mapper_calls"] == {}
         assert row["peak_concurrency"] >= row["mean_concurrency"] > 0
         budget = result["budget_bytes"] + (32 << 10)  # of the block table
         assert row["mean_bytes"] <= row["peak_bytes"] <= budget
@@ -72,6 +77,21 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
     for words in ("main, saturation", "main, 50% load", "vmm over paged, tokens/s", "Prompts of 64 tokens", "fa3"):
         assert words in done.stdout
     assert (tmp_path / "result.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_mapper_maps_ahead_where_it_is_wanted(traces: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    sizes = "--memory", "512KiB", "--max-seq-len", "128", "--prompt-tokens", "64", "--rounds", "1"
+    done = run_benchmark(*traces[:2], *sizes, "--backends", "vmm", "--lookahead", "64", "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert result["lookahead"] == 64
+    for row in result["serving"]:
+        assert row["finished"] == row["requests"]
+        assert row["pages_mapped"]["ahead"] > 0
+        assert row["mapper_calls"]["map"] > 0
+        assert row["mapper_us"] > 0
+    assert "pages mapped ahead, in need" in done.stdout
 
 
 def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None:

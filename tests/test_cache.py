@@ -741,3 +741,18 @@ def test_threads_may_share_a_cache(make_cache) -> None:
         thread.join()
     assert not failures
     cache.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"overread": 5}, {"scrub": True, "overread": 5}], ids=str)
+def test_a_row_that_grows_keeps_what_it_needs_when_another_takes_its_tail(make_cache, options: dict) -> None:
+    """Both in one call: of the long tail only what is behind the new length may go."""
+    driver = FaultyDriver(small_driver("cpu"))
+    cache = make_cache(driver=driver, pages=22, **options)
+    long, short = cache.sequence(90), cache.sequence(1)
+    long.truncate(20)
+    for growth in (6, 20, 9):
+        cache.extend([long, short], growth)
+        cache.check()
+        assert long.capacity >= long.length
+        assert has_memory(long, driver)
+        assert has_memory(short, driver)

@@ -116,6 +116,49 @@ def test_plan_raises_what_the_library_raises(args: list[str], error: type[Except
     assert type(invoke("plan", *args).exception) is error
 
 
+def write_config(folder: Path, **sizes: int) -> Path:
+    folder.mkdir()
+    path = folder / "config.json"
+    usual = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    path.write_text(json.dumps(usual | {"hidden_size": 4096, "max_position_embeddings": 8192} | sizes))
+    return path
+
+
+def test_plan_of_models_that_share_a_card(tmp_path: Path):
+    """By hand: each has all of the memory when the other has nothing to do, and half of it otherwise."""
+    large, small = write_config(tmp_path / "large"), write_config(tmp_path / "small", num_hidden_layers=16)
+    models = "--model", str(large), "--model", str(small.parent)
+    result = plan(*models, "--memory", "40GiB", "--mean-tokens", "1024")
+    assert (result["memory_bytes"], result["share_bytes"]) == (40 << 30, 20 << 30)
+    assert [of["token_bytes"] for of in result["models"]] == [128 << 10, 64 << 10]
+    for of in result["models"]:
+        assert of["pool"]["total_tokens"] == (40 << 30) // of["token_bytes"] == 2 * of["share"]["total_tokens"]
+        alone = plan("--config", f"{of['model'].removesuffix('config.json')}/config.json", "--memory", "40GiB")
+        assert alone["total_tokens"] == of["pool"]["total_tokens"]
+        assert of["pool"]["sequences"] == pytest.approx((40 << 30) / (1024 * of["token_bytes"]), rel=0.02)
+        assert of["pool"]["sequences"] // 2 == of["share"]["sequences"]
+    shown = " ".join(invoke("plan", *models, "--memory", "40GiB").stdout.split())
+    assert "2 models in 40 GiB" in shown
+    assert "A fixed share is 20 GiB" in shown
+
+
+@pytest.mark.parametrize(
+    ("models", "options"),
+    [(1, []), (2, ["--layers", "2"]), (2, ["--batch", "2", "--tokens", "8"]), (2, ["--model", "."])],
+)
+def test_plan_refuses_models_that_do_not_fit_together(models: int, options: list[str], tmp_path: Path):
+    paths = [write_config(tmp_path / str(number)) for number in range(models)]
+    arguments = [argument for path in paths for argument in ("--model", str(path))]
+    result = invoke("plan", *arguments, *options, "--memory", "1GiB")
+    assert result.exit_code == 2
+    assert "Usage" in result.stderr
+
+
+def test_plan_refuses_shares_below_a_page(tmp_path: Path):
+    path = str(write_config(tmp_path / "model"))
+    assert isinstance(invoke("plan", "--model", path, "--model", path, "--memory", "3MiB").exception, vmmkv.BudgetError)
+
+
 def test_config_that_is_no_object_is_an_error(tmp_path: Path):
     path = tmp_path / "config.json"
     path.write_text("[1, 2]")
@@ -123,7 +166,7 @@ def test_config_that_is_no_object_is_an_error(tmp_path: Path):
 
 
 def test_page_life_leaves_nothing_behind(device: str):
-    driver = FaultyDriver(vmmkv.driver.open_driver(device))
+    driver = FaultyDriver(vmmkv.memory.driver.open_driver(device))
     assert list(measure_page_life(driver)) == CALLS
     assert not driver.handles
     assert not driver.mapped

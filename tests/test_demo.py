@@ -124,13 +124,13 @@ def test_wrong_contents_show_as_a_wrong_answer(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_broken_invariant_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    grow = vmmkv.rows.Rows.grow
+    grow = vmmkv.rows.rows.Rows.grow
 
     def leaky(rows, *args):
         grow(rows, *args)
-        rows.pool.taken -= 1
+        rows.account.taken -= 1
 
-    monkeypatch.setattr(vmmkv.rows.Rows, "grow", leaky)
+    monkeypatch.setattr(vmmkv.rows.rows.Rows, "grow", leaky)
     result = demo("--device", "cpu")
     assert result.exit_code == 1
     assert "An invariant broke" in result.output

@@ -17,8 +17,8 @@ from conftest import run_python, small_driver
 from faulty import FaultyDriver
 from interruption import disturbed
 
-from vmmkv.driver import Driver, limits, open_driver
 from vmmkv.errors import DeviceError, DriverError, DriverOutOfMemoryError, LayoutError, VmmkvError
+from vmmkv.memory.driver import Driver, limits, open_driver
 from vmmkv.tensors import export_range
 
 NUM_PAGES = 4
@@ -345,6 +345,7 @@ def most_mappings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
 @pytest.mark.parametrize(("pages", "step"), [(1, 2), (1, 1), (3000, 1)])
 def test_mappings_run_out_before_they_do_for_linux(most_mappings: int, pages: int, step: int) -> None:
     """Pages apart; side by side; and side by side in the file as well, which Linux takes for one until it is cut."""
+    gc.collect()  # what other tests have left
     driver, own = small_driver("cpu"), limits.mappings.own
     size = driver.page_size
     strangers = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(500)]
@@ -419,7 +420,7 @@ def limited(what: int, limit: int) -> Iterator[None]:
 @pytest.mark.parametrize("left", [0, 1])
 def test_no_more_files(left: int) -> None:
     """For the pages; and for them but not for what is read beside."""
-    gc.collect()
+    gc.collect()  # what other tests have left
     before = sorted(os.listdir("/proc/self/fd"))
     with open(os.devnull) as file:
         most = file.fileno() + left

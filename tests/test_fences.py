@@ -11,8 +11,8 @@ from faulty import FaultyDriver
 
 import vmmkv
 import vmmkv.torch
-from vmmkv.driver import Event
-from vmmkv.fence import Fence
+from vmmkv.memory.driver import Event
+from vmmkv.memory.fence import Fence
 
 LONG = 400_000_000  # GPU cycles: a few tenths of a second
 
@@ -156,7 +156,7 @@ def test_recorded_streams_and_the_first_stream_are_fenced(driver, make_cache) ->
     cache = make_cache(driver=driver)
     driver.stream = "first"
     sequence = cache.sequence(5)
-    cache._rows.record_stream(sequence.row, "recorded")
+    cache._rows.table.streams[sequence.row].add("recorded")
     driver.stream = "last"
     sequence.free()
     assert {stream for stream, _ in driver.events} == {"first", "recorded", "last"}
@@ -196,7 +196,7 @@ def test_a_zero_tail_is_not_taken_from_its_readers(make_cache, device: str, then
     cache = make_cache(driver=driver, max_sequences=2, pages=22, zero_tail=True)
     driver.stream = "first"
     sequence, other = cache.sequence({"extend": 20, "reuse": 1}.get(then, 100)), cache.sequence(1)
-    cache._rows.record_stream(sequence.row, "recorded")
+    cache._rows.table.streams[sequence.row].add("recorded")
     driver.stream = "last"
     driver.read("first", "recorded", "last")
     if then == "extend":

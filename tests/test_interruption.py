@@ -252,7 +252,7 @@ def test_a_sequence_freed_twice_by_the_end_of_a_generator(make_cache, device: st
 def test_a_row_with_two_sequences_breaks_an_invariant(make_cache) -> None:
     cache = make_cache()
     first, second = cache.sequence(10), cache.sequence(10)
-    cache._rows.owner[second.row] = first.number
+    cache._rows.table.owner[second.row] = first.number
     with pytest.raises(vmmkv.InvariantError, match="two rows"):
         cache.check()
 

@@ -68,17 +68,145 @@ def test_transformers_works_from_the_repository_root() -> None:
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
-LAYERS = ["errors", "driver", "layout", "pages", "fence", "arena", "tensors", "rows", "invariants", "picture"]
-LAYERS += ["sequence", "cache"]
+LAYERS = ["kernels", "errors", "layout", "stats", "memory", "tensors", "space", "rows", "invariants", "picture"]
+LAYERS += [
+    "sequence",
+    "cache",
+    "publication",
+    "vmmkv",
+    "metrics",
+    "torch",
+    "model_config",
+    "schemes",
+    "workload",
+    "environment",
+]
+LAYERS += ["integrations", "cli", "__main__"]
+"""Packages and modules of vmmkv; `vmmkv` is its `__init__`. Each imports only what is to the left of it."""
+UPWARDS = {("sequence", "cache")}
+"""The one exception: a type, for `Sequence.cache`."""
+
+PRIVATE = {
+    # torch: what has no public name. The streams and captures that Python's own functions are too slow, or too
+    # strict, to tell; the allocator of a memory pool; a check on the device in a compiled graph; tensors that only
+    # stand for one.
+    "_C",
+    "_assert_async",
+    "_cuda_customAllocator",
+    "_cuda_getCurrentRawStream",
+    "_cuda_getDevice",
+    "_cuda_isCurrentStreamCapturing",
+    "_dynamo",
+    "_make_wrapper_subclass",
+    "_to_copy",
+    # transformers: which attention a model runs, and may run.
+    "_attn_implementation",
+    "_can_set_attn_implementation",
+    "_supports_attention_backend",
+    # Numba's simulator: the context of a kernel that is to be run by threads of ours.
+    "_kernel_context",
+    # Python: named tuples' public methods are called so, and the frame of a caller.
+    "_getframe",
+    "_make",
+}
+"""Private names of other libraries that vmmkv uses. There is none of its own that another of its modules uses."""
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_imports_point_downwards(name: str) -> None:
-    """A layer imports only layers below it (the one exception is a type in `sequence`)."""
-    path = ROOT / "vmmkv" / (f"{name}/__init__.py" if name == "driver" else f"{name}.py")
-    imported = {
-        node.module.split(".")[0]
-        for node in ast.parse(path.read_text()).body
-        if isinstance(node, ast.ImportFrom) and node.level and node.module
-    }
-    assert imported & set(LAYERS) <= set(LAYERS[: LAYERS.index(name)])
+def sources() -> dict[str, Path]:
+    """All modules, by their names once they are installed."""
+    found = {}
+    for root in ("vmmkv", "kernels"):
+        for path in sorted((ROOT / root).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts if parts[-1] != "__init__" else parts[:-1])
+            found[name if root == "vmmkv" else f"vmmkv.{name}"] = path
+    return found
+
+
+SOURCES = sources()
+
+
+def imported(code: str, module: str, is_package: bool) -> set[str]:
+    """The modules that code imports, wherever it does: at the top, in functions, for type checkers."""
+    names = set()
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = module.split(".")[: -(node.level - is_package) or None] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            each = {f"{base}.{alias.name}" for alias in node.names}
+            names |= {name if name in SOURCES else base for name in each}
+    return names
+
+
+def layer(module: str) -> str:
+    """The package, or the module, of vmmkv that a module is in."""
+    return module.split(".")[1] if "." in module else module
+
+
+def upward(code: str, module: str, is_package: bool = False) -> set[tuple[str, str]]:
+    """Imports that point upwards, by layers."""
+    inside = {name for name in imported(code, module, is_package) if name.split(".")[0] == "vmmkv"}
+    pairs = {(layer(module), layer(name)) for name in inside}
+    return {(here, there) for here, there in pairs if LAYERS.index(there) > LAYERS.index(here)}
+
+
+def test_imports_point_downwards() -> None:
+    """In every module. One that is new has to be given its place."""
+    assert {layer(module) for module in SOURCES} == set(LAYERS)
+    found = [upward(path.read_text(), name, path.name == "__init__.py") for name, path in SOURCES.items()]
+    assert set().union(*found) == UPWARDS
+
+
+def test_kernels_know_nothing_of_vmmkv() -> None:
+    for name, path in SOURCES.items():
+        if layer(name) == "kernels":
+            names = imported(path.read_text(), name, path.name == "__init__.py")
+            assert {each for each in names if each.split(".")[0] == "vmmkv" and layer(each) != "kernels"} == set(), name
+
+
+@pytest.mark.parametrize(
+    ("code", "module"),
+    [
+        ("import vmmkv.cache", "vmmkv.rows.rows"),
+        ("import numpy, vmmkv.cache as c", "vmmkv.rows.rows"),
+        ("from vmmkv.cache import KVCache", "vmmkv.rows.rows"),
+        ("from vmmkv import cache", "vmmkv.rows.rows"),
+        ("from .. import cache", "vmmkv.rows.rows"),
+        ("from ..cache import KVCache", "vmmkv.rows.rows"),
+        ("from . import cache", "vmmkv.errors"),
+        ("from . import KVCache", "vmmkv.errors"),
+        ("def late():\n    from ..cache import KVCache", "vmmkv.memory.pool"),
+        ("if TYPE_CHECKING:\n    from ...cache import KVCache", "vmmkv.memory.driver.cuda"),
+    ],
+)
+def test_imports_that_point_upwards_are_seen(code: str, module: str) -> None:
+    assert upward(code, module)
+
+
+def private_uses(code: str) -> list[str]:
+    """Private attributes of other objects, and private names of other modules, that code does not define itself."""
+    nodes = list(ast.walk(ast.parse(code)))
+    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
+    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    own = [node for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")]
+    defined |= {node.attr for node in own if isinstance(node.ctx, ast.Store)}
+    used = [node.attr for node in attributes if node not in own]
+    used += [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    return [name for name in used if name.startswith("_") and not name.startswith("__") and name not in defined]
+
+
+def test_modules_keep_out_of_each_others_private_state() -> None:
+    uses = {name: set(private_uses(path.read_text())) for name, path in SOURCES.items()}
+    assert {name: private - PRIVATE for name, private in uses.items() if private - PRIVATE} == {}
+    assert set().union(*uses.values()) == PRIVATE  # what is not used any more need not be allowed
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["cache._rows.grow()", "def f(self):\n    self.cache._rows = 1", "from .cache import _caches", "del pool._lock"],
+)
+def test_uses_of_private_state_are_seen(code: str) -> None:
+    assert private_uses(code)

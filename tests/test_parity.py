@@ -35,6 +35,7 @@ OWN = [
 
 
 @pytest.mark.parametrize("kind", KERNELS + FALLBACKS + OWN)
+@pytest.mark.simulator
 def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
     if kind not in kinds():
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
@@ -56,6 +57,7 @@ def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
         ("GraniteForCausalLM", "scale"),
     ],
 )
+@pytest.mark.simulator
 def test_an_argument_that_is_lost_is_noticed(kind: str, argument: str) -> None:
     """Kernels that do not get one of their arguments."""
     nothing = {"window": 0, "softcap": 0.0, "sinks": None, "scale": None}

@@ -61,7 +61,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.layout = small_layout(self.driver, layers_per_range=self.layers_per_range)
         max_bytes = (BUDGET + self.zero_tail) * self.driver.page_size
         self.cache = vmmkv.KVCache(
-            self.layout, ROWS, MAX_SEQ_LEN, max_bytes=max_bytes, driver=self.driver, **self.policy
+            self.layout, ROWS, MAX_SEQ_LEN, max_bytes=max_bytes, driver=self.driver, lookahead=0, **self.policy
         )
         self.cache._rows.spare = self.spare  # so small a budget would have none
         self.zero = self.driver.handles.copy()
@@ -95,7 +95,7 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.zero_tail or not length:
             return 0
         size = self.driver.page_size
-        mapped = ((arena.rows[model.sequence.row].end, record) for arena, record in self.cache._rows.ranges)
+        mapped = ((arena.table.end[model.sequence.row], record) for arena, record in self.cache._rows.ranges)
         return sum(max(end - -(-length * record // size), 0) for end, record in mapped)
 
     def bound(self) -> int:
@@ -319,11 +319,11 @@ class CacheMachine(RuleBasedStateMachine):
             if not model.sequence.length:
                 continue
             row = model.sequence.row
-            if any(arena.rows[row].has_hole for arena, _ in self.cache._rows.ranges):
+            if any(arena.table.has_hole(row) for arena, _ in self.cache._rows.ranges):
                 assert self.driver.failures > model.failures
                 continue
             for arena, record in self.cache._rows.ranges:
-                address, size = arena.rows[row].address, arena.page_size
+                address, size = arena.table.address_of(row, 0), arena.page_size
                 first = address + model.start * record // size * size
                 assert self.driver.accessible.issuperset(range(first, address + arena.row_bytes, size))
             for layer in range(3):

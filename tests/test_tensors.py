@@ -123,12 +123,12 @@ def test_a_view_longer_than_32_bit_strides_reach_says_so() -> None:
     assert layout.int32_token_limit == 512
     cache = vmmkv.KVCache(layout, 1, 600, max_bytes="10GiB", device="cpu", page_size=64 << 10)
     sequence = cache.sequence()
-    sequence._cache._rows.length[sequence._row] = 512  # as if grown; the pages do not matter here
+    sequence.cache._rows.table.length[sequence.index] = 512  # as if grown; the pages do not matter here
     sequence.k(0)
-    sequence._cache._rows.length[sequence._row] = 513
+    sequence.cache._rows.table.length[sequence.index] = 513
     with pytest.warns(vmmkv.StrideLimitWarning, match=r"513 tokens.*512.*layers_per_range"):
         sequence.k(0)
-    sequence._cache._rows.length[sequence._row] = 0
+    sequence.cache._rows.table.length[sequence.index] = 0
     with pytest.raises(vmmkv.LayoutError, match="layers_per_range"):
         vmmkv.KVCache(layout, 1, 600, max_bytes="10GiB", device="cpu", int32_strides=True)
 

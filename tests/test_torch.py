@@ -21,7 +21,7 @@ from test_fences import StreamedDriver
 from torch.cuda import _memory_viz
 
 import vmmkv
-from vmmkv.driver import Handle
+from vmmkv.memory.driver import Handle
 from vmmkv.tensors import export_range
 from vmmkv.torch import GrowableTensor, dump_snapshot, memory_allocated, memory_pool, memory_snapshot, memory_stats
 from vmmkv.torch.allocator import C_ARGUMENTS, Allocator
@@ -228,7 +228,8 @@ C_FUNCTIONS = """
     import ctypes, faulthandler, sys, threading
     import numpy as np
     from numba import carray, cfunc, njit, types
-    from vmmkv.torch.allocator import C_ARGUMENTS, Allocator, _kept, _pointer
+    from vmmkv.torch.allocator import C_ARGUMENTS, Allocator, _kept
+    from vmmkv.memory.native import pointer as void_pointer
 
     libc = ctypes.CDLL(None)
     for name, result, arguments in (
@@ -248,7 +249,7 @@ C_FUNCTIONS = """
 
     @njit
     def count(size):
-        held = carray(_pointer(address_of_held), 2, np.int64)
+        held = carray(void_pointer(address_of_held), 2, np.int64)
         lock(address_of_held + 16)
         held[0] += size
         held[1] = max(held[0], held[1])

@@ -58,6 +58,7 @@ def logits_of(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, 
 
 
 @pytest.mark.parametrize("name", WIDE_MODELS)
+@pytest.mark.simulator
 def test_kernels_give_the_same_logits(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, a chunk of many tokens, one of a few, and single tokens, behind left padding."""
     if device == "cpu" and name not in IN_SIMULATOR:
@@ -226,6 +227,7 @@ def plain_attention(q, k, v, bias, scaling=None, softcap=None, sinks=None) -> to
     return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2)
 
 
+@pytest.mark.simulator
 def test_attention_is_what_was_asked_for_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Any combination of what models say: the right tokens, from kernels where they can do all of it."""
     calls = Mock(wraps=reference_kernels.decode)

@@ -227,6 +227,7 @@ def _reference_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_uncompiled", "_reference_kernels")
 @pytest.mark.parametrize("others", ["eager", "sdpa"])
+@pytest.mark.simulator
 def test_rows_without_memory_behind_them_are_for_vmmkv_only(others: str, device: str) -> None:
     """Whoever else gets them is told, whether the attention changes or another model comes; and may start over."""
     first, model = (copy.deepcopy(tiny_model("llama-gqa-wide", "vmmkv", device)) for _ in range(2))
@@ -250,6 +251,7 @@ def test_rows_without_memory_behind_them_are_for_vmmkv_only(others: str, device:
 
 @pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("name", ["llama-gqa-wide", "mistral-wide"])
+@pytest.mark.simulator
 def test_masks_for_tokens_without_memory_are_refused(name: str, device: str) -> None:
     """A mask of the caller's own, where the sizes of another were asked for."""
     model = tiny_model(name, "vmmkv", device)

@@ -25,10 +25,10 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import vmmkv
-from vmmkv.driver import open_driver
 from vmmkv.integrations.batch import Batch, Limits
 from vmmkv.integrations.layers import VmmLayer, VmmSlidingWindowLayer
 from vmmkv.integrations.transformers import VmmCache
+from vmmkv.memory.driver import open_driver
 
 INDEXER = {"index_topk": 6, "index_head_dim": 16, "index_n_heads": 4}
 
@@ -557,7 +557,7 @@ def test_a_selection_that_finds_no_memory_changes_nothing(config: PreTrainedConf
     config = copy.deepcopy(config)
     config.layer_types = ["full_attention", *["sliding_attention"] * 3]
     config.sliding_window = 100
-    cache, reference = vmm_cache(config, "cpu", max_bytes=20 * PAGE_SIZE["cpu"]), DynamicCache(config=config)
+    cache, reference = vmm_cache(config, "cpu", max_bytes=40 * PAGE_SIZE["cpu"]), DynamicCache(config=config)
     forward(3, 30, cache, reference)
     with pytest.raises(vmmkv.OutOfPagesError):
         cache.batch_repeat_interleave(3)
@@ -582,6 +582,7 @@ def test_a_crop_that_one_layer_refuses_changes_none() -> None:
     assert [layer.get_seq_length() for layer in cache.layers if isinstance(layer, VmmLayer)] == [9, 9]
 
 
+@pytest.mark.simulator
 def test_a_copy_of_a_compiled_cache_whose_window_has_moved(device: str) -> None:
     """Its tokens lie at their positions, and the pages before them are not there."""
     head_dim = 64 if device == "cpu" else 256  # for which there are kernels: then windows give pages back
@@ -730,7 +731,7 @@ def _devices_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.device = torch.device(device)
         return driver
 
-    monkeypatch.setattr("vmmkv.driver.open_driver", open_by_name)
+    monkeypatch.setattr("vmmkv.memory.driver.open_driver", open_by_name)
 
 
 def on(device: int, states: torch.Tensor) -> torch.Tensor:
@@ -875,8 +876,8 @@ def test_a_model_on_two_gpus(name: str) -> None:
 
 
 def test_a_batch_that_loses_its_rows_is_as_new() -> None:
-    limits = Limits(max_seq_len=64, max_batch_size=2, max_bytes="1MiB", page_size=4096)
-    batch = Batch(vmmkv.KVLayout(1, 2, 64, torch.float32), limits, torch.device("cpu"))
+    pool = vmmkv.FramePool("1MiB", device="cpu", page_size=4096)
+    batch = Batch(vmmkv.KVLayout(1, 2, 64, torch.float32), Limits(max_seq_len=64, max_batch_size=2), pool)
     batch.reserve(2, 0, 40)
     batch.shrink(0, 30, 40)
     assert (batch.rows, batch.origin, batch.first, batch.end) == (0, 0, 0, 0)

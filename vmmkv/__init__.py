@@ -16,6 +16,7 @@ from .errors import (
     InvariantError,
     KeptLayersWarning,
     LayoutError,
+    LeakWarning,
     OutOfPagesError,
     OutOfRangeError,
     OutOfRowsError,
@@ -31,7 +32,9 @@ from .errors import (
     VmmkvError,
 )
 from .layout import KVLayout, LayerLayout
-from .rows import FREE_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
+from .memory.pool import FramePool, FramePoolStats
+from .publication import publish, unpublish
+from .rows.rows import FREE_PAGE, OTHERS_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
 from .sequence import Sequence
 from .stats import CacheStats, CallStats
 
@@ -39,6 +42,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FREE_PAGE",
+    "OTHERS_PAGE",
     "SURPLUS_PAGE",
     "VACANT_PAGE",
     "ZERO_PAGE",
@@ -54,6 +58,8 @@ __all__ = [
     "DriverOutOfMemoryError",
     "DtypeError",
     "ForkError",
+    "FramePool",
+    "FramePoolStats",
     "InterruptedChangeError",
     "InvariantError",
     "KVCache",
@@ -61,6 +67,7 @@ __all__ = [
     "KeptLayersWarning",
     "LayerLayout",
     "LayoutError",
+    "LeakWarning",
     "OutOfPagesError",
     "OutOfRangeError",
     "OutOfRowsError",
@@ -75,4 +82,6 @@ __all__ = [
     "UnsupportedError",
     "UseAfterFreeError",
     "VmmkvError",
+    "publish",
+    "unpublish",
 ]

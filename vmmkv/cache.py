@@ -5,99 +5,41 @@ from __future__ import annotations
 import functools
 import html
 import itertools
-import operator
 import os
-import sys
-import threading
+import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, KeysView, Mapping, Set
+from collections.abc import Callable, Collection, Hashable, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from .arena import Arena, check_address_space, free_waiting, wait_for_device
-from .budget import budget_pages
-from .driver import Driver, driver_for
 from .errors import (
     ArgumentError,
     BusyError,
-    DeviceError,
     ForkError,
-    InterruptedChangeError,
     LayoutError,
-    StreamCaptureError,
+    LeakWarning,
     UseAfterFreeError,
     VmmkvError,
 )
-from .fence import check_stream
-from .invariants import check_invariants
-from .layout import KVLayout, shown, whole_number
-from .pages import PagePool
-from .picture import draw_cache, draw_sequence
-from .rows import NOBODY, Rows
-from .sequence import Sequence, check_length
-from .stats import CacheStats, CallStats
+from .invariants import check_pool, check_rows, watch
+from .layout import KVLayout, whole_number
+from .memory.budget import budget_pages, pages_within
+from .memory.driver import Driver, driver_for
+from .memory.monitor import bookkeeping, operation
+from .memory.pool import FramePool
+from .picture import draw_cache
+from .rows.rows import Rows
+from .rows.table import RowTable
+from .sequence import Sequence, check_length, check_tokens
+from .space.arena import check_address_space, wait_for_device
+from .space.mapper import Mapper
+from .stats import CacheStats, MappedRange
 from .tensors import export_range, kv_views
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-OWN_ERRORS = VmmkvError, ValueError, TypeError
-"""What methods raise themselves, with the books as before."""
-
-
-def _was_interrupted(error: BaseException, outside: BaseException | None) -> bool:
-    """Whether an error came while another was handled that is none of our own; `outside` was there before."""
-    context = error.__context__
-    return (
-        context is not outside
-        and context is not None
-        and (not isinstance(context, OWN_ERRORS) or _was_interrupted(context, outside))
-    )
-
-
-def _operation(
-    method: Callable[Concatenate[KVCache, Parameters], Result],
-) -> Callable[Concatenate[KVCache, Parameters], Result]:
-    """Makes a method one operation: no other runs meanwhile, in whatever thread, and none sees what an interrupted one
-    has left.
-
-    Both locks are given back by the interpreter itself, which an interruption cannot prevent. `_is_dirty` is what tells
-    of one: it stays set unless the method has ended, with a result or with an error of its own.
-    """
-
-    def attempt(cache: KVCache, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        outside = sys.exception()
-        try:
-            result = method(cache, *args, **kwargs)
-        except OWN_ERRORS as error:
-            cache._is_dirty = _was_interrupted(error, outside)
-            raise
-        cache._is_dirty = False
-        return result
-
-    @functools.wraps(method)
-    def run(cache: KVCache, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        with cache._lock:
-            if cache._inside.locked():
-                raise BusyError(
-                    f"{method.__name__.strip('_')} was called in the middle of another operation of this thread on the "
-                    "same cache, as by a finalizer or a signal handler. Leave a note there and call it later"
-                )
-            with cache._inside:
-                if cache._is_dirty:
-                    cache._recover()
-                cache._check_usable()
-                cache._is_dirty = True
-                return attempt(cache, *args, **kwargs)
-
-    return run
 
 
 class KVCache:
@@ -127,6 +69,14 @@ class KVCache:
         int32_strides: refuse a geometry whose rows are longer than kernels with 32-bit strides can
             address (torch's memory-efficient SDPA; see `KVLayout.int32_token_limit`).
         driver: a memory system of your own, instead of `device` and `page_size`.
+        pool: physical memory that other caches may use as well, instead of `device`, `page_size` and `driver`. Without
+            one the cache makes its own, of `max_bytes`. With one `max_bytes` is the most that this cache may have of
+            it; None is all that others do not use.
+        guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time.
+        lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
+            is two pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
+        overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
+            end, and whose values do not matter. They count as used.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
@@ -148,11 +98,17 @@ class KVCache:
         zero_tail: bool = False,
         int32_strides: bool = False,
         driver: Driver | None = None,
+        pool: FramePool | None = None,
+        guaranteed: float | str = 0,
+        lookahead: int | None = None,
+        overread: int = 0,
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
         max_sequences = whole_number("max_sequences", max_sequences)
         max_seq_len = whole_number("max_seq_len", max_seq_len)
+        if pool is not None and (driver, device, page_size) != (None, None, None):
+            raise ValueError("give a pool, or driver, device and page_size; a pool has its own")
         if max_sequences < 1 or max_seq_len < 1:
             raise LayoutError(
                 f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1"
@@ -166,36 +122,82 @@ class KVCache:
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
-        self._driver = driver_for(driver, device, page_size)
+        self._owns_pool = pool is None
+        if pool is None:
+            driver = driver_for(driver, device, page_size)
+            if max_bytes is None and max_tokens is None:
+                max_bytes = "80%"
+            pages = budget_pages(driver, layout, max_sequences, max_bytes, max_tokens, zero_tail)
+            pool, limit = FramePool(pages * driver.page_size, driver=driver), None
+        elif max_bytes is None and max_tokens is None:
+            limit = None
+        else:
+            limit = budget_pages(pool.driver, layout, max_sequences, max_bytes, max_tokens, zero_tail)
+        self.pool = pool
+        """The physical memory that it lies on."""
+        self._driver = pool.driver
         size = self._driver.page_size
-        row_bytes = [-(-max_seq_len * record // size) * size for record in layout.record_bytes]
+        overread = whole_number("overread", overread)
+        tokens = max_seq_len + overread
+        row_bytes = [-(-tokens * record // size) * size for record in layout.record_bytes]
         check_address_space(
             sum(row_bytes) * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}"
         )
-        if max_bytes is None and max_tokens is None:
-            max_bytes = "80%"
-        budget = budget_pages(self._driver, layout, max_sequences, max_bytes, max_tokens, zero_tail)
-        pool = PagePool(self._driver, budget)
-        arenas = [Arena(pool, max_sequences, nbytes) for nbytes in row_bytes]
-        self._pool = pool
-        self._rows = Rows(pool, list(zip(arenas, layout.record_bytes)), max_sequences, max_seq_len, scrub, zero_tail)
+        lookahead = self._lookahead(lookahead, zero_tail)
+        rows = Rows(
+            pool,
+            RowTable(max_sequences),
+            layout.record_bytes,
+            max_seq_len,
+            scrub=scrub,
+            zero_tail=zero_tail,
+            lookahead=lookahead,
+            overread=overread,
+            poison=pool.is_debugged and layout.dtype.is_floating_point,
+        )
+        self._rows = self._open_rows(rows, row_bytes, limit, guaranteed)
+        arenas = [arena for arena, _ in self._rows.ranges]
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._ranges = [flat.view(layout.dtype) for flat in ranges]
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
-        self._abandoned: deque[weakref.KeyedRef[tuple[int, int], Sequence]] = deque()
-        """Rows, and the numbers of their sequences, that were left behind without `free`."""
         self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
-        """By row: what moves to `_abandoned` when the row's sequence is collected. That may be at any moment, in any
-        thread, so it takes no Python code, which could be interrupted."""
+        """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
+        any thread, so it takes no Python code, which could be interrupted."""
         self._numbers = itertools.count()
-        self._lock, self._inside = threading.RLock(), threading.Lock()
-        self._is_dirty = False
-        """An operation has begun and not ended; also when no other may begin."""
         self._is_open = True
         """The memory is ours to give back."""
         self._unusable: Callable[[], VmmkvError] | None = None
-        _caches.add(self)
+        caches.add(self)
+
+    def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
+        """The lookahead to use."""
+        if tokens is None:
+            pages = 0 if zero_tail or self.device.type == "cpu" else 2
+            return -(-pages * self.page_size // min(self.layout.record_bytes))
+        tokens = whole_number("lookahead", tokens)
+        if tokens and zero_tail:
+            raise ArgumentError(
+                f"asked for lookahead={tokens} with zero_tail; what lies behind such a row is zeros, and to replace "
+                "them waits for the GPU. Leave one of the two"
+            )
+        return tokens
+
+    def _open_rows(self, rows: Rows, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
+        """Gives rows an account, and addresses."""
+        pool = self.pool
+        with pool.monitor.changing, pool.monitor.lock:
+            pool.monitor.check_outside("KVCache", changing=True)
+            pool.check_usable()
+            pool.collect()
+            if rows.lookahead and pool.mapper is None:
+                pool.mapper = Mapper(pool)
+                weakref.finalize(pool, pool.mapper.stop)
+            if pool.is_debugged:
+                watch(pool)
+            pages = pages_within(self._driver, guaranteed) if guaranteed else 0
+            rows.open(pool.open_account(rows, limit, pages), row_bytes)
+        return rows
 
     # ------------------------------------------------------------------ sequences
 
@@ -209,7 +211,7 @@ class KVCache:
         """Bytes of a page."""
         return self._driver.page_size
 
-    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0) -> Sequence:
+    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0, tenant: Hashable = None) -> Sequence:
         """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one.
 
         It belongs to the current stream: order work on other streams behind it, and name them with
@@ -217,8 +219,12 @@ class KVCache:
 
         Args:
             tokens: that there is room for at once, on the parked row that fits them best.
-            expected_tokens: that it will soon have in all, where they come in chunks: maps nothing for them, but finds
-                the parked row that fits best, and takes pages for others from there only where no others are idle.
+            expected_tokens: that it will soon have in all, where they come in chunks: finds the parked row that fits
+                best, and takes pages for others from there only where no others are idle. With a lookahead the mapper
+                maps them ahead, as far as memory is idle; nothing here waits for it.
+            tenant: whose it is. What a tenant's sequences wrote can never be read from another's rows, in all that is
+                mapped there: their rows are not adopted, and their pages are zeroed before they go on. None is nobody
+                in particular, and one of them.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.
@@ -226,16 +232,18 @@ class KVCache:
                 new sequence then.
         """
         for count in (tokens, expected_tokens):
-            check_length(_check_tokens(count), self.max_seq_len)
-        return self._sequence(tokens, expected_tokens)
+            check_length(check_tokens(count), self.max_seq_len)
+        return self._sequence(tokens, expected_tokens, tenant)
 
-    @_operation
-    def _sequence(self, tokens: int, expected_tokens: int) -> Sequence:
-        self._free_abandoned()
-        row, number = self._rows.pick(max(tokens, expected_tokens)), next(self._numbers)
-        sequence = Sequence(self, number, row)
-        self._references[row] = weakref.KeyedRef(sequence, self._abandoned.append, (row, number))
-        self._rows.take(row, number, tokens, expected_tokens)  # from here on somebody will free it
+    @operation
+    def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
+        self._rows.release_abandoned()
+        whose = self.pool.tenants.number(tenant)
+        row, number = self._rows.pick(max(tokens, expected_tokens), whose), next(self._numbers)
+        sequence = Sequence(self, self._rows, number, row)
+        self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, (row, number))
+        self._rows.take(row, number, tokens, expected_tokens, whose)  # from here on somebody will free it
+        self._rows.ring()
         return sequence
 
     def extend(
@@ -265,62 +273,46 @@ class KVCache:
         if starts is not None:
             self._extend_from(batch, counts, _whole_numbers("starts", starts, len(batch), self.max_seq_len))
             return
-        with self._lock:
-            if not self._is_dirty and not self._inside.locked():
-                with self._inside:
-                    within = self._grow_within(batch, counts)
-                if within:
-                    return
-        self._extend(batch, counts)
+        if not self._grow_within(batch, counts):
+            self._extend(batch, counts)
 
     def _grow_within(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> bool:
         """Writes down new lengths, if none needs a page and all sequences are alive."""
-        rows = self._rows
-        index = np.array([sequence._row for sequence in batch], np.int64)
-        lengths = rows.length[index] + counts
-        alive = rows.owner[index] == [sequence._number for sequence in batch]
-        within = bool(((lengths <= rows.capacity[index]) & alive).all())
-        if within:
-            rows.length[index] = lengths
+        table, monitor = self._rows.table, self.pool.monitor
+        index = np.array([sequence.index for sequence in batch], np.int64)
+        numbers = [sequence.number for sequence in batch]
+        with monitor.lock:
+            monitor.check_outside("extend")
+            with monitor.inside:
+                lengths = table.lengths[index] + counts
+                alive = table.owners[index] == numbers
+                within = not monitor.is_dirty and bool(((lengths <= table.capacities[index]) & alive).all())
+                if within:
+                    table.lengths[index] = lengths
+                    if self.pool.mapper and bool((lengths > table.wakes[index]).any()):
+                        self.pool.mapper.ring()
         return within
 
-    @_operation
+    @operation
     def _extend(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> None:
-        self._free_abandoned()
-        index = np.array([self._check_live(sequence) for sequence in batch], np.int64)
-        lengths = self._rows.length[index] + counts
+        self._rows.release_abandoned()
+        index = np.array([sequence.row for sequence in batch], np.int64)
+        lengths = self._rows.table.lengths[index] + counts
         check_length(int(lengths.max(initial=0)), self.max_seq_len)
         self._rows.grow(index, lengths)
+        self._rows.ring()
 
-    @_operation
+    @operation
     def _extend_from(self, batch: list[Sequence], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
-        self._free_abandoned()
-        index = np.array([self._check_live(sequence) for sequence in batch], np.int64)
-        if self._rows.length[index].any() or (starts > counts).any():
+        self._rows.release_abandoned()
+        index = np.array([sequence.row for sequence in batch], np.int64)
+        if self._rows.table.lengths[index].any() or (starts > counts).any():
             raise ValueError(
                 f"asked for starts={starts.tolist()} of tokens={counts.tolist()}; they are for sequences without "
                 "tokens, and none is behind its sequence's end. Others have release_before"
             )
         self._rows.grow(index, counts, starts)
-
-    def _extend_one(self, sequence: Sequence, tokens: int) -> None:
-        """`Sequence.extend`: the same for one, without arrays."""
-        tokens = _check_tokens(tokens)
-        row, rows = sequence._row, self._rows
-        with self._lock:  # in which nothing is called: no signal handler comes between
-            length = rows.length_of[row] + tokens
-            if length <= rows.capacity_of[row] and rows.owner_of[row] == sequence._number and not self._is_dirty:
-                rows.length_of[row] = length
-                return
-        self._grow_one(sequence, tokens)
-
-    @_operation
-    def _grow_one(self, sequence: Sequence, tokens: int) -> None:
-        self._free_abandoned()
-        row = self._check_live(sequence)
-        length = self._rows.length_of[row] + tokens
-        check_length(length, self.max_seq_len)
-        self._rows.grow_one(row, length)
+        self._rows.ring()
 
     def _batch(self, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
         """Sequences of this cache, each once; whether they may be `repeated`."""
@@ -332,42 +324,16 @@ class KVCache:
             raise TypeError(f"got {sequences!r}; give a list of sequences") from None
         batch = list(each)
         with suppress(AttributeError):  # one look at each, where nothing is wrong
-            if len({sequence for sequence in batch if sequence._cache is self}) == len(batch):
+            if len({sequence for sequence in batch if sequence.cache is self}) == len(batch):
                 return batch
         for sequence in batch:
             if not isinstance(sequence, Sequence):
                 raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
-            if sequence._cache is not self:
+            if sequence.cache is not self:
                 raise ValueError(f"{sequence!r} belongs to another cache")
         if repeated:
             return list(dict.fromkeys(batch))
         raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
-
-    @_operation
-    def _truncate(self, sequence: Sequence, tokens: int) -> None:
-        row, start, _ = self._extent_of(sequence, tokens)
-        self._rows.shrink(row, start, tokens)
-
-    @_operation
-    def _release_before(self, sequence: Sequence, token: int) -> None:
-        row, _, length = self._extent_of(sequence, token)
-        self._rows.shrink(row, token, length)
-
-    def _extent_of(self, sequence: Sequence, token: int) -> tuple[int, int, int]:
-        """Row, start and length of a sequence that holds `token`, or ends with it."""
-        row = self._check_live(sequence)
-        start, length = self._rows.start_of[row], self._rows.length_of[row]
-        if not start <= token <= length:
-            raise ValueError(f"asked for token {shown(token)}; {sequence!r} holds tokens {start} to {length}")
-        return row, start, length
-
-    @_operation
-    def _record_stream(self, sequence: Sequence, stream: torch.cuda.Stream) -> None:
-        row = self._check_live(sequence)
-        check_stream(stream)
-        if stream.device != self.device:
-            raise DeviceError(f"got a stream on {stream.device}; this cache is on {self.device}")
-        self._rows.record_stream(row, stream)
 
     def free(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences; one fence serves all of them. Those that are free already are passed over.
@@ -380,29 +346,18 @@ class KVCache:
             ValueError: a sequence is of another cache; nothing was freed.
         """
         batch = self._batch(sequences, repeated=True)
-        with self._lock:
-            if self._inside.locked():
-                references = [self._references[sequence._row] for sequence in batch]
-                self._abandoned.extend(reference for reference in references if reference and reference() in batch)
-            elif not self._unusable:
-                self._free(batch)
+        monitor = self.pool.monitor
+        with monitor.lock:
+            if monitor.inside.locked():
+                references = [self._references[sequence.index] for sequence in batch]
+                self._rows.abandoned.extend(reference for reference in references if reference and reference() in batch)
+                return
+        if not self._unusable:
+            self._free(batch)
 
-    @_operation
+    @bookkeeping
     def _free(self, batch: list[Sequence]) -> None:
-        self._rows.release((sequence._row, sequence._number) for sequence in batch)
-
-    def _free_abandoned(self) -> None:
-        """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
-        free_waiting()
-        if not self._abandoned:
-            return
-        references = list(self._abandoned)
-        try:
-            self._rows.release(reference.key for reference in references)
-        except StreamCaptureError:
-            return  # later, then
-        for _ in references:
-            self._abandoned.popleft()
+        self._rows.release((sequence.index, sequence.number) for sequence in batch)
 
     # ------------------------------------------------------------------ memory
 
@@ -420,7 +375,7 @@ class KVCache:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
             strided, zero-copy, at addresses that never change.
         """
-        self._check_usable()
+        self.check_usable()
         return self._views[layer]
 
     def range(self, index: int) -> torch.Tensor:
@@ -429,18 +384,21 @@ class KVCache:
         For compilers, which take one tensor that is written in place better than many that share its memory. Not to be
         printed either.
         """
-        self._check_usable()
+        self.check_usable()
         return self._ranges[index]
 
-    @_operation
+    @operation
     def trim(self) -> int:
         """Gives surplus and free pages back to the system; returns their bytes.
 
         Waits for GPU work that still uses them.
         """
-        self._free_abandoned()
-        self._rows.reclaim(self._rows.surplus_pages)
-        return self._pool.release_free() * self.page_size
+        self._rows.release_abandoned()
+        frames = self.pool.frames
+        before = frames.existing
+        self._rows.reclaim(self._rows.surplus_pages, wait=True)
+        frames.release(len(frames.free))
+        return (before - frames.existing) * self.page_size
 
     def close(self) -> None:
         """Ends all sequences and gives all memory back now, after all work on the device.
@@ -453,19 +411,26 @@ class KVCache:
             DriverError: the device could not be waited for; nothing was closed.
             BusyError: another operation of this thread is not at its end.
         """
-        with self._lock:
+        monitor = self.pool.monitor
+        with monitor.changing, monitor.lock:
             if not self._is_open:
                 return
-            if self._inside.locked():
-                raise BusyError("close was called in the middle of another operation of this thread on the same cache")
-            with self._inside:
+            monitor.check_outside("close", changing=True)
+            with monitor.inside:
                 wait_for_device(self._driver)
-                self._forbid(functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one"))
+                leaks = self._rows.held() if self.pool.is_debugged else []
+                self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")
                 self._views, self._ranges = [], []
-                for arena, _ in self._rows.ranges:
-                    arena.close()
-                self._pool.close()
+                before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
+                self._rows.close()
+                if self._owns_pool:
+                    self.pool.frames.close()
+                    self.pool.mapper = None
+                monitor.is_dirty = before
                 self._is_open = False
+        if leaks:
+            report = "\n".join(["a KVCache was closed with live sequences:", *leaks])
+            warnings.warn(report, LeakWarning, stacklevel=2)
 
     def __enter__(self) -> KVCache:
         return self
@@ -487,107 +452,104 @@ class KVCache:
         """
         return self._available_pages()
 
-    @_operation
+    @bookkeeping
     def _available_pages(self) -> int:
-        self._free_abandoned()
+        self._rows.release_abandoned()
         return self._rows.available_pages
 
-    @_operation
+    @bookkeeping
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
         return self._stats()
 
     def _stats(self) -> CacheStats:
-        self._free_abandoned()
-        rows, pool = self._rows, self._pool
-        live = rows.owner != NOBODY
-        tokens = int((rows.length[live] - rows.start[live]).sum())
+        self._rows.release_abandoned()
+        rows, pool, table = self._rows, self.pool, self._rows.table
+        size = self.page_size
+        extents = table.extents[table.live_rows()]
+        tokens = int((extents[:, 1] - extents[:, 0]).sum())
         used = rows.used_pages
-        uses = pool.page_uses + used
-        meter = vars(pool.meter).items()
-        calls = {name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in meter if calls.count}
+        uses = rows.page_uses + used
+        pages = {
+            "used": used,
+            "surplus": rows.surplus_pages,
+            "free": len(pool.frames.free) if self._owns_pool else 0,
+            "zero": len(rows.zero_frames),
+        }
+        calls = pool.meter.stats()
+        limit = rows.account.limit
         return CacheStats(
-            budget_bytes=pool.budget * self.page_size,
-            physical_bytes=pool.created * self.page_size,
+            budget_bytes=(pool.limit if limit is None else limit) * size,
+            physical_bytes=sum(pages.values()) * size,
             tokens=tokens,
             token_bytes=tokens * self.layout.token_bytes,
-            waste=1 - tokens * self.layout.token_bytes / (used * self.page_size) if used else 0.0,
-            pages={
-                "used": used,
-                "surplus": pool.taken - len(rows.zero_pages) - used,
-                "free": pool.free,
-                "zero": len(rows.zero_pages),
-            },
-            rows=rows.count_states(),
-            pages_created=pool.pages_created,
+            waste=1 - tokens * self.layout.token_bytes / (used * size) if used else 0.0,
+            pages=pages,
+            rows=table.counts(),
+            pages_created=pool.frames.made,
             page_uses=uses,
-            reuse_factor=uses / pool.pages_created if pool.pages_created else 0.0,
+            reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
             adoptions=rows.adoptions,
+            pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.caller_pages},
             driver_calls=calls,
+            mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
             driver_seconds=sum(call.seconds for call in calls.values()),
         )
 
-    @_operation
+    @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
         """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
-        or `FREE_PAGE`, `SURPLUS_PAGE`, `VACANT_PAGE` or `ZERO_PAGE`."""
-        self._free_abandoned()
+        or `FREE_PAGE`, `SURPLUS_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or `OTHERS_PAGE`."""
+        self._rows.release_abandoned()
         return self._rows.page_map()
 
-    @_operation
+    @bookkeeping
     def page_uses(self) -> npt.NDArray[np.int64]:
         """By page number: how many sequences each physical page has served and left."""
-        return np.array(self._pool.uses, np.int64)
+        for table in self.pool.tables:
+            table.tell_uses()
+        frames = self.pool.frames
+        return frames.uses[: frames.numbers].copy()
 
-    @_operation
+    @bookkeeping
+    def mapped_ranges(self) -> list[MappedRange]:
+        """Where pages are mapped now: one run for each row, and each range of the layout, that has any."""
+        table = self._rows.table
+        return [
+            arena.table.mapped_range(row, table.start[row] * record, table.length[row] * record, table.owner[row])
+            for row in range(self.max_sequences)
+            for arena, record in self._rows.ranges
+            if arena.table.pages(row)
+        ]
+
+    @operation
     def check(self) -> None:
         """Checks every invariant of the books; raises `InvariantError` where one is broken."""
-        self._free_abandoned()
-        check_invariants(self._rows)
+        self._rows.release_abandoned()
+        check_pool(self.pool)
+        check_rows(self._rows)
 
     # ------------------------------------------------------------------ use and misuse
 
-    def _check_usable(self) -> None:
+    def check_usable(self) -> None:
+        """Raises what forbids any use.
+
+        Raises:
+            UseAfterFreeError: it was closed.
+            InterruptedChangeError: an interruption has left what nobody can make right.
+            ForkError: it belongs to another process.
+        """
         if self._unusable:
             raise self._unusable()
-
-    def _check_live(self, sequence: Sequence) -> int:
-        """The row of a live sequence of this cache."""
-        self._check_usable()
-        if self._rows.owner_of[sequence._row] != sequence._number:
-            raise UseAfterFreeError(f"sequence {sequence.number} was freed; start a new one with cache.sequence()")
-        return sequence._row
-
-    def _recover(self) -> None:
-        """After an operation that was interrupted: makes the books right, or says that nobody can."""
-        if self._unusable:
-            return
-        self._unusable = functools.partial(
-            InterruptedChangeError,
-            "this KVCache was interrupted (Ctrl-C, a signal handler) while it had the driver make, map or release a "
-            "page, and cannot know whether that was done. Close it, which gives the memory back, and make a new one",
-        )
-        if not self._pool.unsettled:
-            with suppress(VmmkvError):
-                self._rows.recover()
-                check_invariants(self._rows)
-                self._unusable = None
-
-    def _forbid(self, reason: Callable[[], VmmkvError]) -> None:
-        """Ends all use."""
-        self._unusable = reason
-        self._is_dirty = True
+        self.pool.check_usable()
 
     def _after_fork(self) -> None:
         """In a forked child: the memory is the parent's, and a GPU cannot be used at all."""
-        self._lock, self._inside = threading.RLock(), threading.Lock()
         self._is_open = False
-        self._forbid(
-            functools.partial(
-                ForkError,
-                "this KVCache was made before fork(); its memory belongs to the parent. Make a new one in the child, "
-                "or start processes with the 'spawn' method",
-            )
+        self._unusable = functools.partial(
+            ForkError,
+            "this KVCache was made before fork(); its memory belongs to the parent. Make a new one in the child, "
+            "or start processes with the 'spawn' method",
         )
 
     def __reduce__(self) -> NoReturn:
@@ -611,13 +573,9 @@ class KVCache:
         """What Jupyter shows: the page map."""
         return html.escape(repr(self)) if self._unusable else self._draw()
 
-    @_operation
+    @operation
     def _draw(self) -> str:
         return draw_cache(self._rows, self._stats())
-
-    @_operation
-    def _draw_sequence(self, sequence: Sequence) -> str:
-        return draw_sequence(self._rows, self._check_live(sequence))
 
 
 def _whole_numbers(
@@ -634,31 +592,21 @@ def _whole_numbers(
         values = numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
         each = list(values) if isinstance(values, Collection) else [values]
         for number in each:
-            check_length(_check_tokens(number), limit)
+            check_length(check_tokens(number), limit)
         given = np.array(each if isinstance(values, Collection) else values, np.int64)
     if given.shape not in ((), (count,)):
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
-    _check_tokens(int(given.min(initial=0)))
+    check_tokens(int(given.min(initial=0)))
     check_length(int(given.max(initial=0)), limit)
     return np.broadcast_to(given, count).astype(np.int64)
 
 
-def _check_tokens(tokens: int) -> int:
-    """A whole number of tokens."""
-    try:
-        tokens = operator.index(tokens)
-    except TypeError:
-        raise TypeError(f"got {tokens!r} tokens; they must be a whole number") from None
-    if tokens < 0:
-        raise ValueError(f"asked for {shown(tokens)} tokens; to drop tokens use truncate")
-    return tokens
-
-
-_caches: weakref.WeakSet[KVCache] = weakref.WeakSet()
+caches: weakref.WeakSet[KVCache] = weakref.WeakSet()
+"""All of this process."""
 
 
 def _after_fork() -> None:
-    for cache in list(_caches):
+    for cache in list(caches):
         cache._after_fork()
 
 

@@ -139,3 +139,7 @@ class StrideLimitWarning(UserWarning):
 
 class KeptLayersWarning(UserWarning):
     """Layers of a model whose K and V stay where transformers keeps them: they have no rows of virtual memory."""
+
+
+class LeakWarning(UserWarning):
+    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences; the message says who started them."""

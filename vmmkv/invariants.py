@@ -2,66 +2,102 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 
+import numpy as np
+
 from .errors import InvariantError
-from .rows import NOBODY, Rows
+from .memory.pool import FramePool
+from .rows.rows import Rows
 
 
-def check_invariants(rows: Rows) -> None:
-    """Checks the invariants that `vmmkv.pages`, `vmmkv.arena` and `vmmkv.rows` state.
+def ensure(holds: bool, what: str) -> None:
+    """Raises `InvariantError` where something does not hold."""
+    if not holds:
+        raise InvariantError(what)
+
+
+def watch(pool: FramePool) -> None:
+    """Has all that lies on a pool checked after each operation, from now on."""
+    reference = weakref.ref(pool)
+
+    def check() -> None:
+        pool = reference()
+        if pool is not None:
+            check_pool(pool)
+            for account in pool.accounts:
+                holder = account.holder()
+                if isinstance(holder, Rows):
+                    check_rows(holder)
+
+    pool.monitor.check = check
+
+
+def check_pool(pool: FramePool) -> None:
+    """Checks the invariants that `vmmkv.memory` and `vmmkv.space` state, for all that lies on a pool.
 
     Raises:
         InvariantError: one is broken; the message says which.
     """
-    pool = rows.pool
-
-    def ensure(holds: bool, what: str) -> None:
-        if not holds:
-            raise InvariantError(what)
-
-    mapped = Counter(page for arena, _ in rows.ranges for row in arena.rows for page in row.pages)
-    exist = {page for page, handle in enumerate(pool.handles) if handle is not None}
-    free = set(pool.free_pages)
-    ensure(not pool.unsettled, "a page is being made or released")
-    zero = set(rows.zero_pages)
-    ensure(pool.created <= pool.budget, f"{pool.created} pages exist; the budget is {pool.budget}")
+    pool.collect()
+    frames = pool.frames
+    ensure(not pool.calls.in_doubt, "a page is being made or released")
+    tails = {frame for table in pool.tables for frame in table.tail_frames}
+    mapped = Counter(frame for table in pool.tables for frame in table.mapped_frames())
+    exist = set(np.flatnonzero(frames.handles >= 0).tolist())
+    free = set(frames.free)
+    ensure(frames.existing <= pool.limit, f"{frames.existing} pages exist; the limit is {pool.limit}")
     ensure(all(count == 1 for count in mapped.values()), "a page is mapped twice")
-    ensure(len(free) == pool.free, "a page is free twice")
+    ensure(len(free) == len(frames.free), "a page is free twice")
+    ensure(not free & tails, "the zero page is free")
     ensure(not free & mapped.keys(), "a free page is mapped")
-    ensure(not zero & (free | mapped.keys()), "the zero page is free, or part of a row")
-    ensure(free | mapped.keys() | zero == exist, "a page has leaked, or one that does not exist is mapped")
-    mapped_pages = len(mapped) + len(zero)
-    ensure(pool.taken == mapped_pages, f"{pool.taken} pages are taken, {mapped_pages} mapped")
+    ensure(free | mapped.keys() == exist, "a page has leaked, or one that does not exist is mapped")
+    ensure(frames.taken == len(mapped), f"{frames.taken} pages are taken, {len(mapped)} mapped")
+    for table in pool.tables:
+        ensure(not table.doubt, "nobody knows what is mapped")
+    for account in pool.accounts:
+        taken, limit = account.taken, pool.limit if account.limit is None else account.limit
+        ensure(taken <= limit, f"an account of {limit} pages has {taken}")
 
-    states = Counter(rows.count_states())
-    ensure(sum(states.values()) == rows.num_rows, f"rows by state {dict(states)} are not {rows.num_rows} in all")
-    owners = Counter(rows.owner[rows.owner != NOBODY].tolist())
+
+def check_rows(rows: Rows) -> None:
+    """Checks the invariants that `vmmkv.rows` states, for one cache.
+
+    Raises:
+        InvariantError: one is broken; the message says which.
+    """
+    table = rows.table
+    mapped = sum(len(arena.table.mapped_frames()) for arena, _ in rows.ranges)
+    ensure(rows.account.taken == mapped, f"the account has {rows.account.taken} pages, {mapped} are mapped")
+    states = table.counts()
+    ensure(sum(states.values()) == table.num_rows, f"rows by state {states} are not {table.num_rows} in all")
+    owners = Counter(table.owners[table.live_rows()].tolist())
     ensure(all(count == 1 for count in owners.values()), "a sequence has two rows")
-    empty = set(rows.empty)
-    ensure(len(empty) == len(rows.empty), "a row is empty twice")
-    for row in range(rows.num_rows):
-        start, length, capacity = (int(of[row]) for of in (rows.start, rows.length, rows.capacity))
-        live = rows.owner[row] != NOBODY
-        listed = (row in rows.parked) + (row in empty) + (row in rows.retired)
+    empty = set(table.empty)
+    ensure(len(empty) == len(table.empty), "a row is empty twice")
+    for row in range(table.num_rows):
+        start, length, capacity = table.start[row], table.length[row], table.capacity[row]
+        live = table.is_live(row)
+        ensure(live == (row in table.live), f"row {row} is live, and is not")
+        listed = (row in table.parked) + (row in empty) + (row in table.retired)
         ensure(listed <= 1, f"row {row} is on several lists")
-        ensure(not (live and (row in rows.parked or row in empty)), f"live row {row} is up for adoption")
+        ensure(not (live and (row in table.parked or row in empty)), f"live row {row} is up for adoption")
         ensure(live or listed == 1, f"row {row} is lost")
         ensure(live or length == 0, f"row {row} has {length} tokens and no sequence")
         ordered = start <= length <= capacity <= rows.max_seq_len
         ensure(not live or ordered, f"row {row}: {start=} {length=} {capacity=}")
         for arena, record in rows.ranges:
-            mapping = arena.rows[row]
-            ensure(mapping.first <= mapping.ready <= mapping.end, f"row {row}: first, ready, end out of order")
-            tails = mapping.end <= mapping.tail <= mapping.tail_ready <= mapping.limit
+            pages = arena.table
+            first, ready, end, tail = (of[row] for of in (pages.first, pages.ready, pages.end, pages.tail))
+            ensure(first <= ready <= end, f"row {row}: first, ready, end out of order")
+            tails = end <= tail <= pages.tail_ready[row] <= pages.limit
             ensure(tails, f"row {row}: end, tail, tail_ready, limit out of order")
-            ensure(bool(zero) or mapping.tail == mapping.limit, f"row {row} has a tail")
-            ensure(mapping.doubt is None, f"row {row}: nobody knows what is mapped")
-            ensure(mapping.limit * arena.page_size <= arena.row_bytes, f"row {row} runs into the next")
+            ensure(bool(rows.zero_frames) or tail == pages.limit, f"row {row} has a tail")
             if live and capacity > start:  # its pages are consecutive, so that the others are mapped as well
-                ensure(mapping.first * arena.page_size <= start * record, f"row {row}: its first token is not mapped")
-                ensure(mapping.ready * arena.page_size >= capacity * record, f"row {row}: {capacity=} is not mapped")
+                ensure(first * arena.page_size <= start * record, f"row {row}: its first token is not mapped")
+                ensure(ready * arena.page_size >= capacity * record, f"row {row}: {capacity=} is not mapped")
             if row in empty:
-                ensure(not mapping.pages and mapping.first == 0, f"empty row {row} has pages")
-            if row in rows.parked:
-                ensure(mapping.first == 0, f"parked row {row} has a hole in front")
+                ensure(not pages.pages(row) and first == 0, f"empty row {row} has pages")
+            if row in table.parked:
+                ensure(first == 0, f"parked row {row} has a hole in front")

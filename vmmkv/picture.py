@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .rows import FREE_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE, Rows
+from .rows.rows import FREE_PAGE, OTHERS_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE, Rows
 from .stats import CacheStats
 
 CELL = 12
@@ -30,6 +30,7 @@ MAX_ROWS = 16
 STATES = {
     SURPLUS_PAGE: ("surplus: mapped, to be adopted or reclaimed", 'fill="#888" fill-opacity=".5"'),
     FREE_PAGE: ("free", 'fill="none" stroke="#888"'),
+    OTHERS_PAGE: ("another's, on the same pool", 'fill="#888" fill-opacity=".2" stroke="#888"'),
     ZERO_PAGE: ("zeros, behind every row", 'fill="none" stroke="#888" stroke-width="2"'),
     VACANT_PAGE: ("given back", 'fill="none" stroke="#888" stroke-dasharray="1 3"'),
 }
@@ -67,8 +68,9 @@ def draw_cache(rows: Rows, stats: CacheStats) -> str:
         f"{_count(stats.pages['used'], 'page')} of {size >> 10:,} KiB in use, waste {stats.waste:.1%}; "
         f"{stats.physical_bytes / 2**20:,.0f} of {stats.budget_bytes / 2**20:,.0f} MiB taken"
     )
-    order = sorted(range(rows.num_rows), key=lambda row: rows.owner_of[row] < 0)  # live ones first
-    lines = [(row, list(chain(*_pages_by_range(rows, row, owners)))) for row in order if row not in rows.empty]
+    empty = set(rows.table.empty)
+    order = sorted(range(rows.table.num_rows), key=lambda row: rows.table.owner[row] < 0)  # live ones first
+    lines = [(row, list(chain(*_pages_by_range(rows, row, owners)))) for row in order if row not in empty]
     if lines:
         columns = COLUMNS - LABEL
         step = -(-max(len(pages) for _, pages in lines[:MAX_ROWS]) // columns) or 1
@@ -86,24 +88,24 @@ def draw_cache(rows: Rows, stats: CacheStats) -> str:
 def draw_sequence(rows: Rows, row: int) -> str:
     """The row of a live sequence: the physical page behind each stretch of its tokens, under which is its number."""
     owners = rows.page_map()
-    start, length = rows.start_of[row], rows.length_of[row]
+    start, length = rows.table.start[row], rows.table.length[row]
     by_range = _pages_by_range(rows, row, owners)
     mapped = sum(map(len, by_range))
     used = [page for pages in by_range for page in pages if page.owner >= 0]
     waste = 1 - sum(page.end - page.begin for page in used) / len(used) if used else 0.0
     drawing = _Drawing()
     drawing.text(
-        f"Sequence {rows.owner_of[row]} in row {row}: {_count(length - start, 'token')} of {rows.max_seq_len:,}",
+        f"Sequence {rows.table.owner[row]} in row {row}: {_count(length - start, 'token')} of {rows.max_seq_len:,}",
         bold=True,
     )
     drawing.text(
         f"{_count(len(used), 'page')} of {rows.pool.driver.page_size >> 10:,} KiB in use, waste {waste:.1%}; "
-        f"{_count(mapped, 'page')} mapped, room for {_count(rows.capacity_of[row], 'token')} without a driver call"
+        f"{_count(mapped, 'page')} mapped, room for {_count(rows.table.capacity[row], 'token')} without a driver call"
     )
     step = -(-mapped // MAX_PAGES) or 1
     drawing.text(f"Pages in the order of addresses, below each its number{_stands_for(step)}")
     for index, ((arena, record), pages) in enumerate(zip(rows.ranges[:MAX_ROWS], by_range)):
-        token = arena.rows[row].first * arena.page_size // record
+        token = arena.table.first[row] * arena.page_size // record
         name = f"range {index}, token {token:,}" if len(rows.ranges) > 1 else f"token {token:,}"
         drawing.squares(pages[::step], (COLUMNS - LABEL) // 3, label=name, wide=True)
     _say_what_is_left(drawing, len(rows.ranges), "range")
@@ -115,21 +117,21 @@ def _pages_by_range(rows: Rows, row: int, owners: npt.NDArray[np.int64]) -> list
     """A row's mapped pages in the order of addresses, for each range."""
     by_range = []
     for arena, record in rows.ranges:
-        mapping, size = arena.rows[row], arena.page_size
-        first, last = rows.start_of[row] * record / size, rows.length_of[row] * record / size
+        table, size = arena.table, arena.page_size
+        first, last = rows.table.start[row] * record / size, rows.table.length[row] * record / size
         by_range.append(
             [
                 Page(page, int(owners[page]), min(max(first - index, 0), 1), min(max(last - index, 0), 1))
-                for index, page in enumerate(mapping.pages, mapping.first)
+                for index, page in enumerate(table.frames_in(row), table.first[row])
             ]
         )
     return by_range
 
 
 def _holder(rows: Rows, row: int) -> str:
-    if rows.owner_of[row] >= 0:
-        return f"sequence {rows.owner_of[row]}, {_count(rows.length_of[row] - rows.start_of[row], 'token')}"
-    return "parked" if row in rows.parked else "retired"
+    if rows.table.owner[row] >= 0:
+        return f"sequence {rows.table.owner[row]}, {_count(rows.table.length[row] - rows.table.start[row], 'token')}"
+    return "parked" if row in rows.table.parked else "retired"
 
 
 def _count(number: int, what: str) -> str:

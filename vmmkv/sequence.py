@@ -10,8 +10,21 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
-from .errors import DeviceError, DtypeError, SequenceTooLongError, ShapeError, StrideLimitWarning, VmmkvError
+from .errors import (
+    DeviceError,
+    DtypeError,
+    SequenceTooLongError,
+    ShapeError,
+    StrideLimitWarning,
+    UseAfterFreeError,
+    VmmkvError,
+)
 from .layout import shown
+from .memory.fence import check_stream
+from .memory.monitor import bookkeeping, operation
+from .memory.pool import FramePool
+from .picture import draw_sequence
+from .rows.rows import Rows
 from .tensors import check_dense
 
 if TYPE_CHECKING:
@@ -28,40 +41,43 @@ class Sequence:
     books.
     """
 
-    __slots__ = ("__weakref__", "_cache", "_number", "_row")
+    __slots__ = ("__weakref__", "_rows", "cache", "index", "number")
 
-    def __init__(self, cache: KVCache, number: int, row: int) -> None:
-        self._cache, self._number, self._row = cache, number, row
+    cache: KVCache
+    """The cache that it belongs to."""
+    number: int
+    """Its number in the cache: 0 for the first sequence, never used twice."""
+    index: int
+    """The row that it was given. After its end that is another's: see `row`."""
+
+    def __init__(self, cache: KVCache, rows: Rows, number: int, row: int) -> None:
+        self.cache, self._rows, self.number, self.index = cache, rows, number, row
 
     @property
-    def cache(self) -> KVCache:
-        """The cache that it belongs to."""
-        return self._cache
-
-    @property
-    def number(self) -> int:
-        """Its number in the cache: 0 for the first sequence, never used twice."""
-        return self._number
+    def pool(self) -> FramePool:
+        """The physical memory that it lies on."""
+        return self._rows.pool
 
     @property
     def row(self) -> int:
         """Its index in the first dimension of `KVCache.kv`; the same for as long as it lives."""
-        return self._cache._check_live(self)
+        self.check_usable()
+        return self.index
 
     @property
     def length(self) -> int:
         """Tokens so far, including those before `start`."""
-        return self._cache._rows.length_of[self._cache._check_live(self)]
+        return self._rows.table.length[self.row]
 
     @property
     def start(self) -> int:
         """The first token that can be read: 0, or what was last given to `release_before`."""
-        return self._cache._rows.start_of[self._cache._check_live(self)]
+        return self._rows.table.start[self.row]
 
     @property
     def capacity(self) -> int:
         """The length up to which growing costs no driver call."""
-        return self._cache._rows.capacity_of[self._cache._check_live(self)]
+        return self._rows.table.capacity[self.row]
 
     def extend(self, tokens: int) -> None:
         """Makes room for `tokens` more tokens; maps the pages that they need.
@@ -77,11 +93,34 @@ class Sequence:
                 is captured.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._cache._extend_one(self, tokens)
+        tokens = check_tokens(tokens)
+        row, table, pool = self.index, self._rows.table, self._rows.pool
+        monitor = pool.monitor
+        with monitor.lock:  # in which nothing is called: no signal handler comes between
+            length = table.length[row] + tokens
+            if length <= table.capacity[row] and table.owner[row] == self.number and not monitor.is_dirty:
+                table.length[row] = length
+                if length > table.wake[row] and pool.mapper:
+                    pool.mapper.ring()
+                return
+        self._extend(tokens)
+
+    @operation
+    def _extend(self, tokens: int) -> None:
+        self._rows.release_abandoned()
+        length = self._rows.table.length[self.index] + tokens
+        check_length(length, self._rows.max_seq_len)
+        self._rows.grow_one(self.index, length)
+        self._rows.ring()
 
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle."""
-        self._cache._truncate(self, operator.index(tokens))
+        self._truncate(operator.index(tokens))
+
+    @bookkeeping
+    def _truncate(self, tokens: int) -> None:
+        self._check_holds(tokens)
+        self._rows.shrink(self.index, self._rows.table.start[self.index], tokens)
 
     def release_before(self, token: int) -> None:
         """Drops the tokens before `token`, as for a sliding window; the others keep their positions.
@@ -89,20 +128,46 @@ class Sequence:
         Whole pages in front of it go to others when the GPU is done with them. Tokens before `token`
         must not be read again: views start at `token` from now on.
         """
-        self._cache._release_before(self, operator.index(token))
+        self._release_before(operator.index(token))
+
+    @bookkeeping
+    def _release_before(self, token: int) -> None:
+        self._check_holds(token)
+        self._rows.shrink(self.index, token, self._rows.table.length[self.index])
+
+    def _check_holds(self, token: int) -> None:
+        """Raises `ValueError` where it neither holds `token` nor ends with it."""
+        start, length = self._rows.table.start[self.index], self._rows.table.length[self.index]
+        if not start <= token <= length:
+            raise ValueError(f"asked for token {shown(token)}; {self!r} holds tokens {start} to {length}")
 
     def free(self) -> None:
         """Ends the sequence. Its row goes to others after all work on the current stream, and on
         the streams named with `record_stream`. A second call does nothing."""
-        self._cache.free([self])
+        self.cache.free([self])
 
+    @bookkeeping
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Says that work on `stream` uses the sequence: its pages wait for that work, too.
 
         Raises:
             DeviceError: the stream is on another device than the cache.
         """
-        self._cache._record_stream(self, stream)
+        check_stream(stream)
+        if stream.device != self.pool.device:
+            raise DeviceError(f"got a stream on {stream.device}; this cache is on {self.pool.device}")
+        self._rows.table.streams[self.index].add(stream)
+
+    def check_usable(self) -> None:
+        """Raises what forbids any use.
+
+        Raises:
+            UseAfterFreeError: it was freed, or its cache was closed.
+            InterruptedChangeError, ForkError: as in `KVCache.check_usable`.
+        """
+        self.cache.check_usable()
+        if self._rows.table.owner[self.index] != self.number:
+            raise UseAfterFreeError(f"sequence {self.number} was freed; start a new one with cache.sequence()")
 
     def k(self, layer: int) -> torch.Tensor:
         """K of one layer, `[length - start, num_kv_heads, head_dim]`: a view, to read and write.
@@ -148,11 +213,11 @@ class Sequence:
             target[len(target) - len(source) :].copy_(source.detach())  # the cache is no part of an autograd graph
 
     def _view(self, layer: int, which: int) -> torch.Tensor:
-        return self._cache.kv(layer)[which][self.row, self.start : self.length]
+        return self.cache.kv(layer)[which][self.row, self.start : self.length]
 
     def _warn_of_stride(self) -> None:
         """A view that is about to go to a kernel of somebody else's must not be read wrong silently."""
-        limit = self._cache.layout.int32_token_limit
+        limit = self.cache.layout.int32_token_limit
         tokens = self.length - self.start
         if tokens > limit:
             warnings.warn(
@@ -165,16 +230,20 @@ class Sequence:
 
     def __repr__(self) -> str:
         try:
-            return f"<vmmkv.Sequence {self._number}: row {self.row}, {self.length} tokens>"
+            return f"<vmmkv.Sequence {self.number}: row {self.row}, {self.length} tokens>"
         except VmmkvError:
-            return f"<vmmkv.Sequence {self._number}: gone>"
+            return f"<vmmkv.Sequence {self.number}: gone>"
 
     def _repr_html_(self) -> str:
         """What Jupyter shows: the pages under its tokens."""
         try:
-            return self._cache._draw_sequence(self)
+            return self._draw()
         except VmmkvError:
             return html.escape(repr(self))
+
+    @operation
+    def _draw(self) -> str:
+        return draw_sequence(self._rows, self.index)
 
     def __enter__(self) -> Sequence:
         return self
@@ -195,3 +264,18 @@ def check_length(length: int, max_seq_len: int) -> None:
             f"asked for {shown(length)} tokens; a row is max_seq_len={max_seq_len} long. Make the cache with a larger "
             "one: a longer row takes addresses, not memory"
         )
+
+
+def check_tokens(tokens: int) -> int:
+    """A whole number of tokens.
+
+    Raises:
+        TypeError, ValueError: it is none, or negative.
+    """
+    try:
+        tokens = operator.index(tokens)
+    except TypeError:
+        raise TypeError(f"got {tokens!r} tokens; they must be a whole number") from None
+    if tokens < 0:
+        raise ValueError(f"asked for {shown(tokens)} tokens; to drop tokens use truncate")
+    return tokens

@@ -14,6 +14,27 @@ class CallStats:
 
 
 @dataclass(frozen=True)
+class MappedRange:
+    """A run of mapped pages.
+
+    Attributes:
+        address: of the first byte.
+        nbytes: bytes of the pages.
+        used_address: of the first byte that is in use.
+        used_bytes: bytes in use: tokens of a sequence, or rows of a growable tensor.
+        row: the row that they lie in.
+        owner: the number of the sequence that has the row; -1 where nobody has it.
+    """
+
+    address: int
+    nbytes: int
+    used_address: int
+    used_bytes: int
+    row: int
+    owner: int
+
+
+@dataclass(frozen=True)
 class CacheStats:
     """A snapshot of a `KVCache`.
 
@@ -30,8 +51,11 @@ class CacheStats:
         page_uses: how often a page was part of a sequence since the beginning.
         reuse_factor: `page_uses / pages_created`, 0 without pages.
         adoptions: sequences that started on a row whose pages were mapped already.
-        driver_calls: calls of the memory system by name.
-        driver_seconds: time in all of them.
+        pages_mapped: how many pages of the pool were mapped `ahead` of need, by its mapper, and how many of this cache
+            `in need`, by whoever grew.
+        driver_calls: calls of the memory system by name, for all that lies on the pool, but for its mapper's.
+        mapper_calls: those of the mapper, which nobody waits for.
+        driver_seconds: time in all `driver_calls`.
     """
 
     budget_bytes: int
@@ -45,5 +69,7 @@ class CacheStats:
     page_uses: int
     reuse_factor: float
     adoptions: int
+    pages_mapped: dict[str, int]
     driver_calls: dict[str, CallStats]
+    mapper_calls: dict[str, CallStats]
     driver_seconds: float

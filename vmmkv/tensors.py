@@ -75,7 +75,7 @@ def export_range(address: int, nbytes: int, device: torch.device, owner: object)
     managed.manager, managed.deleter = None, _free
     tensor = torch.utils.dlpack.from_dlpack(_new_capsule(memory, b"dltensor", None))
     storage: Any = tensor.untyped_storage()
-    storage._vmmkv_owner = owner
+    storage.vmmkv_owner = owner
     for name in COPYING:
         setattr(storage, name, _refuse_copy)
     if device.type == "cpu":  # elsewhere it does nothing
@@ -92,7 +92,7 @@ def _refuse_copy(*_: object) -> NoReturn:
 
 def _tag(storage: Any) -> None:
     """What torch asks before it pickles or saves a storage."""
-    if hasattr(storage, "_vmmkv_owner"):
+    if hasattr(storage, "vmmkv_owner"):
         _refuse_copy()
 
 

@@ -2,13 +2,41 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 Rows = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a backend, and its mapper, have had the driver do so far.
+
+    Attributes:
+        driver_seconds: in calls on the engine's thread; a part of the cache manager's time.
+        mapper_seconds: in calls on the mapper's.
+        mapper_calls: how many, by name.
+        pages_mapped: ahead of need, and in need.
+    """
+
+    driver_seconds: float = 0.0
+    mapper_seconds: float = 0.0
+    mapper_calls: Mapping[str, int] = field(default_factory=dict)
+    pages_mapped: Mapping[str, int] = field(default_factory=dict)
+
+    def __sub__(self, before: Self) -> Work:
+        """What was done since."""
+        return Work(
+            self.driver_seconds - before.driver_seconds,
+            self.mapper_seconds - before.mapper_seconds,
+            {name: count - before.mapper_calls.get(name, 0) for name, count in self.mapper_calls.items()},
+            {when: pages - before.pages_mapped.get(when, 0) for when, pages in self.pages_mapped.items()},
+        )
 
 
 class KVBackend(Protocol):
@@ -41,8 +69,8 @@ class KVBackend(Protocol):
     def physical_bytes(self) -> int:
         """Device memory that it takes now."""
 
-    def driver_seconds(self) -> float:
-        """Time in driver calls so far; a part of the cache manager's."""
+    def work(self) -> Work:
+        """What the driver has done for it so far."""
 
     def give_back(self) -> None:
         """Gives memory that no sequence uses back to the system, where it can."""

@@ -8,8 +8,9 @@ a step it waits for the one before, and so knows when tokens were there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import perf_counter, perf_counter_ns, sleep
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ class Engine:
         prefill: attention of prompts, where it is another one: "fa3" (rows) or "flashinfer" (blocks).
         temperature: of sampling; 0 takes the likeliest token.
         graphs: decode from CUDA graphs; where there is a GPU.
+        options: of the backend beside these, as `lookahead` and `pool` of "vmm".
     """
 
     def __init__(
@@ -57,11 +59,12 @@ class Engine:
         prefill: str | None = None,
         temperature: float = 0.0,
         graphs: bool = True,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.device = model, model.device
         self.max_sequences, self.chunk, self.temperature = max_sequences, chunk, temperature
         layout = model.config.kv_layout(model.dtype)
-        self.kv = BACKENDS[backend](layout, max_sequences, max_seq_len, max_bytes, self.device)
+        self.kv = BACKENDS[backend](layout, max_sequences, max_seq_len, max_bytes, self.device, **(options or {}))
         attention = attention or ("numba" if self.device.type == "cuda" else "torch")
         self.write = torch_write(self.kv) if attention == "torch" else numba_write(self.kv)
         self.decode_attention = ATTENTION[attention](self.kv)

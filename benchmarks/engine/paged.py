@@ -7,7 +7,7 @@ import torch
 
 from vmmkv import KVLayout
 
-from .backend import Rows, pinned
+from .backend import Rows, Work, pinned
 
 
 class PagedKV:
@@ -81,8 +81,8 @@ class PagedKV:
     def physical_bytes(self) -> int:
         return self.pool.nbytes + self.block_table.nbytes
 
-    def driver_seconds(self) -> float:
-        return 0.0
+    def work(self) -> Work:
+        return Work()
 
     def give_back(self) -> None:
         """Nothing: a pool is one tensor."""

@@ -6,7 +6,7 @@ import torch
 
 from vmmkv import KVLayout
 
-from .backend import Rows
+from .backend import Rows, Work
 
 
 class StaticKV:
@@ -42,8 +42,8 @@ class StaticKV:
     def physical_bytes(self) -> int:
         return self.slots.nbytes
 
-    def driver_seconds(self) -> float:
-        return 0.0
+    def work(self) -> Work:
+        return Work()
 
     def give_back(self) -> None:
         """Nothing: the slots are one tensor."""

@@ -2,32 +2,54 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
-from vmmkv import KVCache, KVLayout, OutOfPagesError
-from vmmkv.driver import open_driver
+from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError
+from vmmkv.memory.driver import Driver, open_driver
 
-from .backend import Rows
+from .backend import Rows, Work
 
 HOST_PAGE_TOKENS = 16
 """On the host a page holds about as many tokens as a 2 MiB page does of Llama-3.1-8B."""
 
 
+def make_driver(layout: KVLayout, device: torch.device) -> Driver:
+    """The memory system of a device, with pages that hold about as many tokens on the host as on a GPU."""
+    page_size = None
+    if device.type == "cpu":
+        granularity = open_driver(device).granularity
+        page_size = -(-HOST_PAGE_TOKENS * layout.token_bytes // granularity) * granularity
+    return open_driver(device, page_size)
+
+
 class VmmKV:
-    """A `KVBackend`."""
+    """A `KVBackend`.
+
+    Args:
+        lookahead: tokens that are mapped behind each sequence before it needs them; None is what `KVCache` does.
+        pool: memory that others use as well, instead of `max_bytes` of its own.
+    """
 
     block_table = None
 
     def __init__(
-        self, layout: KVLayout, max_sequences: int, max_seq_len: int, max_bytes: int, device: torch.device
+        self,
+        layout: KVLayout,
+        max_sequences: int,
+        max_seq_len: int,
+        max_bytes: int,
+        device: torch.device,
+        *,
+        lookahead: int | None = None,
+        pool: FramePool | None = None,
     ) -> None:
-        page_size = None
-        if device.type == "cpu":
-            granularity = open_driver(device).granularity
-            page_size = -(-HOST_PAGE_TOKENS * layout.token_bytes // granularity) * granularity
-        driver = open_driver(device, page_size)
-        self.cache = KVCache(layout, max_sequences, max_seq_len, max_bytes=max_bytes, driver=driver)
+        memory: dict[str, Any] = {"pool": pool}
+        if pool is None:
+            memory = {"max_bytes": max_bytes, "driver": make_driver(layout, device)}
+        self.cache = KVCache(layout, max_sequences, max_seq_len, lookahead=lookahead, **memory)
         self.sequences = np.full(max_sequences, None, object)
         self.free_rows = max_sequences
 
@@ -59,8 +81,14 @@ class VmmKV:
     def physical_bytes(self) -> int:
         return self.cache.stats().physical_bytes
 
-    def driver_seconds(self) -> float:
-        return self.cache.stats().driver_seconds
+    def work(self) -> Work:
+        stats = self.cache.stats()
+        return Work(
+            stats.driver_seconds,
+            sum(calls.seconds for calls in stats.mapper_calls.values()),
+            {name: calls.count for name, calls in stats.mapper_calls.items()},
+            stats.pages_mapped,
+        )
 
     def give_back(self) -> None:
         self.cache.trim()

@@ -84,18 +84,18 @@ def renew(cache: Cache, model: PreTrainedModel) -> None:
         return
     cache.reset()
     if isinstance(cache, VmmCache):
-        for kv_cache in cache.kv_caches:
-            kv_cache.trim()
+        for pool in cache.pools:
+            pool.trim()
 
 
 def held_bytes(cache: Cache) -> int:
     """Bytes of memory that the cache keeps."""
     if isinstance(cache, VmmCache):
-        return sum(kv_cache.stats().physical_bytes for kv_cache in cache.kv_caches)
+        return sum(pool.stats().physical_bytes for pool in cache.pools)
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def driver_calls(cache: VmmCache) -> int:
     """Calls of the memory system so far."""
-    stats = [kv_cache.stats() for kv_cache in cache.kv_caches]
+    stats = [kv_cache.stats() for kv_cache in {kv_cache.pool: kv_cache for kv_cache in cache.kv_caches}.values()]
     return sum(call.count for entry in stats for call in entry.driver_calls.values())

@@ -14,7 +14,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -23,27 +23,16 @@ from rich.progress import Progress
 from benchmarks.attention.peers import versions
 from benchmarks.engine.engine import BACKENDS
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
-from vmmkv.budget import parse_bytes
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
-from vmmkv.driver import open_driver
 from vmmkv.environment import environment
+from vmmkv.memory.budget import parse_bytes
+from vmmkv.memory.driver import open_driver
 
 from .measure import Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
-from .workloads import Limits, Workload, make_workload
-
-
-class Usual(NamedTuple):
-    """What is measured unless one asks for something else."""
-
-    model: str
-    memory: str
-    max_seq_len: int
-    prompt_tokens: int
-    shorten: int
-
+from .workloads import Limits, Usual, Workload, make_workload
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
 HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
@@ -74,6 +63,10 @@ def main(
     chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the long prompts.")] = None,
     shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
+    lookahead: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens that are mapped ahead of each sequence; 0 without a mapper, else the usual."),
+    ] = None,
     device: Device = None,
     seed: Annotated[int, typer.Option(min=0, help="Of prompts and random requests.")] = 0,
     budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
@@ -115,7 +108,7 @@ def main(
     positions = max(prompt, *(workload.max_seq_len for workload in workloads))
     make = random_model if name in MODELS else load_model
     weights = make(config if name in MODELS else Path(name), positions, driver.device, dtype)
-    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed)
+    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead)
     result: dict[str, Any] = {
         "environment": environment(driver.device),
         "peers": versions(),
@@ -125,6 +118,7 @@ def main(
         "token_bytes": token_bytes,
         "max_sequences": max_sequences,
         "chunk": chunk,
+        "lookahead": lookahead,
         "workloads": [describe(workload) for workload in workloads],
         "serving": [],
         "prefill": [],

@@ -12,9 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from benchmarks.engine.backend import Work
 from benchmarks.engine.engine import Engine
 from benchmarks.engine.model import Model
 from benchmarks.engine.run import Run
+from vmmkv import FramePool
 
 from .workloads import Workload, arrivals
 
@@ -38,6 +40,12 @@ class Settings(NamedTuple):
     chunk: int
     deadline: float
     seed: int
+    lookahead: int | None = None
+    pool: FramePool | None = None
+
+    def options(self, backend: str) -> dict[str, Any]:
+        """Of an engine with this backend."""
+        return {"lookahead": self.lookahead, "pool": self.pool} if backend == "vmm" else {}
 
 
 def serve(
@@ -111,6 +119,7 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
         max_tokens,
         chunk=settings.chunk,
         prefill=prefill or None,
+        options=settings.options(name),
     )
     longest = min(settings.chunk, workload.max_seq_len - 2)
     for prompt in range(longest, 0, -max(longest // WARM_UPS, 1)):
@@ -134,7 +143,7 @@ def run_load(
     if rate and reference:
         times = arrivals(requests, rate * reference.finished / reference.seconds, settings.seed).tolist()
     with closing(make_engine(settings, workload, backend)) as engine:
-        driver_seconds = engine.kv.driver_seconds()
+        before = engine.kv.work()
         run = engine.run(
             prompts,
             [request.output for request in requests],
@@ -143,7 +152,7 @@ def run_load(
             progress=lambda finished: progress(finished, len(requests)),
         )
         row = figures(run) if run.running else {}
-        row["driver_us"] = (engine.kv.driver_seconds() - driver_seconds) * 1e6 / max(len(run.running), 1)
+        row |= work_figures(engine.kv.work() - before, max(len(run.running), 1))
         engine.kv.give_back()
         row["idle_bytes"] = engine.kv.physical_bytes()
     return run, row
@@ -183,6 +192,16 @@ def figures(run: Run) -> Row:
         "peak_bytes": int(taken.max()),
         "mean_bytes": float(np.average((taken[1:] + taken[:-1]) / 2, weights=np.diff(seen))),
         "samples": [[round(seconds, 3), nbytes, count] for seconds, nbytes, count in run.samples],
+    }
+
+
+def work_figures(work: Work, steps: int) -> Row:
+    """What is reported of the driver's work in a run. Times are in microseconds a step."""
+    return {
+        "driver_us": work.driver_seconds * 1e6 / steps,
+        "mapper_us": work.mapper_seconds * 1e6 / steps,
+        "mapper_calls": dict(work.mapper_calls),
+        "pages_mapped": dict(work.pages_mapped),
     }
 
 

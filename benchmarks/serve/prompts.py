@@ -81,7 +81,16 @@ def make_engine(settings: Settings, backend: str, kernel: str, tokens: int) -> E
     """An engine for one prompt at a time, all of it in one step."""
     max_bytes = 4 * tokens * settings.model.config.kv_layout(settings.model.dtype).token_bytes
     return Engine(
-        settings.model, backend, max_bytes, 1, 2 * tokens, 4 * tokens, chunk=tokens, prefill=kernel, graphs=False
+        settings.model,
+        backend,
+        max_bytes,
+        1,
+        2 * tokens,
+        4 * tokens,
+        chunk=tokens,
+        prefill=kernel,
+        graphs=False,
+        options=settings.options(backend),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -67,8 +68,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """A table for each trace and load, for prompts, for the comparisons, and for what is missing."""
     found = []
     for name, rows in by_case(result["serving"]):
-        lines = [(what, *map(show, rows.values())) for what, show in FIGURES]
-        found.append(make_table(name, ("", *rows), lines))
+        found.append(make_table(name, ("", *rows), figure_lines(rows)))
     if result["prefill"]:
         columns = "backend, kernel", "tokens/s", "attention alone", "its share of the time"
         title = f"Prompts of {result['prefill'][0]['prompt_tokens']:,} tokens"
@@ -81,6 +81,15 @@ def tables(result: dict[str, Any]) -> list[Table]:
     if missing:
         found.append(make_table("Not measured", ("what", "why"), missing))
     return found
+
+
+def figure_lines(rows: dict[str, Row]) -> list[tuple[str, ...]]:
+    """A name, and a cell for each backend, of all figures that the result has."""
+    lines = []
+    for what, show in FIGURES:
+        with suppress(KeyError):  # older results lack some
+            lines.append((what, *(str(show(row)) for row in rows.values())))
+    return lines
 
 
 FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
@@ -98,6 +107,8 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("host, µs a step", lambda row: f"{row['host_us']:,.0f}"),
     ("cache manager, µs a step", lambda row: f"{row['manager_us']:,.1f}"),
     ("of it driver calls", lambda row: f"{row['driver_us']:,.1f}"),
+    ("mapper, driver calls, µs a step", lambda row: f"{row['mapper_us']:,.1f}"),
+    ("pages mapped ahead, in need", lambda row: mapped_cell(row["pages_mapped"])),
     ("in a step, p50", lambda row: number(row["manager_step_us"]["p50"], 1)),
     ("p99", lambda row: number(row["manager_step_us"]["p99"], 1)),
     ("memory, peak", lambda row: format_bytes(row["peak_bytes"])),
@@ -106,6 +117,11 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("same tokens as the first", lambda row: f"{row['same_tokens']:.0%}" if row["same_tokens"] is not None else "-"),
 )
 """Lines of the serving tables."""
+
+
+def mapped_cell(pages: dict[str, int]) -> str:
+    """Pages mapped ahead and in need; blocks are mapped never."""
+    return ", ".join(f"{pages[when]:,}" for when in ("ahead", "in need")) if pages else "-"
 
 
 def number(value: float | None, digits: int, scale: float = 1.0) -> str:

@@ -41,6 +41,16 @@ class Workload:
         return [torch.randint(vocab_size, (request.prompt,), generator=generator) for request in self.requests]
 
 
+class Usual(NamedTuple):
+    """What is measured unless one asks for something else."""
+
+    model: str
+    memory: str
+    max_seq_len: int
+    prompt_tokens: int
+    shorten: int
+
+
 class Limits(NamedTuple):
     """What is taken of a trace.
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import vmmkv
 from vmmkv.integrations.transformers import VmmCache
 
 config = LlamaConfig(
@@ -34,6 +35,14 @@ cache.reset()
 assert torch.equal(model.generate(prompt, past_key_values=cache, **options), expected)
 assert kv_cache.stats().driver_calls == calls  # the next batch is on the pages of the last
 # --8<-- [end:reset]
+
+# --8<-- [start:pool]
+pool = vmmkv.FramePool("50%")  # of the memory that is free now
+target, draft = (VmmCache(each.config, max_seq_len=131_072, pool=pool) for each in (model, model))
+for shared in (target, draft):
+    assert torch.equal(model.generate(prompt, past_key_values=shared, **options), expected)
+assert pool.stats().holders == 2
+# --8<-- [end:pool]
 
 # --8<-- [start:copy]
 cache.reset()

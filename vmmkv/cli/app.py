@@ -9,6 +9,7 @@ from .demo import demo
 from .info import info
 from .output import errors
 from .plan import plan
+from .top import top
 
 app = typer.Typer(
     help="A KV cache that is one contiguous tensor, backed by memory only where tokens are.",
@@ -17,7 +18,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (info, plan, demo):
+for command in (info, plan, demo, top):
     app.command()(command)
 
 

@@ -12,8 +12,8 @@ import typer
 from rich.progress import Progress
 
 from .. import VACANT_PAGE, InvariantError, KVCache, KVLayout
-from ..driver import open_driver
 from ..environment import environment
+from ..memory.driver import open_driver
 from ..schemes import SCHEMES, allocated_bytes
 from ..workload import conversations, read_trace
 from .options import Device, JsonOutput, TraceFile

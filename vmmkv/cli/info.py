@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ..driver import Driver, open_driver
+from ..memory.driver import Driver, open_driver
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
@@ -91,7 +91,7 @@ def measure_page_life(driver: Driver) -> dict[str, float]:
 
 
 def _cuda_facts(driver: Driver) -> dict[str, Any]:
-    from ..driver.cuda import CudaDriver, cuda_version
+    from ..memory.driver.cuda import CudaDriver, cuda_version
 
     assert isinstance(driver, CudaDriver)
     name = torch.cuda.get_device_name(driver.device)

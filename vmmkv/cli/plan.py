@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..budget import parse_bytes
-from ..driver import DEFAULT_PAGE_SIZE, open_driver
 from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout
+from ..memory.budget import parse_bytes
+from ..memory.driver import DEFAULT_PAGE_SIZE, open_driver
 from ..model_config import MAX_SEQ_LEN, dtype_from_name, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
 from ..sequence import check_length
@@ -23,6 +23,10 @@ from .output import console, format_bytes, make_table, print_json
 def plan(
     config: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="A model's config.json, instead of its sizes.")
+    ] = None,
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(exists=True, help="Several models on one card: a config.json, or its folder, for each."),
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers that keep K and V.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads per layer.")] = None,
@@ -43,16 +47,25 @@ def plan(
     Compares a static reservation of max-seq-len, a block table with blocks of 16 tokens, a range of 2 MiB pages for
     K and V of each layer, and vmmkv, whose pages hold all layers of a token. Their waste is that of sequences of all
     lengths around the mean, as many shorter as longer.
+
+    With several --model it compares one pool, of which each has what the others leave, with equal shares of the memory.
     """
     if (batch is None) != (tokens is None):
         raise typer.BadParameter("--batch and --tokens go together")
+    sizes = any(size is not None for size in (layers, kv_heads, head_dim, v_head_dim))
+    if model:
+        if config or sizes or batch:
+            raise typer.BadParameter("give --model, or one model by --config or sizes; --batch goes with one model")
+        if len(model) < 2:
+            raise typer.BadParameter("give --model twice or more; one model is --config")
+        shared = _plan_pool(model, _memory_bytes(memory), dtype, max_seq_len, mean_tokens)
+        print_json(shared) if json_output else _print_pool(shared)
+        return
     if config:
-        if any(size is not None for size in (layers, kv_heads, head_dim, v_head_dim)):
+        if sizes:
             raise typer.BadParameter("give --config or sizes, not both")
-        model = _read_config(config)
-        layout = layout_from_config(model, dtype=dtype_from_name(dtype) if dtype else None)
-        text = text_config(model)
-        max_seq_len = max_seq_len or next((text[key] for key in MAX_SEQ_LEN if key in text), None)
+        layout, longest = _read_model(config, dtype)
+        max_seq_len = max_seq_len or longest
     elif layers and kv_heads and head_dim:
         layout = KVLayout(layers, kv_heads, head_dim, dtype_from_name(dtype), v_head_dim)
     else:
@@ -65,6 +78,14 @@ def plan(
         print_json(result)
     else:
         _print(result)
+
+
+def _read_model(path: Path, dtype: str | None) -> tuple[KVLayout, int | None]:
+    """The layout of a model, and the longest sequence that its config names."""
+    config = _read_config(path)
+    layout = layout_from_config(config, dtype=dtype_from_name(dtype) if dtype else None)
+    text = text_config(config)
+    return layout, next((text[key] for key in MAX_SEQ_LEN if key in text), None)
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -82,6 +103,53 @@ def _memory_bytes(memory: str) -> int:
     if nbytes < DEFAULT_PAGE_SIZE:
         raise BudgetError(f"asked for --memory {memory}, which is less than a page of {DEFAULT_PAGE_SIZE} bytes")
     return nbytes
+
+
+def _plan_pool(
+    models: list[Path], memory: int, dtype: str | None, max_seq_len: int | None, mean_tokens: int | None
+) -> dict[str, Any]:
+    """Several models on one pool, and with an equal share of the memory each."""
+    page_size = DEFAULT_PAGE_SIZE
+    share = memory // len(models) // page_size * page_size
+    if not share:
+        raise BudgetError(f"asked for {len(models)} models in {memory} bytes, which is less than a page for each")
+    rows = []
+    for model in models:
+        path = model / "config.json" if model.is_dir() else model
+        if not path.is_file():
+            raise typer.BadParameter(f"--model {model}: there is no config.json in this folder")
+        layout, longest = _read_model(path, dtype)
+        length = max_seq_len or longest or 8192
+        mean = mean_tokens or -(-length // 4)
+        plans = {what: _plan(layout, nbytes, length, mean) for what, nbytes in (("pool", memory), ("share", share))}
+        fits = {
+            what: {"total_tokens": plan["total_tokens"], "sequences": plan["schemes"]["vmmkv"]["sequences"]}
+            for what, plan in plans.items()
+        }
+        about = {"model": str(model), "token_bytes": layout.token_bytes, "max_seq_len": length, "mean_tokens": mean}
+        rows.append(about | fits)
+    return {"memory_bytes": memory, "share_bytes": share, "page_size": page_size, "models": rows}
+
+
+def _print_pool(result: dict[str, Any]) -> None:
+    """Prints a line for each model."""
+    memory, models = format_bytes(result["memory_bytes"]), result["models"]
+    columns = "model", "K and V of a token", "mean tokens", "sequences, fixed share", "one pool, others idle"
+    rows = [
+        (
+            Path(of["model"]).name,
+            format_bytes(of["token_bytes"]),
+            f"{of['mean_tokens']:,}",
+            f"{of['share']['sequences']:,}",
+            f"{of['pool']['sequences']:,}",
+        )
+        for of in models
+    ]
+    console.print(make_table(f"{len(models)} models in {memory}", columns, rows))
+    console.print(
+        f"A fixed share is {format_bytes(result['share_bytes'])}. On one pool (vmmkv.FramePool) a model has whatever "
+        "the others do not use, never less than it is guaranteed; while all are busy they divide the same memory."
+    )
 
 
 def _plan(layout: KVLayout, memory: int, max_seq_len: int, mean_tokens: int) -> dict[str, Any]:

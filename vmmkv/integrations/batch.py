@@ -12,14 +12,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from ..budget import parse_bytes
 from ..cache import KVCache
 from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, VmmkvError
 from ..layout import KVLayout
+from ..memory.pool import FramePool
 from ..sequence import Sequence, check_length
 from .row_writes import RowWriter
 
@@ -31,33 +31,37 @@ class Limits:
     Attributes:
         max_seq_len: tokens of a row. Virtual addresses only.
         max_batch_size: rows, likewise.
-        max_bytes: the budget, as in `KVCache`.
-        page_size: bytes of a page; None is 2 MiB.
+        lookahead: tokens that are mapped behind each row before it needs them, as in `KVCache`.
 
     Raises:
         ArgumentError: what must be a whole number is none.
-        LayoutError, BudgetError: it is one that cannot be, on any device.
+        LayoutError: it is one that cannot be.
     """
 
     max_seq_len: int
     max_batch_size: int
-    max_bytes: float | str | None
-    page_size: int | None
+    lookahead: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_seq_len", "max_batch_size", "page_size"):
-            size = getattr(self, name)
-            if size is None and name == "page_size":
-                continue
-            try:
-                size = operator.index(size)
-            except TypeError:
-                raise ArgumentError(f"got {name}={size!r}; it must be a whole number") from None
-            if size < 1:
-                raise LayoutError(f"asked for {name}={size}; it is at least 1")
-            object.__setattr__(self, name, size)
-        if self.max_bytes is not None:
-            parse_bytes(self.max_bytes, free=0)
+        for name, least in (("max_seq_len", 1), ("max_batch_size", 1), ("lookahead", 0)):
+            if (size := getattr(self, name)) is not None or least:
+                object.__setattr__(self, name, check_size(name, size, least))
+
+
+def check_size(name: str, size: object, least: int = 1) -> int:
+    """A size that was given under a name.
+
+    Raises:
+        ArgumentError: it is no whole number.
+        LayoutError: it is less than `least`.
+    """
+    try:
+        number = operator.index(size)  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentError(f"got {name}={size!r}; it must be a whole number") from None
+    if number < least:
+        raise LayoutError(f"asked for {name}={number}; it is at least {least}")
+    return number
 
 
 class Place(NamedTuple):
@@ -91,23 +95,22 @@ class Batch:
     Args:
         layout: the shape of a token.
         limits: what it can grow to.
-        device: where K and V are.
+        pool: the memory for K and V.
         zero_tail: rows can be read to their end, as in `KVCache`.
 
     Raises:
-        LayoutError, BudgetError, DeviceError: as in `KVCache`.
+        LayoutError, OutOfPagesError, DriverError: as in `KVCache`.
     """
 
-    def __init__(self, layout: KVLayout, limits: Limits, device: torch.device, zero_tail: bool = False) -> None:
+    def __init__(self, layout: KVLayout, limits: Limits, pool: FramePool, zero_tail: bool = False) -> None:
         self.kv_cache = KVCache(
             layout,
             limits.max_batch_size,
             limits.max_seq_len,
-            max_bytes=limits.max_bytes,
-            device=device,
-            page_size=limits.page_size,
+            pool=pool,
             int32_strides=True,
             zero_tail=zero_tail,
+            lookahead=0 if zero_tail else limits.lookahead,
         )
         self._limits = limits
         self._places = [Place.of(self.kv_cache, layer) for layer in range(layout.num_layers)]
@@ -245,19 +248,19 @@ class Batch:
             k.copy_(keys)
             v.copy_(values)
 
-    def copy(self, layout: KVLayout, layers: Iterable[int], zero_tail: bool) -> Batch:
+    def copy(self, layout: KVLayout, layers: Iterable[int], zero_tail: bool, pool: FramePool) -> Batch:
         """Another batch that holds the same tokens, laid out anew; what it holds of other layers is undefined.
+
+        Args:
+            pool: that it lies on, of the same device.
 
         Raises:
             OutOfPagesError, DriverError: as in `reserve`.
         """
-        twin = Batch(layout, self._limits, self.kv_cache.device, zero_tail)
+        twin = Batch(layout, self._limits, pool, zero_tail)
         twin.reserve(self.rows, self.first, self.end, self.origin)
         for layer in layers:
             there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))
             there[0].copy_(here[0])
             there[1].copy_(here[1])
         return twin
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Batch:
-        return self.copy(self.kv_cache.layout, range(self.kv_cache.layout.num_layers), self.zero_tail)

@@ -28,6 +28,7 @@ from .batch import Limits
 from .extents import Extent, Passes, unfinished
 from .layer_group import LayerGroup, check_autograd, check_batch
 from .layers import VmmLayer
+from .pools import Pools
 from .row_writes import append_rows_behind, can_append
 from .whole_rows import WholeRows
 
@@ -36,12 +37,14 @@ class CompiledLayerGroup(LayerGroup):
     """Layers that share token records, and have their lengths on the device.
 
     Args:
-        limits, passes, window: as in `LayerGroup`.
+        limits, pools, passes, window: as in `LayerGroup`.
         attention: the name of the attention that will read the rows. Any but vmmkv's own reads rows to their end.
     """
 
-    def __init__(self, limits: Limits, passes: Passes, window: int | None, attention: Callable[[], str]) -> None:
-        super().__init__(limits, passes, window)
+    def __init__(
+        self, limits: Limits, pools: Pools, passes: Passes, window: int | None, attention: Callable[[], str]
+    ) -> None:
+        super().__init__(limits, pools, passes, window)
         self.is_reserved = False
         """Whether the user has said how long sequences may become until the next `reset`."""
         self.is_told = True

@@ -15,6 +15,7 @@ from ..errors import AutogradError, DeviceError, DtypeError, ShapeError, StreamC
 from ..layout import KVLayout
 from .batch import Batch, Limits
 from .extents import Extent, Passes
+from .pools import Pools
 
 
 def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -43,15 +44,16 @@ class LayerGroup:
 
     Args:
         limits: what its batch can grow to.
+        pools: that this lies on.
         passes: of the cache that it is a part of.
         window: tokens that a token of theirs attends to, itself included; None: all.
     """
 
-    def __init__(self, limits: Limits, passes: Passes, window: int | None) -> None:
+    def __init__(self, limits: Limits, pools: Pools, passes: Passes, window: int | None) -> None:
         self.max_seq_len = limits.max_seq_len
         self.passes = passes
         self.window = window
-        self._limits = limits
+        self._limits, self._pools = limits, pools
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []
         self.batch: Batch | None = None
@@ -91,7 +93,7 @@ class LayerGroup:
         guess = next(iter(known.values()))
         shapes = [known.get(index, guess) for index in range(num_layers)]
         layout = self._layout(shapes, self.batch.kv_cache.layout.dtype)
-        return self.batch.copy(layout, known, self.batch.zero_tail)
+        return self.batch.copy(layout, known, self.batch.zero_tail, self.batch.kv_cache.pool)
 
     def keep_first(self, num_layers: int, batch: Batch | None) -> None:
         """Forgets the layers behind, which hold no tokens; `batch` is from `batch_of_first`."""
@@ -115,7 +117,7 @@ class LayerGroup:
         if self.batch is None:
             layout = self._layout([known or shape for known in shapes], keys.dtype)
             zero_tail = self._reads_whole_rows(keys, values)
-            self.batch = Batch(layout, self._limits, keys.device, zero_tail)
+            self.batch = Batch(layout, self._limits, self._pools.on(keys.device), zero_tail)
         else:
             dtype = self._dtype_with(keys.dtype)
             zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
@@ -123,7 +125,7 @@ class LayerGroup:
             if looks != (self._room(layer), self.batch.kv_cache.layout.dtype, self.batch.zero_tail):
                 layout = self._layout([known or shape for known in shapes], dtype)
                 others = [index for index, known in enumerate(self._shapes) if known and index != layer]
-                self.batch = self.batch.copy(layout, others, zero_tail)
+                self.batch = self.batch.copy(layout, others, zero_tail, self.batch.kv_cache.pool)
         self._shapes = shapes
 
     def _dtype_with(self, dtype: torch.dtype) -> torch.dtype:
@@ -290,7 +292,11 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self)] = twin = object.__new__(type(self))
-        vars(twin).update(copy.deepcopy(vars(self), memo))
+        vars(twin).update(copy.deepcopy(vars(self) | {"batch": None}, memo))
+        if self.batch:
+            layout = self.batch.kv_cache.layout
+            pool = twin._pools.on(self.batch.kv_cache.device)
+            twin.batch = self.batch.copy(layout, range(layout.num_layers), self.batch.zero_tail, pool)
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
@@ -311,7 +317,7 @@ class LayerGroup:
             extent.accepted = ()
         if held:
             k, _ = next(iter(held.values()))
-            self.batch = Batch(layout, self._limits, k.device)
+            self.batch = Batch(layout, self._limits, self._pools.on(k.device))
             self.batch.reserve(*self._needed())
             for index, (k, v) in held.items():
                 self.batch.write(index, k, v, self._extents[index].first)

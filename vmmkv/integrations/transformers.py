@@ -37,12 +37,14 @@ from ..errors import (
     UnsupportedError,
 )
 from ..layout import DTYPES
+from ..memory.pool import FramePool
 from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
 from .extents import Passes
 from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer, forget_states, indexed_layer
 from .layer_group import LayerGroup, check_kv
 from .layers import VmmLayer, VmmSlidingWindowLayer
+from .pools import Pools
 
 
 class VmmCache(DynamicCache):
@@ -51,9 +53,14 @@ class VmmCache(DynamicCache):
     Pages are taken as tokens come, on the device of the first K and V and in their dtype; layers with a sliding
     window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped
     for it: what fits into them costs no driver call (a window that has moved starts over at the front of its
-    rows, and pages move there). `trim()` of each of the `kv_caches` gives them back to the system, as does the
+    rows, and pages move there). `trim()` of each of the `pools` gives them back to the system, as does the
     end of the cache. `copy.deepcopy` copies the tokens that are there and nothing else; `pickle` and `torch.save`
     keep those (not with `compile=True`).
+
+    Full attention and each window have rows of their own; on each device all of them lie on one `FramePool`, and what
+    some do not use others can have. With `pool` they share it with whatever else lies there: other models, the other
+    half of an `EncoderDecoderCache`, a `KVCache`. A copy lies on the same one then; otherwise it has its own, with the
+    same limit.
 
     Attention reads strided views. Torch's memory-efficient SDPA counts their strides in 32 bits, so layers
     share a token record only as far as it can address `max_seq_len` tokens (`layers_per_range` of the
@@ -70,9 +77,12 @@ class VmmCache(DynamicCache):
             that vmmkv does not know: a `KeptLayersWarning` names them.
         max_seq_len: tokens that a sequence may have, prompt included. Virtual addresses only.
         max_batch_size: sequences at a time, beams and returned sequences counted. Virtual addresses only.
-        max_bytes: the budget of each of the `kv_caches`, as in `KVCache`; None is 80 % of the memory that is free when
-            it is made.
+        max_bytes: the most that all layers on a device may take together: bytes, `"20GiB"`, or a share of the memory
+            that is free when K and V first come there; None is 80 % of it.
         page_size: bytes of a page; None is 2 MiB.
+        pool: to lie on, instead of `max_bytes` and `page_size`: for models on its device.
+        lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is two
+            pages of them on a GPU, 0 is no thread. There is none where rows are read to their end.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
             tokens only; others read `max_seq_len` tokens at each step, masked behind the live ones, and are slower
@@ -80,9 +90,10 @@ class VmmCache(DynamicCache):
         offloading: refused; as in `DynamicCache` for those who make caches by `type(cache)(...)`.
 
     Raises:
-        ArgumentError: there is no config, or no `max_seq_len`, or one that is no number.
+        ArgumentError: there is no config, or no `max_seq_len`, or one that is no number, or a limit beside a pool.
         LayoutError, BudgetError: a number that cannot be. At the first write: a single layer's rows are longer than
             32-bit strides reach, or the rows take more virtual addresses than there are, or the device has less memory.
+        DeviceError: at the first write: the pool is on another device.
         UnsupportedError: offloading, or `compile=True` for a model with layers that cannot be read as whole rows.
     """
 
@@ -96,6 +107,8 @@ class VmmCache(DynamicCache):
         max_batch_size: int = 64,
         max_bytes: float | str | None = None,
         page_size: int | None = None,
+        pool: FramePool | None = None,
+        lookahead: int | None = None,
         compile: bool = False,
         offloading: bool = False,
     ) -> None:
@@ -112,7 +125,8 @@ class VmmCache(DynamicCache):
                 "offloading=True) moves them to the host and back"
             )
         super().__init__(config=config)
-        self._limits = limits = Limits(max_seq_len, max_batch_size, max_bytes, page_size)
+        self._limits = limits = Limits(max_seq_len, max_batch_size, lookahead)
+        self._pools = pools = Pools(max_bytes, page_size, pool)
         self._passes = passes = Passes()
         self._is_compiled = compile
         self._groups: list[LayerGroup] = []
@@ -124,9 +138,9 @@ class VmmCache(DynamicCache):
         def group(window: int | None) -> Any:
             found = next((group for group in self._groups if group.window == window), None)
             if found is None and compile:
-                found = CompiledLayerGroup(limits, passes, window, attention)
+                found = CompiledLayerGroup(limits, pools, passes, window, attention)
             elif found is None:
-                found = LayerGroup(limits, passes, window)
+                found = LayerGroup(limits, pools, passes, window)
             if found not in self._groups:
                 self._groups.append(found)
             return found
@@ -244,7 +258,7 @@ class VmmCache(DynamicCache):
             group.keep_first(num_layers, batch)
         target = next(
             (group for group in groups if group.device == device),
-            LayerGroup(self._limits, self._passes, layer.group.window),
+            LayerGroup(self._limits, self._pools, self._passes, layer.group.window),
         )
         for each in behind:
             each.join(target)
@@ -267,9 +281,14 @@ class VmmCache(DynamicCache):
 
     @property
     def kv_caches(self) -> list[KVCache]:
-        """What K and V lie in, for accounting and `trim()`: a `KVCache` for full attention, and one for each window, on
-        each device. Those of layers that nothing was written to are missing."""
+        """What K and V lie in, for accounting: a `KVCache` for full attention, and one for each window, on each device.
+        Those of layers that nothing was written to are missing."""
         return [group.batch.kv_cache for group in self._groups if group.batch]
+
+    @property
+    def pools(self) -> list[FramePool]:
+        """The memory that the `kv_caches` share, on each device one: for statistics, `set_limit()` and `trim()`."""
+        return list(dict.fromkeys(kv_cache.pool for kv_cache in self.kv_caches))
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last tokens of all layers, or, where one cannot, of none.

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ..arena import Row
-from ..cache import KVCache, _caches
+from ..cache import KVCache, caches
 from ..errors import VmmkvError
-from .growable_tensor import GrowableTensor, _tensors
-from .pool import MemoryPool, _pools
+from ..stats import MappedRange
+from .growable_tensor import GrowableTensor, tensors
+from .pool import MemoryPool, pools
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def memory_stats(device: str | torch.device | None = None) -> list[MemoryStats]:
     Args:
         device: counts only what is there: `"cuda"` (torch's current device), `"cuda:1"`, `"cpu"`; None counts all.
     """
-    owners: list[KVCache | GrowableTensor | MemoryPool] = [*_caches, *_tensors, *_pools]
+    owners: list[KVCache | GrowableTensor | MemoryPool] = [*caches, *tensors, *pools]
     stats = []
     for owner in owners:
         if device is None or owner.device == _whole_device(device):
@@ -85,54 +85,46 @@ def _whole_device(device: str | torch.device) -> torch.device:
 
 
 def _cache_segments() -> Iterator[dict[str, Any]]:
-    for cache in list(_caches):
-        with cache._lock, suppress(VmmkvError):
-            cache._check_usable()
-            rows = cache._rows
-            for row in range(cache.max_sequences):
-                number, start, length = rows.owner_of[row], rows.start_of[row], rows.length_of[row]
-                whose = {"filename": "KVCache", "line": row, "name": f"sequence {number}" if number >= 0 else "surplus"}
-                for arena, record in rows.ranges:
-                    used = start * record, length * record
-                    yield from _segment(cache.device, arena.rows[row], cache.page_size, used, whose)
+    for cache in list(caches):
+        with suppress(VmmkvError):
+            for mapped in cache.mapped_ranges():
+                name = f"sequence {mapped.owner}" if mapped.owner >= 0 else "surplus"
+                whose = {"filename": "KVCache", "line": mapped.row, "name": name}
+                yield _segment(cache.device, cache.page_size, mapped, whose)
 
 
 def _tensor_segments() -> Iterator[dict[str, Any]]:
-    for tensor in list(_tensors):
+    for tensor in list(tensors):
         with suppress(VmmkvError):
-            used = 0, tensor.stats().used_bytes
-            whose = {"filename": "GrowableTensor", "line": 0, "name": f"{list(tensor.shape)} {tensor.dtype}"}
-            yield from _segment(tensor.device, tensor._arena.rows[0], tensor._driver.page_size, used, whose)
+            for mapped in tensor.mapped_ranges():
+                whose = {"filename": "GrowableTensor", "line": 0, "name": f"{list(tensor.shape)} {tensor.dtype}"}
+                yield _segment(tensor.device, tensor.pool.page_size, mapped, whose)
 
 
-def _segment(
-    device: torch.device, row: Row, page_size: int, used: tuple[int, int], whose: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """The segment of a row, where anything is mapped; bytes `[start, end)` of the row hold something."""
-    if not row.pages:
-        return
-    start, end = used
-    first = max(start // page_size, row.first)
-    edges = (row.first, first, max(-(-end // page_size), first), row.end)
+def _segment(device: torch.device, page_size: int, mapped: MappedRange, whose: dict[str, Any]) -> dict[str, Any]:
+    """The segment of a row: surplus pages, those in use, and surplus pages again."""
+    start, used = mapped.address, mapped.used_address - mapped.address
+    begin = max(used // page_size * page_size, 0)
+    end = max(-(-(used + mapped.used_bytes) // page_size) * page_size, begin)
+    edges = (start, start + begin, start + end, start + mapped.nbytes)
     blocks = [
         {
-            "address": row.address + begin * page_size,
-            "size": (stop - begin) * page_size,
-            "requested_size": end - start if state == "active_allocated" else 0,
+            "address": at,
+            "size": stop - at,
+            "requested_size": mapped.used_bytes if state == "active_allocated" else 0,
             "state": state,
             "frames": [whose],
         }
-        for begin, stop, state in zip(edges, edges[1:], ("inactive", "active_allocated", "inactive"))
-        if stop > begin
+        for at, stop, state in zip(edges, edges[1:], ("inactive", "active_allocated", "inactive"))
+        if stop > at
     ]
-    active = (edges[2] - edges[1]) * page_size
-    yield {
+    return {
         "device": torch.cuda.device_count() if device.type == "cpu" else device.index,
-        "address": row.address + row.first * page_size,
-        "total_size": len(row.pages) * page_size,
-        "allocated_size": active,
-        "active_size": active,
-        "requested_size": end - start,
+        "address": mapped.address,
+        "total_size": mapped.nbytes,
+        "allocated_size": end - begin,
+        "active_size": end - begin,
+        "requested_size": mapped.used_bytes,
         "stream": 0,
         "segment_type": "large",
         "segment_pool_id": (0, 0),

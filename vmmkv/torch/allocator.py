@@ -20,10 +20,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
 from numba import carray, cfunc, njit, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+
+from ..memory.native import at, call, pointer, word
 
 C_FUNCTIONS = ("reserve", "free", "create", "release", "map", "set_access", "unmap", "push", "pop", "synchronize")
 C_ARGUMENTS = ("property", "access", "context")
@@ -41,109 +40,66 @@ _kept: list[object] = []
 ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept))  # the end of the interpreter must not free it
 
 
-@intrinsic  # type: ignore[untyped-decorator]
-def _call(_typing: Any, function: Any, arguments: Any) -> Any:
-    """Calls the C function at an address: `int function(word, ...)`."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        address, packed = values
-        kinds = signature.args[1]
-        words = [
-            context.cast(builder, word, kind, types.int64)
-            for word, kind in zip(cgutils.unpack_tuple(builder, packed), kinds)
-        ]
-        prototype = ir.FunctionType(ir.IntType(32), [ir.IntType(64)] * len(words))
-        return builder.call(builder.inttoptr(address, prototype.as_pointer()), words)
-
-    return types.int32(types.int64, arguments), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _pointer(_typing: Any, address: Any) -> Any:
-    """An address as a `void *`."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.inttoptr(values[0], cgutils.voidptr_t)
-
-    return types.voidptr(types.int64), generate
-
-
-@intrinsic  # type: ignore[untyped-decorator]
-def _word(_typing: Any) -> Any:
-    """The address of a word on the stack, for a C function to write to."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        return builder.ptrtoint(cgutils.alloca_once(builder, ir.IntType(64)), ir.IntType(64))
-
-    return types.int64(), generate
-
-
-@njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _at(address: int) -> Any:
-    """The word at an address."""
-    return carray(_pointer(address), 1, np.int64)[0]
-
-
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _take(state: Any, lock: int, size: int) -> Any:
     """Debits the budget, where it allows."""
-    _call(state.pthread_mutex_lock, (lock,))
+    call(state.pthread_mutex_lock, (lock,))
     allowed = state.physical + size <= state.budget
     if allowed:
         state.physical += size
         state.segments += 1
     else:
         state.refused, state.status = size, 0
-    _call(state.pthread_mutex_unlock, (lock,))
+    call(state.pthread_mutex_unlock, (lock,))
     return allowed
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
 def _give(state: Any, lock: int, size: int, refused: int, status: int) -> None:
     """Credits the budget with what a segment has given back."""
-    _call(state.pthread_mutex_lock, (lock,))
+    call(state.pthread_mutex_lock, (lock,))
     state.physical -= size
     state.segments -= 1
     if refused:
         state.refused, state.status = refused, status
-    _call(state.pthread_mutex_unlock, (lock,))
+    call(state.pthread_mutex_unlock, (lock,))
 
 
 @njit(error_model="numpy")  # type: ignore[untyped-decorator]
-def _map(state: Any, address: int, size: int, word: int) -> tuple[int, int, int]:
+def _map(state: Any, address: int, size: int, out: int) -> tuple[int, int, int]:
     """Maps new pages; returns the first error, the bytes mapped, and bytes that nothing can give back any more."""
     page = state.page_size
     for mapped in range(0, size, page):
-        status = _call(state.create, (word, page, state.property, 0))
+        status = call(state.create, (out, page, state.property, 0))
         if status:
             return status, mapped, 0
-        status = _call(state.map, (address + mapped, page, 0, _at(word), 0))
-        released = _call(state.release, (_at(word),))
+        status = call(state.map, (address + mapped, page, 0, at(out), 0))
+        released = call(state.release, (at(out),))
         if status or released:
             return status or released, mapped + (0 if status else page), page if released else 0
-    return _call(state.set_access, (address, size, state.access, 1)), size, 0
+    return call(state.set_access, (address, size, state.access, 1)), size, 0
 
 
 @njit(types.int64(types.int64, types.int64), error_model="numpy")  # type: ignore[untyped-decorator]
 def _allocate(books: int, nbytes: int) -> Any:
     """The address of a new segment of at least `nbytes`, or 0."""
-    state = carray(_pointer(books), 1, STATE)[0]
+    state = carray(pointer(books), 1, STATE)[0]
     size = -(-nbytes // state.page_size) * state.page_size
     if not _take(state, books, size):
         return 0
-    word = _word()
-    status = _call(state.reserve, (word, size, 0, 0, 0))
+    out = word()
+    status = call(state.reserve, (out, size, 0, 0, 0))
     if status:
         _give(state, books, size, size, status)
         return 0
-    address = _at(word)
-    status, mapped, lost = _map(state, address, size, word)
+    address = at(out)
+    status, mapped, lost = _map(state, address, size, out)
     if status == 0:
         return address
-    if mapped and _call(state.unmap, (address, mapped)):
+    if mapped and call(state.unmap, (address, mapped)):
         lost += mapped
     else:
-        _call(state.free, (address, size))
+        call(state.free, (address, size))
     _give(state, books, size - lost, size, status)
     return 0
 
@@ -151,14 +107,14 @@ def _allocate(books: int, nbytes: int) -> Any:
 @njit(types.void(types.int64, types.int64, types.int64), error_model="numpy")  # type: ignore[untyped-decorator]
 def _deallocate(books: int, address: int, nbytes: int) -> None:
     """Gives a segment back, after all work on its device: torch trusts that this waits as `cudaFree` does."""
-    state = carray(_pointer(books), 1, STATE)[0]
+    state = carray(pointer(books), 1, STATE)[0]
     size = -(-nbytes // state.page_size) * state.page_size
-    if _call(state.push, (state.context,)):
+    if call(state.push, (state.context,)):
         return
-    status = _call(state.synchronize, ())
-    _call(state.pop, (_word(),))
-    if status == 0 and _call(state.unmap, (address, size)) == 0:
-        _call(state.free, (address, size))
+    status = call(state.synchronize, ())
+    call(state.pop, (word(),))
+    if status == 0 and call(state.unmap, (address, size)) == 0:
+        call(state.free, (address, size))
         _give(state, books, size, 0, 0)
 
 
@@ -167,7 +123,7 @@ class Allocator:
 
     Args:
         words: addresses of the memory system's `C_FUNCTIONS`, with the signatures of the CUDA driver's, and the
-            `C_ARGUMENTS` that they take: see `vmmkv.driver.cuda.CudaDriver.c_interface`.
+            `C_ARGUMENTS` that they take: see `vmmkv.memory.driver.cuda.CudaDriver.c_interface`.
         page_size: bytes of a page.
         budget: pages.
         owner: what must live as long as the words are used.
@@ -190,7 +146,7 @@ class Allocator:
 
         @cfunc(types.voidptr(types.int64, types.int32, types.voidptr))  # type: ignore[untyped-decorator]
         def allocate(size: int, device: int, stream: int) -> Any:
-            return _pointer(_allocate(books, size))
+            return pointer(_allocate(books, size))
 
         @cfunc(types.void(types.intp, types.int64, types.int32, types.voidptr))  # type: ignore[untyped-decorator]
         def deallocate(segment: int, size: int, device: int, stream: int) -> None:

@@ -1,6 +1,6 @@
 """A growable tensor: its shape is the maximum, its memory is what is used, and it never moves.
 
-It is the tool under the cache, in general: one row of one arena. See `vmmkv.arena` and `vmmkv.pages` for the
+It is the tool under the cache, in general: one row of one arena. See `vmmkv.space` and `vmmkv.memory` for the
 invariants.
 """
 
@@ -10,68 +10,36 @@ import functools
 import math
 import operator
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Concatenate, NoReturn, ParamSpec, TypeVar
+from typing import NoReturn
 
 import torch
 
-from ..arena import Arena, check_address_space, wait_for_device
-from ..budget import pages_within
-from ..driver import Driver, driver_for
 from ..errors import (
-    BusyError,
     DeviceError,
     DriverError,
     DtypeError,
     ForkError,
-    InterruptedChangeError,
     LayoutError,
     ShapeError,
     UseAfterFreeError,
     VmmkvError,
 )
-from ..fence import Fence, check_stream
+from ..invariants import watch
 from ..layout import shown, whole_number
-from ..pages import PagePool
+from ..memory.budget import pages_within
+from ..memory.driver import Driver
+from ..memory.fence import Fence, check_stream
+from ..memory.monitor import operation
+from ..memory.pool import FramePool
+from ..space.arena import Arena, check_address_space, wait_for_device
+from ..space.change import Change
+from ..stats import MappedRange
 from ..tensors import check_dense, export_range
-
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def _operation(
-    method: Callable[Concatenate[GrowableTensor, Parameters], Result],
-) -> Callable[Concatenate[GrowableTensor, Parameters], Result]:
-    """Makes a method one operation: no other runs meanwhile, and none sees what an interrupted one (Ctrl-C) has left.
-
-    `_is_dirty` stays set unless the method has ended, with a result or with an error of its own.
-    """
-
-    def attempt(tensor: GrowableTensor, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        try:
-            result = method(tensor, *args, **kwargs)
-        except (VmmkvError, TypeError, ValueError):
-            tensor._is_dirty = False
-            raise
-        tensor._is_dirty = False
-        return result
-
-    @functools.wraps(method)
-    def run(tensor: GrowableTensor, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        tensor._check_idle(method.__name__)
-        with tensor._inside:
-            tensor._check_open()
-            if tensor._is_dirty:
-                tensor._recover()
-            tensor._is_dirty = True
-            return attempt(tensor, *args, **kwargs)
-
-    return run
 
 
 @dataclass(frozen=True)
@@ -96,9 +64,9 @@ class GrowableTensor:
         history.append(rows)  # [n, 4096]
         history.tensor  # [length, 4096]: a view, valid for as long as its rows are
 
-    A view of its rows stays valid while it grows: addresses and strides never change. Not for use from several
-    threads at once. A finalizer, or a signal handler, that runs in the middle of an operation may look at it; all that
-    changes it is refused (`BusyError`).
+    A view of its rows stays valid while it grows: addresses and strides never change. Methods may be called from
+    several threads, and one runs at a time. A finalizer, or a signal handler, that runs in the middle of an operation
+    may look at it; all that changes it is refused (`BusyError`).
 
     Args:
         shape_max: the largest shape, at most 100 TiB of it; the first dimension is the one that grows.
@@ -107,6 +75,8 @@ class GrowableTensor:
         max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now.
         page_size: bytes of a page; None is 2 MiB.
         driver: a memory system of your own, instead of `device` and `page_size`.
+        pool: physical memory that others may use as well, instead of `device`, `page_size` and `driver`; `max_bytes` is
+            the most that it may have of that.
 
     Raises:
         LayoutError: the shape has no bytes, or takes more than 100 TiB of addresses.
@@ -123,7 +93,10 @@ class GrowableTensor:
         max_bytes: float | str = "80%",
         page_size: int | None = None,
         driver: Driver | None = None,
+        pool: FramePool | None = None,
     ) -> None:
+        if pool is not None and (driver, device, page_size) != (None, None, None):
+            raise ValueError("give a pool, or driver, device and page_size; a pool has its own")
         self.shape_max = torch.Size(whole_number("shape_max", size) for size in shape_max)
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(self.dtype, torch.dtype):
@@ -131,26 +104,34 @@ class GrowableTensor:
         if not self.shape_max or min(self.shape_max) < 1:
             raise LayoutError(f"asked for shape_max={tuple(self.shape_max)}; each dimension is at least 1")
         self._row_bytes = math.prod(self.shape_max[1:]) * self.dtype.itemsize
-        self._driver = driver_for(driver, device, page_size)
-        size = self._driver.page_size
+        self._owns_pool = pool is None
+        self.pool = pool = pool or FramePool(max_bytes, device=device, page_size=page_size, driver=driver)
+        """The physical memory that it lies on."""
+        self._driver = pool.driver
+        size = pool.page_size
         nbytes = -(-self.shape_max[0] * self._row_bytes // size) * size
         check_address_space(nbytes, f"shape_max={tuple(self.shape_max)} of {self.dtype}")
-        self._pool = PagePool(self._driver, pages_within(self._driver, max_bytes))
-        self._arena = Arena(self._pool, 1, nbytes)
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
-            flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
-            self._whole = flat[: self.shape_max[0] * self._row_bytes].view(self.dtype).view(self.shape_max)
         self._length = 0
         self._fence = Fence()
         self._streams = {self._driver.current_stream()}
-        self._process = os.getpid()
+        self._unusable: Callable[[], VmmkvError] | None = None
         self._is_open = True
-        self._has_memory = True
         """The memory is ours to give back."""
-        self._inside = threading.Lock()
-        self._is_dirty = False
-        """An operation has begun and not ended."""
-        _tensors.add(self)
+        with pool.monitor.changing, pool.monitor.lock:
+            pool.monitor.check_outside("GrowableTensor", changing=True)
+            pool.check_usable()
+            if pool.is_debugged:
+                watch(pool)
+            self._account = pool.open_account(self, None if self._owns_pool else pages_within(self._driver, max_bytes))
+            try:
+                self._arena = Arena(pool, self._account, 1, nbytes)
+            except BaseException:
+                pool.close_account(self._account)
+                raise
+        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
+            flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
+            self._whole = flat[: self.shape_max[0] * self._row_bytes].view(self.dtype).view(self.shape_max)
+        tensors.add(self)
 
     @property
     def device(self) -> torch.device:
@@ -160,7 +141,8 @@ class GrowableTensor:
     @property
     def tensor(self) -> torch.Tensor:
         """Its rows, `[length, *shape_max[1:]]`: a view, contiguous and zero-copy."""
-        self._check_open()
+        if self._unusable:
+            raise self._unusable()
         return self._whole[: self._length]
 
     @property
@@ -171,12 +153,12 @@ class GrowableTensor:
     @property
     def capacity(self) -> int:
         """The length up to which growing costs no driver call."""
-        return min(self._arena.rows[0].ready * self._driver.page_size // self._row_bytes, self.shape_max[0])
+        return min(self._arena.table.ready[0] * self.pool.page_size // self._row_bytes, self.shape_max[0])
 
     def __len__(self) -> int:
         return self._length
 
-    @_operation
+    @operation
     def resize(self, length: int) -> None:
         """Grows or shrinks to `length` rows. Rows that stay keep their values; new ones are undefined.
 
@@ -195,7 +177,7 @@ class GrowableTensor:
             self._fence_all()
         self._length = length
 
-    @_operation
+    @operation
     def append(self, rows: torch.Tensor) -> None:
         """Grows by `rows`, `[n, *shape_max[1:]]`, and copies them.
 
@@ -226,21 +208,56 @@ class GrowableTensor:
             raise DeviceError(f"got a stream on {stream.device}; this tensor is on {self.device}")
         self._streams.add(stream)
 
-    @_operation
+    @operation
     def trim(self) -> int:
         """Gives the pages behind its last row back to the system; returns their bytes.
 
         Waits for GPU work that was submitted before it shrank.
         """
-        self._fence.wait()
-        self._arena.unmap_back(0, self._pages(self._length))
-        return self._pool.release_free() * self._driver.page_size
+        frames = self.pool.frames
+        before = frames.existing
+        self.reclaim(self.pool.limit, wait=True)
+        frames.release(len(frames.free))
+        return (before - frames.existing) * self.pool.page_size
 
-    @_operation
+    @property
+    def kept_pages(self) -> int:
+        """Pages that others on its pool cannot have."""
+        return self._pages(self._length)
+
+    def reclaim(self, count: int, *, wait: bool = False) -> int:
+        """Gives up to `count` pages behind its last row to others on its pool; returns how many."""
+        if wait:
+            self._fence.wait()
+        end = max(self._pages(self._length), self._arena.table.end[0] - count)
+        return self._arena.unmap_back(0, end) if self._fence.passed() else 0
+
+    def sequences(self) -> tuple[int, int]:
+        """None: it has rows, and these are no tokens."""
+        return 0, 0
+
+    def held(self) -> list[str]:
+        """What of it is in use."""
+        return [f"{self._length} rows"] if self._length else []
+
+    def recover(self) -> None:
+        """Works its books out anew, after an interruption."""
+        self._fence_all()  # who was interrupted may have begun to write behind the last row
+        self._account.taken = len(self._arena.table.mapped_frames())
+
+    @operation
     def stats(self) -> GrowableTensorStats:
         """A snapshot: bytes."""
-        size = self._driver.page_size
-        return GrowableTensorStats(self._pool.budget * size, self._pool.created * size, self._length * self._row_bytes)
+        size, pool, limit = self.pool.page_size, self.pool, self._account.limit
+        physical = pool.frames.existing if self._owns_pool else self._account.taken
+        budget = pool.limit if limit is None else limit
+        return GrowableTensorStats(budget * size, physical * size, self._length * self._row_bytes)
+
+    @operation
+    def mapped_ranges(self) -> list[MappedRange]:
+        """Where its pages are mapped now: nowhere, or one run."""
+        table = self._arena.table
+        return [table.mapped_range(0, 0, self._length * self._row_bytes, 0)] if table.pages(0) else []
 
     def close(self) -> None:
         """Gives all memory back now, after all work on the device. To touch a view after this is a fault.
@@ -250,21 +267,26 @@ class GrowableTensor:
         Raises:
             StreamCaptureError: a CUDA graph is being captured; nothing was closed.
             DriverError: the device could not be waited for; nothing was closed.
-            BusyError: another operation is not at its end.
         """
-        if not self._has_memory:
-            return
-        self._check_idle("close")
-        with self._inside:
-            wait_for_device(self._driver)
-            self._is_open = False
-            self._length = 0
-            self._arena.close()
-            self._pool.close()
-            self._has_memory = False
+        monitor = self.pool.monitor
+        with monitor.changing, monitor.lock:
+            if not self._is_open:
+                return
+            monitor.check_outside("close", changing=True)
+            with monitor.inside:
+                wait_for_device(self._driver)
+                self._unusable = functools.partial(UseAfterFreeError, "this GrowableTensor was closed; make a new one")
+                self._length = 0
+                before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
+                self._arena.close()
+                self.pool.close_account(self._account)
+                if self._owns_pool:
+                    self.pool.frames.close()
+                monitor.is_dirty = before
+                self._is_open = False
 
     def _pages(self, length: int) -> int:
-        return -(-length * self._row_bytes // self._driver.page_size)
+        return -(-length * self._row_bytes // self.pool.page_size)
 
     def _make_room(self, length: int) -> None:
         """Maps the pages of `length` rows, or changes nothing."""
@@ -272,50 +294,48 @@ class GrowableTensor:
             raise ShapeError(
                 f"asked for {shown(length)} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}"
             )
-        end, old_end = self._pages(length), self._arena.rows[0].end
-        if end <= self._arena.rows[0].ready:
+        arena, pool = self._arena, self.pool
+        end, old_end = self._pages(length), arena.table.end[0]
+        if end <= arena.table.ready[0]:
             return
-        supply = self._pool.take(max(end - old_end, 0))
+        missing = max(end - old_end, 0)
+        for wait in (False, True):
+            if missing > pool.idle(self._account):
+                pool.reclaim_from_others(self._account, missing - pool.idle(self._account), wait=wait)
+        supply = pool.take(self._account, missing)
+        change = Change(pool.calls, pool.frames.handles)
+        arena.plan_growth(change, 0, end, supply)
+        change.run()
+        pool.pages_in_need += change.commit(pool)
         try:
-            self._arena.map_back(0, max(end, old_end), supply)
-        except DriverError:
-            self._pool.give(supply)
+            change.check()
+            for address, nbytes in arena.table.unclean(0, old_end, end, tenant=0):
+                self._driver.fill(address, nbytes, 0, self._driver.current_stream())
+        except VmmkvError:
             with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
-                self._arena.unmap_back(0, old_end)
+                arena.unmap_back(0, old_end)
             raise
+        arena.table.belong(0, old_end, end, tenant=0)
 
     def _fence_all(self) -> None:
         """Keeps the pages behind the last row until all work so far has finished."""
         self._fence |= Fence.after(self._driver, {self._driver.current_stream(), *self._streams})
 
-    def _check_open(self) -> None:
-        if not self._is_open:
-            raise UseAfterFreeError("this GrowableTensor was closed; make a new one")
-        self._check_process()
+    def check_usable(self) -> None:
+        """Raises what forbids any use.
 
-    def _check_process(self) -> None:
-        if self._process != os.getpid():
-            raise ForkError("this GrowableTensor was made before fork(); its memory belongs to the parent")
+        Raises:
+            UseAfterFreeError, InterruptedChangeError, ForkError: as in `KVCache.check_usable`.
+        """
+        if self._unusable:
+            raise self._unusable()
+        self.pool.check_usable()
 
-    def _check_idle(self, asked: str) -> None:
-        self._check_process()  # first: a child may have got the lock in whatever state
-        if self._inside.locked():
-            raise BusyError(
-                f"{asked} was called in the middle of another operation on the same GrowableTensor, as by a finalizer "
-                "or a signal handler. Leave a note there and call it later"
-            )
-
-    def _recover(self) -> None:
-        """After an interruption: makes the books right, or says that nobody can."""
-        if self._pool.unsettled:
-            raise InterruptedChangeError(
-                "this GrowableTensor was interrupted (Ctrl-C) while it had the driver make or release a page, and "
-                "cannot know whether that was done. Close it, and make a new one"
-            )
-        self._fence_all()  # who was interrupted may have begun to write behind the last row
-        self._arena.settle(0)
-        self._pool.settle(self._arena.rows[0].pages)
-        self._is_dirty = False
+    def _after_fork(self) -> None:
+        self._is_open = False
+        self._unusable = functools.partial(
+            ForkError, "this GrowableTensor was made before fork(); its memory belongs to the parent"
+        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a GrowableTensor owns its memory and cannot be copied or pickled; clone its tensor")
@@ -333,4 +353,13 @@ class GrowableTensor:
         self.close()
 
 
-_tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
+tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
+"""All of this process."""
+
+
+def _after_fork() -> None:
+    for tensor in list(tensors):
+        tensor._after_fork()
+
+
+os.register_at_fork(after_in_child=_after_fork)

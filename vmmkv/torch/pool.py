@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..budget import pages_within
 from ..errors import DeviceError
+from ..memory.budget import pages_within
 
 if TYPE_CHECKING:
     from .allocator import Allocator
@@ -39,7 +39,7 @@ def memory_pool(max_bytes: float | str = "80%", device: str | torch.device = "cu
             f"asked for a memory pool on {device}; torch has memory pools on CUDA devices only, and sees "
             f"{torch.cuda.device_count()} of them. KVCache and GrowableTensor run on host memory, too"
         )
-    from ..driver.cuda import CudaDriver
+    from ..memory.driver.cuda import CudaDriver
     from .allocator import Allocator  # imports Numba, and compiles
 
     driver = CudaDriver(torch.device(device))
@@ -68,7 +68,7 @@ class MemoryPool:
     In a `with` block, which may be entered again and again but by one thread at a time (`RuntimeError` otherwise),
     every tensor that this thread makes on the pool's device lies on pages like those of a `KVCache`, and counts
     against the pool's budget. The pages are the pool's own: torch allocates under a lock under which no Python may
-    run, so it cannot ask a `PagePool`. Other threads, such as autograd's, allocate as ever.
+    run, so it cannot ask a `FramePool`. Other threads, such as autograd's, allocate as ever.
 
     torch's caching allocator works on top, with all of its accounts: small tensors share a segment, and segments
     whose tensors are gone are kept for later tensors of the pool. They go back to the system with `release`, or when
@@ -89,7 +89,7 @@ class MemoryPool:
         self._mem_pools: list[torch.cuda.MemPool] = []
         self._busy = threading.Lock()
         self._block = ExitStack()
-        _pools.add(self)
+        pools.add(self)
         weakref.finalize(self, _end, self._mem_pools).atexit = False
 
     def __enter__(self) -> MemoryPool:
@@ -167,7 +167,8 @@ class MemoryPool:
         )
 
 
-_pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
+pools: weakref.WeakSet[MemoryPool] = weakref.WeakSet()
+"""All of this process."""
 
 # A torch.cuda.MemPool that ends while any other is in use aborts the process: its destructor asserts that nobody
 # allocates to a pool. So those of lost pools wait here until nobody does.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 
+from ..errors import BudgetError, LayoutError
+from ..layout import KVLayout, shown, whole_number
 from .driver import Driver
-from .errors import BudgetError, LayoutError
-from .layout import KVLayout, shown, whole_number
 
 UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}B": size for unit, size in UNITS.items() if unit not in ("", "B")}

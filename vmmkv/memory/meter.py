@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..stats import CallStats
+
 
 @dataclass(slots=True)
 class Calls:
@@ -19,7 +21,7 @@ class Calls:
 
 
 class Meter:
-    """The calls that succeeded, by the names of `vmmkv.driver.Driver`'s methods."""
+    """The calls that succeeded, by the names of `vmmkv.memory.driver.Driver`'s methods."""
 
     def __init__(self) -> None:
         self.reserve = Calls()
@@ -28,3 +30,9 @@ class Meter:
         self.set_access = Calls()
         self.unmap = Calls()
         self.release = Calls()
+
+    def stats(self) -> dict[str, CallStats]:
+        """A snapshot of those that were made."""
+        return {
+            name: CallStats(calls.count, calls.nanoseconds / 1e9) for name, calls in vars(self).items() if calls.count
+        }

@@ -17,7 +17,7 @@ import weakref
 
 import torch
 
-from ..errors import DeviceError, DriverError, DriverOutOfMemoryError
+from ...errors import DeviceError, DriverError, DriverOutOfMemoryError
 from . import Event, Handle, check_page_size, check_process, limits
 from .limits import mappings
 
@@ -60,7 +60,7 @@ class _Done:
 
 
 class HostDriver:
-    """Pages of host memory (see `vmmkv.driver.Driver`). A handle is an offset into the memfd.
+    """Pages of host memory (see `vmmkv.memory.driver.Driver`). A handle is an offset into the memfd.
 
     Args:
         page_size: bytes of a page, a multiple of the system's own page (4 KiB on most machines).
@@ -82,6 +82,9 @@ class HostDriver:
         weakref.finalize(self, _close, self._fd, self._process).atexit = False
         self._ends = itertools.count(step=self.page_size)
         self._holes: list[int] = []
+
+    def enter_thread(self) -> None:
+        pass
 
     def memory_info(self) -> tuple[int, int]:
         return limits.memory()
@@ -126,7 +129,7 @@ class HostDriver:
         mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
         done = self._libc.fallocate(self._fd, mode, handle, self.page_size)
         self._check("fallocate", done == 0, "punching a hole into the memfd")
-        self._holes.append(int(handle))  # type: ignore[call-overload]
+        self._holes.append(handle)
 
     def map(self, address: int, handle: Handle) -> None:
         check_process(self._process)

@@ -16,19 +16,19 @@ The contract:
  6. Only the process that made a driver has a part in its pages: in a forked child `reserve`, `create`, `map` and
     `release` raise `ForkError`.
  7. No call waits for work on the device, and none checks whether work still uses a page: that is
-    the caller's part (see `vmmkv.fence`).
+    the caller's part (see `vmmkv.memory.fence`).
 """
 
 from __future__ import annotations
 
 import os
-from typing import Any, NewType, Protocol
+from typing import Any, NewType, Protocol, runtime_checkable
 
 import torch
 
-from ..errors import ArgumentError, DeviceError, ForkError, LayoutError
+from ...errors import ArgumentError, DeviceError, DriverError, ForkError, LayoutError
 
-Handle = NewType("Handle", object)
+Handle = NewType("Handle", int)
 """A page's physical memory, as the memory system names it."""
 
 DEFAULT_PAGE_SIZE = 2 << 20
@@ -61,6 +61,9 @@ class Driver(Protocol):
     @property
     def page_size(self) -> int:
         """Bytes of one page, a multiple of the granularity."""
+
+    def enter_thread(self) -> None:
+        """Makes a thread that is not the user's ready for calls."""
 
     def memory_info(self) -> tuple[int, int]:
         """Free and total physical bytes of the device, now."""
@@ -112,6 +115,17 @@ class Driver(Protocol):
         """
 
 
+@runtime_checkable
+class NativeDriver(Driver, Protocol):
+    """A driver whose functions can be called by their addresses, without the interpreter."""
+
+    def c_interface(self) -> dict[str, int]:
+        """Addresses of C functions, by the names of this class's methods, and of the arguments that they take."""
+
+    def error(self, name: str, status: int) -> DriverError:
+        """What the method of that name raises for a status of its function."""
+
+
 def driver_for(driver: Driver | None, device: str | torch.device | None, page_size: int | None) -> Driver:
     """A memory system of somebody's own, or the one for `device`: see `open_driver`."""
     if driver is None:
@@ -119,7 +133,7 @@ def driver_for(driver: Driver | None, device: str | torch.device | None, page_si
     if device is not None or page_size is not None:
         raise ValueError("give a driver, or device and page_size; a driver has its own")
     if not hasattr(driver, "reserve"):
-        raise ArgumentError(f"got driver={driver!r}; it must be a vmmkv.driver.Driver, as open_driver() returns")
+        raise ArgumentError(f"got driver={driver!r}; it must be a vmmkv.memory.driver.Driver, as open_driver() returns")
     return driver
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import cuda.bindings.driver as cu
 import torch
 
-from ..errors import DeviceError, DeviceLostError, DriverError, DriverOutOfMemoryError, StreamCaptureError
+from ...errors import DeviceError, DeviceLostError, DriverError, DriverOutOfMemoryError, StreamCaptureError
 from . import Event, Handle, check_page_size, check_process
 
 SUCCESS = cu.CUresult.CUDA_SUCCESS
@@ -42,6 +42,19 @@ LOST = {
     )
 }
 """After these a context never works again."""
+C_NAMES = {
+    "reserve": "cuMemAddressReserve",
+    "free": "cuMemAddressFree",
+    "create": "cuMemCreate",
+    "release": "cuMemRelease",
+    "map": "cuMemMap",
+    "set_access": "cuMemSetAccess",
+    "unmap": "cuMemUnmap",
+    "push": "cuCtxPushCurrent_v2",
+    "pop": "cuCtxPopCurrent_v2",
+    "synchronize": "cuCtxSynchronize",
+}
+"""Functions of the CUDA driver that compiled code calls."""
 
 
 def check(call: str, status: Any, detail: str = "") -> None:
@@ -95,7 +108,7 @@ class _CudaEvent:
 
 
 class CudaDriver:
-    """Pages of GPU memory (see `vmmkv.driver.Driver`).
+    """Pages of GPU memory (see `vmmkv.memory.driver.Driver`).
 
     Pages can be exported to other processes and read by other PCIe devices (GPUDirect RDMA) where
     the device supports it: `features` says what a trial page was granted, and what else there is.
@@ -174,26 +187,26 @@ class CudaDriver:
         raise AssertionError("check raises")
 
     def c_interface(self) -> dict[str, int]:
-        """What `vmmkv.torch.allocator` needs to do the same as this class without the interpreter: addresses of C
-        functions, and of the arguments that they take. Valid as long as this driver lives."""
+        """What compiled code needs to do the same as this class without the interpreter: addresses of C functions, and
+        of the arguments that they take. Valid as long as this driver lives."""
         libcuda = ctypes.CDLL("libcuda.so.1")
-        symbols = {
-            "reserve": "cuMemAddressReserve",
-            "free": "cuMemAddressFree",
-            "create": "cuMemCreate",
-            "release": "cuMemRelease",
-            "map": "cuMemMap",
-            "set_access": "cuMemSetAccess",
-            "unmap": "cuMemUnmap",
-            "push": "cuCtxPushCurrent_v2",
-            "pop": "cuCtxPopCurrent_v2",
-            "synchronize": "cuCtxSynchronize",
-        }
         addresses = {
-            name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in symbols.items()
+            name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in C_NAMES.items()
         }
-        access = self._access[True][0].getPtr()
-        return addresses | {"property": self._property.getPtr(), "access": access, "context": int(self._context)}
+        access, read_access = (self._access[writable][0].getPtr() for writable in (True, False))
+        arguments = {"property": self._property.getPtr(), "access": access, "read_access": read_access}
+        return addresses | arguments | {"context": int(self._context)}
+
+    def error(self, name: str, status: int) -> DriverError:
+        """What a method of this class would have raised for a status of the function that it calls."""
+        try:
+            check(C_NAMES[name], cu.CUresult(status), f"{self.page_size} bytes on {self.device}")
+        except DriverError as error:
+            return error.with_traceback(None)
+        raise AssertionError(f"{name} has not failed")
+
+    def enter_thread(self) -> None:
+        check("cuCtxSetCurrent", *cu.cuCtxSetCurrent(self._context))
 
     def memory_info(self) -> tuple[int, int]:
         check_process(self._process)
@@ -213,7 +226,7 @@ class CudaDriver:
         status, handle = cu.cuMemCreate(self.page_size, self._property, 0)
         if status:
             check("cuMemCreate", status, f"one page of {self.page_size} bytes on {self.device}")
-        return Handle(handle)
+        return Handle(int(handle))
 
     def release(self, handle: Handle) -> None:
         check_process(self._process)

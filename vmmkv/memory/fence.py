@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..errors import ArgumentError
 from .driver import Driver, Event
-from .errors import ArgumentError
 
 
 def check_stream(stream: Any) -> None:
@@ -36,7 +36,8 @@ class Fence:
 
     def passed(self) -> bool:
         """Whether all of that work has finished. Does not wait."""
-        self._events = {stream: event for stream, event in self._events.items() if not event.query()}
+        if self._events:  # asked of every row with a tail, and few have any
+            self._events = {stream: event for stream, event in self._events.items() if not event.query()}
         return not self._events
 
     def passed_for(self, stream: Any) -> bool:

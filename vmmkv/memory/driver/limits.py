@@ -20,7 +20,7 @@ from bisect import bisect_left
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..errors import DriverError
+from ...errors import DriverError
 
 SPARE = 1 / 8
 """Of the mappings that there may be: for threads, libraries and large tensors, which ask nobody, and for unmapping."""

@@ -1,0 +1,314 @@
+"""Two models on one card: one pool for both, against a fixed half each.
+
+    python -m benchmarks.pools [--device cuda] [--model NAME]... [--memory 8GiB] [--json]
+
+Bursts come in turns: while one model serves, the other has nothing to do. On one pool each finds all memory then,
+in halves never more than its own. And how long memory takes to move: one cache fills the pool and is left, and the next
+prompts come to the other. The models have random weights; the same name twice is two caches over the same weights.
+Without a GPU they are tiny, and speeds say nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import Progress
+
+from vmmkv import FramePool, KVCache, KVLayout
+from vmmkv.cli.options import Device, JsonOutput, TraceFile
+from vmmkv.cli.output import console, errors, format_bytes, make_table, print_json
+from vmmkv.environment import environment
+from vmmkv.memory.budget import parse_bytes
+from vmmkv.memory.driver import open_driver
+
+from .engine.engine import Engine
+from .engine.model import MODELS, Model, random_model
+from .engine.vmm import make_driver
+from .serve.measure import Settings, figures, free_memory, make_engine
+from .serve.workloads import Limits, Usual, Workload, make_workload
+
+Row = dict[str, Any]
+MODES = SHARED, HALVES = ("one pool", "a fixed half each")
+KEPT = (
+    "seconds",
+    "output_tokens_per_s",
+    "peak_concurrency",
+    "crowded_concurrency",
+    "preemptions",
+    "ttft_s",
+    "peak_bytes",
+)
+"""Figures of a burst."""
+MOVED = 10 << 30
+"""Bytes that the time of a move is told for."""
+
+
+GPU = Usual("llama-3.1-8b", "8GiB", 8192, 8192, shorten=1)
+HOST = Usual("tiny", "512KiB", 256, 128, shorten=16)
+
+
+# ------------------------------------------------------------------ bursts
+
+
+def pools_of(mode: str, layouts: list[KVLayout], memory: int, device: torch.device) -> list[FramePool]:
+    """For each model the pool that it lies on; pages are as large in all of them."""
+    if mode == SHARED:
+        return [FramePool(memory, driver=make_driver(layouts[0], device))] * len(layouts)
+    return [FramePool(memory // len(layouts), driver=make_driver(layouts[0], device)) for _ in layouts]
+
+
+def serve(settings: list[Settings], works: list[Workload], bursts: int) -> Row:
+    """Serves `bursts` bursts of each model, one after another; returns what both served together."""
+    rows = []
+    with ExitStack() as stack:
+        engines = [stack.enter_context(closing(make_engine(each, work, "vmm"))) for each, work in zip(settings, works)]
+        for number in range(bursts * len(engines)):
+            index = number % len(engines)
+            rows.append({"model": index} | serve_burst(engines[index], works[index], settings[index]))
+    free_memory()
+    tokens, seconds = (sum(row[name] for row in rows) for name in ("tokens", "seconds"))
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "bursts": rows}
+
+
+def serve_burst(engine: Engine, work: Workload, settings: Settings) -> Row:
+    """All requests of a workload at once."""
+    prompts = work.prompts(settings.model.config.vocab_size, settings.seed)
+    before = engine.kv.work()
+    run = engine.run(prompts, [request.output for request in work.requests], deadline=settings.deadline)
+    row = figures(run) if run.running else dict.fromkeys(KEPT)
+    done = engine.kv.work() - before
+    return {name: row[name] for name in KEPT} | {
+        "seconds": run.seconds,
+        "tokens": run.generated,
+        "unfinished": len(run.outputs) - run.finished,
+        "driver_ms": done.driver_seconds * 1e3,
+        "pages_mapped": dict(done.pages_mapped),
+    }
+
+
+# ------------------------------------------------------------------ moves
+
+
+def move(layouts: list[KVLayout], memory: int, prompt: int, device: torch.device, lookahead: int | None) -> list[Row]:
+    """Fills the pool with prompts of one cache, and, when they are gone, of the other; twice in turns."""
+    (pool, *_) = pools_of(SHARED, layouts, memory, device)
+    counts = [
+        max(pool.limit * pool.page_size // (layout.pages(prompt, pool.page_size) * pool.page_size), 1)
+        for layout in layouts
+    ]
+    rows = []
+    with ExitStack() as stack:
+        caches = [
+            stack.enter_context(KVCache(layout, count, prompt, pool=pool, lookahead=lookahead))
+            for layout, count in zip(layouts, counts)
+        ]
+        for number in range(2 * len(caches)):
+            index = number % len(caches)
+            rows.append({"to": index, "filled": number > 0} | fill(caches[index], counts[index], prompt, device))
+    return rows
+
+
+def fill(cache: KVCache, count: int, prompt: int, device: torch.device) -> Row:
+    """Starts `count` sequences of a prompt each and frees them; returns what it took until all had their memory."""
+    calls = driver_calls(cache)
+    slowest, begin = 0.0, perf_counter()
+    sequences = []
+    for _ in range(count):
+        start = perf_counter()
+        sequences.append(cache.sequence(prompt))
+        slowest = max(slowest, perf_counter() - start)
+    seconds = perf_counter() - begin
+    nbytes = cache.stats().pages["used"] * cache.page_size
+    cache.free(sequences)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return {
+        "bytes": nbytes,
+        "prompts": count,
+        "ms": seconds * 1e3,
+        "slowest_prompt_ms": slowest * 1e3,
+        "ms_per_10_gib": seconds * 1e3 * MOVED / nbytes,
+        "driver_calls": driver_calls(cache) - calls,
+    }
+
+
+def driver_calls(cache: KVCache) -> int:
+    return sum(call.count for call in cache.stats().driver_calls.values())
+
+
+# ------------------------------------------------------------------ the whole
+
+
+def main(
+    model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; two.")] = None,
+    memory: Annotated[str | None, typer.Option(help="For K and V of both.")] = None,
+    trace: TraceFile = None,
+    requests: Annotated[int, typer.Option(min=1, help="Of a burst.")] = 150,
+    bursts: Annotated[int, typer.Option(min=1, help="Of each model.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each mode, in turns; the median is reported.")] = 3,
+    max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
+    chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
+    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the prompts for which memory moves.")] = None,
+    move_memory: Annotated[str | None, typer.Option(help="That moves; as much as --memory by default.")] = None,
+    lookahead: Annotated[
+        int | None,
+        typer.Option(min=0, help="Tokens that are mapped ahead of each sequence; 0 without a mapper, else the usual."),
+    ] = None,
+    device: Device = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of prompts and random requests.")] = 0,
+    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure two models on one pool."""
+    deadline = perf_counter() + budget_seconds
+    driver = open_driver(device)
+    usual = GPU if driver.device.type == "cuda" else HOST
+    names = model or [usual.model] * 2
+    if len(names) != 2 or not MODELS.keys() >= set(names):
+        raise typer.BadParameter(f"--model {' '.join(names)}: give two of {', '.join(MODELS)}")
+    dtype = torch.bfloat16 if usual is GPU else torch.float32
+    layouts = [MODELS[name].kv_layout(dtype) for name in names]
+    free = driver.memory_info()[0]
+    nbytes, moved = parse_bytes(memory or usual.memory, free), parse_bytes(move_memory or memory or usual.memory, free)
+    works = [workload(trace, layout, nbytes // 2, requests, usual, seed) for layout in layouts]
+    longest = max(work.max_seq_len for work in works)
+    models: dict[str, Model] = {}
+    for name in names:
+        models[name] = models.get(name) or random_model(MODELS[name], longest, driver.device, dtype)
+    settings = [Settings(models[name], nbytes, max_sequences, chunk, deadline, seed, lookahead) for name in names]
+    prompt = prompt_tokens or usual.prompt_tokens
+    result: Row = {
+        "environment": environment(driver.device),
+        "models": names,
+        "dtype": str(dtype).removeprefix("torch."),
+        "memory_bytes": nbytes,
+        "requests": [len(work.requests) for work in works],
+        "trace": works[0].name,
+        "lookahead": lookahead,
+        "prompt_tokens": prompt,
+        "moves": move(layouts, moved, prompt, driver.device, lookahead),
+        "runs": [],
+        "missed": [],
+    }
+    measure(result, settings, works, layouts, nbytes, bursts, rounds, deadline)
+    result["comparisons"] = compare(result)
+    if json_output:
+        print_json(result)
+    else:
+        show(result)
+
+
+def workload(trace: Path | None, layout: KVLayout, half: int, requests: int, usual: Usual, seed: int) -> Workload:
+    """Requests that each have room in a half."""
+    longest = int(0.9 * half) // layout.token_bytes
+    return make_workload(trace, Limits(requests, 10**9, longest, usual.max_seq_len, usual.shorten), seed)
+
+
+def measure(
+    result: Row,
+    settings: list[Settings],
+    works: list[Workload],
+    layouts: list[KVLayout],
+    memory: int,
+    bursts: int,
+    rounds: int,
+    deadline: float,
+) -> None:
+    """Adds to a result, for each mode, the run with the median throughput, and what was not reached."""
+    found: dict[str, list[Row]] = {mode: [] for mode in MODES}
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
+        task = progress.add_task("Serving", total=rounds * len(MODES))
+        for number in range(rounds):
+            for mode in MODES[:: -1 if number % 2 else 1]:
+                if perf_counter() < deadline:
+                    pools = pools_of(mode, layouts, memory, settings[0].model.device)
+                    run = serve([each._replace(pool=pool) for each, pool in zip(settings, pools)], works, bursts)
+                    if not any(burst["unfinished"] for burst in run["bursts"]):
+                        found[mode].append(run)
+                        progress.advance(task)
+                        continue
+                result["missed"].append(f"{mode}, round {number + 1}")
+    for mode, runs in found.items():
+        ordered = sorted(runs, key=lambda run: run["tokens_per_s"])
+        if ordered:
+            speeds = [run["tokens_per_s"] for run in runs]
+            result["runs"].append({"mode": mode} | ordered[(len(ordered) - 1) // 2] | {"rounds": speeds})
+
+
+def compare(result: Row) -> list[Row]:
+    """What the benchmark is for, and what we aim at; on a GPU only."""
+    found: list[Row] = []
+    on_gpu = "cuda_driver" in result["environment"]
+    speeds = {run["mode"]: run["tokens_per_s"] for run in result["runs"]}
+    if speeds.keys() == set(MODES):
+        value = speeds[SHARED] / speeds[HALVES]
+        found.append({"what": "tokens/s of both, one pool over fixed halves", "value": value})
+        if on_gpu:
+            found[-1] |= {"aim": ">= 1.5", "met": value >= 1.5}
+    value = median(row["ms_per_10_gib"] for row in result["moves"] if row["filled"])
+    found.append({"what": "ms until 10 GiB have moved", "value": value})
+    if on_gpu:
+        found[-1] |= {"aim": "<= 100", "met": value <= 100}
+    return found
+
+
+def show(result: Row) -> None:
+    """Prints a column for each mode, and a line for each move."""
+    title = f"{' and '.join(result['models'])} on {result['environment']['device']}, bursts in turns"
+    console.print(make_table(title, ("what", *(run["mode"] for run in result["runs"])), table(result)))
+    title = f"Memory that moves, prompts of {result['prompt_tokens']:,} tokens"
+    console.print(make_table(title, MOVES, moves(result)))
+    for row in result["comparisons"]:
+        console.print(f"{row['what']}: {row['value']:.3g}" + (f" (aim {row['aim']})" if "aim" in row else ""))
+    for what in result["missed"]:
+        console.print(f"not reached in time: {what}")
+
+
+def table(result: Row) -> list[tuple[str, ...]]:
+    """What is told of each mode: a name, and a cell for each."""
+
+    def peak(run: Row, key: str) -> float:
+        return max(burst[key] for burst in run["bursts"])
+
+    lines: dict[str, Callable[[Row], str]] = {
+        "output tokens/s, both models": lambda run: f"{run['tokens_per_s']:,.0f}",
+        "all rounds": lambda run: f"{min(run['rounds']):,.0f} to {max(run['rounds']):,.0f}",
+        "requests at a time, peak": lambda run: f"{peak(run, 'peak_concurrency'):,.0f}",
+        "time to first token, s, p50, slowest burst": lambda run: (
+            f"{max(b['ttft_s']['p50'] for b in run['bursts']):.2f}"
+        ),
+        "memory of one model, peak": lambda run: format_bytes(peak(run, "peak_bytes")),
+        "driver calls, ms a burst": lambda run: f"{median(b['driver_ms'] for b in run['bursts']):,.0f}",
+        "preemptions": lambda run: f"{sum(b['preemptions'] for b in run['bursts']):,}",
+    }
+    return [(what, *map(cell, result["runs"])) for what, cell in lines.items()]
+
+
+MOVES = "prompts come to", "memory", "ms", "ms per 10 GiB", "slowest prompt, ms", "driver calls"
+"""Columns of the table of moves."""
+
+
+def moves(result: Row) -> list[tuple[str, ...]]:
+    """A line for each time that the pool was filled: for whom, and what it took."""
+    return [
+        (
+            f"{result['models'][row['to']]} ({'from the other' if row['filled'] else 'from an empty pool'})",
+            format_bytes(row["bytes"]),
+            f"{row['ms']:,.1f}",
+            f"{row['ms_per_10_gib']:,.0f}",
+            f"{row['slowest_prompt_ms']:,.2f}",
+            f"{row['driver_calls']:,}",
+        )
+        for row in result["moves"]
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)

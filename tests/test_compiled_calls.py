@@ -1,0 +1,137 @@
+"""Compiled calls against the same calls one by one, on a C library of our own: whichever call fails."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import small_driver
+from faulty import FaultyDriver
+from hypothesis import given
+from hypothesis import strategies as st
+
+from vmmkv.errors import DriverError
+from vmmkv.memory.calls import VACANT, LoopedCalls
+from vmmkv.memory.compiled_calls import CompiledCalls
+from vmmkv.memory.driver import Handle
+from vmmkv.memory.meter import Meter
+
+ARGUMENTS = {"create": 4, "release": 1, "map": 5, "set_access": 4, "unmap": 2}
+WRITABLE, READABLE = 1001, 1002
+
+
+class CLibrary(FaultyDriver):
+    """A driver that C code can call: callbacks with the signatures of the CUDA driver."""
+
+    def __init__(self) -> None:
+        super().__init__(small_driver("cpu"))
+        kinds = {name: ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count) for name, count in ARGUMENTS.items()}
+        self.callbacks = {name: kind(self._function(name)) for name, kind in kinds.items()}
+
+    def _function(self, name: str) -> Callable[..., int]:
+        def function(*words: int) -> int:
+            try:
+                getattr(self, f"_{name}")(*words)
+            except DriverError:
+                return 700
+            return 0
+
+        return function
+
+    def _create(self, out: int, nbytes: int, prop: int, flags: int) -> None:
+        assert (nbytes, prop, flags) == (self.page_size, 77, 0)
+        ctypes.c_int64.from_address(out).value = self.create()
+
+    def _release(self, handle: int) -> None:
+        self.release(Handle(handle))
+
+    def _map(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
+        assert (nbytes, offset, flags) == (self.page_size, 0, 0)
+        self.map(address, Handle(handle))
+
+    def _set_access(self, address: int, nbytes: int, access: int, count: int) -> None:
+        assert count == 1
+        self.set_access(address, nbytes, {WRITABLE: True, READABLE: False}[access])
+
+    def _unmap(self, address: int, nbytes: int) -> None:
+        self.unmap(address, nbytes)
+
+    def c_interface(self) -> dict[str, int]:
+        addresses = {name: ctypes.cast(each, ctypes.c_void_p).value or 0 for name, each in self.callbacks.items()}
+        return addresses | {"property": 77, "access": WRITABLE, "read_access": READABLE}
+
+    def error(self, name: str, status: int) -> DriverError:
+        assert status == 700
+        return DriverError(name, "INJECTED")
+
+
+def life(library: CLibrary, calls: Any, faults: list[tuple[str, int]]) -> list[Any]:
+    """What many calls come to, with some of them failing."""
+    size, address = library.page_size, library.reserve(8 * library.page_size)
+    handles = np.full(10, VACANT)
+    frames = [3, 0, 7, 5, 9]
+    seen: list[Any] = []
+    for fault in faults:
+        library.fail(*fault)
+
+    def note(outcome: Any) -> None:
+        seen.append(outcome.done)
+        try:
+            outcome.check()
+        except DriverError as error:
+            seen.append(str(error))
+
+    note(calls.create(handles, frames))
+    seen.append((handles != VACANT).tolist())
+    made = [frame for frame in frames if handles[frame] != VACANT]
+    note(calls.map([address + (1 + index) * size for index in range(len(made))], handles[made]))
+    mapped = len(library.mapped)
+    ranges = [(address + (1 + index) * size, size) for index in range(mapped)]
+    note(calls.set_access(ranges, writable=False))
+    note(calls.set_access(ranges[1:]))
+    seen += [len(library.accessible), len(library.writable)]
+    note(calls.unmap(ranges))
+    library.heal()
+    library.unmaps_anything = True
+    note(calls.unmap([(address, 8 * size)]))
+    library.fail("release", 2)
+    note(calls.release(handles, made))
+    seen.append((handles != VACANT).tolist())
+    library.heal()
+    note(calls.release(handles, [frame for frame in made if handles[frame] != VACANT]))
+    assert not library.handles
+    library.free(address, 8 * size)
+    return seen
+
+
+@given(st.lists(st.tuples(st.sampled_from([*ARGUMENTS, "any"]), st.integers(0, 5)), max_size=3))
+def test_compiled_calls_do_what_single_ones_do(faults: list[tuple[str, int]]) -> None:
+    outcomes = []
+    for kind in (LoopedCalls, CompiledCalls):
+        library = CLibrary()
+        calls = kind(library, Meter())
+        outcomes.append([*life(library, calls, faults), {name: each.count for name, each in vars(calls.meter).items()}])
+        assert not calls.in_doubt
+    assert outcomes[0] == outcomes[1]
+
+
+def test_errors_leave_nothing_for_the_garbage_collector() -> None:
+    import gc
+    import weakref
+
+    library = CLibrary()
+    calls = CompiledCalls(library, Meter())
+    library.fail("create")
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.raises(DriverError):
+            calls.create(np.full(1, VACANT), [0]).check()
+        gone = weakref.ref(calls)
+        del calls
+        assert gone() is None
+    finally:
+        gc.enable()

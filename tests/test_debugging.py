@@ -1,0 +1,241 @@
+"""`VMMKV_DEBUG=1`: what is wrong shows where it happens, and what is right stays right."""
+
+from __future__ import annotations
+
+import gc
+import random
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import run_python, small_driver
+from faulty import FaultyDriver
+
+import vmmkv
+from vmmkv.torch import GrowableTensor
+
+PAGE_TOKENS = 8
+
+
+def layout(dtype: torch.dtype = torch.float32) -> vmmkv.KVLayout:
+    """8 tokens in a page of 4 KiB."""
+    return vmmkv.KVLayout(2, 2, 64 // dtype.itemsize, dtype)
+
+
+def make(dtype: torch.dtype = torch.float32, rows: int = 3, **options: object) -> vmmkv.KVCache:
+    options = {"max_bytes": "160KiB", "device": "cpu", "page_size": 4096, **options}
+    return vmmkv.KVCache(layout(dtype), rows, 80, **options)
+
+
+@pytest.fixture(autouse=True)
+def _debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMMKV_DEBUG", "1")
+
+
+def nan_tokens(tensor: torch.Tensor) -> int:
+    """How many tokens hold nothing but NaN."""
+    return int(tensor.float().isnan().flatten(1).all(1).sum())
+
+
+FLOATS = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_what_nobody_has_written_is_nan(dtype: torch.dtype) -> None:
+    """On fresh pages, on adopted ones, and on pages that come back after a truncation."""
+    with make(dtype) as cache:
+        sequence = cache.sequence(3 * PAGE_TOKENS)
+        for _ in range(2):
+            assert nan_tokens(sequence.k(1)) == nan_tokens(sequence.v(0)) == 3 * PAGE_TOKENS
+            sequence.k(1).zero_()
+            sequence.v(0).zero_()
+            sequence.free()
+            sequence = cache.sequence(3 * PAGE_TOKENS)
+        sequence.k(1).zero_()
+        sequence.truncate(PAGE_TOKENS)
+        sequence.extend(2 * PAGE_TOKENS)
+        assert nan_tokens(sequence.k(1)) == 2 * PAGE_TOKENS
+        assert not sequence.k(1)[:PAGE_TOKENS].isnan().any()
+        sequence.free()
+
+
+def test_what_a_sequence_has_left_is_nan() -> None:
+    """Whoever still reads it gets no number: after `free`, `truncate` and `release_before`, whole pages of it."""
+    with make() as cache:
+        sequence = cache.sequence(5 * PAGE_TOKENS)
+        whole = sequence.k(0)
+        whole.zero_()
+        sequence.truncate(4 * PAGE_TOKENS - 1)
+        assert nan_tokens(whole) == PAGE_TOKENS
+        sequence.release_before(PAGE_TOKENS + 1)
+        assert nan_tokens(whole) == 2 * PAGE_TOKENS
+        assert not whole[PAGE_TOKENS : 4 * PAGE_TOKENS].isnan().any()
+        sequence.free()
+        assert nan_tokens(whole) == 5 * PAGE_TOKENS
+
+
+def test_promises_of_zeros_are_kept() -> None:
+    for options in ({"scrub": True}, {"zero_tail": True}):
+        with make(**options) as cache:
+            for _ in range(2):
+                with cache.sequence(2 * PAGE_TOKENS) as sequence:
+                    sequence.extend(PAGE_TOKENS)
+                    assert not sequence.k(0).any()
+                    if "zero_tail" in options:
+                        assert not cache.kv(0)[0][sequence.row].any()
+                    sequence.k(0).fill_(1)
+
+
+def test_integers_are_left_alone() -> None:
+    with make(torch.int8) as cache, cache.sequence(20) as sequence:
+        sequence.k(0).fill_(7)
+        sequence.truncate(1)
+        sequence.extend(1)
+        assert sequence.k(0)[0].eq(7).all()
+
+
+@pytest.mark.parametrize("zero_tail", [False, True])
+def test_the_page_behind_a_row_is_never_mapped(zero_tail: bool) -> None:
+    """To write behind a full row ends the process, although the next one is mapped."""
+    code = f"""
+        import torch, vmmkv
+        cache = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64, torch.float32), 2, 8, max_bytes="64KiB", device="cpu",
+            page_size=4096, zero_tail={zero_tail})
+        rows = [cache.sequence(8) for _ in range(2)]
+        first = min(rows, key=lambda sequence: sequence.row)
+        behind = torch.as_strided(first.k(0), (9, 1, 64), first.k(0).stride())
+        behind[:8] = 1
+        print("written", flush=True)
+        behind[8] = 1
+        print("and behind")
+    """
+    child = run_python(code, env={"VMMKV_DEBUG": "1", "NUMBA_ENABLE_CUDASIM": "1"})
+    assert (child.stdout, child.returncode) == ("written\n", -11), child.stderr
+    child = run_python(code, env={"VMMKV_DEBUG": "0", "NUMBA_ENABLE_CUDASIM": "1"})
+    assert child.stdout == "written\nand behind\n", child.stderr
+
+
+def test_wrong_books_are_found_by_the_operation_that_made_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make()
+    sequence = cache.sequence(9)
+    cache.pool.frames.free.append(cache._rows.pages(sequence.row)[0][0][0])
+    with pytest.raises(vmmkv.InvariantError, match="free page is mapped"):
+        sequence.truncate(1)
+    monkeypatch.delenv("VMMKV_DEBUG")
+    quiet = make()
+    sequence = quiet.sequence(9)
+    quiet.pool.frames.free.append(quiet._rows.pages(sequence.row)[0][0][0])
+    sequence.truncate(1)
+    with pytest.raises(vmmkv.InvariantError):
+        quiet.check()
+
+
+def test_growable_tensors_are_checked() -> None:
+    tensor = GrowableTensor((100, 1024), torch.float32, "cpu", max_bytes="64KiB", page_size=4096)
+    tensor.resize(3)
+    tensor.pool.frames.free.append(tensor.pool.frames.free[0] if tensor.pool.frames.free else 0)
+    with pytest.raises(vmmkv.InvariantError):
+        tensor.resize(4)
+
+
+def test_a_cache_that_is_closed_says_what_lives_and_who_started_it() -> None:
+    cache = make()
+    kept, collected = cache.sequence(9), cache.sequence(3)
+    with cache.sequence(1):
+        pass
+    number = kept.number
+    del collected
+    gc.collect()
+    with pytest.warns(vmmkv.LeakWarning) as caught:
+        cache.close()
+    (text,) = (str(warning.message) for warning in caught)
+    assert f"sequence {number}: 9 tokens, 2 pages, started at {Path(__file__)}:" in text
+    assert "in test_a_cache_that_is_closed_says_what_lives_and_who_started_it" in text
+    assert text.count("sequence ") == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        make().close()
+
+
+def test_a_pool_that_is_closed_too_early_says_what_lies_on_it() -> None:
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    cache = vmmkv.KVCache(layout(), 2, 80, pool=pool)
+    tensor = GrowableTensor((100, 1024), torch.float32, max_bytes="64KiB", pool=pool)
+    sequence = cache.sequence(9)
+    tensor.resize(3)
+    with pytest.raises(vmmkv.BudgetError, match=r"close them first\n2 pages of what was made at .*\n  sequence 0: 9 "):
+        pool.close()
+    with pytest.raises(vmmkv.BudgetError, match=r"3 pages of what was made at .*\n  3 rows"):
+        pool.close()
+    sequence.free()
+    cache.close()
+    tensor.close()
+    pool.close()
+
+
+def test_nothing_else_changes() -> None:
+    """What was written stays, through growth, windows, failures and the mapper, as without it."""
+    seed = random.randrange(1 << 32)
+    print(f"{seed=}")
+    chance = random.Random(seed)
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = vmmkv.FramePool(30 * driver.page_size, driver=driver)
+    cache = vmmkv.KVCache(layout(), 4, 80, pool=pool, lookahead=chance.choice([0, 12]), overread=3)
+    live: dict[vmmkv.Sequence, float] = {}
+    written: dict[vmmkv.Sequence, int] = {}
+    for _ in range(150):
+        if chance.random() < 0.2:
+            driver.fail("any", chance.randrange(6), out_of_memory=chance.random() < 0.5)
+        try:
+            kind = chance.random()
+            if kind < 0.3 or not live:
+                sequence = cache.sequence(chance.randint(0, 30))
+                live[sequence], written[sequence] = float(chance.randrange(1 << 20)), 0
+            elif kind < 0.7:
+                cache.extend(live, chance.randint(0, 9))
+            else:
+                sequence = chance.choice(list(live))
+                middle = chance.randint(sequence.start, sequence.length)
+                if kind < 0.8:
+                    sequence.truncate(middle)
+                elif kind < 0.9:
+                    sequence.release_before(middle)
+                else:
+                    sequence.free()
+                    del live[sequence]
+        except (vmmkv.OutOfPagesError, vmmkv.OutOfRowsError, vmmkv.DriverError, vmmkv.SequenceTooLongError):
+            pass
+        for sequence, value in live.items():
+            states = sequence.v(1)
+            kept = max(min(sequence.length, written[sequence]) - sequence.start, 0)
+            assert states[:kept].eq(value).all()
+            states.fill_(value)
+            written[sequence] = sequence.length
+    driver.heal()
+    cache.check()
+    cache.free(live)
+    cache.close()
+
+
+@pytest.mark.gpu
+def test_pages_are_filled_in_the_order_of_streams_and_never_into_a_graph() -> None:
+    cache = vmmkv.KVCache(vmmkv.KVLayout(2, 2, 64, torch.float16), 2, 40_000, max_bytes="64MiB", device="cuda")
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    with torch.cuda.stream(side):
+        sequence = cache.sequence(10_000)
+        sequence.k(0).zero_()
+    current.wait_stream(side)
+    sequence.record_stream(current)
+    torch.cuda._sleep(10**8)
+    read = sequence.k(0).clone()
+    with torch.cuda.stream(side):
+        sequence.free()
+    fresh = cache.sequence(10_000)
+    assert not read.isnan().any()
+    assert fresh.k(0).isnan().all()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        fresh.extend(10_000)
+    assert fresh.length == 20_000
+    fresh.free()
+    cache.close()

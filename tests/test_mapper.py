@@ -1,0 +1,283 @@
+"""The mapper: what it maps ahead is right whatever happens meanwhile, and nobody is worse off for it."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+import torch
+from conftest import run_python, small_driver
+from faulty import FaultyDriver, has_memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vmmkv
+from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError
+from vmmkv.space.mapper import Mapper
+
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
+PAGE_TOKENS = 8
+LOOKAHEAD = 10
+
+
+class BusyDriver(FaultyDriver):
+    """Does something else before each of its calls: what another thread does while the mapper is at work."""
+
+    meanwhile: Callable[[], None] = staticmethod(lambda: None)
+
+    def _call(self, name: str, *args: object) -> object:
+        self.meanwhile()
+        return super()._call(name, *args)
+
+
+def make(pages: int = 60, **options: object) -> tuple[vmmkv.KVCache, BusyDriver, Mapper]:
+    """A cache whose mapper works only when it is told to."""
+    driver = BusyDriver(small_driver("cpu"))
+    options = {"lookahead": LOOKAHEAD, **options}
+    cache = vmmkv.KVCache(LAYOUT, 6, 100, max_bytes=pages * driver.page_size, driver=driver, **options)
+    mapper = cache.pool.mapper
+    assert isinstance(mapper, Mapper)
+    mapper.ring = lambda: None  # type: ignore[method-assign]
+    return cache, driver, mapper
+
+
+def work(mapper: Mapper) -> None:
+    while mapper.work():
+        pass
+
+
+def test_what_was_mapped_ahead_needs_no_driver_call() -> None:
+    cache, driver, mapper = make()
+    sequences = [cache.sequence(count) for count in (1, 7, 30)]
+    work(mapper)
+    cache.check()
+    changes = driver.changes
+    for _ in range(LOOKAHEAD):
+        cache.extend(sequences, 1)
+    assert driver.changes == changes
+    assert cache.stats().pages_mapped["ahead"] > 0
+    work(mapper)
+    assert driver.changes > changes
+    assert all(has_memory(sequence, driver) for sequence in sequences)
+
+
+def test_what_is_expected_is_mapped_ahead() -> None:
+    cache, driver, mapper = make()
+    sequence = cache.sequence(expected_tokens=80)
+    work(mapper)
+    changes = driver.changes
+    sequence.extend(80)
+    assert driver.changes == changes
+
+
+def test_a_lookahead_is_no_reason_to_run_out_of_pages() -> None:
+    cache, _, mapper = make(pages=10)
+    sequence = cache.sequence(1)
+    work(mapper)
+    sequence.extend(10 * PAGE_TOKENS - 1)
+    work(mapper)
+    cache.check()
+    assert cache.stats().pages["surplus"] == 0
+
+
+def test_a_lookahead_gives_way_before_parked_rows_do() -> None:
+    cache, _, mapper = make(pages=23)
+    cache.sequence(10 * PAGE_TOKENS).free()
+    growing, other = cache.sequence(), cache.sequence()
+    parked = cache.stats().rows["parked"]
+    assert parked == 0  # the first has adopted it
+    growing.extend(1)
+    growing.free()
+    other.extend(4 * PAGE_TOKENS)
+    work(mapper)
+    late = cache.sequence()
+    assert late.capacity == 10 * PAGE_TOKENS
+    late.free()
+    other.extend(12 * PAGE_TOKENS - other.length)
+    assert cache.sequence().capacity == 10 * PAGE_TOKENS
+
+
+def test_parked_pages_make_way_ahead_of_pressure() -> None:
+    cache, driver, mapper = make(pages=20)
+    parked, growing = cache.sequence(12 * PAGE_TOKENS), cache.sequence(8 * PAGE_TOKENS)
+    parked.free()
+    work(mapper)
+    cache.check()
+    changes = driver.changes
+    growing.extend(LOOKAHEAD)
+    assert driver.changes == changes
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_whatever_happens_while_it_is_at_work(seed: int, faults: bool) -> None:
+    """Sequences grow within their pages, shrink and end between any two calls of the driver, some of which fail."""
+    chance = random.Random(seed)
+    cache, driver, mapper = make(pages=chance.choice([12, 30, 60]), scrub=chance.random() < 0.3)
+    live: list[vmmkv.Sequence] = []
+    values: dict[int, float] = {}
+
+    def write(sequence: vmmkv.Sequence) -> None:
+        value = values[sequence.number] = chance.random()
+        for layer in range(2):
+            for states in (sequence.k(layer), sequence.v(layer)):
+                states.fill_(value)
+
+    def meanwhile() -> None:
+        if not live or driver_is_users:
+            return
+        sequence = chance.choice(live)
+        what = chance.randrange(4)
+        if what == 0:
+            live.remove(sequence)
+            sequence.free()
+        elif what == 1:
+            sequence.truncate(chance.randint(sequence.start, sequence.length))
+        elif what == 2:
+            sequence.release_before(chance.randint(sequence.start, sequence.length))
+        elif sequence.length < sequence.capacity:
+            sequence.extend(chance.randint(1, sequence.capacity - sequence.length))
+            write(sequence)
+
+    driver.meanwhile = meanwhile
+    for _ in range(15):
+        driver_is_users = True
+        with suppress(OutOfPagesError, OutOfRowsError, DriverError):
+            if chance.random() < 0.5:
+                live.append(cache.sequence(chance.randint(0, 40), expected_tokens=chance.choice([0, 50])))
+            elif live:
+                cache.extend(live, chance.randint(0, 5))
+        for sequence in live:
+            write(sequence)
+        driver_is_users = False
+        if faults:
+            driver.fail("any", chance.randrange(8), out_of_memory=chance.random() < 0.5)
+        with suppress(DriverError):
+            work(mapper)
+        driver.heal()
+        cache.check()
+        for sequence in live:
+            assert has_memory(sequence, driver)
+            for layer in range(2):
+                for states in (sequence.k(layer), sequence.v(layer)):
+                    assert (states == values[sequence.number]).all()
+    driver_is_users = True
+    work(mapper)
+    cache.close()
+    assert not driver.mapped
+    assert not driver.handles
+
+
+def test_threads_beside_the_mapper() -> None:
+    """Bytes stay whose they are while threads grow and end sequences, and the mapper is always at work."""
+    cache = vmmkv.KVCache(LAYOUT, 32, 400, max_bytes="1600KiB", device="cpu", page_size=4096, lookahead=16)
+    failures: list[BaseException] = []
+    until = time.monotonic() + 1.5
+
+    def serve(number: int) -> None:
+        chance = random.Random(number)
+        try:
+            while time.monotonic() < until:
+                with suppress(OutOfPagesError), cache.sequence(chance.randint(1, 30)) as sequence:
+                    value = float(chance.random())
+                    for _ in range(chance.randint(1, 40)):
+                        sequence.extend(chance.randint(1, 3))
+                        sequence.k(1).fill_(value)
+                        assert (sequence.k(1) == value).all()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(number,), daemon=True) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "somebody waits for ever"
+    assert not failures, failures
+    cache.check()
+    assert cache.stats().pages_mapped["ahead"] > 0
+    cache.close()
+
+
+def test_it_ends_with_its_pool_and_with_the_interpreter() -> None:
+    child = run_python(
+        """
+        import gc, threading, os
+        import vmmkv
+        layout = vmmkv.KVLayout(1, 1, 8)
+        def mappers():
+            return [thread for thread in threading.enumerate() if thread.name == "vmmkv-mapper"]
+        cache = vmmkv.KVCache(layout, 4, 4096, max_bytes="4MiB", device="cpu", page_size=4096, lookahead=500)
+        sequence = cache.sequence(3)
+        (thread,) = mappers()
+        if os.fork() == 0:
+            assert not mappers()
+            try:
+                sequence.extend(1)
+            except vmmkv.ForkError:
+                os._exit(0)
+            os._exit(1)
+        assert os.wait()[1] == 0
+        del sequence, cache
+        gc.collect()
+        thread.join(20)
+        assert not mappers()
+        cache = vmmkv.KVCache(layout, 4, 4096, max_bytes="4MiB", device="cpu", page_size=4096, lookahead=500)
+        kept = [cache.sequence(1) for _ in range(4)]
+        print(len(mappers()))
+        """
+    )
+    assert (child.stdout, child.returncode) == ("1\n", 0), child.stderr
+
+
+def test_no_lookahead_no_thread() -> None:
+    for options in ({}, {"lookahead": 0}, {"zero_tail": True}):
+        cache = vmmkv.KVCache(LAYOUT, 2, 100, max_bytes="64KiB", device="cpu", page_size=4096, **options)
+        cache.sequence(30)
+        assert cache.pool.mapper is None
+    with pytest.raises(vmmkv.ArgumentError, match="zero_tail"):
+        vmmkv.KVCache(LAYOUT, 2, 100, device="cpu", zero_tail=True, lookahead=5)
+
+
+@given(st.integers(0, 30), st.lists(st.integers(0, 9), max_size=20))
+def test_overread(overread: int, growths: list[int]) -> None:
+    """So many tokens behind a length are mapped, also at a row's end and after a truncation."""
+    driver = FaultyDriver(small_driver("cpu"))
+    cache = vmmkv.KVCache(LAYOUT, 2, 60, max_bytes=40 * driver.page_size, driver=driver, overread=overread)
+    sequence, record = cache.sequence(), LAYOUT.record_bytes[0]
+    base = cache.kv(0)[0][sequence.row].data_ptr()
+    for growth in growths:
+        if growth == 0:
+            sequence.truncate(sequence.length // 2)
+            cache.trim()
+        else:
+            sequence.extend(min(growth, 60 - sequence.length))
+        cache.check()
+        if sequence.length:
+            end = base + (sequence.length + overread) * record
+            assert driver.accessible.issuperset(range(base, end, driver.page_size))
+
+
+def test_a_finalizer_in_its_thread_changes_nothing_in_between() -> None:
+    cache, driver, mapper = make()
+    sequence = cache.sequence(30)
+    seen: list[type] = []
+
+    def meanwhile() -> None:
+        if mapper_is_at_work:
+            for change in (lambda: cache.sequence(40), cache.trim, cache.close):
+                with pytest.raises(vmmkv.BusyError):
+                    change()
+                seen.append(vmmkv.BusyError)
+
+    driver.meanwhile = meanwhile
+    mapper_is_at_work = True
+    work(mapper)
+    mapper_is_at_work = False
+    assert seen
+    cache.check()
+    sequence.extend(LOOKAHEAD)

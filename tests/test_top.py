@@ -1,0 +1,170 @@
+"""`vmmkv.publish()` and `vmmkv top`: what a process publishes is what is shown, whatever becomes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+import torch
+from conftest import run_python
+from rich.console import Console
+from typer.testing import CliRunner
+
+import vmmkv
+from vmmkv import publication
+from vmmkv.cli.app import app
+from vmmkv.cli.top import draw
+
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(publication, "FOLDER", tmp_path)
+    monkeypatch.setattr(publication, "INTERVAL", 0.01)
+    yield
+    vmmkv.unpublish()
+
+
+def top() -> list[dict[str, Any]]:
+    result = CliRunner().invoke(app, ["top", "--once", "--json"])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def shown(pool: vmmkv.FramePool) -> dict[str, Any]:
+    (record,) = top()
+    assert record["pid"] == os.getpid()
+    (found,) = (each for each in record["pools"] if each["number"] == pool.number)
+    return found
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    """Waits for what another thread or process is about to do."""
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def publishing(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs code in a process that publishes all the time."""
+    begin = """
+        import os, sys, time
+        from pathlib import Path
+        import vmmkv
+        from vmmkv import publication
+        publication.FOLDER, publication.INTERVAL = Path(sys.argv[1]), 0
+        cache = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 8), 4, 80, max_bytes="64KiB", device="cpu", page_size=4096)
+        vmmkv.publish()
+    """
+    return run_python(dedent(begin) + dedent(code), str(folder))
+
+
+def test_what_is_published_is_shown_and_follows() -> None:
+    assert top() == []
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    cache = vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)
+    vmmkv.publish()
+    vmmkv.publish()
+    found = shown(pool)
+    assert (found["limit_bytes"], found["physical_bytes"], found["holders"]) == (160 << 10, 0, 1)
+    with cache.sequence(20):
+        soon(lambda: shown(pool)["tokens"] == 20)
+        found = shown(pool)
+        assert (found["used_bytes"], found["sequences"]) == (3 * 4096, 1)
+        assert found["driver_calls"]["map"]["count"] == 3
+    soon(lambda: shown(pool)["sequences"] == 0)
+    vmmkv.unpublish()
+    assert top() == []
+    assert not list(publication.FOLDER.iterdir())
+
+
+def test_a_killed_process_is_gone_from_the_table_and_its_file_too(tmp_path: Path) -> None:
+    """Killed in the middle of writing, like as not."""
+    process = publishing("time.sleep(0.05); os.kill(os.getpid(), 9)", tmp_path)
+    assert process.returncode == -9
+    assert list(tmp_path.iterdir())
+    assert top() == []
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_shown_is_always_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publication, "INTERVAL", 0)
+    vmmkv.publish()
+    times = {publication.read_all()[0]["time"] for _ in range(300)}
+    assert len(times) > 1
+
+
+def test_a_number_that_another_process_has_now_is_no_sign_of_life(tmp_path: Path) -> None:
+    path = tmp_path / f"vmmkv-{os.getuid()}-{os.getpid()}"
+    path.write_text(json.dumps({"pid": os.getpid(), "start": 0, "pools": []}))
+    assert top() == []
+    assert not path.exists()
+
+
+def test_the_end_of_a_process_and_its_forks(tmp_path: Path) -> None:
+    """A forked child publishes only for itself, and does not end what its parent does."""
+    process = publishing(
+        """
+        if os.fork() == 0:
+            sys.exit()
+        os.wait()
+        print(os.listdir(sys.argv[1]) != [])
+        """,
+        tmp_path,
+    )
+    assert process.stdout == "True\n", process.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_others_have_put_there_is_left_alone(tmp_path: Path) -> None:
+    for name, text in (("x", "{}"), (str(os.getpid()), "no JSON"), ("1.5", "{}")):
+        (tmp_path / f"vmmkv-{os.getuid()}-{name}").write_text(text)
+    before = sorted(tmp_path.iterdir())
+    assert top() == []
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_table() -> None:
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    cache = vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)
+    kept = cache.sequence(20)
+    vmmkv.publish()
+    (record,) = top()
+    record["command"] = "python [/bold] serve.py"
+    record["pools"] = [each for each in record["pools"] if each["number"] == pool.number]
+    earlier = json.loads(json.dumps(record))
+    earlier["time"] -= 2
+    for call in earlier["pools"][0]["driver_calls"].values():
+        call["seconds"] = 0.0
+    for call in record["pools"][0]["driver_calls"].values():
+        call["seconds"] = 0.001
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(draw([record], [earlier]))
+    line = next(line for line in capture.get().splitlines() if str(os.getpid()) in line)
+    cells = [cell.strip() for cell in line.strip("│").split("│")]
+    rate = len(record["pools"][0]["driver_calls"]) / 2
+    assert cells == [
+        f"{os.getpid()} python [/bold] serve.py",
+        f"{pool.number} (cpu)",
+        "160 KiB",
+        "12 KiB",
+        "12 KiB",
+        "1",
+        f"{kept.length}",
+        "0%",
+        f"{rate:.1f}",
+        "0.0",
+    ]
+    vmmkv.unpublish()
+    result = CliRunner().invoke(app, ["top", "--once"])
+    assert "vmmkv.publish()" in result.stdout

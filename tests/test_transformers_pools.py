@@ -1,0 +1,191 @@
+"""Frame pools under caches for transformers: what layer groups, copies and models share, and when it runs out."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from generation import LENGTHS, PAGE_SIZE, random_tokens, vmm_cache
+from tiny_models import DECODER, WINDOW, tiny_model
+from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
+
+import vmmkv
+from vmmkv.integrations.transformers import VmmCache
+
+MIXED = ["gemma3", "gpt-oss"]
+
+
+def make_pool(device: str, pages: int = 512) -> vmmkv.FramePool:
+    return vmmkv.FramePool(pages * PAGE_SIZE[device], device=device, page_size=PAGE_SIZE[device])
+
+
+def forward(cache: VmmCache, rows: int, tokens: int, device: str) -> None:
+    """What a forward pass does to a cache: 8 tokens of a layer, of a row, fill a page on the host."""
+    for layer in range(len(cache)):
+        cache.update(*torch.randn(2, rows, 2, tokens, PAGE_SIZE[device] // 128, device=device), layer)
+
+
+def full_layers(pool: vmmkv.FramePool) -> VmmCache:
+    config = LlamaConfig(**{**DECODER, "num_hidden_layers": 1})
+    return VmmCache(config, 400, max_batch_size=8, pool=pool)
+
+
+def used(cache: VmmCache) -> list[int]:
+    return [kv_cache.stats().pages["used"] for kv_cache in cache.kv_caches]
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_windows_and_full_attention_share_a_pool(name: str, device: str) -> None:
+    """As many pages as all groups take at their peak are enough: they need not be there for each of them."""
+    model = tiny_model(name, "eager", device)
+    tokens = random_tokens(model, 3, 40)
+    roomy = vmm_cache(model.config, device, lookahead=0)
+    expected = model.generate(tokens, past_key_values=roomy, do_sample=False, **LENGTHS)
+    (pool,) = roomy.pools
+    assert len(roomy.kv_caches) == 2
+    assert pool.stats().holders == 2
+    taken = pool.stats().physical_bytes // PAGE_SIZE[device]
+    tight = vmm_cache(model.config, device, max_bytes=taken * PAGE_SIZE[device])
+    assert torch.equal(model.generate(tokens, past_key_values=tight, do_sample=False, **LENGTHS), expected)
+    assert tight.pools[0].stats().physical_bytes <= taken * PAGE_SIZE[device]
+    for kv_cache in tight.kv_caches:
+        kv_cache.check()
+
+
+def test_what_windows_give_back_full_attention_can_have(device: str) -> None:
+    model = tiny_model("gemma3", "sdpa", device)
+    cache = vmm_cache(model.config, device, max_bytes=26 * PAGE_SIZE[device])
+    for _ in range(4 * 20):  # 4 tokens fill a page of either group
+        forward(cache, 1, 1, device)
+    pages = {layer.group.window: kv_cache for layer, kv_cache in zip(cache.layers, cache.kv_caches)}
+    assert pages[None].stats().pages["used"] == 20
+    assert pages[WINDOW].stats().pages["used"] <= 3  # it has filled as many, and given them back
+    with pytest.raises(vmmkv.OutOfPagesError):
+        forward(cache, 1, 4 * 8, device)
+
+
+def test_two_models_run_out_only_together(device: str) -> None:
+    pool = make_pool(device, 16)
+    one, other = full_layers(pool), full_layers(pool)
+    forward(one, 1, 8 * 4, device)
+    forward(other, 1, 8 * 10, device)  # more than a half
+    assert (used(one), used(other)) == ([4], [10])
+    forward(one, 1, 8 * 2, device)
+    for cache in (one, other):
+        with pytest.raises(vmmkv.OutOfPagesError):
+            forward(cache, 1, 8, device)
+    other.reset()
+    forward(one, 1, 8 * 10, device)  # pages that are still mapped in the other one
+    assert used(one) == [16]
+    with pytest.raises(vmmkv.OutOfPagesError):
+        forward(other, 1, 1, device)
+    del one
+    gc.collect()
+    forward(other, 1, 8 * 16, device)
+    assert used(other) == [16]
+    assert pool.stats().holders == 1
+    assert pool.stats().physical_bytes == 16 * PAGE_SIZE[device]
+
+
+def test_both_halves_of_an_encoder_and_decoder_share_what_they_are_given(device: str) -> None:
+    model = tiny_model("t5", "eager", device)
+    pool = make_pool(device)
+    tokens = random_tokens(model, 2, 9)
+    halves = [VmmCache(model.config, 100, pool=pool) for _ in range(2)]
+    arguments = {"do_sample": False, **LENGTHS}
+    plain = EncoderDecoderCache(DynamicCache(config=model.config), DynamicCache(config=model.config))
+    expected = model.generate(tokens, past_key_values=plain, **arguments)
+    assert torch.equal(model.generate(tokens, past_key_values=EncoderDecoderCache(*halves), **arguments), expected)
+    assert [half.pools for half in halves] == [[pool], [pool]]
+    assert pool.stats().holders == 2
+
+
+def test_copies_keep_the_limit_and_a_given_pool(device: str) -> None:
+    own = VmmCache(LlamaConfig(**DECODER), 400, max_bytes=32 * PAGE_SIZE[device], page_size=PAGE_SIZE[device])
+    pool = make_pool(device)
+    given = full_layers(pool)
+    for cache in (own, given):
+        forward(cache, 2, 5, device)
+    twin = copy.deepcopy(own)
+    assert twin.pools != own.pools
+    assert twin.pools[0].limit == own.pools[0].limit == 32
+    shared = copy.deepcopy(given)
+    assert shared.pools == given.pools == [pool]
+    assert pool.stats().holders == 2
+    loaded = pickle.loads(pickle.dumps([own, given]))
+    assert loaded[0].pools[0].limit == 32
+    assert loaded[1].pools not in ([], [pool])
+    for cache, reference in ((twin, own), (shared, given), (loaded[0], own), (loaded[1], given)):
+        for states, expected in zip(cache, reference, strict=True):
+            assert all(map(torch.equal, states[:2], expected[:2]))
+
+
+def test_a_pool_ends_with_what_lies_on_it(device: str) -> None:
+    cache = vmm_cache(tiny_model("gemma3", "sdpa", device).config, device)
+    forward(cache, 1, 9, device)
+    (pool,) = map(weakref.ref, cache.pools)
+    gc.collect()
+    assert pool() is not None
+    del cache
+    gc.collect()
+    assert pool() is None
+
+
+def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
+    """Tokens move to rows of another layout: both are on the pool meanwhile, and one is afterwards."""
+    pool = make_pool(device)
+    cache = VmmCache(LlamaConfig(**{**DECODER, "num_hidden_layers": 2}), 400, pool=pool, lookahead=0)
+    gc.disable()  # nothing waits for it
+    try:
+        cache.update(*torch.randn(2, 1, 2, 40, 64, device=device), 0)
+        cache.update(*torch.randn(2, 1, 2, 40, 128, device=device), 1)
+    finally:
+        gc.enable()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert pool.stats().holders == 1
+    assert pool.trim() > 0
+    assert pool.stats().physical_bytes == sum(used(cache)) * PAGE_SIZE[device]
+
+
+def test_lookahead_takes_no_part_in_who_gets_memory(device: str) -> None:
+    """Rows of a batch that hold nothing are mapped nowhere, and what is mapped ahead goes to whoever needs it."""
+    pool = make_pool(device, 12)
+    one, other = full_layers(pool), full_layers(pool)
+    for _ in range(8 * 6):
+        forward(one, 1, 1, device)
+        forward(other, 1, 1, device)
+    assert (used(one), used(other)) == ([6], [6])
+    for cache in (one, other):
+        (kv_cache,) = cache.kv_caches
+        stats = kv_cache.stats()
+        assert stats.rows["live"] == 8
+        assert stats.pages["surplus"] == 0
+        kv_cache.check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"max_bytes": "1GiB"}, vmmkv.ArgumentError, "beside a pool"),
+        ({"page_size": 4096}, vmmkv.ArgumentError, "beside a pool"),
+        ({"pool": "60GiB"}, vmmkv.ArgumentError, "FramePool"),
+    ],
+)
+def test_what_a_pool_does_not_go_with_is_refused(
+    arguments: dict[str, object], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        VmmCache(LlamaConfig(**DECODER), 100, **({"pool": make_pool("cpu")} | arguments))
+
+
+def test_a_pool_of_another_device_is_refused_before_anything_is_written() -> None:
+    cache = full_layers(make_pool("cpu"))
+    with pytest.raises(vmmkv.DeviceError, match="pool of this cache is on cpu"):
+        cache.update(*torch.randn(2, 1, 2, 4, 16, device="meta"), 0)
+    assert cache.kv_caches == []
+    forward(cache, 1, 4, "cpu")

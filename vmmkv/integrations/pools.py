@@ -1,0 +1,75 @@
+"""The pools of a cache for transformers: on each device one, for all of its layer groups.
+
+Invariant: a pool that was made here lives as long as something lies on it, no longer.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Self
+
+import torch
+
+from ..errors import ArgumentError, DeviceError
+from ..memory.budget import parse_bytes
+from ..memory.pool import FramePool
+from .batch import check_size
+
+
+class Pools:
+    """See above.
+
+    Args:
+        max_bytes: the limit of each that is made here; None is 80 % of the memory that is free then.
+        page_size: bytes of a page; None is 2 MiB.
+        given: the one to use instead, which others may use as well.
+
+    Raises:
+        ArgumentError: what must be a number, or a pool, is none; or there is a limit, or a page, beside a pool.
+        LayoutError, BudgetError: it is a number that cannot be, on any device.
+    """
+
+    def __init__(self, max_bytes: float | str | None, page_size: int | None, given: FramePool | None) -> None:
+        if given is not None:
+            if not isinstance(given, FramePool):
+                raise ArgumentError(f"got pool={given!r}; it must be a vmmkv.FramePool")
+            if (max_bytes, page_size) != (None, None):
+                raise ArgumentError(
+                    f"got max_bytes={max_bytes!r} and page_size={page_size!r} beside a pool, which has its own; give "
+                    "them to the FramePool"
+                )
+        if max_bytes is not None:
+            parse_bytes(max_bytes, free=0)
+        self._max_bytes = max_bytes
+        self._page_size = None if page_size is None else check_size("page_size", page_size)
+        self._given = given
+        self._made: weakref.WeakValueDictionary[torch.device, FramePool] = weakref.WeakValueDictionary()
+
+    def on(self, device: torch.device) -> FramePool:
+        """The pool of a device.
+
+        Raises:
+            DeviceError: it is not where the given one is, or there is none.
+            BudgetError: as in `FramePool`.
+        """
+        if self._given is not None:
+            if device != self._given.device:
+                raise DeviceError(
+                    f"got K and V on {device}; the pool of this cache is on {self._given.device}. Make a pool there, "
+                    "or, for a model on several devices, the cache without one"
+                )
+            return self._given
+        pool = self._made.get(device)
+        if pool is None:
+            limit = "80%" if self._max_bytes is None else self._max_bytes
+            self._made[device] = pool = FramePool(limit, device=device, page_size=self._page_size)
+        return pool
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Of a copy: pools of its own with the same limit, or the one that was given."""
+        memo[id(self)] = twin = type(self)(self._max_bytes, self._page_size, self._given)
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """What is pickled: no memory. Who lay on a given pool comes back on one of its own."""
+        return type(self), (self._max_bytes, self._page_size, None)

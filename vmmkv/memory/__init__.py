@@ -1,0 +1,1 @@
+"""Physical memory: the driver, pages and the budget, fences."""

@@ -1,0 +1,156 @@
+"""A monitor: one operation at a time on a pool and all that lies on it, in whatever thread.
+
+Invariants:
+ 1. `lock` is held wherever books are read or written, and `changing` wherever pages are mapped or unmapped; `changing`
+    is taken first. So who maps ahead holds it alone while the driver works, and others go on meanwhile.
+ 2. `inside` is held by an operation, and all locks are given back by the interpreter itself, which an interruption
+    cannot prevent. Who finds it held comes in the middle of an operation of the same thread: from a finalizer, say.
+ 3. `is_dirty` stays set unless an operation has ended, with a result or with an error of its own. The next one has the
+    books worked out anew before it looks at them.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Concatenate, ParamSpec, Protocol, TypeVar
+
+from ..errors import BusyError, VmmkvError
+
+OWN_ERRORS = VmmkvError, ValueError, TypeError
+"""What operations raise themselves, with the books as before."""
+
+
+class Monitor:
+    """Locks, and whether the books can be trusted."""
+
+    def __init__(self) -> None:
+        self.check: Callable[[], None] | None = None
+        """With debugging: checks the books, after each operation."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Starts anew, in a forked child: whoever held a lock is not there."""
+        self.lock, self.changing = threading.RLock(), threading.RLock()
+        self.inside = threading.Lock()
+        self.is_dirty = False
+        self.worker: int | None = None
+        """The thread that maps ahead, while it holds `changing` alone."""
+
+    def check_outside(self, name: str, changing: bool = False) -> None:
+        """Raises `BusyError` in the middle of another operation of this thread, which holds the lock, and `changing`
+        if it is to map or unmap."""
+        if self.inside.locked() or (changing and self.worker == threading.get_ident()):
+            raise BusyError(
+                f"{name.strip('_')} was called in the middle of another operation of this thread on the same memory, "
+                "as by a finalizer or a signal handler. Leave a note there and call it later"
+            )
+
+    def verify(self) -> None:
+        """Has the books checked, where that is wanted, but not while the mapper is in the middle of a change. Who calls
+        holds the lock."""
+        if self.check and self.worker is None:
+            self.check()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what another thread than users' does to the books, which holds the lock."""
+        with self.inside:
+            self.is_dirty = True
+            yield
+            self.is_dirty = False
+
+
+class Monitored(Protocol):
+    """Whose operations those of a pool's monitor are."""
+
+    @property
+    def monitor(self) -> Monitor: ...
+
+    def recover(self) -> None:
+        """Makes the books right after an interruption, or forbids all use."""
+
+
+class User(Protocol):
+    """What has operations: what lies on a pool."""
+
+    @property
+    def pool(self) -> Monitored: ...
+
+    def check_usable(self) -> None:
+        """Raises what forbids any use."""
+
+
+Owner = TypeVar("Owner", bound=User)
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+Method = Callable[Concatenate[Owner, Parameters], Result]
+
+
+def operation(method: Method[Owner, Parameters, Result]) -> Method[Owner, Parameters, Result]:
+    """Makes a method one operation, which may map and unmap pages."""
+
+    @functools.wraps(method)
+    def run(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        monitor = self.pool.monitor
+        with monitor.changing, monitor.lock:
+            monitor.check_outside(method.__name__, changing=True)
+            with monitor.inside:
+                if monitor.is_dirty:
+                    self.pool.recover()
+                self.check_usable()
+                return _attempt(monitor, method, self, *args, **kwargs)
+
+    return run
+
+
+def bookkeeping(method: Method[Owner, Parameters, Result]) -> Method[Owner, Parameters, Result]:
+    """Makes a method one operation, which maps and unmaps nothing: it does not wait for who maps ahead."""
+    whole = operation(method)
+
+    @functools.wraps(method)
+    def run(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        monitor = self.pool.monitor
+        with monitor.lock:
+            monitor.check_outside(method.__name__)
+            if not monitor.is_dirty:
+                with monitor.inside:
+                    self.check_usable()
+                    return _attempt(monitor, method, self, *args, **kwargs)
+        return whole(self, *args, **kwargs)
+
+    return run
+
+
+def _attempt(
+    monitor: Monitor,
+    method: Method[Owner, Parameters, Result],
+    owner: Owner,
+    *args: Parameters.args,
+    **kwargs: Parameters.kwargs,
+) -> Result:
+    outside = sys.exception()
+    monitor.is_dirty = True
+    try:
+        result = method(owner, *args, **kwargs)
+    except OWN_ERRORS as error:
+        monitor.is_dirty = _was_interrupted(error, outside)
+        if not monitor.is_dirty:
+            monitor.verify()
+        raise
+    monitor.verify()
+    monitor.is_dirty = False
+    return result
+
+
+def _was_interrupted(error: BaseException, outside: BaseException | None) -> bool:
+    """Whether an error came while another was handled that is none of our own; `outside` was there before."""
+    context = error.__context__
+    return (
+        context is not outside
+        and context is not None
+        and (not isinstance(context, OWN_ERRORS) or _was_interrupted(context, outside))
+    )

@@ -1,0 +1,489 @@
+"""The frame pool: the memory of a device that several may use, and the account of each.
+
+Invariants, in pages:
+ 1. `free + taken = existing <= limit`, and the driver holds exactly the existing ones.
+ 2. What holders *use* cannot be had by others; everything else can, in their order of need: free frames, those that may
+    still be made, and what holders have mapped and do not use.
+ 3. What is guaranteed to a holder nobody else uses: the sum, over all, of what each uses or is guaranteed, whichever is
+    more, is at most `limit`.
+ 4. Everything follows from what the driver made and what `tables` say is mapped: `recover` works it out anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections import deque
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ..errors import (
+    BudgetError,
+    ForkError,
+    InterruptedChangeError,
+    OutOfPagesError,
+    UseAfterFreeError,
+    VmmkvError,
+)
+from ..stats import CallStats
+from . import debugging
+from .budget import pages_within
+from .calls import Calls, LoopedCalls
+from .driver import Driver, NativeDriver, driver_for
+from .frames import Frames, Tenants
+from .meter import Meter
+from .monitor import Monitor, operation
+from .ranges import Ranges
+
+
+class Table(Protocol):
+    """Where frames are mapped."""
+
+    tail_frames: list[int]
+    """Those of them that lie behind rows."""
+    doubt: list[Any]
+    """What is just being mapped or unmapped."""
+
+    def tell_uses(self) -> None:
+        """Tells frames how often they were used."""
+
+    def mapped_frames(self) -> Collection[int]:
+        """Those that are mapped."""
+
+    def settle(self) -> None:
+        """Makes the table right after an interruption: what may or may not be mapped is unmapped."""
+
+
+class Holder(Protocol):
+    """Who has an account."""
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that others cannot have."""
+
+    def reclaim(self, count: int, *, wait: bool = False) -> int:
+        """Unmaps up to `count` pages that it does not use, and gives them back; returns how many. Takes only those that
+        no work on the device may touch, unless it is to wait."""
+
+    def recover(self) -> None:
+        """Works its books out anew, after an interruption."""
+
+    def sequences(self) -> tuple[int, int]:
+        """Live sequences, and their tokens."""
+
+    def held(self) -> list[str]:
+        """What users hold of it, a line for each, and with debugging who took that."""
+
+
+class Bell(Protocol):
+    """Who maps ahead of need."""
+
+    meter: Meter
+    """Its calls of the driver."""
+    pages: int
+    """Pages that it has mapped."""
+    error: str | None
+    """What went wrong last."""
+
+    def ring(self) -> None:
+        """Has it look for work soon."""
+
+    def stop(self) -> None:
+        """Ends it."""
+
+    def forget(self) -> None:
+        """In a forked child, where it is not."""
+
+
+@dataclass(eq=False)
+class Account:
+    """What one holder may have, in pages.
+
+    Attributes:
+        holder: whose it is.
+        limit: the most that it may have mapped; None is all of the pool.
+        guaranteed: what it can have at any time.
+        taken: what it has.
+        origin: with debugging, who made the holder.
+    """
+
+    holder: weakref.ref[Holder]
+    limit: int | None = None
+    guaranteed: int = 0
+    taken: int = 0
+    origin: str = ""
+
+
+@dataclass(frozen=True)
+class FramePoolStats:
+    """A snapshot of a `FramePool`, in bytes.
+
+    Attributes:
+        limit_bytes: the most that the pool may take.
+        physical_bytes: what it takes now.
+        free_bytes: what of it belongs to nobody.
+        guaranteed_bytes: what is promised to accounts.
+        holders: how many have an account.
+        used_bytes: what of it holders use, so that nobody else can have it.
+        sequences: live ones, of caches.
+        tokens: theirs.
+        pages_created: pages created since the beginning.
+        pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
+        driver_calls: calls of the memory system by name, but for the mapper's.
+        mapper_calls: those of the mapper, which nobody waits for.
+    """
+
+    limit_bytes: int
+    physical_bytes: int
+    free_bytes: int
+    guaranteed_bytes: int
+    holders: int
+    used_bytes: int
+    sequences: int
+    tokens: int
+    pages_created: int
+    pages_mapped: dict[str, int]
+    driver_calls: dict[str, CallStats]
+    mapper_calls: dict[str, CallStats]
+
+
+class FramePool:
+    """Physical memory of one device, for several caches and growable tensors: what one does not use another can have.
+
+        pool = vmmkv.FramePool("60GiB")
+        chat = vmmkv.KVCache(layout, 256, 32768, pool=pool, guaranteed="10GiB")
+        embed = vmmkv.KVCache(other_layout, 64, 8192, pool=pool)
+
+    All that lies on a pool is one monitor: methods may be called from several threads, and one runs at a time.
+
+    Args:
+        max_bytes: the limit: bytes, `"20GiB"`, or a share of the memory that is free now. Memory is taken when tokens
+            come, not before.
+        device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
+        page_size: bytes of a page; None is 2 MiB.
+        driver: a memory system of your own, instead of `device` and `page_size`.
+
+    Raises:
+        BudgetError: the limit is no size, below one page, or larger than the device.
+        DeviceError: there is no such device.
+    """
+
+    def __init__(
+        self,
+        max_bytes: float | str = "80%",
+        *,
+        device: str | torch.device | None = None,
+        page_size: int | None = None,
+        driver: Driver | None = None,
+    ) -> None:
+        self.driver = driver_for(driver, device, page_size)
+        self.limit = pages_within(self.driver, max_bytes)
+        """Pages, now."""
+        self.is_debugged = debugging.is_on()
+        """Whether `VMMKV_DEBUG` was set when it was made."""
+        self.monitor = Monitor()
+        self.ranges = Ranges(self.driver.device)
+        self.meter = Meter()
+        """Calls of the driver, but for those of a mapper."""
+        self.calls: Calls = make_calls(self.driver, self.meter)
+        self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.driver.page_size)
+        self.number = next(_numbers)
+        """Among the pools of this process."""
+        self.pages_in_need = 0
+        """Pages that growths had to map themselves."""
+        self.tenants = Tenants()
+        """Whose bytes are kept apart on this pool."""
+        self.accounts: list[Account] = []
+        self.tables: list[Table] = []
+        """Of all holders, also of those that are gone while the device may still use what they had."""
+        self.left_behind: deque[tuple[Table, Account, list[int]]] = deque()
+        """Frames of holders that are gone, to be taken back by the next operation."""
+        self.mapper: Bell | None = None
+        """Who maps ahead, where somebody wants that."""
+        self._unusable: type[VmmkvError] | None = None
+        weakref.finalize(self, _release_all, self.frames, os.getpid()).atexit = False
+        _pools[self.number] = self
+
+    @property
+    def pool(self) -> FramePool:
+        """Itself: what operations ask everything on a pool for."""
+        return self
+
+    @property
+    def device(self) -> torch.device:
+        """Where the memory is."""
+        return self.driver.device
+
+    @property
+    def page_size(self) -> int:
+        """Bytes of a page."""
+        return self.driver.page_size
+
+    @operation
+    def set_limit(self, max_bytes: float | str) -> None:
+        """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
+
+        Raises:
+            BudgetError: it is no size, or larger than the device, or less than what is guaranteed.
+            OutOfPagesError: tokens take more. Nothing has changed in any case.
+            DriverError: the driver failed; the limit is set, and the next operation goes on.
+        """
+        limit = pages_within(self.driver, max_bytes)
+        guaranteed = sum(account.guaranteed for account in self.accounts)
+        if limit < guaranteed:
+            raise BudgetError(
+                f"asked for a limit of {limit} pages of {self.page_size} bytes; {guaranteed} are guaranteed to caches "
+                "on this pool. Close one, or keep a higher limit"
+            )
+        self.collect()
+        used = sum(map(_used, self.accounts))
+        if limit < used:
+            raise OutOfPagesError(
+                f"asked for a limit of {limit} pages of {self.page_size} bytes; tokens take {used}. Free or truncate "
+                "sequences first",
+                requested=limit,
+                available=used,
+            )
+        self.limit = limit
+        self._shrink_to(limit)
+
+    @operation
+    def trim(self, keep: float | str = 0) -> int:
+        """Gives what nobody uses back to the system, but for `keep` bytes; returns the bytes that went.
+
+        Waits for GPU work that still uses them.
+        """
+        self.collect()
+        before = self.frames.existing
+        kept = 0 if keep == 0 else pages_within(self.driver, keep)
+        self._shrink_to(kept)
+        return (before - self.frames.existing) * self.page_size
+
+    @operation
+    def stats(self) -> FramePoolStats:
+        """A snapshot."""
+        self.collect()
+        size = self.page_size
+        holders = [holder for account in self.accounts if (holder := account.holder()) is not None]
+        sequences, tokens = map(sum, zip((0, 0), *(holder.sequences() for holder in holders)))
+        return FramePoolStats(
+            limit_bytes=self.limit * size,
+            physical_bytes=self.frames.existing * size,
+            free_bytes=len(self.frames.free) * size,
+            guaranteed_bytes=sum(account.guaranteed for account in self.accounts) * size,
+            holders=len(self.accounts),
+            used_bytes=sum(map(_used, self.accounts)) * size,
+            sequences=sequences,
+            tokens=tokens,
+            pages_created=self.frames.made,
+            pages_mapped={"ahead": self.mapper.pages if self.mapper else 0, "in need": self.pages_in_need},
+            driver_calls=self.meter.stats(),
+            mapper_calls=self.mapper.meter.stats() if self.mapper else {},
+        )
+
+    def open_account(self, holder: Holder, limit: int | None = None, guaranteed: int = 0) -> Account:
+        """An account for a holder, in pages.
+
+        Raises:
+            BudgetError: so much cannot be guaranteed beside what others are guaranteed, or use.
+        """
+        with self.monitor.changing, self.monitor.lock:
+            promised = sum(max(account.guaranteed, _used(account)) for account in self.accounts)
+            if guaranteed > self.limit - promised:
+                raise BudgetError(
+                    f"asked for a guarantee of {guaranteed} pages of {self.page_size} bytes; of {self.limit} in the "
+                    f"pool {promised} are guaranteed to others, or in use by them. Ask for less, or raise its limit"
+                )
+            account = Account(weakref.ref(holder), limit, guaranteed)
+            if self.is_debugged:
+                account.origin = debugging.caller()
+            self.accounts.append(account)
+            return account
+
+    def close_account(self, account: Account) -> None:
+        """Ends an account whose holder has given everything back."""
+        with suppress(ValueError):
+            self.accounts.remove(account)
+
+    # ------------------------------------------------------------------ for holders, inside of their operations
+
+    def allowed(self, account: Account) -> int:
+        """Pages that a holder may use in all: what others use, and what they are guaranteed, is theirs."""
+        others = sum(max(other.guaranteed, _used(other)) for other in self.accounts if other is not account)
+        return min(self.limit - others, self.limit if account.limit is None else account.limit)
+
+    def idle(self, account: Account) -> int:
+        """Pages that a holder can have without anybody giving up any."""
+        idle = self.limit - self.frames.taken
+        return idle if account.limit is None else min(idle, account.limit - account.taken)
+
+    @property
+    def has_guarantees(self) -> bool:
+        """Whether anything is promised to anybody."""
+        return any(account.guaranteed for account in self.accounts)
+
+    def take(self, account: Account, count: int) -> list[int]:
+        """`count` frames.
+
+        Raises:
+            OutOfPagesError: there is not as much idle; see `reclaim`.
+            DriverError: the driver could not make one; those made before it are free now.
+        """
+        if count > self.idle(account):
+            raise OutOfPagesError(
+                f"asked for {count} pages of {self.page_size} bytes; {self.idle(account)} are idle, of "
+                f"{self.limit} in the pool",
+                requested=count,
+                available=self.idle(account),
+            )
+        frames = self.frames.take(count)
+        account.taken += count
+        return frames
+
+    def give(self, account: Account, frames: list[int]) -> None:
+        """Takes frames back that are mapped nowhere."""
+        self.frames.give(frames)
+        account.taken -= len(frames)
+
+    def reclaim_from_others(self, account: Account, count: int, *, wait: bool) -> int:
+        """Has others give back up to `count` pages that they do not use; returns how many."""
+        reclaimed = 0
+        for other in self.accounts:
+            holder = other.holder()
+            if other is not account and holder is not None and reclaimed < count:
+                reclaimed += holder.reclaim(count - reclaimed, wait=wait)
+        return reclaimed
+
+    def collect(self) -> None:
+        """Takes back what was left behind by holders that are gone."""
+        while self.left_behind:
+            table, account, frames = self.left_behind.popleft()
+            self.tables.remove(table)
+            self.frames.give(frames)
+            self.close_account(account)
+
+    def recover(self) -> None:
+        """Makes all books on this pool right after an interruption, or says that nobody can."""
+        if self._unusable:
+            return
+        self._unusable = InterruptedChangeError
+        if not self.calls.in_doubt:
+            with suppress(VmmkvError):
+                for table in self.tables:
+                    table.settle()
+                self.frames.settle({frame for table in self.tables for frame in table.mapped_frames()})
+                for account in list(self.accounts):
+                    if (holder := account.holder()) is not None:
+                        holder.recover()
+                self._unusable = None
+
+    def check_usable(self) -> None:
+        """Raises what forbids any use of the pool.
+
+        Raises:
+            InterruptedChangeError, ForkError, UseAfterFreeError: it does.
+        """
+        if self._unusable:
+            raise self._unusable(_REASONS[self._unusable])
+
+    def close(self) -> None:
+        """Gives all memory back now. Caches on the pool are closed first.
+
+        Raises:
+            BudgetError: something still lies on the pool.
+        """
+        if self._unusable is UseAfterFreeError:
+            return
+        with self.monitor.changing, self.monitor.lock:
+            self.monitor.check_outside("close", changing=True)
+            self.collect()
+            if self.accounts:
+                report = "\n".join(["", *self._held()]) if self.is_debugged else ""
+                raise BudgetError(f"{len(self.accounts)} caches or tensors lie on this pool; close them first{report}")
+            self._unusable = UseAfterFreeError
+            self.frames.close()
+
+    def _held(self) -> Iterator[str]:
+        """Who has what, for a leak report."""
+        for account in self.accounts:
+            yield f"{account.taken} pages of what was made at {account.origin}"
+            holder = account.holder()
+            yield from (f"  {line}" for line in (holder.held() if holder is not None else ()))
+
+    def _shrink_to(self, limit: int) -> None:
+        """Gives frames back to the system, until at most so many are left, or all are used."""
+        surplus = self.frames.existing - limit - len(self.frames.free)
+        for account in list(self.accounts):
+            holder = account.holder()
+            if holder is not None and surplus > 0:
+                surplus -= holder.reclaim(surplus, wait=True)
+        self.frames.release(min(max(self.frames.existing - limit, 0), len(self.frames.free)))
+
+    def _after_fork(self) -> None:
+        self.monitor.reset()
+        self.monitor.is_dirty = True  # so that nobody passes by without a look at what forbids it
+        if self.mapper:
+            self.mapper.forget()
+        self._unusable = ForkError
+
+    def __repr__(self) -> str:
+        mib = self.page_size / 2**20
+        return (
+            f"<vmmkv.FramePool on {self.device}: {self.frames.existing * mib:.0f} of {self.limit * mib:.0f} MiB, "
+            f"{len(self.accounts)} accounts>"
+        )
+
+
+_REASONS = {
+    InterruptedChangeError: "this memory was interrupted (Ctrl-C, a signal handler) while it had the driver make, map "
+    "or release a page, and cannot know whether that was done. Close what lies on it, which gives the memory back, and "
+    "make a new one",
+    ForkError: "this memory was made before fork(); it belongs to the parent. Make a new one in the child, or start "
+    "processes with the 'spawn' method",
+    UseAfterFreeError: "this FramePool was closed; make a new one",
+}
+
+_numbers = itertools.count()
+_pools: weakref.WeakValueDictionary[int, FramePool] = weakref.WeakValueDictionary()
+
+
+def pool_stats() -> dict[FramePool, FramePoolStats]:
+    """A snapshot of each pool of this process that is in use, the first one made coming first."""
+    stats = {}
+    for reference in _pools.valuerefs():
+        if (pool := reference()) is not None:
+            with suppress(VmmkvError):
+                stats[pool] = pool.stats()
+    return stats
+
+
+def _forget_pools() -> None:
+    for pool in list(_pools.values()):
+        pool._after_fork()
+
+
+os.register_at_fork(after_in_child=_forget_pools)
+
+
+def make_calls(driver: Driver, meter: Meter) -> Calls:
+    """The fastest way to make many calls of a driver."""
+    if isinstance(driver, NativeDriver):
+        from .compiled_calls import CompiledCalls  # imports Numba
+
+        return CompiledCalls(driver, meter)
+    return LoopedCalls(driver, meter)
+
+
+def _used(account: Account) -> int:
+    holder = account.holder()
+    return holder.kept_pages if holder is not None else account.taken
+
+
+def _release_all(frames: Frames, owner: int) -> None:
+    if os.getpid() == owner:
+        frames.close()

@@ -1,0 +1,36 @@
+"""Ranges on a profiler's time line (NVTX), where there is a GPU; elsewhere they are nothing."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+
+class Range:
+    """A range that is entered again and again, in any thread."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __enter__(self) -> None:
+        torch.cuda.nvtx.range_push(self._name)  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+class Ranges:
+    """The ranges of a pool: `growth` beyond what is mapped, `reclaiming` pages for it, and what the mapper does, a
+    `change` or new `frames`."""
+
+    def __init__(self, device: torch.device) -> None:
+        def make(name: str) -> AbstractContextManager[None]:
+            return Range(f"vmmkv: {name}") if device.type == "cuda" else nullcontext()
+
+        self.growth = make("growth")
+        self.reclaiming = make("reclaiming")
+        self.change = make("mapper's change")
+        self.frames = make("mapper's frames")

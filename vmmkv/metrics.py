@@ -1,0 +1,98 @@
+"""Metrics for Prometheus, of all pools of this process; needs the extra `vmmkv[metrics]`.
+
+    prometheus_client.REGISTRY.register(vmmkv.metrics.PoolCollector())
+
+Names are in vLLM's manner. A scrape takes a snapshot of each pool (`FramePool.stats`); in between nothing is counted
+that is not counted anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from .memory.pool import FramePool, FramePoolStats, pool_stats
+
+Value = Callable[[FramePoolStats], float]
+
+GAUGES: dict[str, tuple[str, Value]] = {
+    "vmmkv:kv_cache_usage_perc": (
+        "What is in use of a pool's limit: 1 is all of it.",
+        lambda stats: stats.used_bytes / stats.limit_bytes,
+    ),
+    "vmmkv:limit_bytes": ("The most that a pool may take.", lambda stats: stats.limit_bytes),
+    "vmmkv:physical_bytes": ("What a pool takes.", lambda stats: stats.physical_bytes),
+    "vmmkv:guaranteed_bytes": ("What is promised to accounts.", lambda stats: stats.guaranteed_bytes),
+    "vmmkv:num_accounts": ("Caches and tensors on a pool.", lambda stats: stats.holders),
+    "vmmkv:num_sequences": ("Live sequences.", lambda stats: stats.sequences),
+    "vmmkv:num_tokens": ("Tokens of live sequences.", lambda stats: stats.tokens),
+}
+
+
+class PoolCollector(Collector):
+    """What `prometheus_client` asks at each scrape. Pools come and go; a closed one is left out.
+
+    All metrics are labelled by `pool`, its number in this process, and `device`:
+
+    - gauges `vmmkv:kv_cache_usage_perc` (1 is full), `vmmkv:limit_bytes`, `vmmkv:physical_bytes`,
+      `vmmkv:guaranteed_bytes`, `vmmkv:num_accounts`, `vmmkv:num_sequences`, `vmmkv:num_tokens`;
+    - the gauge `vmmkv:pages`, also by `state`: `used`, `surplus` (mapped, ready to be adopted or reclaimed), `free`;
+    - counters `vmmkv:pages_created_total`, and `vmmkv:pages_mapped_total` by `by`: the `mapper`, ahead of need, or the
+      `user` who grew;
+    - counters `vmmkv:driver_calls_total` and `vmmkv:driver_seconds_total`, by `call` and `thread`: `user` or `mapper`.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        """A snapshot of all pools."""
+        pools = pool_stats()
+        for name, (text, value) in GAUGES.items():
+            gauge = GaugeMetricFamily(name, text, labels=["pool", "device"])
+            for pool, stats in pools.items():
+                gauge.add_metric(_labels(pool), value(stats))
+            yield gauge
+        yield from _pages(pools)
+        yield from _driver(pools)
+
+    def describe(self) -> list[Metric]:
+        """Nothing: what there is depends on the pools."""
+        return []
+
+
+def _labels(pool: FramePool, *more: str) -> list[str]:
+    return [str(pool.number), str(pool.device), *more]
+
+
+def _pages(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
+    """Pages by state, created, and mapped."""
+    pages = GaugeMetricFamily("vmmkv:pages", "Pages by state.", labels=["pool", "device", "state"])
+    created = CounterMetricFamily(
+        "vmmkv:pages_created", "Pages created since the beginning.", labels=["pool", "device"]
+    )
+    mapped = CounterMetricFamily(
+        "vmmkv:pages_mapped", "Pages mapped since the beginning.", labels=["pool", "device", "by"]
+    )
+    for pool, stats in pools.items():
+        surplus = stats.physical_bytes - stats.free_bytes - stats.used_bytes
+        sizes = {"used": stats.used_bytes, "surplus": surplus, "free": stats.free_bytes}
+        for state, size in sizes.items():
+            pages.add_metric(_labels(pool, state), size // pool.page_size)
+        created.add_metric(_labels(pool), stats.pages_created)
+        mapped.add_metric(_labels(pool, "mapper"), stats.pages_mapped["ahead"])
+        mapped.add_metric(_labels(pool, "user"), stats.pages_mapped["in need"])
+    yield from (pages, created, mapped)
+
+
+def _driver(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
+    """Calls of the memory system, and the time in them."""
+    labels = ["pool", "device", "call", "thread"]
+    counts = CounterMetricFamily("vmmkv:driver_calls", "Calls of the memory system.", labels=labels)
+    seconds = CounterMetricFamily("vmmkv:driver_seconds", "Time in calls of the memory system.", labels=labels)
+    for pool, stats in pools.items():
+        for thread, calls in (("user", stats.driver_calls), ("mapper", stats.mapper_calls)):
+            for name, call in calls.items():
+                counts.add_metric(_labels(pool, name, thread), call.count)
+                seconds.add_metric(_labels(pool, name, thread), call.seconds)
+    yield from (counts, seconds)

@@ -1,0 +1,1 @@
+"""Who has which row, and which pages of it may go to others."""

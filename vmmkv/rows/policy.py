@@ -1,0 +1,89 @@
+"""Which pages go first when somebody needs them, and which are mapped ahead: functions of the row table alone.
+
+Nobody can adopt what is retired, so that goes first. The end of a long tail is used many tokens from now, if at all;
+that of a lookahead is mapped again in time. Parked rows may be adopted whole by the next sequence, the oldest are the
+least likely to be. What a sequence said that it will need comes last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .table import RowTable
+
+
+class Span(NamedTuple):
+    """Pages `[first, end)` of a row."""
+
+    first: int
+    end: int
+
+
+def spans(start: int, length: int, records: Sequence[int], page_size: int) -> list[Span]:
+    """Per arena the pages that tokens `[start, length)` lie in; `records` are bytes of a token."""
+    return [Span(start * record // page_size, -(-length * record // page_size)) for record in records]
+
+
+def count_pages(extents: npt.NDArray[np.int64], records: Sequence[int], page_size: int, overread: int) -> int:
+    """Pages that the tokens of rows lie in, and `overread` behind them, in all arenas; `extents` are starts and
+    lengths, `[rows, 2]`."""
+    start, length = extents.T
+    length = np.where(length, length + overread, 0)
+    return -sum(int((length * -record // page_size).sum() + (start * record // page_size).sum()) for record in records)
+
+
+def retired(table: RowTable, max_seq_len: int) -> Iterator[tuple[int, int]]:
+    """Retired rows, all of whose pages may go, and live rows with pages in front, which keep all others."""
+    for row in list(table.retired):
+        yield row, max_seq_len if table.is_live(row) else 0
+
+
+def tails(table: RowTable, beyond: npt.NDArray[np.int64], least: int) -> list[int]:
+    """Live rows with room for at least so many tokens `beyond` those that each keeps; the longest tail first.
+
+    Args:
+        beyond: by live row, in the order of `table.live_rows()`.
+    """
+    rows = table.live_rows()
+    tail = table.capacities[rows] - beyond
+    chosen = np.flatnonzero(tail >= least)
+    return rows[chosen[np.argsort(-tail[chosen], kind="stable")]].tolist()  # type: ignore[no-any-return]
+
+
+def victims(
+    table: RowTable, lengths: npt.NDArray[np.int64], least: int, max_seq_len: int, dense: bool
+) -> Iterator[tuple[int, int]]:
+    """Rows that may have pages to give, and the tokens whose pages they keep; what is missed least comes first.
+
+    Args:
+        lengths: by live row, what it holds or is about to, in tokens.
+        least: tokens of a page.
+        dense: live rows that hold tokens may be read to their very end, so nothing behind them goes.
+    """
+    yield from retired(table, max_seq_len)
+    live = table.live_rows()
+    if not dense:
+        long = tails(table, np.maximum(lengths, table.expectations[live]), least)
+        yield from zip(long, table.expectations[long].tolist())
+    yield from zip(table.parked.oldest(), repeat(0))
+    # With `scrub` no capacity shows a tail.
+    yield from zip(live[lengths == 0].tolist() if dense else live.tolist(), repeat(0))
+
+
+def growing(table: RowTable, ahead: int, max_seq_len: int) -> Iterator[tuple[int, int]]:
+    """Live rows that may soon need pages, and the tokens that there is to be room for; the neediest first.
+
+    Args:
+        ahead: tokens that are to be mapped behind each row's length.
+    """
+    rows = table.live_rows()
+    lengths, expected, capacities = table.lengths[rows], table.expectations[rows], table.capacities[rows]
+    wanted = np.minimum(np.maximum(lengths + ahead, expected), max_seq_len)
+    needy = np.flatnonzero((wanted > capacities) & ((lengths > 0) | (expected > 0)))
+    needy = needy[np.argsort((capacities - lengths)[needy], kind="stable")]
+    yield from zip(rows[needy].tolist(), wanted[needy].tolist())

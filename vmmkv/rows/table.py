@@ -1,0 +1,128 @@
+"""The row table: whose each row is, what it holds, and what work may touch it, in columns.
+
+A row is in one of four states:
+
+    empty    nothing is mapped
+    live     belongs to a sequence
+    parked   its sequence was freed; its pages are still mapped, from the first on: ready to be adopted
+    retired  its sequence was freed after its front was given back: nobody can adopt it
+
+Invariants:
+ 1. A row belongs to the sequence whose number is its `owner`, and numbers are never used twice: who names a row and
+    another number names a sequence that is gone.
+ 2. `start <= length <= capacity` for each live row, in tokens.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import OutOfRowsError
+from ..memory.fence import Fence
+from .parking import Parking
+
+NOBODY = -1
+"""The owner of a row without a sequence."""
+MAX_TRIES = 100
+"""Fences of parked rows that are looked at, to find one that fits and need not be waited for."""
+
+
+class RowTable:
+    """Rows `[0, num_rows)`, all of them empty."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.num_rows = num_rows
+        self.extents = np.zeros((num_rows, 2), np.int64)
+        """By row: the first token that is kept, and the end."""
+        self.starts, self.lengths = self.extents[:, 0], self.extents[:, 1]
+        self.capacities = np.zeros(num_rows, np.int64)
+        """By row: the tokens that it can grow to without a driver call."""
+        self.owners = np.full(num_rows, NOBODY, np.int64)
+        """By row: the number of the sequence that has it."""
+        self.expectations = np.zeros(num_rows, np.int64)
+        """By row: the tokens that its sequence said it will soon have."""
+        # The same memory for one row at a time, as Python's own integers: several times faster than numpy's.
+        self.start, self.length = self.starts.data, self.lengths.data
+        self.capacity, self.owner = self.capacities.data, self.owners.data
+        self.expected = self.expectations.data
+        self.wakes = np.zeros(num_rows, np.int64)
+        """By row: the tokens from which on more is to be mapped ahead."""
+        self.wake = self.wakes.data
+        self.tenants = np.zeros(num_rows, np.int32)
+        """By row: whose bytes its pages hold, also when nobody has it; numbers of `Tenants`."""
+        self.tenant = self.tenants.data
+        self.live: dict[int, None] = {}
+        self.parked = Parking()
+        self.retired: dict[int, None] = {}
+        """Also live rows whose front was given back; oldest first."""
+        self.empty = list(range(num_rows - 1, -1, -1))
+        self.fences = [Fence() for _ in range(num_rows)]
+        self.own_streams: list[Any] = [None] * num_rows
+        """By row: the stream that its sequence was made on."""
+        self.streams: list[set[Any]] = [set() for _ in range(num_rows)]
+        """By row: streams that were named, besides."""
+
+    def is_live(self, row: int) -> bool:
+        """Whether a sequence has it."""
+        return self.owner[row] != NOBODY
+
+    def live_rows(self) -> npt.NDArray[np.int64]:
+        """Rows that sequences have."""
+        return np.fromiter(self.live, np.int64, len(self.live))
+
+    def counts(self) -> dict[str, int]:
+        """Rows by state."""
+        live, parked, empty = len(self.live), len(self.parked), len(self.empty)
+        return {"live": live, "parked": parked, "retired": self.num_rows - live - parked - empty, "empty": empty}
+
+    def pick(self, tokens: int, stream: Any, tenant: int) -> int | None:
+        """Takes a row off the lists: the parked one of this tenant that fits best of those that `stream` need not wait
+        for, an empty one, or the oldest parked one, whose fence has to be waited for, and which may be another
+        tenant's. None, where there are only retired rows.
+
+        Raises:
+            OutOfRowsError: all rows are live.
+        """
+        for row in islice(self.parked.fitting(tokens), MAX_TRIES):
+            if self.tenant[row] == tenant and self.fences[row].passed_for(stream):
+                self.parked.remove(row)
+                return row
+        if self.empty:
+            return self.empty.pop()
+        for row in self.parked:
+            self.parked.remove(row)
+            return row
+        if len(self.live) == self.num_rows:
+            raise OutOfRowsError(
+                f"all {self.num_rows} rows belong to live sequences; free one, or make the cache with a larger "
+                "max_sequences (a row without tokens takes addresses only)"
+            )
+        return None
+
+    def forget(self, row: int) -> None:
+        """Takes a row that nobody has off the lists."""
+        self.parked.remove(row)
+        self.retired.pop(row, None)
+        if row in self.empty:
+            self.empty.remove(row)
+
+    def own(self, row: int, owner: int, stream: Any, expected: int, tenant: int) -> None:
+        """Gives a picked row to a sequence."""
+        self.tenant[row] = tenant
+        self.own_streams[row] = stream
+        self.expected[row] = expected
+        self.live[row] = None
+        self.owner[row] = owner
+
+    def disown(self, row: int) -> None:
+        """Takes a row from its sequence; it is on no list then."""
+        self.owner[row] = NOBODY
+        self.live.pop(row, None)
+        self.retired.pop(row, None)
+        self.extents[row] = self.expected[row] = 0
+        self.streams[row].clear()
+        self.own_streams[row] = None

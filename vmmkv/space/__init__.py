@@ -1,0 +1,1 @@
+"""Addresses: reserved ranges, which frame lies where, and changes of that."""

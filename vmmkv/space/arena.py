@@ -1,0 +1,198 @@
+"""An arena: one reserved virtual range cut into rows, and what is mapped there.
+
+Invariants, beside those of its page table:
+ 1. A frame that is mapped here is taken from the pool, on an account; it goes back to both when it is unmapped.
+ 2. Rows never move, and the range stays reserved for as long as a view of it lives.
+
+An arena knows bytes and pages, not tokens and not who reads them: that is `vmmkv.rows`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import weakref
+from collections import deque
+from contextlib import suppress
+from time import perf_counter_ns
+
+from ..errors import DeviceLostError, DriverError, LayoutError, VmmkvError
+from ..memory.driver import Driver
+from ..memory.pool import Account, FramePool
+from .change import Change
+from .page_table import PageTable, Run
+
+ADDRESS_LIMIT = 100 << 40
+"""Bytes of virtual addresses that can be relied on: 100 TiB could be reserved on an H200, 127 could not."""
+
+
+class Arena:
+    """One reserved range of `num_rows` rows.
+
+    Args:
+        pool: where frames come from and go back to.
+        account: whose they are meanwhile.
+        num_rows: rows in the range.
+        row_bytes: bytes of a row, a multiple of the page size.
+    """
+
+    def __init__(self, pool: FramePool, account: Account, num_rows: int, row_bytes: int) -> None:
+        self.pool, self.account = pool, account
+        self.page_size = pool.page_size
+        guard = int(pool.is_debugged)  # a page behind each row that is never mapped
+        self.row_bytes = row_bytes
+        self.nbytes = num_rows * (row_bytes + guard * self.page_size)
+        free_waiting()
+        start = perf_counter_ns()
+        self.address = pool.driver.reserve(self.nbytes)
+        pool.meter.reserve.add(1, perf_counter_ns() - start)
+        limit = row_bytes // self.page_size
+        self.table = PageTable(pool.driver, pool.frames, account, self.address, num_rows, limit, limit + guard)
+        pool.tables.append(self.table)
+        # Not at exit: views may be read until the very end, and the process takes everything with it.
+        arguments = pool, account, self.table, self.nbytes, os.getpid()
+        weakref.finalize(self, _free_range, *arguments).atexit = False
+
+    def make_way(self, row: int, end: int) -> None:
+        """Unmaps a row's tail up to page `end`, if it has one.
+
+        Raises:
+            DriverError: it could not be unmapped.
+        """
+        table = self.table
+        if end > table.tail[row]:
+            self._unmap(run := Run(row, table.tail[row], end))
+            table.tail[row], table.tail_ready[row] = end, max(end, table.tail_ready[row])
+            table.doubt.remove(run)
+
+    def plan_growth(self, change: Change, row: int, end: int, supply: list[int]) -> None:
+        """Plans to extend a row's mapped pages up to page `end`, with frames popped from `supply`."""
+        table = self.table
+        if end > table.ready[row]:
+            frames = [supply.pop() for _ in range(end - table.end[row])]
+            change.map(table, Run(row, table.end[row], max(end, table.end[row])), frames, end)
+
+    def plan_release(self, change: Change, row: int, count: int) -> int:
+        """Plans to unmap up to `count` pages at a row's end; returns how many."""
+        table = self.table
+        begin = max(table.end[row] - count, table.first[row])
+        if begin < table.end[row]:
+            change.unmap(table, Run(row, begin, table.end[row]))
+        return table.end[row] - begin
+
+    def unmap_back(self, row: int, end: int) -> int:
+        """Unmaps a row's pages from page `end` on and gives them to the pool; returns how many."""
+        table = self.table
+        return self._unmap_now(Run(row, max(end, table.first[row]), table.end[row]))
+
+    def unmap_front(self, row: int, first: int) -> int:
+        """Unmaps a row's pages before page `first` and gives them to the pool; returns how many."""
+        table = self.table
+        return self._unmap_now(Run(row, table.first[row], min(first, table.end[row]), is_front=True))
+
+    def _unmap_now(self, run: Run) -> int:
+        if run.begin >= run.end:
+            return 0
+        change = Change(self.pool.calls, self.pool.frames.handles)
+        change.unmap(self.table, run)
+        change.run()
+        change.commit(self.pool)
+        change.check()
+        return run.end - run.begin
+
+    def fill_tail(self, row: int, frame: int) -> None:
+        """Maps a frame, read-only, everywhere behind a row's pages. Pages that a failure left unusable there go.
+
+        Raises:
+            DriverError: `has_hole` is still true; call it again.
+        """
+        table, calls = self.table, self.pool.calls
+        if not table.has_hole(row):
+            return
+        self.unmap_back(row, table.ready[row])
+        end, old_tail = table.end[row], table.tail[row]
+        pages = range(old_tail - 1, end - 1, -1)  # downwards: what is mapped reaches the row's end
+        handles = self.pool.frames.handles[[frame] * len(pages)]
+        table.doubt.append(run := Run(row, end, old_tail))
+        outcome = calls.map([table.address_of(row, page) for page in pages], handles)
+        table.tail[row] = old_tail - outcome.done
+        table.doubt.remove(run)
+        outcome.check()
+        calls.set_access([table.range_of(Run(row, end, table.tail_ready[row]))], writable=False).check()
+        table.tail_ready[row] = end
+
+    def zero(self, frame: int) -> None:
+        """Zeroes a frame that is mapped nowhere, in the first row, which is still empty; waits for it.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured.
+        """
+        change = Change(self.pool.calls, self.pool.frames.handles)
+        self.plan_growth(change, 0, 1, [frame])
+        change.run()
+        change.commit(self.pool)
+        change.check()
+        driver = self.pool.driver
+        stream = driver.current_stream()
+        driver.fill(self.address, self.page_size, 0, stream)
+        driver.record(stream).synchronize()
+        self._unmap(run := Run(0, 0, 1))
+        self.table.take_off(run)
+        self.table.doubt.remove(run)
+
+    def close(self) -> None:
+        """Unmaps everything, in whatever state the driver is; all work must have finished."""
+        self.pool.give(self.account, self.table.unmap_all())
+
+    def _unmap(self, run: Run) -> None:
+        """Unmaps pages; the caller writes it down, and ends the doubt."""
+        self.table.doubt.append(run)
+        outcome = self.pool.calls.unmap([self.table.range_of(run)])
+        if not outcome:
+            self.table.doubt.remove(run)
+        outcome.check()
+
+
+def check_address_space(nbytes: int, asked: str) -> None:
+    """Raises `LayoutError` where what was asked for would take more addresses than there are."""
+    if nbytes > ADDRESS_LIMIT:
+        tebibytes = nbytes / 2**40 if nbytes < 1 << 1000 else math.inf
+        raise LayoutError(
+            f"{asked} takes {tebibytes:.1f} TiB of virtual addresses; {ADDRESS_LIMIT >> 40} TiB can be relied "
+            "on. Lower one of the factors"
+        )
+
+
+def wait_for_device(driver: Driver) -> None:
+    """Waits for all work on the device, before what it may use is unmapped.
+
+    Raises:
+        StreamCaptureError, DriverError: it cannot be waited for, so nothing may be unmapped. (What a lost context has
+            left needs no waiting: its memory is lost, too.)
+    """
+    with suppress(DeviceLostError):
+        driver.synchronize()
+
+
+_waiting: deque[tuple[FramePool, Account, PageTable, int, int]] = deque()
+"""Ranges of arenas that are gone, and whose work could not be waited for then: during a graph capture, say."""
+
+
+def free_waiting() -> None:
+    """Gives back the ranges of arenas that ended when that was not possible, as far as it is now."""
+    for _ in range(len(_waiting)):
+        with suppress(IndexError):  # another thread was faster
+            _free_range(*_waiting.popleft())
+
+
+def _free_range(pool: FramePool, account: Account, table: PageTable, nbytes: int, owner: int) -> None:
+    if os.getpid() != owner:
+        return
+    try:
+        wait_for_device(pool.driver)
+    except VmmkvError:
+        _waiting.append((pool, account, table, nbytes, owner))
+        return
+    pool.left_behind.append((table, account, table.unmap_all()))
+    with suppress(DriverError):
+        pool.driver.free(table.address, nbytes)

@@ -1,0 +1,204 @@
+"""The page table of an arena: which frame lies on which page of which row, in arrays.
+
+    row 0                         row 1                         row 2
+    |p|p|p|.|.|.|.|.|.|.|.|.|.|.| |.|.|p|p|p|.|.|.|.|.|.|.|.|.| |p|p|0|0|0|0|0|0|0|0|0|0|0|0|
+                                       ^ pages in front were given back     ^ the tail: one page of zeros
+
+Invariants:
+ 1. The mapped pages of a row are consecutive: `[first, end)` in pages from the row's address, and `frame[row, page]`
+    is what lies there. Only `[first, ready)` may be accessed; `ready` is `end` except after a failure that could not
+    be undone.
+ 2. A row's tail is one shared page, mapped read-only from page `tail` to the row's end. It may be read from
+    `tail_ready` on, which is `tail` except after a failure that could not be undone.
+ 3. The arrays say what the driver has mapped, except for `doubt`: ranges that are just being mapped or unmapped. Who
+    is interrupted then (Ctrl-C) cannot know how far it came: `settle` unmaps them, and so makes the table right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DriverError
+from ..memory.driver import Driver
+from ..memory.frames import UNKNOWN, Frames
+from ..memory.pool import Account
+from ..stats import MappedRange
+
+
+class Run(NamedTuple):
+    """Pages `[begin, end)` of a row: its back, or its front."""
+
+    row: int
+    begin: int
+    end: int
+    is_front: bool = False
+
+
+class PageTable:
+    """The arrays; see above.
+
+    Args:
+        driver: the memory system.
+        frames: what is mapped, and how often it was used.
+        account: whose that is.
+        address: of the range, which is cut into rows.
+        num_rows: rows.
+        limit: pages of a row.
+        stride: pages from one row to the next.
+    """
+
+    def __init__(
+        self,
+        driver: Driver,
+        frames: Frames,
+        account: Account,
+        address: int,
+        num_rows: int,
+        limit: int,
+        stride: int,
+    ) -> None:
+        self.driver = driver
+        self._frames = frames
+        self.account = account
+        """Whose its frames are."""
+        self.page_size = driver.page_size
+        self.address, self.num_rows, self.limit, self._stride = address, num_rows, limit, stride
+        self.frame: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
+        """By row and page, where a frame is mapped."""
+        columns = np.zeros((5, num_rows), np.int64)
+        columns[3:] = limit
+        self.first, self.end, self.ready, self.tail, self.tail_ready = (column.data for column in columns)
+        self.ends = columns[1]
+        """`end`, for many rows at once."""
+        self.doubt: list[Run] = []
+        self.tail_frames: list[int] = []
+        """The one behind all tails, where there are any."""
+        self._left: dict[int, list[tuple[int, int]]] = {}
+        """By row: pages that a sequence has left, and whose frames are still to be told."""
+
+    def address_of(self, row: int, page: int) -> int:
+        """Where a page lies."""
+        return self.address + (row * self._stride + page) * self.page_size
+
+    def range_of(self, run: Run) -> tuple[int, int]:
+        """Address and bytes of pages."""
+        return self.address_of(run.row, run.begin), (run.end - run.begin) * self.page_size
+
+    def pages(self, row: int) -> int:
+        """How many pages of a row are mapped."""
+        return self.end[row] - self.first[row]
+
+    def reaches(self, row: int, page: int) -> bool:
+        """Whether what is mapped begins at a page, or before, and leads up to it."""
+        return self.first[row] <= page <= self.end[row]
+
+    def has_hole(self, row: int) -> bool:
+        """Whether there are pages from `first` to the row's end that may not be read."""
+        return self.ready[row] < self.end[row] or self.end[row] < self.tail_ready[row]
+
+    def frames_in(self, row: int, begin: int = 0, end: int | None = None) -> list[int]:
+        """The frames on pages `[begin, end)` of a row, as far as there are any."""
+        begin, end = max(begin, self.first[row]), min(self.limit if end is None else end, self.end[row])
+        return self.frame[row, begin:end].tolist() if begin < end else []
+
+    def unclean(self, row: int, begin: int, end: int, tenant: int) -> list[tuple[int, int]]:
+        """Addresses and bytes of pages `[begin, end)` that may hold bytes of another than `tenant`."""
+        holders = self._frames.tenants[self.frames_in(row, begin, end)]
+        clean = (holders == tenant) | ((holders == UNKNOWN) & (tenant == 0))
+        edges = np.flatnonzero(np.diff(np.concatenate([[True], clean, [True]]))).reshape(-1, 2) + begin
+        return [self.range_of(Run(row, first, last)) for first, last in edges.tolist()]
+
+    def belong(self, row: int, begin: int, end: int, tenant: int) -> None:
+        """Writes down that pages hold nothing but what `tenant` may read."""
+        self._frames.tenants[self.frames_in(row, begin, end)] = tenant
+
+    def mapped_frames(self) -> list[int]:
+        """The frames on all rows, and behind them."""
+        return self.tail_frames + [frame for row in np.flatnonzero(self.ends).tolist() for frame in self.frames_in(row)]
+
+    def mapped_range(self, row: int, used: int, end: int, owner: int) -> MappedRange:
+        """The pages of a row, of which an `owner` uses bytes `[used, end)`."""
+        start, nbytes = self.range_of(Run(row, self.first[row], self.end[row]))
+        return MappedRange(start, nbytes, self.address_of(row, 0) + used, end - used, row, owner)
+
+    def count_use(self, row: int, begin: int, end: int) -> None:
+        """Counts that a sequence has left pages. Their frames are told when they leave the row, or when somebody asks,
+        so that this costs the same for many pages as for few."""
+        left = self._left.setdefault(row, [])
+        left.append((begin, end))
+        if len(left) == 100:
+            self.tell_uses(row)
+
+    def tell_uses(self, row: int | None = None) -> None:
+        """Tells the frames of a row, or of all, how often they were used."""
+        for each in [row] if row is not None else list(self._left):
+            for begin, end in self._left.pop(each, ()):
+                self._frames.uses[self.frames_in(each, begin, end)] += 1
+
+    def put(self, run: Run, frames: list[int]) -> None:
+        """Writes down that frames lie behind what a row has."""
+        self.frame[run.row, run.begin : run.end] = frames
+        self.end[run.row] = run.end
+
+    def take_off(self, run: Run) -> list[int]:
+        """Writes down that the front or the back of a row is mapped no more; returns its frames."""
+        row, begin, end, is_front = run
+        self.tell_uses(row)
+        frames = self.frames_in(row, begin, end)
+        if is_front:
+            self.first[row] = max(end, self.first[row])
+        else:
+            self.end[row] = max(min(begin, self.end[row]), self.first[row])
+        self.ready[row] = max(min(self.ready[row], self.end[row]), self.first[row])
+        return frames
+
+    def begin_at(self, row: int, page: int) -> None:
+        """Makes a row without pages begin at a page."""
+        self.first[row] = self.end[row] = self.ready[row] = page
+
+    def settle(self) -> None:
+        """Makes the table right after an interruption.
+
+        Raises:
+            DriverError: the doubt remains.
+        """
+        while self.doubt:
+            run = self.doubt[-1]
+            self.driver.unmap(*self.range_of(run))
+            row = run.row
+            if run.end > self.end[row] and not run.is_front:
+                self.tail[row] = max(self.tail[row], run.end)
+                self.tail_ready[row] = max(self.tail[row], self.tail_ready[row])
+            self.take_off(run)
+            self.doubt.pop()
+
+    def unmap_all(self) -> list[int]:
+        """Unmaps everything, in whatever state the driver is; returns the frames that are free now."""
+        frames = []
+        for run in self._everything():
+            with suppress(DriverError):
+                self.driver.unmap(*self.range_of(run))
+                frames += self.take_off(run)
+        tails = self.tail_frames
+        for row in np.flatnonzero(np.asarray(self.tail) < self.limit).tolist():
+            try:
+                self.driver.unmap(*self.range_of(Run(row, self.tail[row], self.limit)))
+                self.tail[row] = self.limit
+            except DriverError:
+                tails = []
+        self.doubt.clear()
+        self.tail_frames = []
+        return frames + tails
+
+    def _everything(self) -> Iterator[Run]:
+        doubt = {run.row: (run.begin, run.end) for run in self.doubt}
+        for row in [*np.flatnonzero(self.ends).tolist(), *doubt]:
+            first, end = doubt.get(row, (self.first[row], self.end[row]))
+            run = Run(row, min(first, self.first[row]), max(end, self.end[row]))
+            if run.begin < run.end:
+                yield run
