@@ -72,7 +72,7 @@ class KVCache:
         pool: physical memory that other caches may use as well, instead of `device`, `page_size` and `driver`. Without
             one the cache makes its own, of `max_bytes`. With one `max_bytes` is the most that this cache may have of
             it; None is all that others do not use.
-        guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time.
+        guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time. Shares are of the pool.
         lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
             is two pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
         overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
@@ -122,22 +122,23 @@ class KVCache:
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
+        overread = whole_number("overread", overread)
         self._owns_pool = pool is None
         if pool is None:
             driver = driver_for(driver, device, page_size)
             if max_bytes is None and max_tokens is None:
                 max_bytes = "80%"
-            pages = budget_pages(driver, layout, max_sequences, max_bytes, max_tokens, zero_tail)
+            pages = budget_pages(driver, layout, max_sequences, max_bytes, max_tokens, zero_tail, overread)
             pool, limit = FramePool(pages * driver.page_size, driver=driver), None
+            pool.is_shared = False
         elif max_bytes is None and max_tokens is None:
             limit = None
         else:
-            limit = budget_pages(pool.driver, layout, max_sequences, max_bytes, max_tokens, zero_tail)
+            limit = budget_pages(pool, layout, max_sequences, max_bytes, max_tokens, zero_tail, overread)
         self.pool = pool
         """The physical memory that it lies on."""
         self._driver = pool.driver
         size = self._driver.page_size
-        overread = whole_number("overread", overread)
         tokens = max_seq_len + overread
         row_bytes = [-(-tokens * record // size) * size for record in layout.record_bytes]
         check_address_space(
@@ -195,7 +196,7 @@ class KVCache:
                 weakref.finalize(pool, pool.mapper.stop)
             if pool.is_debugged:
                 watch(pool)
-            pages = pages_within(self._driver, guaranteed) if guaranteed else 0
+            pages = pages_within(pool, guaranteed) if guaranteed else 0
             rows.open(pool.open_account(rows, limit, pages), row_bytes)
         return rows
 

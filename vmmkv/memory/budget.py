@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from typing import Protocol
+
+import torch
 
 from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout, shown, whole_number
-from .driver import Driver
 
 UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}B": size for unit, size in UNITS.items() if unit not in ("", "B")}
@@ -32,13 +34,25 @@ def parse_bytes(size: float | str, free: int) -> int:
     raise BudgetError(f"asked for a size of {asked}; write bytes, '20GiB', or a share of free memory up to '100%'")
 
 
+class Memory(Protocol):
+    """Where pages come from: a driver, or a pool."""
+
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def page_size(self) -> int: ...
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes that shares are of, and bytes in all."""
+
+
 def budget_pages(
-    driver: Driver,
+    memory: Memory,
     layout: KVLayout,
     max_sequences: int,
     max_bytes: float | str | None,
     max_tokens: int | None,
     zero_tail: bool = False,
+    overread: int = 0,
 ) -> int:
     """The largest number of pages that a cache may have at a time.
 
@@ -47,9 +61,10 @@ def budget_pages(
         max_tokens: instead of bytes, what this many tokens take however they are spread over
             `max_sequences` sequences: of `n` sequences all but one may begin a page more per range.
         zero_tail: one page more is needed, the one behind all rows.
+        overread: tokens that each sequence has mapped behind its end.
 
     Raises:
-        BudgetError: both or neither is given, or it is under one page per range or over the device's memory.
+        BudgetError: both or neither is given, or it is under one page per range or over the memory that there is.
     """
     if (max_bytes is None) == (max_tokens is None):
         raise BudgetError(f"got max_bytes={max_bytes} and max_tokens={max_tokens}; give one of the two")
@@ -60,34 +75,35 @@ def budget_pages(
         except LayoutError as error:
             raise BudgetError(str(error)) from None
         begun = max(min(max_sequences, max_tokens) - 1, 0) * len(layout.record_bytes)
-        pages = layout.pages(max_tokens, driver.page_size) + begun + zero_tail
-        return _check_pages(driver, driver.memory_info(), pages, f"max_tokens={max_tokens}", least)
+        tokens = max_tokens + overread * min(max_sequences, max_tokens)
+        pages = layout.pages(tokens, memory.page_size) + begun + zero_tail
+        return _check_pages(memory, memory.memory_info(), pages, f"max_tokens={max_tokens}", least)
     assert max_bytes is not None
-    return pages_within(driver, max_bytes, least)
+    return pages_within(memory, max_bytes, least)
 
 
-def pages_within(driver: Driver, max_bytes: float | str, least: int = 1) -> int:
+def pages_within(memory: Memory, max_bytes: float | str, least: int = 1) -> int:
     """The largest number of pages within `max_bytes` (see `parse_bytes`).
 
     Raises:
-        BudgetError: it is no size, under `least` pages, or over the device's memory.
+        BudgetError: it is no size, under `least` pages, or over the memory that there is.
     """
-    memory = driver.memory_info()
-    pages = parse_bytes(max_bytes, memory[0]) // driver.page_size
-    return _check_pages(driver, memory, pages, f"max_bytes={max_bytes!r}", least)
+    free, total = memory.memory_info()
+    pages = parse_bytes(max_bytes, free) // memory.page_size
+    return _check_pages(memory, (free, total), pages, f"max_bytes={max_bytes!r}", least)
 
 
-def _check_pages(driver: Driver, memory: tuple[int, int], pages: int, asked: str, least: int) -> int:
-    """`pages`, where they are enough to begin with and no more than the device has; `memory` is free and total."""
-    free, total = memory
+def _check_pages(memory: Memory, sizes: tuple[int, int], pages: int, asked: str, least: int) -> int:
+    """`pages`, where they are enough to begin with and no more than there are; `sizes` are free and total bytes."""
+    free, total = sizes
     if pages < least:
         raise BudgetError(
-            f"asked for {asked}, which is {pages} pages of {driver.page_size} bytes; it takes at least {least} to "
+            f"asked for {asked}, which is {pages} pages of {memory.page_size} bytes; it takes at least {least} to "
             "begin. Raise it, or make page_size smaller where the device allows"
         )
-    if pages * driver.page_size > total:
+    if pages * memory.page_size > total:
         raise BudgetError(
-            f"asked for {asked}, which is {pages * driver.page_size / 2**30:.2f} GiB; {driver.device} has "
+            f"asked for {asked}, which is {pages * memory.page_size / 2**30:.2f} GiB; {memory.device} has "
             f"{total / 2**30:.2f} GiB in all, {free / 2**30:.2f} GiB of it free now"
         )
     return pages

@@ -184,6 +184,8 @@ class FramePool:
         self.driver = driver_for(driver, device, page_size)
         self.limit = pages_within(self.driver, max_bytes)
         """Pages, now."""
+        self.is_shared = True
+        """Whether it is for whoever wants to lie on it; otherwise what is free counts as its one holder's."""
         self.is_debugged = debugging.is_on()
         """Whether `VMMKV_DEBUG` was set when it was made."""
         self.monitor = Monitor()
@@ -230,37 +232,42 @@ class FramePool:
 
         Raises:
             BudgetError: it is no size, or larger than the device, or less than what is guaranteed.
-            OutOfPagesError: tokens take more. Nothing has changed in any case.
-            DriverError: the driver failed; the limit is set, and the next operation goes on.
+            OutOfPagesError: tokens take more.
+            DriverError: a driver call failed. The limit is as before in all cases, and nobody has lost a token.
         """
         limit = pages_within(self.driver, max_bytes)
+        self.collect()
         guaranteed = sum(account.guaranteed for account in self.accounts)
         if limit < guaranteed:
             raise BudgetError(
                 f"asked for a limit of {limit} pages of {self.page_size} bytes; {guaranteed} are guaranteed to caches "
                 "on this pool. Close one, or keep a higher limit"
             )
-        self.collect()
-        used = sum(map(_used, self.accounts))
-        if limit < used:
+        promised = sum(max(account.guaranteed, _used(account)) for account in self.accounts)
+        if limit < promised:
             raise OutOfPagesError(
-                f"asked for a limit of {limit} pages of {self.page_size} bytes; tokens take {used}. Free or truncate "
-                "sequences first",
+                f"asked for a limit of {limit} pages of {self.page_size} bytes; tokens, and guarantees, take "
+                f"{promised}. Free or truncate sequences first",
                 requested=limit,
-                available=used,
+                available=promised,
             )
-        self.limit = limit
         self._shrink_to(limit)
+        self.limit = limit
+
+    def memory_info(self) -> tuple[int, int]:
+        """Bytes that shares of the pool are of, and bytes that it has in all."""
+        return self.limit * self.page_size, self.limit * self.page_size
 
     @operation
     def trim(self, keep: float | str = 0) -> int:
-        """Gives what nobody uses back to the system, but for `keep` bytes; returns the bytes that went.
+        """Gives what nobody uses back to the system, until `keep` bytes are left, or all are in use; returns the bytes
+        that went. `keep` is as in `max_bytes`, and shares are of the pool's limit.
 
         Waits for GPU work that still uses them.
         """
         self.collect()
         before = self.frames.existing
-        kept = 0 if keep == 0 else pages_within(self.driver, keep)
+        kept = pages_within(self, keep, least=0)
         self._shrink_to(kept)
         return (before - self.frames.existing) * self.page_size
 
@@ -316,6 +323,17 @@ class FramePool:
         """Pages that a holder may use in all: what others use, and what they are guaranteed, is theirs."""
         others = sum(max(other.guaranteed, _used(other)) for other in self.accounts if other is not account)
         return min(self.limit - others, self.limit if account.limit is None else account.limit)
+
+    def check_allowed(self, account: Account, pages: int) -> None:
+        """Raises `OutOfPagesError`, where a holder may not use so many pages in all."""
+        allowed = self.allowed(account)
+        if pages > allowed:
+            raise OutOfPagesError(
+                f"asked for {pages} pages of {self.page_size} bytes in all; {allowed} are the most that can be had of "
+                f"{self.limit}, beside what others use or are guaranteed",
+                requested=pages,
+                available=allowed,
+            )
 
     def idle(self, account: Account) -> int:
         """Pages that a holder can have without anybody giving up any."""

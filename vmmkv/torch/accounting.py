@@ -13,6 +13,7 @@ import torch
 
 from ..cache import KVCache, caches
 from ..errors import VmmkvError
+from ..memory.pool import FramePool, pool_stats
 from ..stats import MappedRange
 from .growable_tensor import GrowableTensor, tensors
 from .pool import MemoryPool, pools
@@ -23,20 +24,20 @@ class MemoryStats:
     """What one owner holds; its own `stats()` says more.
 
     Attributes:
-        owner: a live `KVCache`, `GrowableTensor` or `MemoryPool`.
+        owner: a live `KVCache`, `GrowableTensor` or `MemoryPool`, or a `FramePool`, which holds what is free.
         device: where its pages are.
         physical_bytes: bytes of its pages.
         budget_bytes: the most that it may take.
     """
 
-    owner: KVCache | GrowableTensor | MemoryPool
+    owner: KVCache | GrowableTensor | MemoryPool | FramePool
     device: torch.device
     physical_bytes: int
     budget_bytes: int
 
 
 def memory_stats(device: str | torch.device | None = None) -> list[MemoryStats]:
-    """What every cache, growable tensor and memory pool of this process holds, the largest first.
+    """What every cache, growable tensor, frame pool and memory pool of this process holds, the largest first.
 
     Args:
         device: counts only what is there: `"cuda"` (torch's current device), `"cuda:1"`, `"cpu"`; None counts all.
@@ -48,6 +49,9 @@ def memory_stats(device: str | torch.device | None = None) -> list[MemoryStats]:
             with suppress(VmmkvError):  # closed, or the parent's
                 held = owner.stats()
                 stats.append(MemoryStats(owner, owner.device, held.physical_bytes, held.budget_bytes))
+    for pool, free in pool_stats().items():
+        if pool.is_shared and (device is None or pool.device == _whole_device(device)):
+            stats.append(MemoryStats(pool, pool.device, free.free_bytes, free.limit_bytes))
     return sorted(stats, key=lambda held: -held.physical_bytes)
 
 

@@ -107,6 +107,7 @@ class GrowableTensor:
         self._owns_pool = pool is None
         self.pool = pool = pool or FramePool(max_bytes, device=device, page_size=page_size, driver=driver)
         """The physical memory that it lies on."""
+        pool.is_shared &= not self._owns_pool
         self._driver = pool.driver
         size = pool.page_size
         nbytes = -(-self.shape_max[0] * self._row_bytes // size) * size
@@ -122,7 +123,7 @@ class GrowableTensor:
             pool.check_usable()
             if pool.is_debugged:
                 watch(pool)
-            self._account = pool.open_account(self, None if self._owns_pool else pages_within(self._driver, max_bytes))
+            self._account = pool.open_account(self, None if self._owns_pool else pages_within(pool, max_bytes))
             try:
                 self._arena = Arena(pool, self._account, 1, nbytes)
             except BaseException:
@@ -299,6 +300,7 @@ class GrowableTensor:
         if end <= arena.table.ready[0]:
             return
         missing = max(end - old_end, 0)
+        pool.check_allowed(self._account, end)
         for wait in (False, True):
             if missing > pool.idle(self._account):
                 pool.reclaim_from_others(self._account, missing - pool.idle(self._account), wait=wait)

@@ -1,0 +1,180 @@
+"""Frame pools: what one does not use another can have, what is guaranteed its owner can have, and it all adds up."""
+
+from __future__ import annotations
+
+import gc
+import random
+from contextlib import suppress
+
+import pytest
+import torch
+from conftest import small_driver
+from faulty import FaultyDriver, has_memory
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import vmmkv
+from vmmkv.errors import BudgetError, DriverError, OutOfPagesError, OutOfRowsError
+from vmmkv.torch import GrowableTensor, memory_allocated
+
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
+WIDE = vmmkv.KVLayout(3, 4, 32, torch.float32, layers_per_range=2)
+
+
+def make_pool(pages: int) -> tuple[vmmkv.FramePool, FaultyDriver]:
+    driver = FaultyDriver(small_driver("cpu"))
+    return vmmkv.FramePool(pages * driver.page_size, driver=driver), driver
+
+
+def pages_of(cache: vmmkv.KVCache) -> int:
+    return cache.stats().pages["used"]
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
+    """Caches of different layouts and a tensor, with a limit that moves and driver calls that fail: nobody's bytes
+    change, and the accounts are what the driver has."""
+    chance = random.Random(seed)
+    pool, driver = make_pool(40)
+    size = driver.page_size
+    guaranteed = chance.choice([0, 6, 12])
+    caches = [
+        vmmkv.KVCache(LAYOUT, 4, 120, pool=pool, guaranteed=guaranteed * size),
+        vmmkv.KVCache(WIDE, 4, 60, pool=pool, max_bytes=chance.choice([10, 30]) * size, scrub=chance.random() < 0.5),
+    ]
+    tensor = GrowableTensor((10_000, 4), torch.float32, max_bytes=20 * size, pool=pool)
+    live: list[tuple[vmmkv.Sequence, float]] = []
+    for _ in range(30):
+        if faults and chance.random() < 0.2:
+            driver.fail("any", chance.randrange(5), out_of_memory=chance.random() < 0.5)
+        with suppress(OutOfPagesError, OutOfRowsError, DriverError, BudgetError):
+            what = chance.randrange(8)
+            if what < 2:
+                sequence = chance.choice(caches).sequence(chance.randint(0, 60))
+                live.append((sequence, chance.random()))
+            elif what == 2 and live:
+                live.pop(chance.randrange(len(live)))[0].free()
+            elif what == 3 and live:
+                sequence, _ = chance.choice(live)
+                sequence.truncate(chance.randint(0, sequence.length))
+            elif what == 4 and live:
+                sequence, _ = chance.choice(live)
+                sequence.extend(chance.randint(0, min(30, sequence.cache.max_seq_len - sequence.length)))
+            elif what == 5:
+                tensor.resize(chance.randint(0, 4000))
+            elif what == 6:
+                pages = chance.randint(1, 50)
+                pool.set_limit(pages * size)
+                assert pool.limit == pages
+            else:
+                pool.trim()
+        driver.heal()
+        for cache in caches:
+            cache.check()
+        stats = pool.stats()
+        assert stats.physical_bytes == len(driver.handles) * size <= stats.limit_bytes
+        held = sum(cache.stats().physical_bytes for cache in caches) + tensor.stats().physical_bytes
+        assert held + stats.free_bytes == stats.physical_bytes
+        for sequence, value in live:
+            assert has_memory(sequence, driver)
+            sequence.k(0).fill_(value)
+        tensor.tensor.fill_(0.5)
+        for sequence, value in live:
+            assert (sequence.k(0) == value).all()
+        others = pages_of(caches[1]) + -(-tensor.stats().used_bytes // size)
+        if pages_of(caches[0]) < guaranteed:
+            assert others <= pool.limit - guaranteed
+    for cache in caches:
+        cache.close()
+    tensor.close()
+    pool.close()
+    assert not driver.handles
+
+
+def test_what_is_guaranteed_comes_back_on_demand() -> None:
+    pool, _ = make_pool(20)
+    size = pool.page_size
+    owner = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=8 * size)
+    other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    with pytest.raises(OutOfPagesError):
+        other.sequence(13 * 8)
+    other.sequence(12 * 8).free()  # parked, so that it may lie where the owner's may
+    kept = other.sequence(12 * 8)
+    own = owner.sequence(8 * 8)
+    assert pages_of(owner) == 8
+    with pytest.raises(OutOfPagesError):
+        own.extend(8)
+    kept.free()
+    own.extend(12 * 8)
+    assert pages_of(owner) == 20
+
+
+def test_more_cannot_be_guaranteed_than_there_is() -> None:
+    pool, _ = make_pool(20)
+    size = pool.page_size
+    first = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=8 * size)
+    with pytest.raises(BudgetError, match="8 are guaranteed"):
+        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=13 * size)
+    with pytest.raises(BudgetError, match="8 are guaranteed"):
+        pool.set_limit(7 * size)
+    with pytest.raises(BudgetError, match="in all"):
+        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, max_bytes=21 * size)
+    assert pool.stats().holders == 1
+    first.close()
+    vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=13 * size)
+
+
+def test_a_limit_below_what_lives_changes_nothing() -> None:
+    pool, _ = make_pool(20)
+    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    live, gone = cache.sequence(9 * 8), cache.sequence(5 * 8)
+    gone.free()
+    with pytest.raises(OutOfPagesError) as caught:
+        pool.set_limit(8 * pool.page_size)
+    assert (caught.value.requested, caught.value.available) == (8, 9)
+    assert pool.stats().physical_bytes == 14 * pool.page_size
+    pool.set_limit(10 * pool.page_size)
+    assert pool.stats().physical_bytes <= 10 * pool.page_size
+    live.extend(8)
+    with pytest.raises(OutOfPagesError):
+        live.extend(8)
+    pool.set_limit(20 * pool.page_size)
+    live.extend(8)
+
+
+def test_trim_keeps_what_it_is_told_to() -> None:
+    pool, _ = make_pool(20)
+    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    cache.sequence(12 * 8).free()
+    assert pool.trim(keep=7 * pool.page_size) == 5 * pool.page_size
+    assert pool.stats().physical_bytes == 7 * pool.page_size
+    assert pool.trim(keep="10%") == 5 * pool.page_size  # of the pool's limit
+    assert pool.trim() == 2 * pool.page_size
+
+
+def test_all_bytes_of_a_pool_are_counted_once() -> None:
+    gc.collect()
+    before = memory_allocated("cpu")
+    pool, driver = make_pool(20)
+    first = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    second = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    kept = [first.sequence(30), second.sequence(30)]
+    first.sequence(60).free()
+    second.close()
+    assert memory_allocated("cpu") - before == len(driver.handles) * driver.page_size
+    assert kept[0].length == 30
+
+
+def test_a_cache_that_is_collected_gives_its_pages_to_the_pool() -> None:
+    pool, driver = make_pool(20)
+    lost = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    sequence = lost.sequence(20 * 8)
+    other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    with pytest.raises(OutOfPagesError):
+        other.sequence(1)
+    del lost, sequence
+    gc.collect()
+    assert other.sequence(20 * 8).length == 160
+    other.check()
+    assert len(driver.handles) == 20
