@@ -85,7 +85,7 @@ class User:
 
     def check_clean(self, stream: Stream, first: int, end: int) -> None:
         """What tokens hold that nobody has written yet is nobody else's."""
-        if not self.cache._rows.scrub:
+        if not self.cache._rows.rules.cleans:
             return
 
         def check(words: np.ndarray) -> None:
@@ -146,7 +146,7 @@ def run_late(policy: dict, random: Random) -> None:
             elif operation == "read":
                 stream = random.choice(device.streams)
                 user.read(stream)
-                if cache._rows.zero_tail and user.values:
+                if cache._rows.rules.zero_tail and user.values:
                     user.read_to_the_end(stream)
             elif operation == "truncate":
                 user.truncate(random.randint(user.sequence.start, user.sequence.length))

@@ -63,7 +63,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache = vmmkv.KVCache(
             self.layout, ROWS, MAX_SEQ_LEN, max_bytes=max_bytes, driver=self.driver, lookahead=0, **self.policy
         )
-        self.cache._rows.spare = self.spare  # so small a budget would have none
+        self.cache._rows.reclaimer.spare = self.spare  # so small a budget would have none
         self.zero = self.driver.handles.copy()
         self.compared = -1
         self.live: list[Model] = []

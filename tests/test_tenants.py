@@ -101,3 +101,15 @@ def test_a_tenant_adopts_its_own_rows() -> None:
     assert cache.stats().driver_calls["map"].count == before
     with pytest.raises(TypeError, match="unhashable"):
         cache.sequence(1, tenant=["carol"])
+
+
+def test_what_is_cleaned_is_zero() -> None:
+    cache = vmmkv.KVCache(LAYOUT, 2, 60, max_bytes="40KiB", device="cpu", page_size=4096)
+    first = cache.sequence(60, tenant="alice")
+    first.k(0).fill_(7.0)
+    first.v(1).fill_(7.0)
+    first.free()
+    second = cache.sequence(60, tenant="bob")
+    for layer in range(2):
+        assert not second.k(layer).any()
+        assert not second.v(layer).any()

@@ -33,8 +33,8 @@ from .memory.driver import Driver, driver_for
 from .memory.monitor import bookkeeping, operation
 from .memory.pool import FramePool
 from .picture import draw_cache
+from .rows.books import Rules
 from .rows.rows import Rows
-from .rows.table import RowTable
 from .sequence import Sequence, check_length, check_tokens
 from .space.arena import check_address_space, wait_for_device
 from .space.mapper import Mapper
@@ -145,18 +145,15 @@ class KVCache:
             sum(row_bytes) * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}"
         )
         lookahead = self._lookahead(lookahead, zero_tail)
-        rows = Rows(
-            pool,
-            RowTable(max_sequences),
-            layout.record_bytes,
+        rules = Rules(
             max_seq_len,
             scrub=scrub,
             zero_tail=zero_tail,
             lookahead=lookahead,
             overread=overread,
-            poison=pool.is_debugged and layout.dtype.is_floating_point,
+            poison=pool.is_debugged and layout.dtype.is_floating_point and not zero_tail,
         )
-        self._rows = self._open_rows(rows, row_bytes, limit, guaranteed)
+        self._rows = self._open_rows(Rows(pool, max_sequences, rules), row_bytes, limit, guaranteed)
         arenas = [arena for arena, _ in self._rows.ranges]
         with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
@@ -191,13 +188,13 @@ class KVCache:
             pool.monitor.check_outside("KVCache", changing=True)
             pool.check_usable()
             pool.collect()
-            if rows.lookahead and pool.mapper is None:
+            if rows.rules.lookahead and pool.mapper is None:
                 pool.mapper = Mapper(pool)
                 weakref.finalize(pool, pool.mapper.stop)
             if pool.is_debugged:
                 watch(pool)
             pages = pages_within(pool, guaranteed) if guaranteed else 0
-            rows.open(pool.open_account(rows, limit, pages), row_bytes)
+            rows.open(pool.open_account(rows, limit, pages), zip(row_bytes, self.layout.record_bytes))
         return rows
 
     # ------------------------------------------------------------------ sequences

@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
@@ -22,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import OutOfRowsError
+from ..memory.driver import Driver
 from ..memory.fence import Fence
 from .parking import Parking
 
@@ -126,3 +128,10 @@ class RowTable:
         self.extents[row] = self.expected[row] = 0
         self.streams[row].clear()
         self.own_streams[row] = None
+
+    def fence_after(self, driver: Driver, rows: Iterable[int]) -> Fence:
+        """A fence after all work on rows so far, and on the current stream."""
+        streams = {driver.current_stream()}
+        for row in rows:
+            streams |= {self.own_streams[row], *self.streams[row]}
+        return Fence.after(driver, streams)

@@ -30,7 +30,7 @@ STOCK = 1 / 32
 
 
 class Grower(Protocol):
-    """A holder that knows what it will need."""
+    """What knows what a holder will need: its attribute `ahead`, where it has one."""
 
     @property
     def lookahead(self) -> int:
@@ -164,8 +164,8 @@ class Mapper:
 
 def growers(pool: FramePool) -> list[Grower]:
     """Holders that want pages ahead."""
-    holders = [account.holder() for account in pool.accounts]
-    return [holder for holder in holders if getattr(holder, "lookahead", 0)]  # type: ignore[misc]
+    all_of_them = [getattr(account.holder(), "ahead", None) for account in pool.accounts]
+    return [grower for grower in all_of_them if grower is not None and grower.lookahead]
 
 
 def _work(mapper: Mapper) -> None:

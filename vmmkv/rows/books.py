@@ -1,0 +1,183 @@
+"""The books of rows: what each holds, in pages, and what follows from that: capacities, and the lists that rows are on.
+
+A page is *used* when tokens of a live sequence lie in it. All other mapped pages are *surplus*: parked and retired
+rows, tails behind a truncated or adopted sequence, lookahead, fronts before `start`. Surplus pages cost nothing to use
+again where they are and are unmapped only when somebody else needs them.
+
+Nothing here maps, unmaps or touches memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..space.arena import Arena
+from . import policy
+from .policy import Span
+from .table import RowTable
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What a cache promises of its rows.
+
+    Attributes:
+        max_seq_len: tokens per row.
+        scrub: pages hold nothing of another sequence when one begins to use them.
+        zero_tail: live rows with tokens may be read to their very end; implies `scrub`.
+        lookahead: tokens that a mapper maps behind each sequence; 0 without one.
+        overread: tokens that are always mapped behind each sequence.
+        poison: for debugging: pages are filled with what is no number in any floating-point format, before a sequence
+            has them (unless they are zeroed) and when it leaves them. Not with `zero_tail`, where kernels read such
+            pages.
+    """
+
+    max_seq_len: int
+    scrub: bool = False
+    zero_tail: bool = False
+    lookahead: int = 0
+    overread: int = 0
+    poison: bool = False
+
+    @property
+    def cleans(self) -> bool:
+        """Whether pages are filled before a sequence has them, so that what lies behind its end is not its own."""
+        return self.scrub or self.zero_tail or self.poison
+
+
+class Books:
+    """See above.
+
+    Args:
+        table: the rows.
+        ranges: per range of the layout its arena, and the bytes of a token record in it.
+        page_size: bytes of a page.
+        rules: what the cache promises.
+    """
+
+    def __init__(self, table: RowTable, ranges: list[tuple[Arena, int]], page_size: int, rules: Rules) -> None:
+        self.table, self.ranges, self.rules = table, ranges, rules
+        self.page_size = page_size
+        self.claims: dict[int, tuple[int, int]] = {}
+        """While room is made for rows: what these are to hold, so that their pages are no surplus."""
+        self.zero_frames: list[int] = []
+        """The one frame of all tails, where there are any."""
+        self.records = [record for _, record in ranges]
+        self.page_tokens = -(-page_size // min(self.records))
+        """Tokens that a page has room for at least in one range."""
+
+    def extent(self, row: int) -> tuple[int, int]:
+        """The first token that a row keeps, and its end: now, or as soon as there is room."""
+        return self.claims.get(row) or (self.table.start[row], self.table.length[row])
+
+    def spans(self, start: int, length: int) -> list[Span]:
+        """Per arena the pages that tokens `[start, length)` of a row lie in, and those behind that may be read."""
+        return policy.spans(start, length + self.rules.overread if length else 0, self.records, self.page_size)
+
+    def used(self, row: int) -> list[Span]:
+        """Per arena the pages of the row that hold tokens, or are about to."""
+        return self.spans(*self.extent(row))
+
+    def leaving(self, row: int, start: int, length: int) -> list[tuple[Arena, int, int]]:
+        """The pages, arena by arena, that hold tokens now and would hold none with this start and length."""
+        leaving = []
+        for (arena, _), (first, end), (new_first, new_end) in zip(
+            self.ranges, self.used(row), self.spans(start, length)
+        ):
+            front_end = min(max(new_first, first), end)
+            back_first = min(max(new_end, front_end), end)
+            leaving += [(arena, begin, stop) for begin, stop in ((first, front_end), (back_first, end)) if begin < stop]
+        return leaving
+
+    def has_pages(self, row: int) -> bool:
+        """Whether anything is mapped in a row."""
+        return any(arena.table.pages(row) for arena, _ in self.ranges)
+
+    def surplus(self, row: int) -> int:
+        """Surplus pages of one row. A row that is just growing may not have all of its used pages yet."""
+        surplus = 0
+        for (arena, _), (first, end) in zip(self.ranges, self.used(row)):
+            table = arena.table
+            surplus += table.pages(row) - max(min(end, table.end[row]) - max(first, table.first[row]), 0)
+        return surplus
+
+    @property
+    def used_pages(self) -> int:
+        """Pages that hold tokens of live sequences, or are about to."""
+        extents = self.table.extents[self.table.live_rows()]
+        used = policy.count_pages(extents, self.records, self.page_size, self.rules.overread)
+        for row, claim in self.claims.items():
+            now = int(self.table.start[row]), int(self.table.length[row])
+            for extent, sign in ((claim, 1), (now, -1)):
+                used += sign * sum(end - first for first, end in self.spans(*extent))
+        return used
+
+    def bound_pages(self) -> int:
+        """Pages that hold no tokens, and yet nobody else's: those behind rows that may be read to their very end."""
+        if not self.rules.zero_tail:
+            return 0
+        bound = 0
+        for row in {*self.table.live, *self.claims}:
+            if (self.claims.get(row) or self.table.extents[row])[1]:
+                for (arena, _), (_, end) in zip(self.ranges, self.used(row)):
+                    bound += max(arena.table.end[row] - max(end, arena.table.first[row]), 0)
+        return bound
+
+    def refresh(self, row: int) -> None:
+        """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
+        live, (start, length) = self.table.is_live(row), self.extent(row)
+        capacity = self.rules.max_seq_len
+        whole = True
+        for (arena, record), (_, used_end) in zip(self.ranges, self.spans(start, length)):
+            table = arena.table
+            end = table.ready[row]
+            # Pages that do not reach its first token are what a growth has left that did not happen.
+            whole &= table.reaches(row, start * record // self.page_size)
+            whole &= not (self.rules.zero_tail and table.has_hole(row))
+            if table.first[row] and not live:
+                end = 0  # nobody can adopt it
+            elif self.rules.cleans and live:
+                end = min(end, used_end)  # behind are another's bytes
+            capacity = min(capacity, max(end * self.page_size // record - self.rules.overread, 0))
+        if live and not whole:
+            capacity = length  # so that the next growth repairs it
+        self.table.capacity[row] = capacity
+        self.table.wake[row] = capacity - self.rules.lookahead // 2 if live else capacity
+
+    def retire_front(self, row: int) -> None:
+        """Notes whether a live row has pages in front of its first token: nobody will ever use them there."""
+        if any(
+            arena.table.first[row] < min(first, arena.table.end[row])
+            for (arena, _), (first, _) in zip(self.ranges, self.used(row))
+        ):
+            self.table.retired[row] = None
+        else:
+            self.table.retired.pop(row, None)
+
+    def settle(self, row: int) -> None:
+        """Works out what a row without a sequence is good for: to be adopted, or empty, or nothing."""
+        table = self.table
+        if not self.has_pages(row):
+            for arena, _ in self.ranges:
+                arena.table.begin_at(row, 0)
+            self.refresh(row)
+            table.parked.remove(row)
+            table.retired.pop(row, None)
+            table.empty.append(row)
+            return
+        self.refresh(row)
+        if all(arena.table.first[row] == 0 for arena, _ in self.ranges):
+            table.parked.put(row, table.capacity[row])
+        else:
+            table.parked.remove(row)
+            table.retired[row] = None
+
+    def vacate(self, row: int) -> None:
+        """Puts a row that nobody has any more on the list where it belongs."""
+        self.table.disown(row)
+        self.settle(row)
+
+    @property
+    def kept_pages(self) -> int:
+        """Pages that others cannot have."""
+        return self.used_pages + len(self.zero_frames) + self.bound_pages()

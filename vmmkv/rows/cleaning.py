@@ -1,0 +1,101 @@
+"""Cleaning: what pages are filled with before a sequence has them, and, for debugging, when it leaves them.
+
+Pages are filled on their sequence's own stream, the one that it was made on, behind the row's fence; other streams that
+grow it are ordered behind that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from ..errors import DriverError, StreamCaptureError
+from ..memory.fence import Fence
+from ..memory.pool import FramePool
+from ..space.arena import Arena
+from .books import Books
+from .policy import Span
+
+POISON = 0xFF
+"""Bytes that are no number in any floating-point format, of 1, 2 or 4 bytes."""
+
+
+class Growth(NamedTuple):
+    """Pages that a row is to have in one arena; `ready` of them could be used before."""
+
+    arena: Arena
+    row: int
+    span: Span
+    ready: int
+
+
+class Cleaner:
+    """See above.
+
+    Args:
+        pool: whose tenants are kept apart.
+        books: what rows hold.
+    """
+
+    def __init__(self, pool: FramePool, books: Books) -> None:
+        self._driver, self._pool, self._books, self._table = pool.driver, pool, books, books.table
+        rules = books.rules
+        self._pattern = POISON if rules.poison and not rules.scrub else 0
+        """What pages are filled with that are not clean."""
+
+    def begun(self, rows: list[int]) -> list[int]:
+        """Those whose pages are filled as they begin to use them. What is only for debugging is no part of a graph."""
+        if not self._books.rules.cleans or (self._pattern and self._is_captured(rows)):
+            return []
+        return rows
+
+    def clean(self, rows: list[int], plan: list[Growth]) -> None:
+        """Fills the pages that rows begin to use, and those that were mapped with another tenant's bytes, in the order
+        of what their sequences do with them."""
+        own_streams = set()
+        unclean = [(row, each) for row in rows for each in self._unclean(row)]
+        for arena, row, span, ready in plan if self._pool.tenants else ():
+            tenant = self._table.tenant[row]
+            unclean += [(row, each) for each in arena.table.unclean(row, ready, span.end, tenant)]
+        for row, (address, nbytes) in unclean:
+            own = self._table.own_streams[row]
+            self._table.fences[row].order(own)  # who had the pages before may still read them
+            self._driver.fill(address, nbytes, self._pattern, own)
+            own_streams.add(own)
+        current = self._driver.current_stream()
+        for own in own_streams - {current}:
+            self._driver.record(own).wait(current)  # what is written there next must not be zeroed
+        for arena, row, span, ready in plan:
+            arena.table.belong(row, ready, span.end, self._table.tenant[row])
+
+    def spoil(self, row: int, start: int, length: int) -> None:
+        """Fills the pages that a sequence leaves, where that is wanted, in order behind the row's fence."""
+        leaving = self._books.leaving(row, start, length) if self._books.rules.poison else []
+        if not leaving:
+            return
+        own = self._table.own_streams[row]
+        self._table.fences[row].order(own)
+        with suppress(DriverError):
+            for arena, begin, end in leaving:
+                address, nbytes = arena.table.address_of(row, begin), (end - begin) * self._books.page_size
+                self._driver.fill(address, nbytes, POISON, own)
+        self._table.fences[row] |= Fence.after(self._driver, [own])
+
+    def _is_captured(self, rows: list[int]) -> bool:
+        """Whether a graph is being captured, where nothing can be filled."""
+        try:
+            self._table.fence_after(self._driver, rows)
+        except StreamCaptureError:
+            return True
+        return False
+
+    def _unclean(self, row: int) -> Iterator[tuple[int, int]]:
+        """Addresses and bytes of the pages that a row begins to use with what it claims."""
+        books, old_end = self._books, self._table.length[row]
+        for (arena, _), (first, end), (_, used_end) in zip(books.ranges, books.used(row), books.spans(0, old_end)):
+            if books.rules.zero_tail and not old_end and books.extent(row)[1]:
+                end = arena.table.ready[row]  # a dense kernel reads all that the row has adopted
+            first = max(first, used_end)
+            if end > first:
+                yield arena.table.address_of(row, first), (end - first) * self._books.page_size
