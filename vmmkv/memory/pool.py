@@ -371,7 +371,7 @@ class FramePool:
     def reclaim_from_others(self, account: Account, count: int, *, wait: bool) -> int:
         """Has others give back up to `count` pages that they do not use; returns how many."""
         reclaimed = 0
-        for other in self.accounts:
+        for other in list(self.accounts):
             holder = other.holder()
             if other is not account and holder is not None and reclaimed < count:
                 reclaimed += holder.reclaim(count - reclaimed, wait=wait)
