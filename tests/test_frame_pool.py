@@ -110,6 +110,24 @@ def test_what_is_guaranteed_comes_back_on_demand() -> None:
     assert pages_of(owner) == 20
 
 
+def test_nobody_grows_into_what_is_guaranteed() -> None:
+    """Not even onto pages that were mapped before: a guarantee takes those back that nobody uses."""
+    pool, driver = make_pool(20)
+    other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    sequence = other.sequence(18 * 8)
+    sequence.truncate(4 * 8)
+    assert sequence.capacity == 18 * 8
+    owner = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=10 * pool.page_size)
+    assert sequence.capacity == 10 * 8
+    with pytest.raises(OutOfPagesError):
+        sequence.extend(7 * 8)
+    sequence.extend(6 * 8)
+    changes = driver.changes
+    own = owner.sequence(10 * 8)
+    assert driver.changes == changes + 10  # maps, and takes nothing from anybody
+    assert (own.length, sequence.length) == (80, 80)
+
+
 def test_more_cannot_be_guaranteed_than_there_is() -> None:
     pool, _ = make_pool(20)
     size = pool.page_size

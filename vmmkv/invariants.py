@@ -56,6 +56,8 @@ def check_pool(pool: FramePool) -> None:
     ensure(frames.taken == len(mapped), f"{frames.taken} pages are taken, {len(mapped)} mapped")
     for table in pool.tables:
         ensure(not table.doubt, "nobody knows what is mapped")
+    promised = sum(max(account.guaranteed, account.taken) for account in pool.accounts)
+    ensure(promised <= pool.limit, f"{promised} pages are mapped or guaranteed; the limit is {pool.limit}")
     for account in pool.accounts:
         taken, limit = account.taken, pool.limit if account.limit is None else account.limit
         ensure(taken <= limit, f"an account of {limit} pages has {taken}")

@@ -4,8 +4,8 @@ Invariants, in pages:
  1. `free + taken = existing <= limit`, and the driver holds exactly the existing ones.
  2. What holders *use* cannot be had by others; everything else can, in their order of need: free frames, those that may
     still be made, and what holders have mapped and do not use.
- 3. What is guaranteed to a holder nobody else uses: the sum, over all, of what each uses or is guaranteed, whichever is
-    more, is at most `limit`.
+ 3. What is guaranteed to a holder nobody else has: the sum, over all, of what each has mapped or is guaranteed,
+    whichever is more, is at most `limit`. (Mapped, not used: tokens grow into what is mapped, and ask nobody.)
  4. Everything follows from what the driver made and what `tables` say is mapped: `recover` works it out anew.
 """
 
@@ -251,6 +251,7 @@ class FramePool:
                 requested=limit,
                 available=promised,
             )
+        self._make_good(limit)
         self._shrink_to(limit)
         self.limit = limit
 
@@ -306,6 +307,7 @@ class FramePool:
                     f"asked for a guarantee of {guaranteed} pages of {self.page_size} bytes; of {self.limit} in the "
                     f"pool {promised} are guaranteed to others, or in use by them. Ask for less, or raise its limit"
                 )
+            self._make_good(self.limit - guaranteed)
             account = Account(weakref.ref(holder), limit, guaranteed)
             if self.is_debugged:
                 account.origin = debugging.caller()
@@ -337,13 +339,9 @@ class FramePool:
 
     def idle(self, account: Account) -> int:
         """Pages that a holder can have without anybody giving up any."""
-        idle = self.limit - self.frames.taken
+        others = sum(max(other.guaranteed, other.taken) for other in self.accounts if other is not account)
+        idle = min(self.limit - self.frames.taken, self.limit - others - account.taken)
         return idle if account.limit is None else min(idle, account.limit - account.taken)
-
-    @property
-    def has_guarantees(self) -> bool:
-        """Whether anything is promised to anybody."""
-        return any(account.guaranteed for account in self.accounts)
 
     def take(self, account: Account, count: int) -> list[int]:
         """`count` frames.
@@ -368,13 +366,18 @@ class FramePool:
         self.frames.give(frames)
         account.taken -= len(frames)
 
-    def reclaim_from_others(self, account: Account, count: int, *, wait: bool) -> int:
-        """Has others give back up to `count` pages that they do not use; returns how many."""
+    def reclaim_from_others(self, account: Account | None, count: int, *, wait: bool, guaranteed: bool = False) -> int:
+        """Has others give back up to `count` pages that they do not use; returns how many.
+
+        Args:
+            guaranteed: also those that they are guaranteed, which nobody can have then, but for which there is memory.
+        """
         reclaimed = 0
         for other in list(self.accounts):
             holder = other.holder()
-            if other is not account and holder is not None and reclaimed < count:
-                reclaimed += holder.reclaim(count - reclaimed, wait=wait)
+            most = count - reclaimed if guaranteed else min(count - reclaimed, other.taken - other.guaranteed)
+            if other is not account and holder is not None and most > 0:
+                reclaimed += holder.reclaim(most, wait=wait)
         return reclaimed
 
     def collect(self) -> None:
@@ -432,6 +435,12 @@ class FramePool:
             yield f"{account.taken} pages of what was made at {account.origin}"
             holder = account.holder()
             yield from (f"  {line}" for line in (holder.held() if holder is not None else ()))
+
+    def _make_good(self, limit: int) -> None:
+        """Sees to it that what is mapped, or guaranteed, is at most so much; what is used must be."""
+        promised = sum(max(account.guaranteed, account.taken) for account in self.accounts)
+        if promised > limit:
+            self.reclaim_from_others(None, promised - limit, wait=True)
 
     def _shrink_to(self, limit: int) -> None:
         """Gives frames back to the system, until at most so many are left, or all are used."""

@@ -103,8 +103,6 @@ class Reclaimer:
         free = len(pool.frames.free)
         if self._table.retired and count > free:
             self._reclaim_from(policy.retired(self._table, self._books.rules.max_seq_len), count - free)
-        if pool.has_guarantees:
-            self._check_allowed(count)
         if count > pool.idle(self._account):
             self._press(count)
         try:
@@ -132,7 +130,7 @@ class Reclaimer:
             if missing() > 0 and wait:
                 self.reclaim(missing(), wait=True)
             if missing() > 0:
-                pool.reclaim_from_others(self._account, missing(), wait=wait)
+                pool.reclaim_from_others(self._account, missing(), wait=wait, guaranteed=cause is not None)
 
     def _check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""
