@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import random
 from contextlib import suppress
 
@@ -136,6 +138,8 @@ def test_more_cannot_be_guaranteed_than_there_is() -> None:
         vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=13 * size)
     with pytest.raises(BudgetError, match="8 are guaranteed"):
         pool.set_limit(7 * size)
+    with pytest.raises(BudgetError, match="at most"):
+        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, guaranteed=5 * size, max_bytes=4 * size)
     with pytest.raises(BudgetError, match="in all"):
         vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, max_bytes=21 * size)
     assert pool.stats().holders == 1
@@ -196,3 +200,18 @@ def test_a_cache_that_is_collected_gives_its_pages_to_the_pool() -> None:
     assert other.sequence(20 * 8).length == 160
     other.check()
     assert len(driver.handles) == 20
+
+
+def test_a_pool_has_no_copies() -> None:
+    pool, _ = make_pool(20)
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="FramePool"):
+            copied(pool)
+
+
+@pytest.mark.parametrize("name", ["overread", "lookahead"])
+def test_tokens_behind_a_sequence_are_not_negative(name: str) -> None:
+    pool, _ = make_pool(20)
+    with pytest.raises(vmmkv.LayoutError, match=f"{name}=-1"):
+        vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, **{name: -1})
+    assert pool.stats().holders == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import random
 from contextlib import suppress
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from conftest import small_driver
 from faulty import FaultyDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruption import interrupted
 
 import vmmkv
 from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError
@@ -113,3 +115,30 @@ def test_what_is_cleaned_is_zero() -> None:
     for layer in range(2):
         assert not second.k(layer).any()
         assert not second.v(layer).any()
+
+
+@pytest.mark.parametrize("kind", ["sequence", "tensor"])
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
+def test_an_interruption_leaves_no_secret(options: dict, kind: str) -> None:
+    """At any line of a growth onto another tenant's pages: nothing of them can be read then, nor after the next."""
+    ended, line = None, 0
+    while ended is None:
+        line += random.randint(1, 6)  # not at all of them, and at others in each run
+        driver = FaultyDriver(small_driver("cpu"))
+        driver.unmaps_anything = True
+        pool = vmmkv.FramePool(11 * driver.page_size, driver=driver)  # so that there are few but those
+        cache = vmmkv.KVCache(LAYOUT, 2, 60, pool=pool, **options)
+        grown = GrowableTensor((4000,), torch.float32, pool=pool, max_bytes=11 * driver.page_size)
+        gone, sequence = cache.sequence(60, tenant="alice"), cache.sequence(3, tenant="bob")
+        for states in (gone.k(0), gone.v(0), gone.k(1), gone.v(1)):
+            states.fill_(7.0)
+        gone.free()
+        grow, first, then = (sequence.extend, 50, 2) if kind == "sequence" else (grown.resize, 4000, 2000)
+        ended = interrupted(partial(grow, first), line)
+        with suppress(vmmkv.InterruptedChangeError):
+            cache.check()
+            for _ in range(2):
+                held = torch.frombuffer(bytearray(readable(cache, driver, sequence.row)), dtype=torch.float32)
+                assert not (held == 7).any()
+                assert not (grown.tensor == 7).any()
+                grow(then)

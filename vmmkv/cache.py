@@ -27,7 +27,7 @@ from .errors import (
     VmmkvError,
 )
 from .invariants import check_pool, check_rows, watch
-from .layout import KVLayout, whole_number
+from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
 from .memory.monitor import bookkeeping, operation
@@ -122,7 +122,7 @@ class KVCache:
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
-        overread = whole_number("overread", overread)
+        overread = _not_negative("overread", overread)
         self._owns_pool = pool is None
         if pool is None:
             driver = driver_for(driver, device, page_size)
@@ -137,6 +137,7 @@ class KVCache:
             limit = budget_pages(pool, layout, max_sequences, max_bytes, max_tokens, zero_tail, overread)
         self.pool = pool
         """The physical memory that it lies on."""
+        self._unusable: Callable[[], VmmkvError] | None = None
         self._driver = pool.driver
         size = self._driver.page_size
         tokens = max_seq_len + overread
@@ -165,7 +166,6 @@ class KVCache:
         self._numbers = itertools.count()
         self._is_open = True
         """The memory is ours to give back."""
-        self._unusable: Callable[[], VmmkvError] | None = None
         caches.add(self)
 
     def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
@@ -173,7 +173,7 @@ class KVCache:
         if tokens is None:
             pages = 0 if zero_tail or self.device.type == "cpu" else 2
             return -(-pages * self.page_size // min(self.layout.record_bytes))
-        tokens = whole_number("lookahead", tokens)
+        tokens = _not_negative("lookahead", tokens)
         if tokens and zero_tail:
             raise ArgumentError(
                 f"asked for lookahead={tokens} with zero_tail; what lies behind such a row is zeros, and to replace "
@@ -181,20 +181,17 @@ class KVCache:
             )
         return tokens
 
+    @operation
     def _open_rows(self, rows: Rows, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
         """Gives rows an account, and addresses."""
         pool = self.pool
-        with pool.monitor.changing, pool.monitor.lock:
-            pool.monitor.check_outside("KVCache", changing=True)
-            pool.check_usable()
-            pool.collect()
-            if rows.rules.lookahead and pool.mapper is None:
-                pool.mapper = Mapper(pool)
-                weakref.finalize(pool, pool.mapper.stop)
-            if pool.is_debugged:
-                watch(pool)
-            pages = pages_within(pool, guaranteed) if guaranteed else 0
-            rows.open(pool.open_account(rows, limit, pages), zip(row_bytes, self.layout.record_bytes))
+        pool.collect()
+        if rows.rules.lookahead and pool.mapper is None:
+            pool.mapper = Mapper(pool)
+        if pool.is_debugged:
+            watch(pool)
+        pages = pages_within(pool, guaranteed) if guaranteed else 0
+        rows.open(pool.open_account(rows, limit, pages), zip(row_bytes, self.layout.record_bytes))
         return rows
 
     # ------------------------------------------------------------------ sequences
@@ -574,6 +571,14 @@ class KVCache:
     @operation
     def _draw(self) -> str:
         return draw_cache(self._rows, self._stats())
+
+
+def _not_negative(name: str, value: object) -> int:
+    """A whole number of tokens, from 0 on."""
+    number = whole_number(name, value)
+    if number < 0:
+        raise LayoutError(f"asked for {name}={shown(number)}; it is at least 0")
+    return number
 
 
 def _whole_numbers(

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -298,8 +298,10 @@ class FramePool:
         """An account for a holder, in pages.
 
         Raises:
-            BudgetError: so much cannot be guaranteed beside what others are guaranteed, or use.
+            BudgetError: so much cannot be guaranteed beside what others are guaranteed, or use, or within the limit.
         """
+        if limit is not None and guaranteed > limit:
+            raise BudgetError(f"asked for a guarantee of {guaranteed} pages, and for {limit} at most; ask for less")
         with self.monitor.changing, self.monitor.lock:
             promised = sum(max(account.guaranteed, _used(account)) for account in self.accounts)
             if guaranteed > self.limit - promised:
@@ -457,6 +459,9 @@ class FramePool:
         if self.mapper:
             self.mapper.forget()
         self._unusable = ForkError
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a FramePool owns its memory and cannot be copied or pickled; make another one")
 
     def __repr__(self) -> str:
         mib = self.page_size / 2**20

@@ -69,10 +69,9 @@ class Cleaner:
         for arena, row, span, ready in plan:
             arena.table.belong(row, ready, span.end, self._table.tenant[row])
 
-    def spoil(self, row: int, start: int, length: int) -> None:
+    def spoil(self, row: int, leaving: list[tuple[Arena, int, int]]) -> None:
         """Fills the pages that a sequence leaves, where that is wanted, in order behind the row's fence."""
-        leaving = self._books.leaving(row, start, length) if self._books.rules.poison else []
-        if not leaving:
+        if not leaving or not self._books.rules.poison:
             return
         own = self._table.own_streams[row]
         self._table.fences[row].order(own)

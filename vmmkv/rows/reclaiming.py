@@ -136,7 +136,7 @@ class Reclaimer:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""
         allowed = self._pool.allowed(self._account)
         if cause:
-            allowed = min(allowed, self._pool.allowed(self._account) - self._pool.limit + self._pool.frames.existing)
+            allowed -= self._pool.limit - self._pool.frames.existing
         kept = self._books.kept_pages - count
         if allowed < kept + count:
             limit = str(cause) if cause else f"{allowed} are the most that this cache can have"

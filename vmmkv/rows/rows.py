@@ -260,9 +260,8 @@ class Rows:
             return
         fence = self.table.fence_after(self._driver, rows)
         for row in rows:
-            self._count_uses(row, 0, 0)
             self.table.fences[row] |= fence
-            self._cleaner.spoil(row, 0, 0)
+            self._leave(row, self.books.leaving(row, 0, 0))
             self.books.vacate(row)
 
     def release_abandoned(self) -> None:
@@ -289,10 +288,20 @@ class Rows:
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
             if table.is_live(row):
                 table.live[row] = None
+                if self.rules.cleans or self.pool.tenants:
+                    self._forget_unclean(row)
                 self.books.retire_front(row)
                 self.books.refresh(row)
             else:
                 self.books.vacate(row)
+
+    def _forget_unclean(self, row: int) -> None:
+        """After an interruption: fences what may be being cleaned in a live row, and unmaps what another tenant had."""
+        self.table.fences[row] |= self.table.fence_after(self._driver, [row])
+        for (arena, _), (_, end) in zip(self.ranges, self.books.used(row)):
+            if arena.table.unclean(row, end, arena.table.end[row], self.table.tenant[row]) and self.pool.tenants:
+                self.table.fences[row].wait()
+                arena.unmap_back(row, end)
 
     # ------------------------------------------------------------------ growing and shrinking
 
@@ -438,18 +447,19 @@ class Rows:
         Raises:
             StreamCaptureError: whole pages would leave the sequence while a CUDA graph is captured.
         """
-        if self.books.leaving(row, start, length):
+        leaving = self.books.leaving(row, start, length)
+        if leaving:
             self.table.fences[row] |= self.table.fence_after(self._driver, [row])
-            self._count_uses(row, start, length)
-            self._cleaner.spoil(row, start, length)
+            self._leave(row, leaving)
         self.table.extents[row] = start, length
         self.books.retire_front(row)
 
-    def _count_uses(self, row: int, start: int, length: int) -> None:
-        """Counts that pages leave the sequence that they are part of."""
-        for arena, begin, end in self.books.leaving(row, start, length):
+    def _leave(self, row: int, leaving: list[tuple[Arena, int, int]]) -> None:
+        """Counts, and spoils where that is wanted, pages that leave the sequence that they are part of."""
+        for arena, begin, end in leaving:
             self.page_uses += end - begin
             arena.table.count_use(row, begin, end)
+        self._cleaner.spoil(row, leaving)
 
     def _wait_for_readers(self, rows: list[int]) -> None:
         """Waits for work that may read rows to their very end, behind which something will be unmapped."""

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import atexit
 import threading
 import weakref
 from contextlib import suppress
@@ -69,13 +68,14 @@ class Mapper:
         self._bell.acquire()
         self._is_over = False
         self._thread: threading.Thread | None = None
+        weakref.finalize(pool, self.stop)  # at the end of the interpreter, too
 
     def ring(self) -> None:
         """Has it look for work soon. Costs next to nothing, and may be called in the middle of anything."""
         if self._thread is None and not self._is_over:
-            self._thread = threading.Thread(target=_work, args=(self,), name="vmmkv-mapper", daemon=True)
-            self._thread.start()
-            _mappers.add(self)
+            thread = threading.Thread(target=_work, args=(self,), name="vmmkv-mapper", daemon=True)
+            thread.start()
+            self._thread = thread  # not before: nobody could wait for one that was interrupted here
         if self._bell.locked():
             with suppress(RuntimeError):  # somebody else was faster
                 self._bell.release()
@@ -176,12 +176,3 @@ def _work(mapper: Mapper) -> None:
                 pass
         except (DriverError, VmmkvError) as error:
             mapper.error = str(error)
-
-
-_mappers: weakref.WeakSet[Mapper] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_all() -> None:
-    for mapper in list(_mappers):
-        mapper.stop()

@@ -26,6 +26,7 @@ from ..errors import (
     ForkError,
     LayoutError,
     ShapeError,
+    StreamCaptureError,
     UseAfterFreeError,
     VmmkvError,
 )
@@ -118,21 +119,23 @@ class GrowableTensor:
         self._unusable: Callable[[], VmmkvError] | None = None
         self._is_open = True
         """The memory is ours to give back."""
-        with pool.monitor.changing, pool.monitor.lock:
-            pool.monitor.check_outside("GrowableTensor", changing=True)
-            pool.check_usable()
-            if pool.is_debugged:
-                watch(pool)
-            self._account = pool.open_account(self, None if self._owns_pool else pages_within(pool, max_bytes))
-            try:
-                self._arena = Arena(pool, self._account, 1, nbytes)
-            except BaseException:
-                pool.close_account(self._account)
-                raise
+        self._open(nbytes, None if self._owns_pool else pages_within(pool, max_bytes))
         with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
             flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
             self._whole = flat[: self.shape_max[0] * self._row_bytes].view(self.dtype).view(self.shape_max)
         tensors.add(self)
+
+    @operation
+    def _open(self, nbytes: int, limit: int | None) -> None:
+        """Opens an account of so many pages, and reserves addresses."""
+        if self.pool.is_debugged:
+            watch(self.pool)
+        self._account = self.pool.open_account(self, limit)
+        try:
+            self._arena = Arena(self.pool, self._account, 1, nbytes)
+        except BaseException:
+            self.pool.close_account(self._account)
+            raise
 
     @property
     def device(self) -> torch.device:
@@ -244,6 +247,10 @@ class GrowableTensor:
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""
         self._fence_all()  # who was interrupted may have begun to write behind the last row
+        table, end = self._arena.table, self._pages(self._length)
+        if self.pool.tenants and table.unclean(0, end, table.end[0], tenant=0):
+            self._fence.wait()
+            self._arena.unmap_back(0, end)
         self._account.taken = len(self._arena.table.mapped_frames())
 
     @operation
@@ -296,8 +303,8 @@ class GrowableTensor:
                 f"asked for {shown(length)} rows; shape_max={tuple(self.shape_max)} has {self.shape_max[0]}"
             )
         arena, pool = self._arena, self.pool
-        end, old_end = self._pages(length), arena.table.end[0]
-        if end <= arena.table.ready[0]:
+        end, old_end, ready = self._pages(length), arena.table.end[0], arena.table.ready[0]
+        if end <= ready:
             return
         missing = max(end - old_end, 0)
         pool.check_allowed(self._account, end)
@@ -311,13 +318,16 @@ class GrowableTensor:
         pool.pages_in_need += change.commit(pool)
         try:
             change.check()
-            for address, nbytes in arena.table.unclean(0, old_end, end, tenant=0):
+            for address, nbytes in arena.table.unclean(0, ready, end, tenant=0):
                 self._driver.fill(address, nbytes, 0, self._driver.current_stream())
         except VmmkvError:
             with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
-                arena.unmap_back(0, old_end)
+                with suppress(StreamCaptureError):  # which has refused the first fill already
+                    self._fence_all()
+                    self._fence.wait()
+                arena.unmap_back(0, ready)
             raise
-        arena.table.belong(0, old_end, end, tenant=0)
+        arena.table.belong(0, ready, end, tenant=0)
 
     def _fence_all(self) -> None:
         """Keeps the pages behind the last row until all work so far has finished."""
