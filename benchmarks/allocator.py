@@ -1,17 +1,18 @@
 """What the allocator costs: growth against the raw driver calls, a batch step, adoption, torch's allocator.
 
-    python -m benchmarks.allocator [--device cuda] [--json]
+    python -m benchmarks.allocator [--device cuda] [--rounds 100] [--json]
 
-Each figure is a median; what is compared is measured in turn, in the same run.
+Figures are medians, with the tenth and the ninetieth of a hundred beside them; what is compared takes turns, in the
+same run. By hand are as many calls, of the same sizes, as vmmkv makes, without a mapper, in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import median
 from time import perf_counter_ns
-from typing import Any
+from typing import Annotated, Any
 
+import numpy as np
 import torch
 import typer
 from rich.progress import track
@@ -21,11 +22,13 @@ from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
 from vmmkv.environment import environment
 from vmmkv.memory.driver import Driver, open_driver
+from vmmkv.memory.frames import LARGE
 
-ROUNDS = 50
 BATCH = 256
 TOKENS_PER_PAGE = 16
 MOST_PAGES = 64
+GROWTHS = ((1, False), (4, False), (16, False), (16, True), (MOST_PAGES, False), (MOST_PAGES, True))
+"""Pages of a step, and whether large frames may lie under them."""
 
 
 class RawCuda:
@@ -37,11 +40,11 @@ class RawCuda:
         self.cu, self.size = cu, driver.page_size
         self.property, self.access = driver._property, driver._access[True]
 
-    def create(self) -> Any:
-        return self.cu.cuMemCreate(self.size, self.property, 0)[1]
+    def create(self, pages: int) -> Any:
+        return self.cu.cuMemCreate(self.size * pages, self.property, 0)[1]
 
-    def map(self, address: int, handle: Any) -> None:
-        self.cu.cuMemMap(address, self.size, 0, handle, 0)
+    def map(self, address: int, handle: Any, pages: int) -> None:
+        self.cu.cuMemMap(address, self.size * pages, 0, handle, 0)
 
     def set_access(self, address: int, nbytes: int) -> None:
         self.cu.cuMemSetAccess(address, nbytes, self.access, 1)
@@ -53,139 +56,184 @@ class RawCuda:
         self.cu.cuMemRelease(handle)
 
 
+def raw_calls(driver: Driver) -> Any:
+    """What makes calls by hand."""
+    return RawCuda(driver) if driver.device.type == "cuda" else driver
+
+
 def microseconds(operation: Callable[..., Any], *args: Any) -> float:
     start = perf_counter_ns()
     operation(*args)
     return (perf_counter_ns() - start) / 1e3
 
 
-def make_cache(driver: Driver, pages: int, max_sequences: int = 2) -> KVCache:
-    """A cache whose page holds 16 tokens."""
+def in_turns(ours: Callable[[], float], theirs: Callable[[], float], rounds: int) -> tuple[list[float], list[float]]:
+    """What both took in each round; who comes first changes. A round before them is not counted."""
+    took: tuple[list[float], list[float]] = [], []
+    for number in range(rounds + 1):
+        for which in (0, 1) if number % 2 else (1, 0):
+            took[which].append((ours, theirs)[which]())
+    return took[0][1:], took[1][1:]
+
+
+def spread(name: str, values: list[float]) -> dict[str, float]:
+    """A median, and where most of the values lie."""
+    p10, p50, p90 = np.percentile(values, (10, 50, 90)).tolist()
+    return {f"{name}_us": p50, f"{name}_p10_us": p10, f"{name}_p90_us": p90}
+
+
+def make_cache(driver: Driver, pages: int, max_sequences: int = 2, large_frames: bool = False) -> KVCache:
+    """A cache whose page holds 16 tokens, without a mapper."""
     head_dim = driver.page_size // TOKENS_PER_PAGE // (32 * 2 * 2)
     layout = KVLayout(num_layers=32, num_kv_heads=1, head_dim=head_dim, dtype=torch.bfloat16)
-    budget = pages * driver.page_size
-    return KVCache(layout, max_sequences, pages * TOKENS_PER_PAGE, max_bytes=budget, driver=driver, lookahead=0)
+    return KVCache(
+        layout,
+        max_sequences,
+        pages * TOKENS_PER_PAGE,
+        max_bytes=pages * driver.page_size,
+        driver=driver,
+        lookahead=0,
+        large_frames=large_frames,
+    )
 
 
-def growth_onto_new_pages(driver: Driver, pages: int) -> dict[str, float]:
+def growth_onto_new_pages(driver: Driver, pages: int, large: bool, rounds: int) -> dict[str, Any]:
     """Microseconds a page: `extend` by `pages` pages until there are 64, and the same calls by hand."""
-    cache = make_cache(driver, MOST_PAGES)
-    raw = RawCuda(driver) if driver.device.type == "cuda" else driver
-    nbytes = MOST_PAGES * driver.page_size
+    cache = make_cache(driver, MOST_PAGES, large_frames=large)
+    raw, frame = raw_calls(driver), LARGE if large else 1
+    step, size, nbytes = pages * driver.page_size, frame * driver.page_size, MOST_PAGES * driver.page_size
     base = driver.reserve(nbytes)
-    ours, theirs = [], []
 
     def grow(sequence: Sequence) -> None:
         for _ in range(MOST_PAGES // pages):
             sequence.extend(pages * TOKENS_PER_PAGE)
 
     def grow_by_hand(handles: list[Any]) -> None:
-        for address in range(base, base + nbytes, pages * driver.page_size):
-            for _ in range(pages):
-                handles.append(raw.create())
-            for index in range(pages):
-                raw.map(address + index * driver.page_size, handles[index - pages])
-            raw.set_access(address, pages * driver.page_size)
+        for begin in range(base, base + nbytes, step):
+            new = [raw.create(frame) for _ in range(0, step, size)]
+            for address, handle in zip(range(begin, begin + step, size), new):
+                raw.map(address, handle, frame)
+            raw.set_access(begin, step)
+            handles += new
 
-    for _ in range(ROUNDS):
+    def ours() -> float:
         with cache.sequence() as sequence:
-            ours.append(microseconds(grow, sequence))
+            took = microseconds(grow, sequence)
         cache.trim()
+        return took / MOST_PAGES
+
+    def theirs() -> float:
         handles: list[Any] = []
-        theirs.append(microseconds(grow_by_hand, handles))
+        took = microseconds(grow_by_hand, handles)
         raw.unmap(base, nbytes)
         for handle in handles:
             raw.release(handle)
+        return took / MOST_PAGES
+
+    took = in_turns(ours, theirs, rounds)
     driver.free(base, nbytes)
-    return compared(pages, ours, theirs, MOST_PAGES)
+    return compared(pages, large, *took)
 
 
-def growth_onto_reclaimed_pages(driver: Driver, pages: int) -> dict[str, float]:
+def growth_onto_reclaimed_pages(driver: Driver, pages: int, large: bool, rounds: int) -> dict[str, Any]:
     """Microseconds a page: `extend` that takes its pages from a parked row, and the same calls by hand."""
-    cache = make_cache(driver, pages)
-    raw = RawCuda(driver) if driver.device.type == "cuda" else driver
-    size = pages * driver.page_size
-    source, target = (driver.reserve(size) for _ in range(2))
-    handles = [raw.create() for _ in range(pages)]
-    for index, handle in enumerate(handles):
-        raw.map(source + index * driver.page_size, handle)
-    ours, theirs = [], []
+    cache = make_cache(driver, pages, large_frames=large)
+    raw, frame = raw_calls(driver), LARGE if large else 1
+    step, size = pages * driver.page_size, frame * driver.page_size
+    places = [driver.reserve(step) for _ in range(2)]
+    handles = [raw.create(frame) for _ in range(0, step, size)]
+
+    def map_at(begin: int) -> None:
+        for address, handle in zip(range(begin, begin + step, size), handles):
+            raw.map(address, handle, frame)
+        raw.set_access(begin, step)
 
     def by_hand() -> None:
-        raw.unmap(source, size)
-        for index, handle in enumerate(handles):
-            raw.map(target + index * driver.page_size, handle)
-        raw.set_access(target, size)
+        raw.unmap(places[0], step)
+        map_at(places[1])
 
-    for _ in range(ROUNDS):
+    def ours() -> float:
         gone, growing = cache.sequence(pages * TOKENS_PER_PAGE), cache.sequence()
         gone.free()
         driver.synchronize()
-        ours.append(microseconds(growing.extend, pages * TOKENS_PER_PAGE))
+        took = microseconds(growing.extend, pages * TOKENS_PER_PAGE)
         growing.free()
-        theirs.append(microseconds(by_hand))
-        source, target = target, source
-    raw.unmap(source, size)
+        return took / pages
+
+    def theirs() -> float:
+        took = microseconds(by_hand)
+        places.reverse()
+        return took / pages
+
+    map_at(places[0])
+    took = in_turns(ours, theirs, rounds)
+    raw.unmap(places[0], step)
     for handle in handles:
         raw.release(handle)
-    for address in (source, target):
-        driver.free(address, size)
-    return compared(pages, ours, theirs, pages)
+    for address in places:
+        driver.free(address, step)
+    return compared(pages, large, *took)
 
 
-def compared(step: int, ours: list[float], theirs: list[float], pages: int) -> dict[str, float]:
-    a, b = median(ours) / pages, median(theirs) / pages
-    return {"pages_a_step": step, "extend_us": a, "raw_us": b, "ratio": a / b}
+def compared(pages: int, large: bool, ours: list[float], theirs: list[float]) -> dict[str, Any]:
+    row = {"pages_a_step": pages, "large_frames": large} | spread("extend", ours) | spread("raw", theirs)
+    return row | {"ratio": row["extend_us"] / row["raw_us"]}
 
 
-def batch_step(driver: Driver, crossing: int) -> dict[str, float | None]:
+def batch_step(driver: Driver, crossing: int, rounds: int) -> dict[str, Any]:
     """Microseconds of one decode step over 256 sequences, of which `crossing` need a page, and of the same
     driver calls by hand."""
     cache = make_cache(driver, BATCH * 4, BATCH)
-    raw = RawCuda(driver) if driver.device.type == "cuda" else driver
+    raw = raw_calls(driver)
     stride = 4 * driver.page_size
     base = driver.reserve(BATCH * stride)
-    ours, theirs = [], []
 
     def grow_by_hand(handles: list[Any]) -> None:
         for _ in range(crossing):
-            handles.append(raw.create())
+            handles.append(raw.create(1))
         for index, handle in enumerate(handles):
-            raw.map(base + index * stride, handle)
+            raw.map(base + index * stride, handle, 1)
+        for index in range(crossing):
             raw.set_access(base + index * stride, driver.page_size)
 
-    for _ in range(ROUNDS):
+    def ours() -> float:
         sequences = [cache.sequence(TOKENS_PER_PAGE - 3 if index < crossing else 1) for index in range(BATCH)]
         for _ in range(3):  # warm, as in a decode loop
             cache.extend(sequences, 1)
-        ours.append(microseconds(cache.extend, sequences, 1))
+        took = microseconds(cache.extend, sequences, 1)
         cache.free(sequences)
         cache.trim()
+        return took
+
+    def theirs() -> float:
         handles: list[Any] = []
-        theirs.append(microseconds(grow_by_hand, handles))
+        took = microseconds(grow_by_hand, handles)
         for index, handle in enumerate(handles):
             raw.unmap(base + index * stride, driver.page_size)
             raw.release(handle)
+        return took
+
+    took = in_turns(ours, theirs, rounds)
     driver.free(base, BATCH * stride)
-    a, b = median(ours), median(theirs)
-    return {"crossing": crossing, "step_us": a, "raw_us": b, "ratio": a / b if crossing else None}
+    row: dict[str, Any] = {"crossing": crossing} | spread("step", took[0]) | spread("raw", took[1])
+    return row | {"ratio": row["step_us"] / row["raw_us"] if crossing else None}
 
 
-def free_and_adopt(driver: Driver, pages: int) -> dict[str, float]:
+def free_and_adopt(driver: Driver, pages: int, rounds: int) -> dict[str, Any]:
     """Microseconds to free a sequence and to start one of the same length on its row; and driver calls."""
     cache = make_cache(driver, pages * 2)
     sequence = cache.sequence(pages * TOKENS_PER_PAGE)
     before = driver_calls(cache)
     frees, adoptions = [], []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         frees.append(microseconds(sequence.free))
         start = perf_counter_ns()
         sequence = cache.sequence(pages * TOKENS_PER_PAGE)
         adoptions.append((perf_counter_ns() - start) / 1e3)
     return {
         "pages": pages,
-        "free_us": median(frees),
-        "adopt_us": median(adoptions),
+        **spread("free", frees),
+        **spread("adopt", adoptions),
         "driver_calls": driver_calls(cache) - before,
     }
 
@@ -194,7 +242,7 @@ def driver_calls(cache: KVCache) -> int:
     return sum(call.count for call in cache.stats().driver_calls.values())
 
 
-def torch_empty(driver: Driver, pages: int) -> dict[str, float]:
+def torch_empty(driver: Driver, pages: int, rounds: int) -> dict[str, Any]:
     """Microseconds for a tensor of as many bytes: from the system, and from torch's caching allocator.
 
     On the host the system only promises the memory; what it costs comes with the first write.
@@ -204,7 +252,7 @@ def torch_empty(driver: Driver, pages: int) -> dict[str, float]:
         kept.append(torch.empty(pages * driver.page_size, dtype=torch.uint8, device=driver.device))
 
     fresh, cached = [], []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         if driver.device.type == "cuda":
             torch.cuda.empty_cache()
         kept: list[torch.Tensor] = []
@@ -212,26 +260,27 @@ def torch_empty(driver: Driver, pages: int) -> dict[str, float]:
         kept.clear()
         cached.append(microseconds(allocate, kept))
         kept.clear()
-    return {"pages": pages, "fresh_us": median(fresh), "cached_us": median(cached)}
+    return {"pages": pages} | spread("fresh", fresh) | spread("cached", cached)
 
 
 def main(
     device: Device = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each figure.")] = 100,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what the allocator costs."""
     driver = open_driver(device)
     sizes = (1, 4, 16, MOST_PAGES)
-    work: list[tuple[str, Callable[[], dict[str, Any]]]] = [
-        *(("growth_new", lambda n=n: growth_onto_new_pages(driver, n)) for n in sizes),
-        *(("growth_reclaimed", lambda n=n: growth_onto_reclaimed_pages(driver, n)) for n in sizes),
-        *(("batch_step", lambda n=n: batch_step(driver, n)) for n in (0, 1, BATCH // TOKENS_PER_PAGE, BATCH)),
-        *(("adoption", lambda n=n: free_and_adopt(driver, n)) for n in sizes),
-        *(("torch_empty", lambda n=n: torch_empty(driver, n)) for n in sizes),
+    work: list[tuple[str, Callable[..., dict[str, Any]], tuple[Any, ...]]] = [
+        *(("growth_new", growth_onto_new_pages, growth) for growth in GROWTHS),
+        *(("growth_reclaimed", growth_onto_reclaimed_pages, growth) for growth in GROWTHS),
+        *(("batch_step", batch_step, (crossing,)) for crossing in (0, 1, BATCH // TOKENS_PER_PAGE, BATCH)),
+        *(("adoption", free_and_adopt, (pages,)) for pages in sizes),
+        *(("torch_empty", torch_empty, (pages,)) for pages in sizes),
     ]
-    result: dict[str, Any] = {"environment": environment(driver.device)}
-    for name, measure in track(work, "Measuring", console=errors, transient=True, disable=not errors.is_terminal):
-        result.setdefault(name, []).append(measure())
+    result: dict[str, Any] = {"environment": environment(driver.device), "rounds": rounds}
+    for name, measure, args in track(work, "Measuring", console=errors, transient=True, disable=not errors.is_terminal):
+        result.setdefault(name, []).append(measure(driver, *args, rounds))
     if json_output:
         print_json(result)
     else:

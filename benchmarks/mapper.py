@@ -1,18 +1,21 @@
-"""What mapping ahead is worth: the same decode loop on rows that were mapped before, with a mapper, and without one.
+"""What mapping ahead, and large frames, are worth: what a caller waits for with them, and without.
 
-    python -m benchmarks.mapper [--device cuda] [--steps 2000] [--json]
+    python -m benchmarks.mapper [--device cuda] [--steps 2000] [--rounds 3] [--json]
 
-A step extends all sequences by a token and waits for a piece of work on the device that takes as long as a step of a
-model. Rounds of the three ways take turns. `eager` is how fast a thread launches small kernels beside a mapper that
-never rests. Then prompts onto a pool that is empty, and after a trim.
+Decoding: a step extends all sequences by a token and waits for a piece of work on the device that takes as long as a
+step of a model; on rows that were mapped before, with a mapper, and once without either. Launching: the same, with
+small kernels launched one by one from the host instead, and launches beside a mapper that never rests. Prompts: onto a
+pool that is empty, and after a trim, with large frames and without. What is compared takes turns.
 """
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from math import inf
 from statistics import median
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,173 +25,407 @@ from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
 from vmmkv.environment import environment
+from vmmkv.memory.driver import Driver, open_driver
+from vmmkv.workload import conversations
 
+Row = dict[str, Any]
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 """Of Llama-3.1-8B: a page holds 16 tokens."""
 SMALL = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.float32)
 WAYS = MAPPED, AHEAD, IN_NEED = ("mapped before", "mapper", "no mapper")
-CYCLES_PER_MS = 1_700_000
+FRAMES = LARGE, SINGLE = ("large frames", "single pages")
+PROMPT_ROUNDS = 10
+LAUNCH_STEPS = 300
+RESTLESS_SECONDS = 0.3
+"""How long launches are counted beside a mapper that never rests: it has work for longer."""
+
+
+class Bench(NamedTuple):
+    """What all measurements share.
+
+    Attributes:
+        deadline: `perf_counter()` when no further round is begun.
+        lookahead: tokens, of caches with a mapper.
+        missed: what was not reached.
+    """
+
+    driver: Driver
+    layout: KVLayout
+    lookahead: int | None
+    deadline: float
+    missed: list[str]
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.driver.device.type == "cuda"
+
+    def wait(self) -> None:
+        """For the device."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.driver.device)
+
+    def rounds(self, name: str, count: int) -> Iterator[int]:
+        """Numbers of rounds, as long as there is time."""
+        for number in range(count):
+            if perf_counter() > self.deadline:
+                self.missed.append(f"{name}, round {number + 1} of {count}")
+                return
+            began = perf_counter()
+            yield number
+            errors.print(f"{name}, round {number + 1} of {count}: {perf_counter() - began:.1f} s")
 
 
 def main(
     device: Device = None,
-    steps: Annotated[int, typer.Option(min=10, help="Of a round.")] = 500,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each way.")] = 4,
+    steps: Annotated[
+        int | None, typer.Option(min=10, help="Of a round of decoding: 2,000 on a GPU, 100 without.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each comparison.")] = 3,
     sequences: Annotated[int, typer.Option(min=1, help="That grow together.")] = 256,
     step_ms: Annotated[float, typer.Option(help="How long the device works in a step.")] = 10.0,
+    launches: Annotated[int, typer.Option(min=1, help="In a step of launching.")] = 2000,
+    budget_seconds: Annotated[float, typer.Option(help="When to begin no further round, and say which.")] = 300.0,
     json_output: JsonOutput = False,
 ) -> None:
-    """Measure what mapping ahead saves."""
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    on_gpu = where.type == "cuda"
-    layout = LAYOUT if on_gpu else SMALL
-    page_size = None if on_gpu else 16 * SMALL.token_bytes
-    loops: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    with errors.status("decode loops"):
-        for _ in range(rounds):
-            for way in WAYS:
-                loops[way].append(decode(way, layout, where, page_size, sequences, steps, step_ms))
-    result: dict[str, Any] = {
-        "environment": environment(where),
+    """Measure what mapping ahead, and large frames, save."""
+    driver = open_driver(device)
+    if driver.device.type == "cpu":
+        driver = open_driver(device, 16 * SMALL.token_bytes)
+    on_gpu = driver.device.type == "cuda"
+    layout, lookahead = (LAYOUT, None) if on_gpu else (SMALL, 32)
+    steps = steps or (2000 if on_gpu else 100)
+    bench = Bench(driver, layout, lookahead, perf_counter() + budget_seconds, [])
+    result: Row = {
+        "environment": environment(driver.device),
         "sequences": sequences,
         "steps": steps,
         "step_ms": step_ms,
-        "decode": [{"way": way, **summary(loops[way])} for way in WAYS],
+        "launches_a_step": launches,
     }
-    with errors.status("prompts"):
-        result["prompts"] = prompts(layout, where, page_size)
-        if on_gpu:
-            result["eager"] = eager(layout, where)
+    result["prompts"] = prompts(bench)
+    result["decode"] = decoding(bench, sequences, steps, rounds, device_work(bench, step_ms))
+    result["launching"] = launching(bench, sequences, min(steps, LAUNCH_STEPS), rounds, launches)
+    result["restless"] = restless(bench, rounds)
+    result |= {"missed": bench.missed, "comparisons": compare(result)}
     if json_output:
         print_json(result)
-        return
-    columns = ["", "s a round", "µs a step on the host", "extends with a driver call"]
-    rows = [
-        [each["way"], f"{each['seconds']:.3f}", f"{each['host_us']:.0f}", f"{each['waited']:.3%}"]
-        for each in result["decode"]
-    ]
-    console.print(make_table("Decoding", columns, rows))
-    waits = [[each["what"], f"{each['median']:.2f}"] for each in result["prompts"]]
-    console.print(make_table("Waiting for prompts", ["", "ms"], waits))
+    else:
+        show(result)
 
 
-def work(where: torch.device, milliseconds: float) -> None:
-    """A piece of work on the device; without one it takes no time."""
-    if where.type == "cuda":
-        torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
+# ------------------------------------------------------------------ decoding
 
 
-def wait(where: torch.device) -> None:
-    if where.type == "cuda":
-        torch.cuda.synchronize(where)
+def device_work(bench: Bench, milliseconds: float) -> Callable[[], None]:
+    """Launches a piece of work that takes the device so long; without one it takes no time."""
+    if not bench.on_gpu:
+        return lambda: None
+    cycles = 100_000_000
+    for _ in range(2):  # once until the clock is up
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        torch.cuda._sleep(cycles)
+        end.record()
+        end.synchronize()
+    wanted = int(cycles * milliseconds / start.elapsed_time(end))
+    return lambda: torch.cuda._sleep(wanted)
 
 
-def decode(
-    way: str, layout: KVLayout, where: torch.device, page_size: int | None, sequences: int, steps: int, step_ms: float
-) -> dict[str, float]:
-    """One round: its seconds, the host's microseconds a step, and the share of extends that called the driver."""
+def eager_work(bench: Bench, launches: int) -> Callable[[], None]:
+    """Launches so many small kernels, one by one."""
+    x = torch.zeros(16, device=bench.driver.device)
+
+    def work() -> None:
+        for _ in range(launches):
+            x.add_(1)
+
+    return work
+
+
+def decoding(bench: Bench, sequences: int, steps: int, rounds: int, work: Callable[[], None]) -> list[Row]:
+    """A row for each way; the one without a mapper, which is only looked at, has one round."""
+    found: dict[str, list[Row]] = {way: [] for way in WAYS}
+    for number in bench.rounds("decoding", rounds):
+        for way in (MAPPED, AHEAD) if number % 2 == 0 else (AHEAD, MAPPED):
+            found[way].append(decode(bench, way, sequences, steps, work))
+    for _ in bench.rounds("decoding without a mapper", 1):
+        found[IN_NEED].append(decode(bench, IN_NEED, sequences, steps, work))
+    return rows_of(found, "seconds")
+
+
+def launching(bench: Bench, sequences: int, steps: int, rounds: int, launches: int) -> list[Row]:
+    """Microseconds of the host for a launch, while rows grow that were mapped before, and beside the mapper."""
+    work = eager_work(bench, launches)
+    found: dict[str, list[Row]] = {way: [] for way in (MAPPED, AHEAD)}
+    for number in bench.rounds("launching", rounds):
+        for way in (MAPPED, AHEAD) if number % 2 == 0 else (AHEAD, MAPPED):
+            row = decode(bench, way, sequences, steps, work)
+            found[way].append(row | {"launch_us": row["work_us"] / launches})
+    return rows_of(found, "launch_us")
+
+
+@contextmanager
+def growing(bench: Bench, way: str, sequences: int, steps: int) -> Iterator[tuple[KVCache, list[Any]]]:
+    """A cache, and sequences of a few tokens with room for so many steps."""
     most = steps + 64
-    lookahead = None if way == AHEAD and where.type == "cuda" else 32 * (way == AHEAD)
-    tokens = sequences * most
-    with KVCache(
-        layout, sequences, most, max_tokens=tokens, device=where, page_size=page_size, lookahead=lookahead
-    ) as cache:
+    budget = sequences * bench.layout.pages(most, bench.driver.page_size) * bench.driver.page_size
+    lookahead = bench.lookahead if way == AHEAD else 0
+    with KVCache(bench.layout, sequences, most, max_bytes=budget, driver=bench.driver, lookahead=lookahead) as cache:
         lengths = np.random.default_rng(0).integers(1, 33, sequences).tolist()
         batch = [cache.sequence(length) for length in lengths]
         if way == MAPPED:
             cache.extend(batch, steps + 1)
             for sequence, length in zip(batch, lengths):
                 sequence.truncate(length)
-        wait(where)
-        host, waited = 0.0, 0
+        bench.wait()
+        yield cache, batch
+        cache.check()
+
+
+def decode(bench: Bench, way: str, sequences: int, steps: int, work: Callable[[], None]) -> Row:
+    """One round.
+
+    Returns:
+        its seconds, the host's microseconds a step in `extend` and in `work`, and the shares of extends of a sequence,
+        and of steps, in which this thread called the driver.
+    """
+    with growing(bench, way, sequences, steps) as (cache, batch):
+        meter = cache.pool.meter
+        extending = working = 0.0
+        mapped = called = 0
         start = perf_counter()
         for _ in range(steps):
-            calls = cache.pool.meter.map.count
+            maps, calls = meter.count("map"), caller_calls(cache)
             began = perf_counter()
             cache.extend(batch, 1)
-            host += perf_counter() - began
-            waited += cache.pool.meter.map.count - calls
-            work(where, step_ms)
-            wait(where)
+            extended = perf_counter()
+            work()
+            done = perf_counter()
+            bench.wait()
+            extending, working = extending + extended - began, working + done - extended
+            mapped, called = mapped + meter.count("map") - maps, called + (caller_calls(cache) > calls)
         seconds = perf_counter() - start
-        cache.check()
-    return {"seconds": seconds, "host_us": host / steps * 1e6, "waited": waited / (steps * sequences)}
+        ahead = cache.stats().pages_mapped["ahead"]
+    return {
+        "seconds": seconds,
+        "extend_us": extending / steps * 1e6,
+        "work_us": working / steps * 1e6,
+        "extends_with_a_call": mapped / (steps * sequences),
+        "steps_with_a_call": called / steps,
+        "pages_ahead": ahead,
+    }
 
 
-def prompts(layout: KVLayout, where: torch.device, page_size: int | None) -> list[dict[str, Any]]:
-    """Milliseconds that a thread waits for a prompt of 8,192 tokens on an empty pool, and for 60 sequences of 1,024
-    after a trim."""
-    tokens = 8192 if where.type == "cuda" else 512
-    pool = FramePool(90 * tokens * layout.token_bytes, device=where, page_size=page_size)
-    empty, after_trim = [], []
-    for _ in range(5):
-        with KVCache(layout, 64, tokens, pool=pool) as cache:
-            began = perf_counter()
-            sequence = cache.sequence(tokens)
-            empty.append((perf_counter() - began) * 1e3)
-            sequence.free()
-            for _ in range(2):
-                many = [cache.sequence(tokens // 8) for _ in range(60)]
-                cache.free(many)
-                wait(where)
+def caller_calls(cache: KVCache) -> int:
+    """Calls of the driver that were not the mapper's."""
+    return int(cache.pool.meter.spent[:, 0].sum())
+
+
+def rows_of(found: dict[str, list[Row]], key: str) -> list[Row]:
+    """For each way the medians of its rounds, and of what `key` is of rows mapped before in the same round."""
+    rows = []
+    for way, rounds in found.items():
+        if rounds:
+            base = [each[key] for each in found[MAPPED]]
+            rows.append(
+                {"way": way}
+                | {name: median(each[name] for each in rounds) for name in rounds[0]}
+                | {"rounds": [each[key] for each in rounds]}
+                | {"of_mapped_before": median(each[key] / before for each, before in zip(rounds, base))}
+            )
+    return rows
+
+
+# ------------------------------------------------------------------ a mapper that never rests
+
+
+def restless(bench: Bench, rounds: int) -> Row:
+    """Launches a second, alone and beside a mapper that has more to map than it can, page by page."""
+    layout, driver = bench.layout, bench.driver
+    count, tokens = (32, 8192) if bench.on_gpu else (8, 256)
+    pages = count * layout.pages(tokens, driver.page_size)
+    work = eager_work(bench, 100)
+    alone, beside, rates = [], [], []
+    options: Row = {"driver": driver, "lookahead": bench.lookahead, "large_frames": False}
+    with KVCache(layout, count, tokens, max_bytes=pages * driver.page_size, **options) as cache:
+        mapper = cache.pool.mapper
+        assert mapper is not None
+        for number in bench.rounds("launching beside a mapper that never rests", rounds):
+            for busy in (False, True) if number % 2 == 0 else (True, False):
+                if not busy:
+                    alone.append(launches_a_second(bench, work, lambda: False))
+                    continue
+                batch = [cache.sequence(expected_tokens=tokens) for _ in range(count)]
+                before, began = mapper.pages, perf_counter()
+                end = before + pages // 20 * 19
+                beside.append(launches_a_second(bench, work, lambda end=end: mapper.pages >= end))
+                rates.append((mapper.pages - before) / (perf_counter() - began))
+                cache.free(batch)
+                bench.wait()
                 cache.trim()
-                began = perf_counter()
-                many = [cache.sequence(tokens // 8) for _ in range(60)]
-                after_trim.append((perf_counter() - began) * 1e3)
-                cache.free(many)
-                wait(where)
-        pool.trim()
+    if not alone:
+        return {}
+    speeds = {"alone_per_s": spread(alone), "beside_per_s": spread(beside), "pages_per_s": spread(rates)}
+    return speeds | {"of_alone": median(one / other for one, other in zip(beside, alone))}
+
+
+def launches_a_second(bench: Bench, work: Callable[[], None], over: Callable[[], bool]) -> float:
+    """Launches a second, of work that is a hundred of them, for a while or until it is over."""
+    bench.wait()
+    count, start = 0, perf_counter()
+    while not count or (perf_counter() - start < RESTLESS_SECONDS and not over()):
+        work()
+        count += 100
+    seconds = perf_counter() - start
+    bench.wait()
+    return count / seconds
+
+
+# ------------------------------------------------------------------ prompts
+
+
+def prompts(bench: Bench) -> list[Row]:
+    """Milliseconds that a thread waits for a prompt of 8,192 tokens on an empty pool, and for 60 sequences after a
+    trim: of 1,024 tokens, and as long as prompts of conversations are."""
+    tokens = 8192 if bench.on_gpu else 512
+    rng = np.random.default_rng(0)
+    ragged = np.minimum([request.prompt for request in conversations(60, rng)], tokens).tolist()
+    cases = {
+        f"a prompt of {tokens} tokens, empty pool": [tokens],
+        f"60 sequences of {tokens // 8} tokens, after trim()": [tokens // 8] * 60,
+        f"60 sequences of {sum(ragged) // 60} tokens on average, after trim()": ragged,
+    }
+    found: dict[tuple[str, str], list[float]] = {(what, frames): [] for what in cases for frames in FRAMES}
+    pages = sum(bench.layout.pages(length, bench.driver.page_size) for length in max(cases.values(), key=sum))
+    with ExitStack() as stack:
+        caches = {}
+        for frames in FRAMES:
+            pool = FramePool(2 * pages * bench.driver.page_size, driver=bench.driver)
+            stack.callback(pool.close)
+            options: Row = {"pool": pool, "lookahead": bench.lookahead, "large_frames": frames == LARGE}
+            caches[frames] = stack.enter_context(KVCache(bench.layout, 64, tokens, **options))
+        for number in bench.rounds("prompts", PROMPT_ROUNDS):
+            for what, lengths in cases.items():
+                for frames in FRAMES[:: -1 if number % 2 else 1]:
+                    found[what, frames].append(start_after_trim(bench, caches[frames], lengths))
     return [
-        {"what": f"a prompt of {tokens} tokens, empty pool", **spread(empty)},
-        {"what": f"60 sequences of {tokens // 8} tokens, after trim", **spread(after_trim)},
+        {"what": what, "frames": frames, "sequences": len(cases[what]), "tokens": sum(cases[what])} | spread(values)
+        for (what, frames), values in found.items()
+        if values
     ]
 
 
-def eager(layout: KVLayout, where: torch.device) -> dict[str, Any]:
-    """Launches a second of small kernels, alone and beside a thread that maps and unmaps without a rest."""
-    x = torch.zeros(16, device=where)
-    over = threading.Event()
-
-    def launches() -> float:
-        torch.cuda.synchronize(where)
-        count, start = 0, perf_counter()
-        while perf_counter() - start < 0.5:
-            for _ in range(100):
-                x.add_(1)
-            count += 100
-        torch.cuda.synchronize(where)
-        return count / (perf_counter() - start)
-
-    with KVCache(layout, 4, 8192, max_tokens=4 * 8192, device=where, lookahead=0) as cache:
-
-        def map_and_unmap() -> None:
-            while not over.is_set():
-                cache.sequence(512).free()
-                cache.trim()
-
-        alone, beside = [], []
-        for _ in range(5):
-            alone.append(launches())
-            over.clear()
-            thread = threading.Thread(target=map_and_unmap)
-            thread.start()
-            beside.append(launches())
-            over.set()
-            thread.join()
-    return {"alone_per_s": spread(alone), "beside_per_s": spread(beside)}
+def start_after_trim(bench: Bench, cache: KVCache, lengths: list[int]) -> float:
+    """Milliseconds until sequences of these lengths have their memory, all of which has gone before."""
+    cache.trim()
+    assert not cache.pool.stats().physical_bytes
+    began = perf_counter()
+    batch = [cache.sequence(length) for length in lengths]
+    milliseconds = (perf_counter() - began) * 1e3
+    cache.free(batch)
+    bench.wait()
+    return milliseconds
 
 
-def summary(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """Medians of rounds, and the range of their seconds."""
-    seconds = [each["seconds"] for each in rounds]
-    return {name: median(each[name] for each in rounds) for name in rounds[0]} | {
-        "seconds_min": min(seconds),
-        "seconds_max": max(seconds),
-    }
+# ------------------------------------------------------------------ what comes of it
 
 
 def spread(values: list[float]) -> dict[str, float]:
     return {"median": median(values), "min": min(values), "max": max(values)}
+
+
+def compare(result: Row) -> list[Row]:
+    """What the benchmark is for, and what we aim at; on a GPU only."""
+    found: list[Row] = []
+
+    def add(what: str, value: float, at_least: float = 0.0, at_most: float = inf) -> None:
+        found.append({"what": what, "value": value})
+        if "cuda_driver" in result["environment"] and (at_least, at_most) != (0.0, inf):
+            aim = f">= {at_least:g}" if at_most == inf else f"<= {at_most:g}"
+            found[-1] |= {"aim": aim, "met": at_least <= value <= at_most}
+
+    ways = {row["way"]: row for row in result["decode"]}
+    if AHEAD in ways:
+        add("decode loop, mapper over mapped before, seconds", ways[AHEAD]["of_mapped_before"], at_most=1.01)
+        share = 1 - ways[AHEAD]["extends_with_a_call"]
+        add("extends without a driver call of the caller's", share, at_least=0.999)
+        add("steps without one", 1 - ways[AHEAD]["steps_with_a_call"])
+    if IN_NEED in ways:
+        add("decode loop, no mapper over mapped before, seconds", ways[IN_NEED]["of_mapped_before"])
+    for row in result["launching"]:
+        if row["way"] == AHEAD:
+            add(
+                "eager launches in a decode loop, beside the mapper, time of one", row["of_mapped_before"], at_most=1.02
+            )
+    if result["restless"]:
+        add("eager launches beside a mapper that never rests, of those alone", result["restless"]["of_alone"])
+    for row, aim in zip([row for row in result["prompts"] if row["frames"] == LARGE], (2.0, 15.0, 15.0)):
+        add(f"{row['what']}, ms", row["median"], at_most=aim)
+    return found
+
+
+def show(result: Row) -> None:
+    """Prints a table for each part."""
+    columns, rows = decode_table(result)
+    console.print(
+        make_table(f"Decoding {result['sequences']} sequences, steps of {result['step_ms']:g} ms", columns, rows)
+    )
+    columns, rows = launch_table(result)
+    console.print(make_table("Launching small kernels", columns, rows))
+    columns, rows = prompt_table(result)
+    console.print(make_table("Waiting for prompts", columns, rows))
+    for row in result["comparisons"]:
+        console.print(f"{row['what']}: {row['value']:.5g}" + (f" (aim {row['aim']})" if "aim" in row else ""))
+    for what in result["missed"]:
+        console.print(f"not reached in time: {what}")
+
+
+Lines = tuple[tuple[str, ...], list[tuple[str, ...]]]
+"""Columns of a table, and its rows."""
+
+
+def decode_table(result: Row) -> Lines:
+    """A line for each way to have pages."""
+    columns = "", "s a round", "of mapped before", "extend, µs a step", "extends with a driver call", "steps with one"
+    return columns, [
+        (
+            row["way"],
+            f"{min(row['rounds']):.3f} to {max(row['rounds']):.3f}",
+            f"{row['of_mapped_before']:.4f}",
+            f"{row['extend_us']:.0f}",
+            f"{row['extends_with_a_call']:.3%}",
+            f"{row['steps_with_a_call']:.2%}",
+        )
+        for row in result["decode"]
+    ]
+
+
+def launch_table(result: Row) -> Lines:
+    """A line for each way in a decode loop, and for a mapper that never rests."""
+    lines = [
+        (
+            f"in a decode loop, {row['way']}",
+            f"{row['launch_us']:.2f} ({min(row['rounds']):.2f} to {max(row['rounds']):.2f})",
+            f"{row['of_mapped_before']:.3f}",
+        )
+        for row in result["launching"]
+    ]
+    if result["restless"]:
+        speeds = result["restless"]
+        for name, key in (("without a mapper", "alone_per_s"), ("beside a mapper that never rests", "beside_per_s")):
+            low, middle, high = (1e6 / speeds[key][name] for name in ("max", "median", "min"))
+            of_alone = 1.0 if key == "alone_per_s" else 1 / speeds["of_alone"]
+            lines.append((name, f"{middle:.2f} ({low:.2f} to {high:.2f})", f"{of_alone:.3f}"))
+    return ("", "µs a launch", "of that without a mapper at work"), lines
+
+
+def prompt_table(result: Row) -> Lines:
+    """A line for each case, with large frames beside single pages."""
+    cells: dict[str, dict[str, str]] = {}
+    for row in result["prompts"]:
+        cell = f"{row['median']:.2f} ({row['min']:.2f} to {row['max']:.2f})"
+        cells.setdefault(row["what"], {})[row["frames"]] = cell
+    return ("waiting, ms", *FRAMES), [(what, *(each[frames] for frames in FRAMES)) for what, each in cells.items()]
 
 
 if __name__ == "__main__":

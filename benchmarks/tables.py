@@ -17,7 +17,7 @@ from vmmkv import KVLayout
 from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
-from . import fragmentation, idle, pools, reuse
+from . import fragmentation, idle, mapper, overread, pools, reuse, scale
 from .serve import report as serving
 from .virtual import SCHEMES
 
@@ -81,11 +81,11 @@ def allocator(result: Result) -> str:
     for part, what in (("growth_new", "new pages"), ("growth_reclaimed", "pages of a parked row")):
         for row in sorted(result[part], key=lambda row: -row["pages_a_step"]):
             pages = row["pages_a_step"]
-            if pages != 16:
-                name = f"`extend` onto {what}, {'one' if pages == 1 else pages} at a time"
-                rows.append(
-                    (name, f"{row['extend_us']:.1f} µs a page", f"{row['raw_us']:.1f} µs", f"{row['ratio']:.2f}")
-                )
+            name = f"`extend` onto {what}, {'one' if pages == 1 else pages} at a time"
+            if row.get("large_frames"):  # older results have none
+                name += ", large frames"
+            ours, by_hand = ranged(row, "extend"), ranged(row, "raw")
+            rows.append((name, f"{ours} µs a page", f"{by_hand} µs", f"{row['ratio']:.2f}"))
     steps = {row["crossing"]: row for row in result["batch_step"]}
     rows.append(("decode step of 256 sequences, none needs a page", duration(steps[0]["step_us"]), "", ""))
     for crossing, name in ((16, "16 of them need one"), (256, "all of them")):
@@ -98,6 +98,12 @@ def allocator(result: Result) -> str:
     both = f"{duration(empty['fresh_us'])} new, {empty['cached_us']:.1f} µs from torch's cache"
     rows.append(("for comparison, `torch.empty` of 2 MiB", both, "", ""))
     return markdown(("operation", "vmmkv", "the same driver calls by hand", "ratio"), rows)
+
+
+def ranged(row: Result, name: str) -> str:
+    """Microseconds, and, but for older results, where four of five lie."""
+    low, high = (row.get(f"{name}_{quantile}_us") for quantile in ("p10", "p90"))
+    return f"{row[f'{name}_us']:.1f}" + (f" ({low:.1f} to {high:.1f})" if low is not None else "")
 
 
 def duration(microseconds: float) -> str:
@@ -151,6 +157,16 @@ def kernel_rows(measured: list[Result], cases: dict[str, str], figure: str) -> l
                 name += f", {label}" if kernel == "vmmkv, auto" else ""
                 rows.append((name, *(cell or ABSENT.get((kernel, layout), "") for cell, layout in zip(cells, LAYOUTS))))
     return rows
+
+
+@table("overread_h200.json")
+def overread_decode(result: Result) -> str:
+    return markdown(*overread.table(result))
+
+
+@table("overread_h200.json")
+def overread_nan(result: Result) -> str:
+    return overread.verdict(result)
 
 
 @table("ncu_h200.json")
@@ -291,8 +307,9 @@ def static_reservation(result: Result) -> str:
 # ------------------------------------------------------------------ serving
 
 
-def serving_table(result: Result, case: int) -> str:
-    name, backends = serving.by_case(result["serving"])[case]
+def serving_table(result: Result, load: str) -> str:
+    """The first trace under a load, by the end of the load's name."""
+    name, backends = next(case for case in serving.by_case(result["serving"]) if case[0].endswith(load))
     return markdown((name, *backends), serving.figure_lines(backends))
 
 
@@ -306,9 +323,13 @@ def comparisons_table(result: Result) -> str:
 
 
 for name, source in (("serve", "serve_h200.json"), ("serve-qwen3", "serve_qwen3_h200.json")):
-    TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, case=0))
-    TABLES[f"{name}-load"] = Table((source,), partial(serving_table, case=1))
+    TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
+    TABLES[f"{name}-load"] = Table((source,), partial(serving_table, load="load"))
     TABLES[f"{name}-prompts"] = Table((source,), prompts_table)
+    TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+for name, source in (("rounds", "serve_rounds_h200.json"), ("rounds-qwen3", "serve_rounds_qwen3_h200.json")):
+    TABLES[f"{name}-ahead"] = Table((source,), partial(serving_table, load="saturation"))
+    TABLES[f"{name}-waiting"] = Table((source,), partial(serving_table, load="waited for"))
     TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
 
 
@@ -322,7 +343,27 @@ def idle_memory(result: Result) -> str:
     return markdown(("", *(run["mode"] for run in result["runs"])), idle.table(result))
 
 
-# ------------------------------------------------------------------ two models on one pool
+@table("scale.json")
+def scale_of_rows(result: Result) -> str:
+    return markdown(*scale.table(result))
+
+
+# ------------------------------------------------------------------ mapping ahead, and two models on one pool
+
+
+@table("mapper_h200.json")
+def mapper_decode(result: Result) -> str:
+    return markdown(*mapper.decode_table(result))
+
+
+@table("mapper_h200.json")
+def mapper_launches(result: Result) -> str:
+    return markdown(*mapper.launch_table(result))
+
+
+@table("mapper_h200.json")
+def mapper_prompts(result: Result) -> str:
+    return markdown(*mapper.prompt_table(result))
 
 
 def modes_table(result: Result) -> str:
@@ -333,6 +374,7 @@ def moves_table(result: Result) -> str:
     return markdown(pools.MOVES, pools.moves(result))
 
 
+TABLES["mapper-comparisons"] = Table(("mapper_h200.json",), comparisons_table)
 TABLES["pools"] = Table(("pools_h200.json",), modes_table)
 TABLES["pool-moves"] = Table(("pools_h200.json",), moves_table)
 TABLES["pool-comparisons"] = Table(("pools_h200.json",), comparisons_table)

@@ -35,13 +35,13 @@ class BookkeepingDriver(HostDriver):
     def memory_info(self) -> tuple[int, int]:
         return self.nbytes, self.nbytes
 
-    def create(self) -> Handle:
+    def create(self, pages: int = 1) -> Handle:
         return Handle(next(self._numbers))
 
     def release(self, handle: Handle) -> None:
         pass
 
-    def map(self, address: int, handle: Handle) -> None:
+    def map(self, address: int, handle: Handle, pages: int = 1) -> None:
         pass
 
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
@@ -115,7 +115,8 @@ def make_allocator(
         driver = BookkeepingDriver(budget)
         # One row more than there could be pages for: what runs out is memory.
         rows = min(max_sequences, budget // driver.page_size // len(layout.record_bytes) + 1)
-        return KVCache(layout, rows, max_seq_len, max_bytes=budget, driver=driver)
+        large = scheme == "token-major"  # who lays out a range per layer elsewhere has pages of one size
+        return KVCache(layout, rows, max_seq_len, max_bytes=budget, driver=driver, large_frames=large)
     block_tokens = max_seq_len if scheme == "static" else int(scheme.removeprefix("block "))
     return BlockPool(budget // (block_tokens * layout.token_bytes), block_tokens)
 

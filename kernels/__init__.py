@@ -2,6 +2,22 @@
 
 They know nothing of vmmkv: a row of a `vmmkv.KVCache` is a strided tensor like any other.
 
+Words, each with one meaning in all of these files:
+
+    group           query heads that share a KV head
+    tile            tokens whose K or V prefill works on at a time: its keys
+    ring, slot      a ring in shared memory, and one of its places for tiles, which take turns in them
+    box, panel      tokens that the copy engine copies at a time; 64 of their elements, 128 bytes a token
+    unit            16 tokens: what decode's work is counted in
+    octet           up to eight queries that share a KV head: the columns of a product in decode
+    bundle          the octets that a block of threads works on at a time, a warp or more on each
+    share, piece    the units of a block of threads; those of one sequence and bundle in it
+    part            the sums of a piece which is not a whole bundle
+    home            where a token is: the number of its row, or of its block
+    live            the tokens from the first that may be read to the last
+    block           of a block table; CUDA's are blocks of threads
+    warpgroup       four warps, which multiply together on Hopper
+
 Nothing is imported before it is used. In this repository the folder can also be imported as a top-level `kernels`,
 which is the name of Hugging Face's package, and transformers imports whatever has that name.
 """

@@ -2,40 +2,66 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from numba import cuda
-
+from .arguments import Addresses, Strides
 from .memory import load_i32
+from .ptx import inlined
 
 
-@cuda.jit(device=True, inline="always")
-def row_of(sequence, rows):  # type: ignore[no-untyped-def]
-    """The row of a sequence, of the cache or of the block table; without `rows` its number."""
-    return load_i32(rows + sequence * 4) if rows != 0 else sequence
+class Row(NamedTuple):
+    """A row of the cache; with a block table, a row of that."""
+
+    number: int
+    table: int
+    """The address of its part of the block table, if there is one."""
 
 
-@cuda.jit(device=True, inline="always")
-def first_token(sequence, starts):  # type: ignore[no-untyped-def]
+class Tokens(NamedTuple):
+    """K or V, or one head of it, in all rows (or blocks)."""
+
+    address: int
+    """Of the first token of the first row."""
+    row_stride: int
+    """Bytes from one row, or from one block, to the next."""
+    token_stride: int
+
+
+@inlined
+def row_of(sequence: int, at: Addresses, strides: Strides) -> Row:
+    """The row of a sequence; without `rows` it has the sequence's number."""
+    number = load_i32(at.rows + sequence * 4) if at.rows != 0 else sequence
+    return Row(number, at.block_table + number * strides.table)
+
+
+@inlined
+def head_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, Tokens]:
+    """K and V of one head."""
+    k = Tokens(at.k + kv_head * strides.k_head, strides.k_row, strides.k_token)
+    v = Tokens(at.v + kv_head * strides.v_head, strides.v_row, strides.v_token)
+    return k, v
+
+
+@inlined
+def first_token(sequence: int, starts: int) -> int:
     """The first token of a sequence that may be read."""
     return load_i32(starts + sequence * 4) if starts != 0 else 0
 
 
 def make_addressing(block_size: int) -> tuple[Any, Any]:
-    """Functions for kernels: `home_of` a token, a row or a block, and its `offset_in` bytes.
+    """Functions for kernels: `home_of` a token, a row's or a block's number, and the token's address there.
 
     Args:
         block_size: tokens of a block in the block table; 0: tokens lie in rows.
     """
 
-    @cuda.jit(device=True, inline="always")
-    def home_of(token, row, table):  # type: ignore[no-untyped-def]
-        """`table` is the address of the row's part of the block table."""
-        return load_i32(table + token // block_size * 4) if block_size else row
+    @inlined
+    def home_of(token: int, row: Row) -> int:
+        return load_i32(row.table + token // block_size * 4) if block_size else row.number
 
-    @cuda.jit(device=True, inline="always")
-    def offset_in(home, token, home_stride, token_stride):  # type: ignore[no-untyped-def]
+    @inlined
+    def address_of(token: int, home: int, tokens: Tokens) -> int:
         inside = token % block_size if block_size else token
-        return home * home_stride + inside * token_stride
+        return tokens.address + (home * tokens.row_stride + inside * tokens.token_stride)
 
-    return home_of, offset_in
+    return home_of, address_of

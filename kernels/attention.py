@@ -1,4 +1,4 @@
-"""What decode and prefill share: the arguments of every attention kernel, their checks, and the launch."""
+"""What decode and prefill share: the checks of what they are given, the arguments made of it, and the launch."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ from typing import NamedTuple
 
 import torch
 
+from .arguments import Addresses, Scoring, Sizes, Strides
 from .arithmetic import LOG2E
 from .checks import Geometry, Key, check_alignment, check_attention, check_block_table, check_indices, check_sinks
 from .compiler import Kernel
 from .tensor_map import tensor_maps
 from .workspace import workspace
 
-ARGUMENTS = "q" * 28 + "ff"
-"""The same for all: 12 addresses, batch, num_kv_heads, the table's stride, the window, 12 strides, two factors.
-
-The softmax is `exp2(outer * x)` of `x = q k`, or of `x = tanh(inner * q k)` with a soft cap.
-"""
-
+ARGUMENTS = Addresses, Sizes, Strides, Scoring
+"""What every attention kernel takes, behind tensor maps, if it takes these."""
 
 Tensors = tuple[torch.Tensor | None, ...]
 """What a call is given, in the order of `Geometries`."""
 
 
 class Geometries(NamedTuple):
-    """The tensors of a call, without data."""
+    """The tensors of a call, without data, in the order of `Addresses`."""
 
     q: Geometry
     k: Geometry
@@ -39,15 +36,15 @@ class Geometries(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a geometry comes to: a kernel, its grid and workspace, and the arguments that stay the same."""
+    """What a geometry comes to: a kernel, its grid and workspace, and the arguments that are always the same."""
 
     kernel: Kernel
     device: torch.device
     blocks: tuple[int, int]
     partial_bytes: int
     counters: int
-    sizes: tuple[int, int, int]
-    strides: tuple[int, ...]
+    sizes: Sizes
+    strides: Strides
     box_tokens: int = 0
     """Of a copy by tensor map; 0: the kernel takes no tensor maps."""
 
@@ -102,12 +99,19 @@ def make_plan(
 ) -> Plan:
     """The plan of a geometry, once its kernel is chosen."""
     q, k, v, out = given[:4]
-    size = q.dtype.itemsize
     ragged = (0,) if given.cu_seqlens else ()  # then q has no dimension of sequences
     strides = (*ragged, *q.strides[:-1], *k.strides[:3], *v.strides[:3], *ragged, *out.strides[:-1])
     table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
-    sizes = given.seq_lens.shape[0], k.shape[2], table_stride
-    return Plan(kernel, q.device, blocks, partial_bytes, counters, sizes, tuple(x * size for x in strides), box_tokens)
+    return Plan(
+        kernel,
+        q.device,
+        blocks,
+        partial_bytes,
+        counters,
+        Sizes(given.seq_lens.shape[0], k.shape[2]),
+        Strides(table_stride, *(stride * q.dtype.itemsize for stride in strides)),
+        box_tokens,
+    )
 
 
 def launch(
@@ -127,6 +131,5 @@ def launch(
     if plan.counters:
         stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
         room = workspace(plan.device, stream, plan.partial_bytes, plan.counters)
-    inner = scale / softcap if softcap else 1.0
-    outer = (softcap or scale) * LOG2E
-    plan.kernel.launch(plan.blocks, index, (*maps, *pointers, *room, *plan.sizes, window, *plan.strides, inner, outer))
+    scoring = window, scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
+    plan.kernel.launch(plan.blocks, index, (*maps, *pointers, *room, *plan.sizes, *plan.strides, *scoring))

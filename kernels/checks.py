@@ -80,10 +80,7 @@ def check_cache(name: str, cache: Geometry, like: Geometry | None = None) -> Non
 def check_indices(device: torch.device, shape: tuple[int, ...], **tensors: Geometry) -> None:
     """Index tensors: int32, on the device, of the given shape, without gaps."""
     for name, tensor in tensors.items():
-        if tensor.dtype != torch.int32:
-            raise TypeError(f"got {name} of {tensor.dtype}; it must be torch.int32")
-        if tensor.device != device:
-            raise ValueError(f"got {name} on {tensor.device}; the other tensors are on {device}")
+        _check_int32(device, name, tensor)
         if len(shape) != 1 or tensor.shape != shape or not _follow(tensor):
             raise ValueError(f"got {name} {list(tensor.shape)}; it must be contiguous {list(shape)}")
 
@@ -92,12 +89,16 @@ def check_block_table(device: torch.device, table: Geometry, cache: Geometry) ->
     """A block table, and blocks of whole units of 16 tokens, which is how many kernels look up at a time."""
     if len(table.shape) != 2 or not _follow(table):
         raise ValueError(f"got block_table {list(table.shape)}; it must be [max_sequences, max_blocks], in order")
-    if table.dtype != torch.int32:
-        raise TypeError(f"got block_table of {table.dtype}; it must be torch.int32")
-    if table.device != device:
-        raise ValueError(f"got block_table on {table.device}; the other tensors are on {device}")
+    _check_int32(device, "block_table", table)
     if not cache.shape[1] or cache.shape[1] % 16:
         raise ValueError(f"got blocks of {cache.shape[1]} tokens; the block size must be a multiple of 16")
+
+
+def _check_int32(device: torch.device, name: str, tensor: Geometry) -> None:
+    if tensor.dtype != torch.int32:
+        raise TypeError(f"got {name} of {tensor.dtype}; it must be torch.int32")
+    if tensor.device != device:
+        raise ValueError(f"got {name} on {tensor.device}; the other tensors are on {device}")
 
 
 def check_written(**tensors: Geometry) -> None:

@@ -16,8 +16,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, cached_property
 from importlib.metadata import version
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from numba import cuda, types
@@ -31,8 +32,15 @@ if SIMULATED:
 ENTRY = "kernel"
 """What every kernel is called in its PTX."""
 
-FORMATS = {"q": "q", "f": "f4x", "m": "128s"}
-"""How arguments are packed, by kind: 64-bit integers, floats, and tensor maps, which must come first."""
+FORMATS = {int: "q", float: "f4x", bytes: "128s"}
+"""How arguments are packed: 64-bit integers (addresses, strides in bytes, counts), floats, and tensor maps, which must
+come first."""
+
+TYPES = {int: types.int64, float: types.float32, bytes: types.int64}
+"""What they are to the compiler; of a tensor map the code gets the address."""
+
+Structs = tuple[type[Any], ...]
+"""A kernel's parameters: named tuples of `int`, `float` and `bytes`."""
 
 
 class Kernel:
@@ -41,8 +49,7 @@ class Kernel:
     Args:
         factory: makes the kernel, a plain Python function, from `constants`.
         constants: what is fixed at compile time.
-        arguments: a letter for each argument: q a 64-bit integer (an address, a stride in bytes, a count), f a float,
-            m a tensor map.
+        structs: what it takes: each parameter of the function is a struct, each field of it an argument.
         threads: threads of a block.
         blocks_per_sm: as many blocks are to fit on a multiprocessor; bounds the registers.
         shared_bytes: dynamic shared memory of a block.
@@ -53,7 +60,7 @@ class Kernel:
         self,
         factory: Callable[..., Any],
         constants: tuple[Any, ...],
-        arguments: str,
+        structs: Structs,
         threads: int,
         *,
         blocks_per_sm: int = 1,
@@ -62,29 +69,33 @@ class Kernel:
     ) -> None:
         self.factory = factory
         self.constants = constants
-        self.arguments = arguments
+        self.structs = structs
         self.threads = threads
         self.blocks_per_sm = blocks_per_sm
         self.shared_bytes = shared_bytes
         self.hopper = hopper
         self._handles: dict[int, Any] = {}
         self._lock = threading.Lock()  # of the values, between packing and the launch that reads them
-        layout = struct.Struct("=" + "".join(FORMATS[kind] for kind in arguments))
+        formats = [FORMATS[kind] for kind in _fields(structs)]
+        layout = struct.Struct("=" + "".join(formats))
         self._pack = layout.pack_into
         self._memory = ctypes.create_string_buffer(layout.size + 64)
         first = -(-ctypes.addressof(self._memory) // 64) * 64  # where tensor maps may lie
         self._values = (ctypes.c_char * layout.size).from_address(first)
-        sizes = [struct.calcsize("=" + FORMATS[kind]) for kind in arguments]
-        places = [first + sum(sizes[:index]) for index in range(len(sizes))]
+        places = [first + struct.calcsize("=" + "".join(formats[:index])) for index in range(len(formats))]
         self._pointers = (ctypes.c_void_p * len(places))(*places)
         self._parameters = ctypes.addressof(self._pointers)
 
     def launch(self, blocks: tuple[int, int], index: int, arguments: tuple[Any, ...]) -> None:
-        """Runs a grid of blocks on the current stream of the CUDA device `index`."""
+        """Runs a grid of blocks on the current stream of the CUDA device `index`.
+
+        Args:
+            arguments: the fields of all structs, in order: to make structs here would take longer than to pack them.
+        """
         if 0 in blocks:
             return
         if SIMULATED:
-            self._simulated[blocks, self.threads, 0, self.shared_bytes](*arguments)
+            self._simulated[blocks, self.threads, 0, self.shared_bytes](*self._in_structs(arguments))
             return
         if torch._C._cuda_getDevice() != index:
             with torch.cuda.device(index):
@@ -107,6 +118,10 @@ class Kernel:
                 handle, *blocks, 1, self.threads, 1, 1, self.shared_bytes, stream, self._parameters, 0
             )[0]  # fmt: skip
 
+    def _in_structs(self, arguments: tuple[Any, ...]) -> list[Any]:
+        values = iter(arguments)
+        return [each._make(islice(values, len(each._fields))) for each in self.structs]
+
     def __str__(self) -> str:
         return f"{self.factory.__name__}{self.constants}"
 
@@ -116,7 +131,7 @@ class Kernel:
         if path.exists():
             return path.read_text()
         bounds = self.threads, self.blocks_per_sm
-        ptx = to_ptx(self.factory(*self.constants), self.arguments, bounds, self._target(capability))
+        ptx = to_ptx(self.factory(*self.constants), self.structs, bounds, self._target(capability))
         with suppress(OSError):  # without a disk it is made again
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
@@ -151,17 +166,21 @@ class Kernel:
         return cuda.jit(self.factory(*self.constants))
 
 
-def to_ptx(function: Any, arguments: str, launch_bounds: tuple[int, int], target: tuple[Any, ...]) -> str:
-    """Compiles a kernel. In its code a tensor map is an address like others."""
-    kinds = {"q": types.int64, "f": types.float32, "m": types.int64}
-    signature = types.void(*[kinds[kind] for kind in arguments])
+def _fields(structs: Structs) -> list[type]:
+    """The types of the structs' fields, in order."""
+    return [kind for each in structs for kind in get_type_hints(each).values()]
+
+
+def to_ptx(function: Any, structs: Structs, launch_bounds: tuple[int, int], target: tuple[Any, ...]) -> str:
+    """Compiles a kernel."""
+    signature = types.void(*[types.NamedTuple([TYPES[kind] for kind in _fields((each,))], each) for each in structs])
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": launch_bounds}
     ptx: str = cuda.compile(function, signature, cc=target, **options)[0]
     mangled = re.search(r"\.entry\s+(\w+)", ptx)
     assert mangled
     # All that is used here is in PTX 8.6; the compiler's own version may be newer than the driver.
     ptx = re.sub(r"\.version \d+\.\d+", ".version 8.6", ptx.replace(mangled[1], ENTRY))
-    for index in range(arguments.count("m")):
+    for index in range(_fields(structs).count(bytes)):
         ptx = _pass_by_value(ptx, f"{ENTRY}_param_{index}")
     return ptx
 

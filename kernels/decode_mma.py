@@ -1,6 +1,6 @@
 """decode on tensor cores: K and V go straight from memory into the registers that are multiplied.
 
-Transposed, a step of attention is two products of matrices whose 8 columns are queries that share a KV head:
+Transposed, a step of attention is two products of matrices whose 8 columns are queries that share a KV head, an octet:
 
     S = K q        [16 tokens x head_dim] [head_dim x 8 queries]
     O = V^T P      [head_dim x 16 tokens] [16 tokens x 8 queries]
@@ -9,66 +9,75 @@ The dims are summed in the first product and label the rows of the second, so th
 takes 16 bytes of K and of V as they lie. No shared memory, and no waiting for other warps, while tokens stream past.
 P comes out of the first product as the second wants it but for a transposition in registers.
 
-For shares of the work, and for what becomes of the sums, see `decode_parts`.
+For shares of the work see `decode_shares`, for what becomes of the sums `decode_parts`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numba import cuda
 
-from .addressing import make_addressing, row_of
-from .arithmetic import FLOOR, HALVES, NEGATIVE_INFINITY, exp2, fma, maximum, pick_bytes, tanh
-from .decode_parts import UNIT, Queries, make_settle, make_shares
+from .addressing import Row, Tokens, head_of, make_addressing, row_of
+from .arguments import Addresses, Scoring, Sizes, Strides, Variant
+from .arithmetic import HALVES, NEGATIVE_INFINITY, exp2, fma, maximum, pick_bytes, tanh
+from .decode_parts import make_settle, results_of
+from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
 from .memory import load_16, load_16_cached
-from .ptx import float32, uint32
-from .warp import make_meet, shuffle_xor, transpose
+from .ptx import float32, inlined, uint32
+from .softmax import Softmax, Visible, begin_softmax
 from .warp import multiply as multiplications
+from .warp import shuffle_xor, transpose
 
-WARPS = 4
-THREADS = 32 * WARPS
 BLOCKS_PER_SM = 2
 
 
-def make_decode(
-    dtype: torch.dtype,
-    head_dim: int,
-    queries: Queries,
-    block_size: int,
-    windowed: bool,
-    softcapped: bool,
-) -> Any:
-    """The kernel as a Python function; the arguments are constants to the compiler.
+class Octet(NamedTuple):
+    """Up to 8 queries that share a KV head: a warp's."""
 
-    Args:
-        queries: warps without a slot of them take other tokens.
-        block_size: tokens of a block in the block table; 0 without one.
-    """
-    multiply, pack = multiplications[dtype], HALVES[dtype].pack
-    group, q_len, slots = queries.group, queries.q_len, queries.slots
-    tiles, used, per_head = queries.slots_per_head, queries.per_slot, queries.per_head
-    token_warps = WARPS // slots
-    k_chunks, v_chunks = -(-head_dim // 32), -(-head_dim // 64)
-    q_words, k_words, v_words = 4 * k_chunks, 8 * k_chunks, 16 * v_chunks
-    num_sums = 16 * v_chunks
-    at_m = WARPS * used * head_dim
-    at_l = at_m + WARPS * used
-    shared_floats = queries.result_floats(head_dim, token_warps)
-    stride = token_warps * UNIT
+    kv_head: int
+    column: int
+    """The first of them among those of the head."""
 
-    home_of, offset_in = make_addressing(block_size)
-    meet, _ = make_meet(THREADS)
-    share_of_block, piece_at = make_shares(queries, windowed)
-    settle = make_settle(dtype, head_dim, queries, token_warps, THREADS, meet)
 
-    @cuda.jit(device=True, inline="always")
-    def load_k(words, token, first, last, home, k, k_row, k_token, lane):  # type: ignore[no-untyped-def]
-        """Of 16 tokens, a lane's rows g and g + 8; those outside first..last repeat one within."""
+def chunks_of(head_dim: int) -> tuple[int, int]:
+    """The 64 bytes of K, and the 128 of V, that lanes load of a token at a time: so many make up a head."""
+    return -(-head_dim // 32), -(-head_dim // 64)
+
+
+def make_load_queries(head_dim: int, queries: Queries) -> Any:
+    """A function for kernels that loads a lane's part of an octet: 16 bytes of every 64, of query `lane // 4`."""
+    group, per_head = queries.group, queries.per_head
+    chunks, _ = chunks_of(head_dim)
+
+    @inlined
+    def load_queries(words: Any, octet: Octet, q: int, strides: Strides, lane: int) -> None:
+        """From the address of the sequence's first query. What there is none of is 0."""
+        number = octet.column + (lane >> 2)
+        query = min(number, per_head - 1)
+        source = q + query // group * strides.q_token + (octet.kv_head * group + query % group) * strides.q_head
+        source += (lane & 3) * 16
+        for c in range(chunks):
+            inside = number < per_head and c * 64 + (lane & 3) * 16 < head_dim * 2
+            loaded = load_16_cached(source + (c * 64 if inside else 0))
+            for i in range(4):
+                words[c * 4 + i] = loaded[i] if inside else uint32(0)
+
+    return load_queries
+
+
+def make_loads(head_dim: int, block_size: int) -> tuple[Any, Any]:
+    """Functions for kernels: a lane's part of K, and of V, of 16 tokens; those outside of the live ones repeat one."""
+    _, address_of = make_addressing(block_size)
+    k_chunks, v_chunks = chunks_of(head_dim)
+
+    @inlined
+    def load_k(words: Any, k: Tokens, token: int, home: int, piece: Piece, lane: int) -> None:
+        """The rows `lane // 4` and the 8th after that."""
         for r in range(2):
-            position = max(min(token + r * 8 + (lane >> 2), last), first)
-            source = k + offset_in(home, position, k_row, k_token)
+            position = max(min(token + r * 8 + (lane >> 2), piece.last), piece.first)
+            source = address_of(position, home, k)
             for c in range(k_chunks):
                 offset = c * 64 + (lane & 3) * 16
                 if head_dim % 32 and offset >= head_dim * 2:
@@ -77,13 +86,13 @@ def make_decode(
                 for i in range(4):
                     words[(r * k_chunks + c) * 4 + i] = loaded[i]
 
-    @cuda.jit(device=True, inline="always")
-    def load_v(words, token, first, last, home, v, v_row, v_token, lane):  # type: ignore[no-untyped-def]
-        """Of 16 tokens, those that are a lane's columns in the product."""
+    @inlined
+    def load_v(words: Any, v: Tokens, token: int, home: int, piece: Piece, lane: int) -> None:
+        """The tokens that are a lane's columns in the product."""
         for r in range(4):
-            row = token + (lane & 3) * 2 + (r & 1) + (r >> 1) * 8
-            position = max(min(row, last), first)
-            source = v + offset_in(home, position, v_row, v_token)
+            position = token + (lane & 3) * 2 + (r & 1) + (r >> 1) * 8
+            position = max(min(position, piece.last), piece.first)
+            source = address_of(position, home, v)
             for c in range(v_chunks):
                 offset = c * 128 + (lane >> 2) * 16
                 if head_dim % 64 and offset >= head_dim * 2:
@@ -92,9 +101,17 @@ def make_decode(
                 for i in range(4):
                     words[(r * v_chunks + c) * 4 + i] = loaded[i]
 
-    @cuda.jit(device=True, inline="always")
-    def score(k_words, q_words, inner):  # type: ignore[no-untyped-def]
-        """Of 16 tokens and 8 queries: a lane has tokens g and g + 8 for each of two queries."""
+    return load_k, load_v
+
+
+def make_products(dtype: torch.dtype, head_dim: int, softcapped: bool) -> tuple[Any, Any]:
+    """Functions for kernels: the two products."""
+    multiply = multiplications[dtype]
+    k_chunks, v_chunks = chunks_of(head_dim)
+
+    @inlined
+    def score(k_words: Any, q_words: Any, inner: float) -> tuple[float, float, float, float]:
+        """Of 16 tokens and 8 queries: a lane has tokens `lane // 4` and the 8th after, for each of two queries."""
         d = (float32(0), float32(0), float32(0), float32(0))
         for c in range(k_chunks):
             for x in range(2):
@@ -109,8 +126,8 @@ def make_decode(
             return tanh(d[0] * inner), tanh(d[1] * inner), tanh(d[2] * inner), tanh(d[3] * inner)
         return d
 
-    @cuda.jit(device=True, inline="always")
-    def accumulate(sums, v_words, p0, p1):  # type: ignore[no-untyped-def]
+    @inlined
+    def accumulate(sums: Any, v_words: Any, p0: int, p1: int) -> None:
         """Adds V^T P of 16 tokens. Pairs of tokens are put together as the multiplication wants them."""
         for c in range(v_chunks):
             for w in range(4):
@@ -128,128 +145,152 @@ def make_decode(
                 for i in range(4):
                     sums[o + i] = d[i]
 
-    def kernel(  # type: ignore[no-untyped-def]
-        q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, partials, counters,
-        batch, kv_heads, table_stride, window,
-        q_batch, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, out_batch, out_token, out_head,
-        inner, outer,
-    ):  # fmt: skip
+    return score, accumulate
+
+
+def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
+    """Functions for kernels: what a lane's two queries see of a piece, and an octet's attention to a warp's tokens."""
+    pack, windowed = HALVES[variant.dtype].pack, variant.windowed
+    group, q_len = queries.group, queries.q_len
+    k_chunks, v_chunks = chunks_of(variant.head_dim)
+    k_words, v_words, num_sums = 8 * k_chunks, 16 * v_chunks, 16 * v_chunks
+    stride = queries.token_warps * UNIT
+
+    home_of, _ = make_addressing(variant.block_size)
+    load_k, load_v = make_loads(variant.head_dim, variant.block_size)
+    score, accumulate = make_products(variant.dtype, variant.head_dim, variant.softcapped)
+
+    @inlined
+    def keys_of_lane(piece: Piece, column: int, window: int) -> Visible:
+        """Of the queries of this number and the next; those that there are not see as much as the last."""
+        high0 = piece.last + 1 - q_len + min(column // group, q_len - 1) + 1
+        high1 = piece.last + 1 - q_len + min((column + 1) // group, q_len - 1) + 1
+        low0 = max(piece.first, high0 - window) if windowed else piece.first
+        low1 = max(piece.first, high1 - window) if windowed else piece.first
+        return Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
+
+    @inlined
+    def attend(
+        sums: Any, q_fragment: Any, k: Tokens, v: Tokens, row: Row, piece: Piece, token: int, visible: Visible,
+        scoring: Scoring, lane: int,
+    ) -> Softmax:  # fmt: skip
+        """From a token on; other warps have those in between. The softmax is this lane's."""
+        k_fragment = cuda.local.array(k_words, uint32)
+        v_fragment = cuda.local.array(v_words, uint32)
+        for i in range(num_sums):
+            sums[i] = float32(0)
+        m0, m1, l0, l1 = begin_softmax()
+        if token < piece.token_end:
+            home = home_of(token, row)
+            load_k(k_fragment, k, token, home, piece, lane)
+            load_v(v_fragment, v, token, home, piece, lane)
+            home = home_of(min(token + stride, piece.last), row)
+        while token < piece.token_end:
+            s0, s1, s2, s3 = score(k_fragment, q_fragment, scoring.inner)
+            t = token + (lane >> 2)
+            s0 = s0 if visible.low0 <= t < visible.high0 else float32(NEGATIVE_INFINITY)
+            s1 = s1 if visible.low1 <= t < visible.high1 else float32(NEGATIVE_INFINITY)
+            s2 = s2 if visible.low0 <= t + 8 < visible.high0 else float32(NEGATIVE_INFINITY)
+            s3 = s3 if visible.low1 <= t + 8 < visible.high1 else float32(NEGATIVE_INFINITY)
+            # K of the next tokens is on its way while V is multiplied, and V while K is.
+            token += stride
+            if token < piece.token_end:
+                load_k(k_fragment, k, token, home, piece, lane)
+            n0 = maximum(m0, maximum(s0, s2))
+            n1 = maximum(m1, maximum(s1, s3))
+            for step in range(3):
+                n0 = maximum(n0, shuffle_xor(n0, 4 << step))
+                n1 = maximum(n1, shuffle_xor(n1, 4 << step))
+            a0 = exp2((m0 - n0) * scoring.outer)
+            a1 = exp2((m1 - n1) * scoring.outer)
+            m0 = n0
+            m1 = n1
+            for i in range(num_sums // 2):
+                sums[2 * i] *= a0
+                sums[2 * i + 1] *= a1
+            p0 = exp2(fma(s0, scoring.outer, -m0 * scoring.outer))
+            p1 = exp2(fma(s1, scoring.outer, -m1 * scoring.outer))
+            p2 = exp2(fma(s2, scoring.outer, -m0 * scoring.outer))
+            p3 = exp2(fma(s3, scoring.outer, -m1 * scoring.outer))
+            l0 = fma(l0, a0, p0 + p2)
+            l1 = fma(l1, a1, p1 + p3)
+            accumulate(sums, v_fragment, transpose(pack(p0, p1)), transpose(pack(p2, p3)))
+            if token < piece.token_end:
+                load_v(v_fragment, v, token, home, piece, lane)
+                home = home_of(min(token + stride, piece.last), row)
+        return Softmax(m0, m1, l0, l1)
+
+    return keys_of_lane, attend
+
+
+def make_put_results(head_dim: int, queries: Queries) -> Any:
+    """A function for kernels that leaves a warp's sums, maxima and weights in shared memory."""
+    results, per_octet = results_of(queries, head_dim), queries.per_octet
+    _, chunks = chunks_of(head_dim)
+
+    @inlined
+    def put_results(shared: Any, sums: Any, softmax: Softmax, warp: int, lane: int) -> None:
+        m0, m1, l0, l1 = softmax
+        for step in range(3):
+            l0 += shuffle_xor(l0, 4 << step)
+            l1 += shuffle_xor(l1, 4 << step)
+        for i in range(2):
+            query = 2 * (lane & 3) + i
+            if query < per_octet:
+                column = warp * per_octet + query
+                if lane < 4:
+                    shared[results.maxima + column] = m1 if i else m0
+                    shared[results.weights + column] = l1 if i else l0
+                for c in range(chunks):
+                    dim = c * 64 + (lane >> 2) * 8
+                    if dim < head_dim:
+                        to = results.sums + column * head_dim + dim
+                        for w in range(8):
+                            shared[to + w] = sums[(c * 4 + w // 2) * 4 + w % 2 * 2 + i]
+
+    return put_results
+
+
+def make_decode(variant: Variant) -> Any:
+    """The kernel as a Python function."""
+    head_dim, queries = variant.head_dim, Queries(variant.group, variant.q_len)
+    octets, octets_per_head, bundles_per_head = queries.octets, queries.octets_per_head, queries.bundles_per_head
+    k_chunks, v_chunks = chunks_of(head_dim)
+    q_words, num_sums = 4 * k_chunks, 16 * v_chunks
+    shared_floats = results_of(queries, head_dim).floats
+
+    share_of_block, piece_at = make_shares(queries, variant.windowed)
+    load_queries = make_load_queries(head_dim, queries)
+    keys_of_lane, attend = make_attend(variant, queries)
+    put_results = make_put_results(head_dim, queries)
+    settle = make_settle(variant.dtype, head_dim, queries)
+
+    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
         warp = thread >> 5
-        pair = lane & 3
-        groups = kv_heads * tiles // slots  # of slots
         shared = cuda.shared.array(shared_floats, float32)
         q_fragment = cuda.local.array(q_words, uint32)
-        k_fragment = cuda.local.array(k_words, uint32)
-        v_fragment = cuda.local.array(v_words, uint32)
         sums = cuda.local.array(num_sums, float32)
-        lengths = (seq_lens, starts, window, groups)
+        bundles = sizes.kv_heads * bundles_per_head
+        lengths = Lengths(at.seq_lens, at.starts, scoring.window, bundles)
 
-        share, unit, end, sequence, before = share_of_block(batch, lengths, lane)
-
-        while unit < end:
-            first, length, index, group_begin, group_end, piece_end, token, token_end = piece_at(
-                unit, end, sequence, before, lengths
-            )
-            last = length - 1
-            token += warp // slots * UNIT
-            slot = index * slots + warp % slots
-            kv_head = slot // tiles
-            column = slot % tiles * 8
-            row = row_of(sequence, rows)
-            table = block_table + row * table_stride
-
-            # What this lane's two queries see: tokens from `low` on, before `high`.
-            high0 = length - q_len + min((column + 2 * pair) // group, q_len - 1) + 1
-            high1 = length - q_len + min((column + 2 * pair + 1) // group, q_len - 1) + 1
-            low0 = max(first, high0 - window) if windowed else first
-            low1 = max(first, high1 - window) if windowed else first
-            high0 = min(high0, token_end)
-            high1 = min(high1, token_end)
-
-            # A lane's part of the queries: 16 bytes of every 64, of query g.
-            query = min(column + (lane >> 2), per_head - 1)
-            q_from = q + sequence * q_batch + (query // group) * q_token
-            q_from += (kv_head * group + query % group) * q_head + pair * 16
-            for c in range(k_chunks):
-                inside = column + (lane >> 2) < per_head and c * 64 + pair * 16 < head_dim * 2
-                loaded = load_16_cached(q_from + (c * 64 if inside else 0))
-                for i in range(4):
-                    q_fragment[c * 4 + i] = loaded[i] if inside else uint32(0)
-
-            for i in range(num_sums):
-                sums[i] = float32(0)
-            m0 = float32(FLOOR)
-            m1 = float32(FLOOR)
-            l0 = float32(0)
-            l1 = float32(0)
-            k_from = k + kv_head * k_head
-            v_from = v + kv_head * v_head
-            if token < token_end:
-                home = home_of(token, row, table)
-                load_k(k_fragment, token, first, last, home, k_from, k_row, k_token, lane)
-                load_v(v_fragment, token, first, last, home, v_from, v_row, v_token, lane)
-                home = home_of(min(token + stride, last), row, table)
-            while token < token_end:
-                s0, s1, s2, s3 = score(k_fragment, q_fragment, inner)
-                t = token + (lane >> 2)
-                s0 = s0 if low0 <= t < high0 else float32(NEGATIVE_INFINITY)
-                s1 = s1 if low1 <= t < high1 else float32(NEGATIVE_INFINITY)
-                s2 = s2 if low0 <= t + 8 < high0 else float32(NEGATIVE_INFINITY)
-                s3 = s3 if low1 <= t + 8 < high1 else float32(NEGATIVE_INFINITY)
-                # K of the next tokens is on its way while V is multiplied, and V while K is.
-                token += stride
-                if token < token_end:
-                    load_k(k_fragment, token, first, last, home, k_from, k_row, k_token, lane)
-                n0 = maximum(m0, maximum(s0, s2))
-                n1 = maximum(m1, maximum(s1, s3))
-                for step in range(3):
-                    n0 = maximum(n0, shuffle_xor(n0, 4 << step))
-                    n1 = maximum(n1, shuffle_xor(n1, 4 << step))
-                a0 = exp2((m0 - n0) * outer)
-                a1 = exp2((m1 - n1) * outer)
-                m0 = n0
-                m1 = n1
-                for i in range(num_sums // 2):
-                    sums[2 * i] *= a0
-                    sums[2 * i + 1] *= a1
-                p0 = exp2(fma(s0, outer, -m0 * outer))
-                p1 = exp2(fma(s1, outer, -m1 * outer))
-                p2 = exp2(fma(s2, outer, -m0 * outer))
-                p3 = exp2(fma(s3, outer, -m1 * outer))
-                l0 = fma(l0, a0, p0 + p2)
-                l1 = fma(l1, a1, p1 + p3)
-                accumulate(sums, v_fragment, transpose(pack(p0, p1)), transpose(pack(p2, p3)))
-                if token < token_end:
-                    load_v(v_fragment, token, first, last, home, v_from, v_row, v_token, lane)
-                    home = home_of(min(token + stride, last), row, table)
-
-            # The warps' results meet in shared memory.
-            for step in range(3):
-                l0 += shuffle_xor(l0, 4 << step)
-                l1 += shuffle_xor(l1, 4 << step)
-            for i in range(2):
-                query = 2 * pair + i
-                if query < used:
-                    if lane < 4:
-                        shared[at_m + warp * used + query] = m1 if i else m0
-                        shared[at_l + warp * used + query] = l1 if i else l0
-                    for c in range(v_chunks):
-                        dim = c * 64 + (lane >> 2) * 8
-                        if dim < head_dim:
-                            for w in range(8):
-                                at = (warp * used + query) * head_dim + dim + w
-                                shared[at] = sums[(c * 4 + w // 2) * 4 + w % 2 * 2 + i]
-            meet(1)
-            settle(
-                shared, thread, sequence, groups, index, group_begin, group_end,
-                piece_end - unit == group_end - group_begin, share,
-                out + sequence * out_batch, out_token, out_head, sinks, partials, counters, outer,
-            )  # fmt: skip
-
-            unit = piece_end
-            if piece_end == group_end and index == groups - 1:
+        share = share_of_block(sizes.batch, lengths, lane)
+        unit, sequence, before = share.begin, share.sequence, share.before
+        while unit < share.end:
+            piece = piece_at(unit, share.end, sequence, before, lengths)
+            token = piece.token + warp // octets * UNIT
+            number = piece.bundle * octets + warp % octets
+            octet = Octet(number // octets_per_head, number % octets_per_head * 8)
+            row = row_of(sequence, at, strides)
+            k, v = head_of(octet.kv_head, at, strides)
+            visible = keys_of_lane(piece, octet.column + 2 * (lane & 3), scoring.window)
+            load_queries(q_fragment, octet, at.q + sequence * strides.q_batch, strides, lane)
+            softmax = attend(sums, q_fragment, k, v, row, piece, token, visible, scoring, lane)
+            put_results(shared, sums, softmax, warp, lane)
+            settle(shared, piece, share.size, bundles, at, strides, scoring.outer, thread)
+            unit = piece.end
+            if unit == piece.bundle_end and piece.bundle == bundles - 1:
                 before = unit
                 sequence += 1
 

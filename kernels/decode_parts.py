@@ -1,270 +1,238 @@
-"""What decode kernels share: equal shares of a batch's work, and how parts of a sequence come together.
+"""How the results of decode's warps, and then of its blocks of threads, come together.
 
-The work of a sequence is laid out KV head by KV head, in units of 16 tokens. Where a share ends within a head's tokens,
-its block leaves sums of its part in `partials`; the last block to do so adds the parts up.
+Warps leave theirs in shared memory. A block that worked on all of a bundle adds them up to the output; else to a *part*
+of the bundle, which it leaves in memory, and the last block to do so adds up the parts.
 """
 
 from __future__ import annotations
 
-from math import gcd
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from numba import cuda
 
-from .addressing import first_token
+from .arguments import Addresses, Strides
 from .arithmetic import FLOOR, HALVES, LOG2E, divide, exp2, maximum, reciprocal
-from .memory import (
-    increment,
-    load_f32,
-    load_fresh_f32,
-    load_fresh_f32x4,
-    load_i32,
-    store_8,
-    store_f32,
-    store_f32x4,
-)
-from .ptx import float32, int64
-from .ragged import make_ragged
-
-UNIT = 16
-"""Tokens of a unit of work."""
-LEAST = 8
-"""Units of a share at least, so that short sequences are not cut to crumbs."""
+from .decode_shares import THREADS, Piece, Queries
+from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, store_8, store_f32, store_f32x4
+from .ptx import float32, inlined, int64
 
 
-class Queries(NamedTuple):
-    """The queries of a decode kernel, in slots of up to 8 that share a KV head."""
+class Results(NamedTuple):
+    """Where the warps' results are in shared memory, in floats: one for each warp with tokens of its own, and query."""
 
-    group: int
-    """Query heads that share a KV head."""
-    q_len: int
-
-    @property
-    def per_head(self) -> int:
-        """Queries of a KV head."""
-        return self.group * self.q_len
-
-    @property
-    def slots_per_head(self) -> int:
-        return -(-self.per_head // 8)
-
-    @property
-    def slots(self) -> int:
-        """That a block of threads works on."""
-        return gcd(4, self.slots_per_head)
-
-    @property
-    def per_slot(self) -> int:
-        return min(8, self.per_head)
-
-    def part_bytes(self, head_dim: int) -> int:
-        """What a block leaves of a part: sums of V, a maximum and a sum of weights for each query; whole vectors."""
-        return -(-self.slots * self.per_slot * (head_dim + 2) // 4) * 16
-
-    def result_floats(self, head_dim: int, token_warps: int) -> int:
-        """Shared memory for the same of every warp, and for a count."""
-        return token_warps * self.slots * self.per_slot * (head_dim + 2) + 1
+    sums: int
+    """Of V, for each dim."""
+    maxima: int
+    weights: int
+    """Their sums."""
+    arrived: int
+    """How many parts there were before this block's: one float."""
+    floats: int
+    """In all."""
 
 
-def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any]:
-    """Functions for kernels: this block's share, and the piece that a unit begins."""
-    q_len = queries.q_len
-
-    @cuda.jit(device=True, inline="always")
-    def span(sequence, seq_lens, starts, window):  # type: ignore[no-untyped-def]
-        """The first token that a sequence's queries see, and its length."""
-        length = load_i32(seq_lens + sequence * 4)
-        first = first_token(sequence, starts)
-        if windowed:
-            first = max(first, length - q_len + 1 - window)
-        return min(first, length), length
-
-    @cuda.jit(device=True, inline="always")
-    def units_of(sequence, lengths):  # type: ignore[no-untyped-def]
-        """An empty sequence has a unit as well: somebody must write its output."""
-        seq_lens, starts, window, groups = lengths
-        first, length = span(sequence, seq_lens, starts, window)
-        return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * groups
-
-    total, locate = make_ragged(units_of)
-
-    @cuda.jit(device=True, inline="always")
-    def share_of_block(batch, lengths, lane):  # type: ignore[no-untyped-def]
-        """Units of every share; of this block's, where it begins and ends, its sequence, and the units before that."""
-        units = total(batch, lengths, lane)
-        share = max(divide(units + cuda.gridDim.x - 1, cuda.gridDim.x), LEAST)
-        unit = cuda.blockIdx.x * share
-        sequence, before = locate(unit, batch, lengths, lane)
-        return share, unit, min(unit + share, units), sequence, before
-
-    @cuda.jit(device=True, inline="always")
-    def piece_at(unit, end, sequence, before, lengths):  # type: ignore[no-untyped-def]
-        """As much as there is of one sequence and group of slots from a unit on.
-
-        Returns:
-            the sequence's first token to be read and its length; the group, the units where it begins and ends, the
-            unit where the piece ends; the piece's first token, and the token where it ends.
-        """
-        seq_lens, starts, window, groups = lengths
-        first, length = span(sequence, seq_lens, starts, window)
-        group_units = divide(units_of(sequence, lengths), groups)
-        index = divide(unit - before, group_units)
-        group_begin = before + index * group_units
-        piece_end = min(group_begin + group_units, end)
-        origin = first // UNIT * UNIT - group_begin * UNIT
-        token_end = min(origin + piece_end * UNIT, length) if first < length else 0
-        return first, length, index, group_begin, group_begin + group_units, piece_end, origin + unit * UNIT, token_end
-
-    return share_of_block, piece_at
+def results_of(queries: Queries, head_dim: int) -> Results:
+    """What a block's warps leave."""
+    columns = queries.token_warps * queries.per_bundle
+    return Results(*accumulate((columns * head_dim, columns, columns, 1), initial=0))
 
 
-def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, token_warps: int, threads: int, meet: Any) -> Any:
-    """A function for kernels that makes an output, or a part of one, of what a block's warps left in shared memory.
+def part_bytes(queries: Queries, head_dim: int) -> int:
+    """Of a part: for each query of a bundle sums of V, then for each a maximum and a sum of weights; whole vectors."""
+    return -(-queries.per_bundle * (head_dim + 2) // 4) * 16
 
-    There are sums for each warp, query and dim, then maxima and then weights for each warp and query.
 
-    Args:
-        token_warps: warps with the same queries and other tokens.
-        threads: that call it together; `meet(1)` lets them wait for each other.
+class Sum(NamedTuple):
+    """Of four dims of a query: sums of V, and the sum of the weights in them, which are relative to a maximum."""
+
+    m: float
+    weights: float
+    o0: float
+    o1: float
+    o2: float
+    o3: float
+
+
+class Parts(NamedTuple):
+    """The parts of a bundle: addresses of the first, and of the second, which others follow."""
+
+    first: int
+    second: int
+    num_parts: int
+
+
+def make_add_warps(queries: Queries, head_dim: int) -> Any:
+    """A function for kernels that adds up what warps left of an item: four dims of query `item // (head_dim // 4)`."""
+    results, quarter = results_of(queries, head_dim), head_dim // 4
+    per_bundle, token_warps = queries.per_bundle, queries.token_warps
+
+    @inlined
+    def add_warps(shared: Any, item: int, outer: float) -> Sum:
+        query = item // quarter
+        m = float32(FLOOR)
+        for w in range(token_warps):
+            m = maximum(m, shared[results.maxima + w * per_bundle + query])
+        weights = float32(0)
+        o = cuda.local.array(4, float32)
+        for j in range(4):
+            o[j] = float32(0)
+        for w in range(token_warps):
+            column = w * per_bundle + query
+            weight = exp2((shared[results.maxima + column] - m) * outer)
+            weights += weight * shared[results.weights + column]
+            for j in range(4):
+                o[j] += weight * shared[results.sums + column * head_dim + item % quarter * 4 + j]
+        return Sum(m, weights, o[0], o[1], o[2], o[3])
+
+    return add_warps
+
+
+def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
+    """Functions for kernels: a block's part of a bundle, all of its parts; put an item to a part, add it up from all.
+
+    A block has two parts at most: of the bundle that its share begins in the midst of, and of that which it ends in.
     """
-    pack = HALVES[dtype].pack
-    group, slots, used, per_head = queries.group, queries.slots, queries.per_slot, queries.per_head
-    tiles = queries.slots_per_head
-    quarter = head_dim // 4
-    items = slots * used * quarter  # of four dims of a query
-    at_m = token_warps * slots * used * head_dim
-    at_l = at_m + token_warps * slots * used
-    at_arrived = at_l + token_warps * slots * used
-    bytes_of_part = queries.part_bytes(head_dim)
+    quarter, nbytes = head_dim // 4, part_bytes(queries, head_dim)
+    sums_bytes = queries.per_bundle * head_dim * 4
 
-    @cuda.jit(device=True, inline="always")
-    def add_warps(shared, item, outer):  # type: ignore[no-untyped-def]
-        """Of a query and four dims: the greatest score, the weights' sum, and the weighted sums of V."""
-        column = item // quarter
-        dim = item % quarter * 4
-        top = float32(FLOOR)
-        for w in range(token_warps):
-            top = maximum(top, shared[at_m + w * slots * used + column])
-        norm = float32(0)
-        o0 = float32(0)
-        o1 = float32(0)
-        o2 = float32(0)
-        o3 = float32(0)
-        for w in range(token_warps):
-            at = w * slots * used + column
-            weight = exp2((shared[at_m + at] - top) * outer)
-            norm += weight * shared[at_l + at]
-            o0 += weight * shared[at * head_dim + dim]
-            o1 += weight * shared[at * head_dim + dim + 1]
-            o2 += weight * shared[at * head_dim + dim + 2]
-            o3 += weight * shared[at * head_dim + dim + 3]
-        return top, norm, o0, o1, o2, o3
+    @inlined
+    def part_of(block: int, bundle_begin: int, share_size: int, partials: int) -> int:
+        number = block * 2 + (1 if block * share_size < bundle_begin else 0)
+        return partials + number * nbytes
 
-    @cuda.jit(device=True, inline="always")
-    def put_part(part, to, item):  # type: ignore[no-untyped-def]
-        store_f32x4(to + item * 16, part[2], part[3], part[4], part[5])
+    @inlined
+    def parts_of(piece: Piece, share_size: int, partials: int) -> Parts:
+        block = divide(piece.bundle_begin, share_size)
+        num_parts = divide(piece.bundle_end - 1, share_size) - block + 1
+        first = part_of(block, piece.bundle_begin, share_size, partials)
+        return Parts(first, partials + (block + 1) * 2 * nbytes, num_parts)
+
+    @inlined
+    def put_part(to: int, part: Sum, item: int) -> None:
+        store_f32x4(to + item * 16, part.o0, part.o1, part.o2, part.o3)
         if item % quarter == 0:
-            to += items * 16 + item // quarter * 8
-            store_f32(to, part[0])
-            store_f32(to + 4, part[1])
+            to += sums_bytes + item // quarter * 8
+            store_f32(to, part.m)
+            store_f32(to + 4, part.weights)
 
-    @cuda.jit(device=True, inline="always")
-    def add_parts(first_part, others, num_parts, item, outer):  # type: ignore[no-untyped-def]
-        """The same of all parts, eight at a time so that they come together."""
-        top = float32(FLOOR)
-        norm = float32(0)
-        o0 = float32(0)
-        o1 = float32(0)
-        o2 = float32(0)
-        o3 = float32(0)
+    @inlined
+    def add_parts(parts: Parts, item: int, outer: float) -> Sum:
+        """Eight at a time, so that they come together."""
+        m = float32(FLOOR)
+        weights = float32(0)
+        o = cuda.local.array(4, float32)
+        for j in range(4):
+            o[j] = float32(0)
         parts_m = cuda.local.array(8, float32)
-        parts_l = cuda.local.array(8, float32)
+        parts_weights = cuda.local.array(8, float32)
         parts_o = cuda.local.array(32, float32)
         index = 0
-        while index < num_parts:
-            higher = top
+        while index < parts.num_parts:
+            higher = m
             for i in range(8):
-                at = first_part
+                at = parts.first
                 if index + i > 0:
-                    at = others + (min(index + i, num_parts - 1) - 1) * 2 * bytes_of_part
-                parts_m[i] = load_fresh_f32(at + items * 16 + item // quarter * 8)
-                parts_l[i] = load_fresh_f32(at + items * 16 + item // quarter * 8 + 4)
+                    at = parts.second + (min(index + i, parts.num_parts - 1) - 1) * 2 * nbytes
+                parts_m[i] = load_fresh_f32(at + sums_bytes + item // quarter * 8)
+                parts_weights[i] = load_fresh_f32(at + sums_bytes + item // quarter * 8 + 4)
                 loaded = load_fresh_f32x4(at + item * 16)
                 for j in range(4):
                     parts_o[4 * i + j] = loaded[j]
             for i in range(8):
                 higher = maximum(higher, parts_m[i])
-            old = exp2((top - higher) * outer)
-            top = higher
-            norm *= old
-            o0 *= old
-            o1 *= old
-            o2 *= old
-            o3 *= old
+            old = exp2((m - higher) * outer)
+            m = higher
+            weights *= old
+            for j in range(4):
+                o[j] *= old
             for i in range(8):
-                weight = exp2((parts_m[i] - top) * outer) if index + i < num_parts else float32(0)
-                norm += weight * parts_l[i]
-                o0 += weight * parts_o[4 * i]
-                o1 += weight * parts_o[4 * i + 1]
-                o2 += weight * parts_o[4 * i + 2]
-                o3 += weight * parts_o[4 * i + 3]
+                weight = exp2((parts_m[i] - m) * outer) if index + i < parts.num_parts else float32(0)
+                weights += weight * parts_weights[i]
+                for j in range(4):
+                    o[j] += weight * parts_o[4 * i + j]
             index += 8
-        return top, norm, o0, o1, o2, o3
+        return Sum(m, weights, o[0], o[1], o[2], o[3])
 
-    @cuda.jit(device=True, inline="always")
-    def query_of(item, slot):  # type: ignore[no-untyped-def]
-        """The query of a column, among those that share its KV head, and that head."""
-        slot += item // (used * quarter)
-        return slot % tiles * 8 + item // quarter % used, slot // tiles
+    return part_of, parts_of, put_part, add_parts
 
-    @cuda.jit(device=True, inline="always")
-    def finish(part, query, kv_head, to, out_token, out_head, sinks, outer):  # type: ignore[no-untyped-def]
+
+def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any, Any]:
+    """Functions for kernels: which query an item is of, and its output."""
+    pack, group, octets_per_head = HALVES[dtype].pack, queries.group, queries.octets_per_head
+    octets, per_octet = queries.octets, queries.per_octet
+
+    @inlined
+    def query_of(item: int, bundle: int) -> tuple[int, int]:
+        """Its number among those that share its KV head, where it may be behind the last; and that head."""
+        octet = bundle * octets + item // (per_octet * quarter)
+        return octet % octets_per_head * 8 + item // quarter % per_octet, octet // octets_per_head
+
+    @inlined
+    def finish(
+        total: Sum, item: int, query: int, kv_head: int, sequence: int, at: Addresses, strides: Strides, outer: float
+    ) -> None:
         """Divides by the weights' sum, to which a sink adds one weight without a V, and stores."""
-        weights = part[1]
+        weights = total.weights
         head = kv_head * group + query % group
-        if sinks != 0:
-            weights += exp2(load_f32(sinks + head * 4) * float32(LOG2E) - part[0] * outer)
+        if at.sinks != 0:
+            weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * outer)
         scale = reciprocal(weights) if weights > float32(0) else float32(0)
-        to += query // group * out_token + head * out_head
-        store_8(to, pack(part[2] * scale, part[3] * scale), pack(part[4] * scale, part[5] * scale))
+        to = at.out + sequence * strides.out_batch + item % quarter * 8
+        to += query // group * strides.out_token + head * strides.out_head
+        store_8(to, pack(total.o0 * scale, total.o1 * scale), pack(total.o2 * scale, total.o3 * scale))
 
-    @cuda.jit(device=True, inline="always")
-    def settle(  # type: ignore[no-untyped-def]
-        shared, thread, sequence, groups, index, group_begin, group_end, whole, share,
-        out, out_token, out_head, sinks, partials, counters, outer,
-    ):  # fmt: skip
-        slot = cuda.blockIdx.x * 2 + (1 if cuda.blockIdx.x * share < group_begin else 0)
+    return query_of, finish
+
+
+def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
+    """A function for kernels that makes an output, or a part of one, of what a block's warps left in shared memory."""
+    results, per_head, items = results_of(queries, head_dim), queries.per_head, queries.per_bundle * head_dim // 4
+    add_warps = make_add_warps(queries, head_dim)
+    part_of, parts_of, put_part, add_parts = make_parts(queries, head_dim)
+    query_of, finish = make_finish(dtype, queries, head_dim // 4)
+
+    @inlined
+    def is_last(shared: Any, counter: int, num_parts: int, thread: int) -> bool:
+        """Whether the others of so many parts are there, once this block's is; then they may be read."""
+        if thread == 0:
+            cuda.threadfence()
+            shared[results.arrived] = float32(increment(counter, num_parts - 1))
+        cuda.syncthreads()
+        return int64(shared[results.arrived]) == num_parts - 1
+
+    @inlined
+    def settle(
+        shared: Any, piece: Piece, share_size: int, bundles: int, at: Addresses, strides: Strides, outer: float,
+        thread: int,
+    ) -> None:  # fmt: skip
+        """Called by all threads of a block, which meet before and after they read the results."""
+        whole = piece.end - piece.begin == piece.bundle_end - piece.bundle_begin
+        mine = part_of(cuda.blockIdx.x, piece.bundle_begin, share_size, at.partials)
+        cuda.syncthreads()
         item = thread
         while item < items:
-            query, kv_head = query_of(item, index * slots)
+            query, kv_head = query_of(item, piece.bundle)
             if query < per_head:
-                part = add_warps(shared, item, outer)
+                total = add_warps(shared, item, outer)
                 if whole:
-                    finish(part, query, kv_head, out + item % quarter * 8, out_token, out_head, sinks, outer)
+                    finish(total, item, query, kv_head, piece.sequence, at, strides, outer)
                 else:
-                    put_part(part, partials + slot * bytes_of_part, item)
-            item += threads
-        meet(1)
-        if not whole:
-            first_block = divide(group_begin, share)
-            num_parts = divide(group_end - 1, share) - first_block + 1
-            if thread == 0:
-                cuda.threadfence()
-                arrived = increment(counters + (sequence * groups + index) * 4, num_parts - 1)
-                shared[at_arrived] = float32(arrived)
-            meet(1)
-            if int64(shared[at_arrived]) == num_parts - 1:
-                cuda.threadfence()
-                slot = first_block * 2 + (1 if first_block * share < group_begin else 0)
-                first_part = partials + slot * bytes_of_part
-                others = partials + (first_block + 1) * 2 * bytes_of_part
-                item = thread
-                while item < items:
-                    query, kv_head = query_of(item, index * slots)
-                    if query < per_head:
-                        part = add_parts(first_part, others, num_parts, item, outer)
-                        finish(part, query, kv_head, out + item % quarter * 8, out_token, out_head, sinks, outer)
-                    item += threads
+                    put_part(mine, total, item)
+            item += THREADS
+        cuda.syncthreads()
+        if whole:
+            return
+        parts = parts_of(piece, share_size, at.partials)
+        if is_last(shared, at.counters + (piece.sequence * bundles + piece.bundle) * 4, parts.num_parts, thread):
+            cuda.threadfence()
+            item = thread
+            while item < items:
+                query, kv_head = query_of(item, piece.bundle)
+                if query < per_head:
+                    total = add_parts(parts, item, outer)
+                    finish(total, item, query, kv_head, piece.sequence, at, strides, outer)
+                item += THREADS
 
     return settle

@@ -1,8 +1,8 @@
-"""What Hopper has beyond a warp: products by four warps, copies by tensor maps, barriers in memory.
+"""What Hopper has beyond a warp: products by a warpgroup (four warps), copies by tensor maps, barriers in memory.
 
-Operands of `multiply_shared` and `multiply_registers` lie in shared memory as the copy engine puts them there: rows
-of 128 bytes, eight of which make up 1024 bytes, in each row the 16-byte columns permuted by the row's number
-("128-byte swizzle"). The layouts are those of the PTX manual's "asynchronous warpgroup level matrix instructions".
+Operands lie in shared memory as the copy engine puts them there: panels of 64 columns, one behind the other, in rows of
+128 bytes; in each row the 16-byte vectors are permuted by the row's number ("128-byte swizzle"). The layouts are those
+of the PTX manual's "asynchronous warpgroup level matrix instructions".
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from .ptx import SIMULATED, instruction, instruction_on_array
 if SIMULATED:
     from .simulator import current, warpgroup_meets
 
-GROUP_BYTES = 1024
-"""Eight rows of 128 bytes."""
+PANEL = 64
+"""Elements of a row: 128 bytes are the widest that can be swizzled."""
+ROW_BYTES = 128
+ATOM_BYTES = 8 * ROW_BYTES
+"""Of eight rows, the unit of swizzling; panels begin at multiples of it."""
 
 
 def swizzled(address: int) -> int:
@@ -30,8 +33,8 @@ def swizzled(address: int) -> int:
 
 
 def _read_rows(address: int, rows: int) -> Any:
-    """The first 16 elements of each row of 128 bytes."""
-    columns = [[swizzled(address + row * 128 + half) for half in (0, 16)] for row in range(rows)]
+    """The first 16 elements of each row."""
+    columns = [[swizzled(address + row * ROW_BYTES + half) for half in (0, 16)] for row in range(rows)]
     return np.array([[(ctypes.c_uint16 * 8).from_address(at) for at in pair] for pair in columns]).reshape(rows, 16)
 
 
@@ -50,7 +53,7 @@ def _add_product(brought: list[Any], a: Any, b: Any, accumulate: bool) -> list[N
 def make_multiply_shared(dtype: torch.dtype, n: int, accumulate: bool) -> Any:
     """`sums (+)= A B^T` of A [64 x 16] and B [n x 16], by the address of each one's first row.
 
-    Called by four warps; the sums are there after `make_wait_products`.
+    Called by a warpgroup; the sums are there after `make_wait_products`.
     """
     values = HALVES[dtype].values
 
@@ -74,7 +77,7 @@ def make_multiply_shared(dtype: torch.dtype, n: int, accumulate: bool) -> Any:
 def make_multiply_registers(dtype: torch.dtype, n: int, rows: int) -> Any:
     """`sums += A B` of A [64 x 16], in four registers a lane, and B [16 x n], by the address of its first row.
 
-    B is one of `rows` rows; each 64 columns of it are as many rows of 128 bytes.
+    B's panels are `rows` rows each, of which it is 16.
     """
     values = HALVES[dtype].values
 
@@ -89,7 +92,7 @@ def make_multiply_registers(dtype: torch.dtype, n: int, rows: int) -> Any:
             b = np.zeros((16, n), np.uint16)
             for row in range(16):
                 for column in range(0, n, 8):
-                    at = address + column // 64 * rows * 128 + row * 128 + column % 64 * 2
+                    at = address + (column // PANEL * rows + row) * ROW_BYTES + column % PANEL * 2
                     b[row, column : column + 8] = (ctypes.c_uint16 * 8).from_address(swizzled(at))
             return _add_product(brought, a.reshape(64, 16), values(b), True)
 
@@ -101,25 +104,25 @@ def make_multiply_registers(dtype: torch.dtype, n: int, rows: int) -> Any:
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{{array}}}, "
         "{{{0}, {1}, {2}, {3}}}, b, p, 1, 1, 1; }}"
     )
-    facts = {"n": n, "name": HALVES[dtype].name, "descriptor": _descriptor(rows * 128)}
+    facts = {"n": n, "name": HALVES[dtype].name, "descriptor": _descriptor(rows * ROW_BYTES)}
     return instruction_on_array(asm, facts, n // 2, "rrrrl", meaning)
 
 
 def _descriptor(leading_bytes: int) -> int:
-    """How an operand lies in shared memory: 128-byte swizzle, and the bytes between its groups of eight rows."""
-    return 1 << 62 | GROUP_BYTES >> 4 << 32 | leading_bytes >> 4 << 16
+    """How an operand lies in shared memory: 128-byte swizzle, the bytes between its atoms, and between its panels."""
+    return 1 << 62 | ATOM_BYTES >> 4 << 32 | leading_bytes >> 4 << 16
 
 
 def make_wait_products(size: int, pending: int) -> Any:
-    """Waits until all but the last `pending` groups of products are there; the array of sums may then be read."""
+    """Waits for all products but those of the last `pending` commits; the array of sums may then be read."""
     return instruction_on_array(f"wgmma.wait_group.sync.aligned {pending};", {}, size, "", lambda sums: None)
 
 
 begin_products = instruction("wgmma.fence.sync.aligned;", "", "", lambda: None, convergent=True)
-"""Before the first of a group of products: registers that it reads were written."""
+"""Before the first of some products: registers that they read were written."""
 
 commit_products = instruction("wgmma.commit_group.sync.aligned;", "", "", lambda: None, convergent=True)
-"""Ends a group of products."""
+"""Makes all products since the last commit those of one more."""
 
 publish_shared = instruction("fence.proxy.async.shared::cta;", "", "", lambda: None)
 """Lets products read what this thread stored in shared memory."""
@@ -132,7 +135,7 @@ store_shared_16 = instruction(
 
 
 def make_take_registers(count: int) -> Any:
-    """Four warps give registers back, or wait for more, so that each thread has `count` of them."""
+    """A warpgroup gives registers back, or waits for more, so that each thread has `count` of them."""
     action = "dec" if count < 128 else "inc"
     return instruction(f"setmaxnreg.{action}.sync.aligned.u32 {count};", "", "", lambda: None, convergent=True)
 
@@ -181,10 +184,12 @@ wait_barrier = instruction(
 """Waits until a barrier's phase of a parity is complete; the first is 0."""
 
 
-def _copy_box(target: int, tensor: int, element: int, head: int, token: int, row: int, barrier: int) -> None:
-    from .tensor_map import simulated
+simulated_maps: list[Any] = []
+"""In the simulator a tensor map is an index into this."""
 
-    copied = simulated[tensor].copy(int(target), (int(element), int(head), int(token), int(row)))
+
+def _copy_box(target: int, tensor: int, element: int, head: int, token: int, row: int, barrier: int) -> None:
+    copied = simulated_maps[tensor].copy(int(target), (int(element), int(head), int(token), int(row)))
     current().block.barrier(int(barrier)).copied(copied)
 
 

@@ -13,73 +13,91 @@ from __future__ import annotations
 
 from functools import cache
 from math import exp, tanh
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numba import cuda
 
-from .addressing import first_token, make_addressing, row_of
+from .addressing import Row, Tokens, first_token, head_of, make_addressing, row_of
+from .arguments import Addresses, Scoring, Sizes, Strides, Variant
 from .arithmetic import FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, fma, maximum, reciprocal
 from .attention import ARGUMENTS
 from .compiler import Kernel
 from .memory import load_4, load_16_cached, load_f32, load_i32, store_4
-from .ptx import float32
+from .ptx import float32, inlined
 from .ragged import sequence_of
 from .warp import shuffle, shuffle_xor
 
 WARPS = 8
-LN2 = 0.6931471805599453
 THREADS = 32 * WARPS
+LN2 = 0.6931471805599453
+
+
+class Query(NamedTuple):
+    """One query, but for its head: its sequence, the keys it sees, where it and its output are in the batch."""
+
+    sequence: int
+    low: int
+    """The first key."""
+    high: int
+    """Where the keys end."""
+    address: int
+    out: int
 
 
 @cache
-def plain_kernel(*constants: Any) -> Kernel:
-    """The kernel for what `make_plain` takes."""
-    return Kernel(make_plain, constants, ARGUMENTS, THREADS)
+def plain_kernel(variant: Variant) -> Kernel:
+    """The kernel for any geometry."""
+    return Kernel(make_plain, (variant,), ARGUMENTS, THREADS)
 
 
-def make_plain(
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int,
-    q_len: int,
-    block_size: int,
-    causal: bool,
-    windowed: bool,
-    softcapped: bool,
-) -> Any:
-    """The kernel as a Python function; the arguments are constants to the compiler.
+def make_find_query(variant: Variant) -> Any:
+    """A function for kernels: the query at a place of the batch."""
+    q_len, causal, windowed = variant.q_len, variant.causal, variant.windowed
 
-    Args:
-        group: query heads that share a KV head.
-        q_len: queries of each sequence; 0: they are where `cu_seqlens` says.
-        block_size: tokens of a block in the block table; 0 without one.
-    """
-    low_half, high_half, pack, per_word = (
-        FORMATS[dtype].low,
-        FORMATS[dtype].high,
-        FORMATS[dtype].pack,
-        FORMATS[dtype].per_word,
-    )
-    words = head_dim // per_word  # of 4 bytes
-    owned = -(-words // 32)  # words of V that a lane owns: its own number, that plus 32, ...
-    num_sums = owned * per_word
-    shared_sums = WARPS * head_dim
+    @inlined
+    def find_query(place: int, at: Addresses, sizes: Sizes, strides: Strides, window: int) -> Query:
+        if q_len:
+            sequence = place // q_len
+            index = place % q_len
+            count = q_len
+            address = at.q + sequence * strides.q_batch + index * strides.q_token
+            out = at.out + sequence * strides.out_batch + index * strides.out_token
+        else:
+            sequence = sequence_of(place, at.cu_seqlens, sizes.batch)
+            start = load_i32(at.cu_seqlens + sequence * 4)
+            index = place - start
+            count = load_i32(at.cu_seqlens + sequence * 4 + 4) - start
+            address = at.q + place * strides.q_token
+            out = at.out + place * strides.out_token
+        length = load_i32(at.seq_lens + sequence * 4)
+        high = length - count + index + 1 if causal else length
+        low = first_token(sequence, at.starts)
+        if windowed:
+            low = max(low, high - window)
+        return Query(sequence, low, high, address, out)
 
-    home_of, offset_in = make_addressing(block_size)
+    return find_query
 
-    @cuda.jit(device=True, inline="always")
-    def power(x):  # type: ignore[no-untyped-def]
-        """2 to the power of x, more exactly than the hardware has it: this kernel is for fp32 as well."""
-        return float32(exp(x * float32(LN2)))
 
-    @cuda.jit(device=True, inline="always")
-    def dot(shared_q, key):  # type: ignore[no-untyped-def]
+@inlined
+def power(x: float) -> float:
+    """2 to the power of x, more exactly than the hardware has it: this kernel is for fp32 as well."""
+    return float32(exp(x * float32(LN2)))
+
+
+def make_dot(dtype: torch.dtype, head_dim: int) -> Any:
+    """A function for kernels: the product of the query and a key."""
+    number = FORMATS[dtype]
+    low_half, high_half, per_word = number.low, number.high, number.per_word
+
+    @inlined
+    def dot(shared_q: Any, key: int) -> float:
         # Four sums instead of one: shorter chains of rounding, and of waiting.
         total = cuda.local.array(4, float32)
         for w in range(4):
             total[w] = float32(0)
-        for vector in range(words // 4):
+        for vector in range(head_dim // per_word // 4):
             loaded = load_16_cached(key + vector * 16)
             for w in range(4):
                 dim = (vector * 4 + w) * per_word
@@ -88,103 +106,73 @@ def make_plain(
                     total[w] = fma(shared_q[dim + 1], high_half(loaded[w]), total[w])
         return (total[0] + total[1]) + (total[2] + total[3])
 
-    def kernel(  # type: ignore[no-untyped-def]
-        q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, partials, counters,
-        batch, kv_heads, table_stride, window,
-        q_batch, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, out_batch, out_token, out_head,
-        inner, outer,
-    ):  # fmt: skip
-        thread = cuda.threadIdx.x
-        lane = thread & 31
-        warp = thread >> 5
-        token = cuda.blockIdx.x
-        head = cuda.blockIdx.y
-        shared_q = cuda.shared.array(head_dim, float32)
-        shared_o = cuda.shared.array(shared_sums, float32)
-        shared_m = cuda.shared.array(WARPS, float32)
-        shared_l = cuda.shared.array(WARPS, float32)
-        sums = cuda.local.array(num_sums, float32)
+    return dot
 
-        if q_len:
-            sequence = token // q_len
-            query = token % q_len
-            queries = q_len
-            q_from = q + sequence * q_batch + query * q_token
-            to = out + sequence * out_batch + query * out_token
-        else:
-            sequence = sequence_of(token, cu_seqlens, batch)
-            query = token - load_i32(cu_seqlens + sequence * 4)
-            queries = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
-            if query >= queries:
-                return
-            q_from = q + token * q_token
-            to = out + token * out_token
-        q_from += head * q_head
-        to += head * out_head
-        length = load_i32(seq_lens + sequence * 4)
-        high = length - queries + query + 1 if causal else length
-        low = first_token(sequence, starts)
-        if windowed:
-            low = max(low, high - window)
-        row = row_of(sequence, rows)
-        table = block_table + row * table_stride
-        k_from = k + head // group * k_head
-        v_from = v + head // group * v_head
 
-        word = thread
-        while word < words:
-            loaded = load_4(q_from + word * 4)
-            shared_q[word * per_word] = low_half(loaded)
-            if per_word == 2:
-                shared_q[word * 2 + 1] = high_half(loaded)
-            word += THREADS
-        cuda.syncthreads()
+def make_attend(variant: Variant) -> Any:
+    """A function for kernels: attention of the query to every `WARPS`-th 32 keys; called by a warp."""
+    number, softcapped = FORMATS[variant.dtype], variant.softcapped
+    low_half, high_half, per_word = number.low, number.high, number.per_word
+    words = variant.head_dim // per_word
+    owned = -(-words // 32)
+    home_of, address_of = make_addressing(variant.block_size)
+    dot = make_dot(variant.dtype, variant.head_dim)
 
-        for i in range(num_sums):
+    @inlined
+    def add_value(sums: Any, value: int, weight: float, lane: int) -> None:
+        """Adds V of a token to the words that a lane owns: its own number, that plus 32, ..."""
+        for i in range(owned):
+            word = i * 32 + lane
+            if word < words:
+                loaded = load_4(value + word * 4)
+                sums[i * per_word] += weight * low_half(loaded)
+                if per_word == 2:
+                    sums[i * 2 + 1] += weight * high_half(loaded)
+
+    @inlined
+    def attend(
+        sums: Any, shared_q: Any, k: Tokens, v: Tokens, row: Row, query: Query, scoring: Scoring, warp: int, lane: int
+    ) -> tuple[float, float]:
+        """The greatest score, and this lane's sum of weights."""
+        for i in range(owned * per_word):
             sums[i] = float32(0)
         top = float32(FLOOR)
         norm = float32(0)
-        first = low + warp * 32
-        while first < high:
+        first = query.low + warp * 32
+        while first < query.high:
             mine = first + lane
-            key = min(mine, high - 1)
-            score = dot(shared_q, k_from + offset_in(home_of(key, row, table), key, k_row, k_token))
+            key = min(mine, query.high - 1)
+            score = dot(shared_q, address_of(key, home_of(key, row), k))
             if softcapped:
-                score = float32(tanh(score * inner))
-            score = score if mine < high else float32(NEGATIVE_INFINITY)
+                score = float32(tanh(score * scoring.inner))
+            score = score if mine < query.high else float32(NEGATIVE_INFINITY)
             higher = maximum(top, score)
             for step in range(5):
                 higher = maximum(higher, shuffle_xor(higher, 1 << step))
-            scale = power((top - higher) * outer)
-            p = power((score - higher) * outer)
+            scale = power((top - higher) * scoring.outer)
+            p = power((score - higher) * scoring.outer)
             top = higher
             norm = norm * scale + p
-            for i in range(num_sums):
+            for i in range(owned * per_word):
                 sums[i] *= scale
-            for other in range(min(32, high - first)):
-                weight = shuffle(p, other)
+            for other in range(min(32, query.high - first)):
                 token = first + other
-                value = v_from + offset_in(home_of(token, row, table), token, v_row, v_token)
-                for i in range(owned):
-                    word = i * 32 + lane
-                    if word < words:
-                        loaded = load_4(value + word * 4)
-                        sums[i * per_word] += weight * low_half(loaded)
-                        if per_word == 2:
-                            sums[i * 2 + 1] += weight * high_half(loaded)
+                add_value(sums, address_of(token, home_of(token, row), v), shuffle(p, other), lane)
             first += THREADS
+        return top, norm
 
-        for step in range(5):
-            norm += shuffle_xor(norm, 1 << step)
-        if lane == 0:
-            shared_m[warp] = top
-            shared_l[warp] = norm
-        for i in range(num_sums):
-            dim = (i // per_word * 32 + lane) * per_word + i % per_word
-            if dim < head_dim:
-                shared_o[warp * head_dim + dim] = sums[i]
-        cuda.syncthreads()
+    return attend
 
+
+def make_combine(dtype: torch.dtype, head_dim: int) -> Any:
+    """A function for kernels that makes the output of what warps left in shared memory; called by all threads."""
+    number = FORMATS[dtype]
+    pack, per_word = number.pack, number.per_word
+
+    @inlined
+    def combine(
+        shared_o: Any, shared_m: Any, shared_l: Any, to: int, sinks: int, head: int, outer: float, thread: int
+    ) -> None:
         top = float32(FLOOR)
         for w in range(WARPS):
             top = maximum(top, shared_m[w])
@@ -195,7 +183,7 @@ def make_plain(
         for w in range(WARPS):
             norm += shared_l[w] * power((shared_m[w] - top) * outer)
         word = thread
-        while word < words:
+        while word < head_dim // per_word:
             o0 = float32(0)
             o1 = float32(0)
             for w in range(WARPS):
@@ -206,5 +194,62 @@ def make_plain(
             scale = reciprocal(norm) if norm > float32(0) else float32(0)
             store_4(to + word * 4, pack(o0 * scale, o1 * scale))
             word += THREADS
+
+    return combine
+
+
+def make_plain(variant: Variant) -> Any:
+    """The kernel as a Python function."""
+    head_dim, group, q_len = variant.head_dim, variant.group, variant.q_len
+    number = FORMATS[variant.dtype]
+    low_half, high_half, per_word = number.low, number.high, number.per_word
+    words = head_dim // per_word  # of 4 bytes
+    num_sums = -(-words // 32) * per_word
+    shared_sums = WARPS * head_dim
+
+    find_query = make_find_query(variant)
+    attend = make_attend(variant)
+    combine = make_combine(variant.dtype, head_dim)
+
+    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+        thread = cuda.threadIdx.x
+        lane = thread & 31
+        warp = thread >> 5
+        place = cuda.blockIdx.x
+        head = cuda.blockIdx.y
+        shared_q = cuda.shared.array(head_dim, float32)
+        shared_o = cuda.shared.array(shared_sums, float32)
+        shared_m = cuda.shared.array(WARPS, float32)
+        shared_l = cuda.shared.array(WARPS, float32)
+        sums = cuda.local.array(num_sums, float32)
+
+        if q_len == 0 and place >= load_i32(at.cu_seqlens + sizes.batch * 4):
+            return
+        query = find_query(place, at, sizes, strides, scoring.window)
+        row = row_of(query.sequence, at, strides)
+        k, v = head_of(head // group, at, strides)
+        word = thread
+        while word < words:
+            loaded = load_4(query.address + head * strides.q_head + word * 4)
+            shared_q[word * per_word] = low_half(loaded)
+            if per_word == 2:
+                shared_q[word * 2 + 1] = high_half(loaded)
+            word += THREADS
+        cuda.syncthreads()
+
+        top, norm = attend(sums, shared_q, k, v, row, query, scoring, warp, lane)
+        for step in range(5):
+            norm += shuffle_xor(norm, 1 << step)
+        if lane == 0:
+            shared_m[warp] = top
+            shared_l[warp] = norm
+        for i in range(num_sums):
+            dim = (i // per_word * 32 + lane) * per_word + i % per_word
+            if dim < head_dim:
+                shared_o[warp * head_dim + dim] = sums[i]
+        cuda.syncthreads()
+        combine(
+            shared_o, shared_m, shared_l, query.out + head * strides.out_head, at.sinks, head, scoring.outer, thread
+        )
 
     return kernel

@@ -12,17 +12,19 @@ data: an odd number of 16-byte columns lets eight rows be read at once.
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from numba import cuda
 
-from .addressing import make_addressing, row_of
-from .arithmetic import FLOOR, HALVES, exp2, tanh
-from .prompts import make_find_queries
-from .ptx import float32, int64, uint32
+from .addressing import Row, Tokens, head_of, make_addressing, row_of
+from .arguments import Addresses, Scoring, Sizes, Strides, Variant
+from .arithmetic import HALVES, tanh
+from .prompts import make_find_queries, make_ranges
+from .ptx import float32, inlined, int64, uint32
 from .shared import copy_16, shared_address, wait_copies
-from .softmax import divisors, hide, make_ranges, make_store, maxima, rescale, weigh
+from .softmax import begin_softmax, divisors, hide, make_store, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 
@@ -37,9 +39,25 @@ def tile_of(head_dim: int) -> int:
     return 64 if head_dim <= 128 else 32
 
 
-def shared_bytes(head_dim: int) -> int:
-    """Of the queries, and of one tile of K and V."""
-    return (16 * warps_of(head_dim) + 2 * tile_of(head_dim)) * (head_dim * 2 + 16)
+def pitch_of(head_dim: int) -> int:
+    """Bytes from one row in shared memory to the next."""
+    return head_dim * 2 + 16
+
+
+class Shared(NamedTuple):
+    """Where things are in shared memory: the queries, and one tile of K and V."""
+
+    queries: int
+    k: int
+    v: int
+    nbytes: int
+    """In all."""
+
+
+def shared_of(head_dim: int) -> Shared:
+    """The shared memory of a block of threads."""
+    pitch, tile = pitch_of(head_dim), tile_of(head_dim)
+    return Shared(*accumulate((16 * warps_of(head_dim) * pitch, tile * pitch, tile * pitch), initial=0))
 
 
 def make_copy(block_size: int, count: int, head_dim: int, threads: int) -> tuple[Any, Any, int]:
@@ -50,169 +68,138 @@ def make_copy(block_size: int, count: int, head_dim: int, threads: int) -> tuple
     Returns:
         the functions, and how many homes a thread looks up.
     """
-    home_of, offset_in = make_addressing(block_size)
-    pitch = head_dim * 2 + 16
+    home_of, address_of = make_addressing(block_size)
+    pitch = pitch_of(head_dim)
     vectors = head_dim // 8  # of 16 bytes in a token
     turns = -(-count * vectors // threads)
 
-    @cuda.jit(device=True, inline="always")
-    def look_up(homes, token, low, high, row, table, thread):  # type: ignore[no-untyped-def]
+    @inlined
+    def look_up(homes: Any, token: int, low: int, high: int, row: Row, thread: int) -> None:
         for turn in range(turns):
             position = max(min(token + (thread + turn * threads) // vectors, high - 1), low)
-            homes[turn] = home_of(position, row, table)
+            homes[turn] = home_of(position, row)
 
-    @cuda.jit(device=True, inline="always")
-    def copy(to, source, homes, home_stride, token_stride, token, low, high, thread):  # type: ignore[no-untyped-def]
+    @inlined
+    def copy(to: int, source: Tokens, homes: Any, token: int, low: int, high: int, thread: int) -> None:
         for turn in range(turns):
             vector = thread + turn * threads
             if vector < count * vectors:
                 position = max(min(token + vector // vectors, high - 1), low)
                 column = vector % vectors * 16
-                at = source + offset_in(homes[turn], position, home_stride, token_stride)
-                copy_16(to + vector // vectors * pitch + column, at + column)
+                copy_16(to + vector // vectors * pitch + column, address_of(position, homes[turn], source) + column)
 
     return look_up, copy, turns
 
 
-def make_prefill(
-    dtype: torch.dtype,
-    head_dim: int,
-    group: int,
-    block_size: int,
-    causal: bool,
-    windowed: bool,
-    softcapped: bool,
-) -> Any:
-    """The kernel as a Python function; the arguments are constants to the compiler.
+def make_products(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
+    """Functions for kernels: `scores = Q K^T` and `sums += P V` of a warp's queries and a tile, in shared memory.
 
-    Args:
-        group: query heads that share a KV head.
-        block_size: tokens of a block in the block table; 0 without one.
+    Scores and sums are those of products [16 x 8], four floats a lane in each, one behind the other.
     """
     multiply, pack = multiplications[dtype], HALVES[dtype].pack
-    warps, tile = warps_of(head_dim), tile_of(head_dim)
+    pitch = pitch_of(head_dim)
+
+    @inlined
+    def add(sums: Any, at: int, a: Any, b0: int, b1: int) -> None:
+        d = multiply(sums[at], sums[at + 1], sums[at + 2], sums[at + 3], a[0], a[1], a[2], a[3], b0, b1)
+        for i in range(4):
+            sums[at + i] = d[i]
+
+    @inlined
+    def score(scores: Any, queries: int, k: int, lane: int) -> None:
+        for i in range(tile // 2):
+            scores[i] = float32(0)
+        for step in range(head_dim // 16):
+            a = load_matrices(queries + (lane & 15) * pitch + step * 32 + (lane >> 4) * 16)
+            for j in range(tile // 16):
+                token = j * 16 + (lane & 7) + (lane >> 4) * 8
+                b = load_matrices(k + token * pitch + step * 32 + (lane >> 3 & 1) * 16)
+                for half in range(2):
+                    add(scores, (2 * j + half) * 4, a, b[2 * half], b[2 * half + 1])
+
+    @inlined
+    def add_values(sums: Any, weights: Any, v: int, lane: int) -> None:
+        for j in range(tile // 16):
+            p0 = pack(weights[8 * j], weights[8 * j + 1])
+            p1 = pack(weights[8 * j + 2], weights[8 * j + 3])
+            p2 = pack(weights[8 * j + 4], weights[8 * j + 5])
+            p3 = pack(weights[8 * j + 6], weights[8 * j + 7])
+            for i in range(head_dim // 16):
+                b = load_matrices_transposed(v + (j * 16 + (lane & 15)) * pitch + i * 32 + (lane >> 4) * 16)
+                for half in range(2):
+                    add(sums, (2 * i + half) * 4, (p0, p1, p2, p3), b[2 * half], b[2 * half + 1])
+
+    return score, add_values
+
+
+def make_prefill(variant: Variant) -> Any:
+    """The kernel as a Python function."""
+    head_dim, group = variant.head_dim, variant.group
+    warps, tile, pitch, shared = warps_of(head_dim), tile_of(head_dim), pitch_of(head_dim), shared_of(head_dim)
     threads = 32 * warps
     queries_per_block = 16 * warps
-    pitch = head_dim * 2 + 16
-    steps, score_tiles, sum_tiles = head_dim // 16, tile // 8, head_dim // 8
-    num_scores, num_sums = 4 * score_tiles, 4 * sum_tiles
+    num_scores, num_sums, softcapped = tile // 2, head_dim // 2, variant.softcapped
 
-    find_queries = make_find_queries(queries_per_block, windowed)
-    keys_of_block, keys_of_rows = make_ranges(queries_per_block, tile, causal, windowed)
-    store = make_store(dtype, num_sums)
+    find_queries = make_find_queries(queries_per_block, variant.windowed)
+    keys_of_block, keys_of_lane = make_ranges(queries_per_block, tile, variant.causal, variant.windowed)
     _, copy_queries, query_turns = make_copy(0, queries_per_block, head_dim, threads)
-    look_up, copy_tile, turns = make_copy(block_size, tile, head_dim, threads)
+    look_up, copy_tile, turns = make_copy(variant.block_size, tile, head_dim, threads)
+    score, add_values = make_products(variant.dtype, head_dim, tile)
+    store = make_store(variant.dtype, num_sums)
 
-    def kernel(  # type: ignore[no-untyped-def]
-        q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, partials, counters,
-        batch, kv_heads, table_stride, window,
-        q_batch, q_token, q_head, k_row, k_token, k_head, v_row, v_token, v_head, out_batch, out_token, out_head,
-        inner, outer,
-    ):  # fmt: skip
+    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
         warp = thread >> 5
         head = cuda.blockIdx.x
-        q_shared = shared_address(cuda.shared.array(0, uint32))
-        k_shared = q_shared + queries_per_block * pitch
-        v_shared = k_shared + tile * pitch
+        base = shared_address(cuda.shared.array(0, uint32))
         scores = cuda.local.array(num_scores, float32)
         sums = cuda.local.array(num_sums, float32)
         homes = cuda.local.array(turns, int64)
         query_homes = cuda.local.array(query_turns, int64)
 
-        sequence, prompt, count, first_query, begin, length = find_queries(
-            batch, cu_seqlens, seq_lens, starts, window, lane
-        )
-        if first_query >= count:
+        prompt = find_queries(at, sizes, scoring.window, lane)
+        if prompt.query >= prompt.num_queries:
             return
-
-        row = row_of(sequence, rows)
-        table = block_table + row * table_stride
-        k_from = k + head // group * k_head
-        v_from = v + head // group * v_head
-
-        position = length - count + first_query
-        key, end = keys_of_block(position, begin, length, window)
-        low0, high0, low1, high1 = keys_of_rows(position + warp * 16 + (lane >> 2), begin, length, window)
+        row = row_of(prompt.sequence, at, strides)
+        k, v = head_of(head // group, at, strides)
+        key, end = keys_of_block(prompt, scoring.window)
+        line = warp * 16 + (lane >> 2)  # of this lane's two queries the first
+        visible = keys_of_lane(prompt, line, scoring.window)
 
         for i in range(num_sums):
             sums[i] = float32(0)
-        m0 = float32(FLOOR)
-        m1 = float32(FLOOR)
-        l0 = float32(0)
-        l1 = float32(0)
+        softmax = begin_softmax()
         if key < end:
-            q_from = q + prompt * q_token + head * q_head
+            queries = Tokens(at.q + prompt.start * strides.q_token + head * strides.q_head, 0, strides.q_token)
             for i in range(query_turns):
                 query_homes[i] = 0
-            copy_queries(q_shared, q_from, query_homes, 0, q_token, first_query, 0, count, thread)
-            look_up(homes, key, begin, length, row, table, thread)
-            copy_tile(k_shared, k_from, homes, k_row, k_token, key, begin, length, thread)
+            copy_queries(base + shared.queries, queries, query_homes, prompt.query, 0, prompt.num_queries, thread)
+            look_up(homes, key, prompt.begin, prompt.length, row, thread)
+            copy_tile(base + shared.k, k, homes, key, prompt.begin, prompt.length, thread)
         while key < end:
             wait_copies()
             cuda.syncthreads()  # K is there, and nobody needs the V before
-            copy_tile(v_shared, v_from, homes, v_row, v_token, key, begin, length, thread)
-            look_up(homes, key + tile, begin, length, row, table, thread)
-            for i in range(num_scores):
-                scores[i] = float32(0)
-            for step in range(steps):
-                a = load_matrices(q_shared + (warp * 16 + (lane & 15)) * pitch + step * 32 + (lane >> 4) * 16)
-                for j in range(score_tiles // 2):
-                    token = j * 16 + (lane & 7) + (lane >> 4) * 8
-                    b = load_matrices(k_shared + token * pitch + step * 32 + (lane >> 3 & 1) * 16)
-                    for half in range(2):
-                        at = (2 * j + half) * 4
-                        d = multiply(
-                            scores[at], scores[at + 1], scores[at + 2], scores[at + 3],
-                            a[0], a[1], a[2], a[3], b[2 * half], b[2 * half + 1],
-                        )  # fmt: skip
-                        for i in range(4):
-                            scores[at + i] = d[i]
+            copy_tile(base + shared.v, v, homes, key, prompt.begin, prompt.length, thread)
+            look_up(homes, key + tile, prompt.begin, prompt.length, row, thread)
+            score(scores, base + shared.queries + warp * 16 * pitch, base + shared.k, lane)
             wait_copies()
             cuda.syncthreads()  # V is there, and nobody needs this K
             if key + tile < end:
-                copy_tile(k_shared, k_from, homes, k_row, k_token, key + tile, begin, length, thread)
+                copy_tile(base + shared.k, k, homes, key + tile, prompt.begin, prompt.length, thread)
 
             if softcapped:
                 for i in range(num_scores):
-                    scores[i] = tanh(scores[i] * inner)
-            if key + tile > high0 or key < low1:
-                hide(scores, num_scores, key, lane, low0, high0, low1, high1)
-            n0, n1 = maxima(scores, num_scores, m0, m1)
-            a0 = exp2((m0 - n0) * outer)
-            a1 = exp2((m1 - n1) * outer)
-            m0 = n0
-            m1 = n1
-            l0, l1 = weigh(scores, num_scores, m0, m1, l0 * a0, l1 * a1, outer)
+                    scores[i] = tanh(scores[i] * scoring.inner)
+            if key + tile > visible.high0 or key < visible.low1:
+                hide(scores, num_scores, key, lane, visible)
+            softmax, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
             rescale(sums, num_sums, a0, a1)
-            for j in range(score_tiles // 2):
-                p0 = pack(scores[8 * j], scores[8 * j + 1])
-                p1 = pack(scores[8 * j + 2], scores[8 * j + 3])
-                p2 = pack(scores[8 * j + 4], scores[8 * j + 5])
-                p3 = pack(scores[8 * j + 6], scores[8 * j + 7])
-                for i in range(sum_tiles // 2):
-                    b = load_matrices_transposed(v_shared + (j * 16 + (lane & 15)) * pitch + i * 32 + (lane >> 4) * 16)
-                    for half in range(2):
-                        at = (2 * i + half) * 4
-                        d = multiply(
-                            sums[at],
-                            sums[at + 1],
-                            sums[at + 2],
-                            sums[at + 3],
-                            p0,
-                            p1,
-                            p2,
-                            p3,
-                            b[2 * half],
-                            b[2 * half + 1],
-                        )
-                        for x in range(4):
-                            sums[at + x] = d[x]
+            add_values(sums, scores, base + shared.v, lane)
             key += tile
 
-        d0, d1 = divisors(m0, m1, l0, l1, sinks, head, outer)
-        to = out + (prompt + first_query) * out_token + head * out_head
-        store(sums, d0, d1, to, out_token, warp * 16 + (lane >> 2), count - first_query, lane)
+        d0, d1 = divisors(softmax, at.sinks, head, scoring.outer)
+        to = at.out + (prompt.start + prompt.query) * strides.out_token + head * strides.out_head
+        store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
 
     return kernel

@@ -1,45 +1,85 @@
-"""Which queries of a prefill a block of threads has, and which tokens they may see."""
+"""Which queries of a prefill a block of threads has, and which keys they see."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from numba import cuda
 
 from .addressing import first_token
+from .arguments import Addresses, Sizes
 from .memory import load_i32
+from .ptx import inlined
 from .ragged import make_ragged
+from .softmax import Visible
+
+
+class Prompt(NamedTuple):
+    """The queries of a sequence, and the first of those that a block of threads has."""
+
+    sequence: int
+    start: int
+    """Where the sequence's queries begin in the batch."""
+    num_queries: int
+    """How many they are."""
+    query: int
+    """The block's first among them; where that is behind the last there is nothing to do."""
+    position: int
+    """Which token of the sequence that is."""
+    begin: int
+    """The sequence's first token that any of its queries sees."""
+    length: int
+    """Its tokens."""
 
 
 def make_find_queries(queries_per_block: int, windowed: bool) -> Any:
     """A function for kernels that gives a block of the grid's second dimension its queries."""
 
-    @cuda.jit(device=True, inline="always")
-    def units_of(sequence, cu_seqlens):  # type: ignore[no-untyped-def]
+    @inlined
+    def units_of(sequence: int, cu_seqlens: int) -> int:
         """Blocks of queries."""
         count = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
         return (count + queries_per_block - 1) // queries_per_block
 
     _, locate = make_ragged(units_of)
 
-    @cuda.jit(device=True, inline="always")
-    def find_queries(batch, cu_seqlens, seq_lens, starts, window, lane):  # type: ignore[no-untyped-def]
-        """The lanes of a warp look together.
-
-        Returns:
-            the sequence; where its queries begin in the batch, and how many they are; the block's first query among
-            them, which is behind the last where there is nothing to do; and the sequence's first token that any
-            of its queries sees, and its length.
-        """
+    @inlined
+    def find_queries(at: Addresses, sizes: Sizes, window: int, lane: int) -> Prompt:
+        """The lanes of a warp look together."""
         # The last queries of a prompt see most keys: they go first.
         unit = cuda.gridDim.y - 1 - cuda.blockIdx.y
-        sequence, before = locate(unit, batch, cu_seqlens, lane)
-        prompt = load_i32(cu_seqlens + sequence * 4)
-        count = load_i32(cu_seqlens + sequence * 4 + 4) - prompt
-        length = load_i32(seq_lens + sequence * 4)
-        begin = first_token(sequence, starts)
+        sequence, before = locate(unit, sizes.batch, at.cu_seqlens, lane)
+        start = load_i32(at.cu_seqlens + sequence * 4)
+        count = load_i32(at.cu_seqlens + sequence * 4 + 4) - start
+        length = load_i32(at.seq_lens + sequence * 4)
+        begin = first_token(sequence, at.starts)
         if windowed:  # what no query of the sequence sees may be gone
             begin = max(begin, length - count + 1 - window)
-        return sequence, prompt, count, (unit - before) * queries_per_block, begin, length
+        query = (unit - before) * queries_per_block
+        return Prompt(sequence, start, count, query, length - count + query, begin, length)
 
     return find_queries
+
+
+def make_ranges(queries_per_block: int, tile: int, causal: bool, windowed: bool) -> tuple[Any, Any]:
+    """Functions for kernels: the keys that a block's queries see, and those that a lane's two see."""
+
+    @inlined
+    def keys_of_block(prompt: Prompt, window: int) -> tuple[int, int]:
+        """From a multiple of `tile` on, and before which."""
+        end = min(prompt.position + queries_per_block, prompt.length) if causal else prompt.length
+        end = end if prompt.begin < prompt.length else 0
+        first = max(prompt.begin, prompt.position + 1 - window) if windowed else prompt.begin
+        return first // tile * tile, end
+
+    @inlined
+    def keys_of_lane(prompt: Prompt, line: int, window: int) -> Visible:
+        """Of the block's query of number `line`, and of that 8 further on."""
+        position = prompt.position + line
+        high0 = min(position + 1, prompt.length) if causal else prompt.length
+        high1 = min(position + 9, prompt.length) if causal else prompt.length
+        low0 = max(prompt.begin, position + 1 - window) if windowed else prompt.begin
+        low1 = max(prompt.begin, position + 9 - window) if windowed else prompt.begin
+        return Visible(low0, high0, low1, high1)
+
+    return keys_of_block, keys_of_lane

@@ -1,18 +1,32 @@
-"""PTX instructions as functions: inline assembly on a GPU, Python of the same meaning in Numba's simulator."""
+"""What kernels are written with: PTX instructions as functions, and functions that are inlined.
+
+An instruction is inline assembly on a GPU, and Python of the same meaning in Numba's simulator.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
-from numba import types
+from numba import cuda, types
 from numba.cuda.core import config
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
 # What kernels convert numbers with: Numba's own do the same in the simulator, in ten times the time.
+float32: Any
+int64: Any
+uint32: Any
 float32, int64, uint32 = (np.float32, np.int64, np.uint32) if SIMULATED else (types.float32, types.int64, types.uint32)
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+inlined: Callable[[Function], Function] = cuda.jit(device=True, inline="always")
+"""Makes a function one for kernels, put in place wherever it is called: structs that it takes or gives cost nothing.
+
+Annotations are for readers and for mypy. A local array, which stays in registers, is `Any`.
+"""
 
 REGISTERS = {"r": types.uint32, "l": types.int64, "f": types.float32}
 """Register classes of inline assembly: 32-bit and 64-bit integers, 32-bit floats."""
@@ -42,9 +56,8 @@ def instruction(
     if SIMULATED:
         return meaning
     from llvmlite import ir
-    from numba.cuda.extending import intrinsic
 
-    llvm = {"r": ir.IntType(32), "l": ir.IntType(64), "f": ir.FloatType()}
+    llvm = _llvm_registers()
     results = [llvm[kind] for kind in outputs]
     result = ir.VoidType() if not results else results[0] if len(results) == 1 else ir.LiteralStructType(results)
     clobbers = [] if pure or reads_only else ["~{memory}"]
@@ -68,11 +81,7 @@ def instruction(
         return context.make_tuple(builder, signature.return_type, values)
 
     signature = returned(*[REGISTERS[register] for register in inputs])
-    # Numba reads the number of parameters off the function.
-    parameters = ", ".join(["context", *(f"argument{index}" for index in range(len(inputs)))])
-    scope: dict[str, Any] = {"signature": signature, "codegen": codegen}
-    exec(f"def typing({parameters}):\n    return signature, codegen", scope)
-    return intrinsic(scope["typing"])
+    return _make_intrinsic(len(inputs), lambda *arguments: signature, codegen)
 
 
 def instruction_on_array(asm: str, facts: dict[str, Any], size: int, inputs: str, meaning: Callable[..., Any]) -> Any:
@@ -89,9 +98,8 @@ def instruction_on_array(asm: str, facts: dict[str, Any], size: int, inputs: str
     if SIMULATED:
         return meaning
     from llvmlite import ir
-    from numba.cuda.extending import intrinsic
 
-    llvm = {"r": ir.IntType(32), "l": ir.IntType(64)}
+    llvm = _llvm_registers()
     names = [f"${size * 2 + index}" for index in range(len(inputs))]
     text = asm.format(*names, array=", ".join(f"${index}" for index in range(size)), **facts) if facts else asm
     constraints = ",".join(["=f"] * size + [str(index) for index in range(size)] + list(inputs) + ["~{memory}"])
@@ -109,8 +117,22 @@ def instruction_on_array(asm: str, facts: dict[str, Any], size: int, inputs: str
             builder.store(builder.extract_value(value, index), place)
         return context.get_dummy_value()
 
-    parameters = ", ".join(["context", "array", *(f"argument{index}" for index in range(len(inputs)))])
     kinds = [REGISTERS[register] for register in inputs]
-    scope: dict[str, Any] = {"types": types, "kinds": kinds, "codegen": codegen}
-    exec(f"def typing({parameters}):\n    return types.void(array, *kinds), codegen", scope)
+    return _make_intrinsic(1 + len(inputs), lambda array, *arguments: types.void(array, *kinds), codegen)
+
+
+def _llvm_registers() -> dict[str, Any]:
+    """What `REGISTERS` are to LLVM."""
+    from llvmlite import ir
+
+    return {"r": ir.IntType(32), "l": ir.IntType(64), "f": ir.FloatType()}
+
+
+def _make_intrinsic(parameters: int, signature_of: Callable[..., Any], codegen: Callable[..., Any]) -> Any:
+    """A function for kernels. Numba reads the number of its parameters off the function that gives its signature."""
+    from numba.cuda.extending import intrinsic
+
+    names = ", ".join(f"argument{index}" for index in range(parameters))
+    scope: dict[str, Any] = {"signature_of": signature_of, "codegen": codegen}
+    exec(f"def typing(context, {names}):\n    return signature_of({names}), codegen", scope)
     return intrinsic(scope["typing"])

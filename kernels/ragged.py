@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import cuda
-
 from .memory import load_i32
+from .ptx import inlined
 from .warp import count_true, prefix_sum, shuffle_count, sum_of_lanes
 
 
-@cuda.jit(device=True, inline="always")
-def sequence_of(token, cu_seqlens, batch):  # type: ignore[no-untyped-def]
+@inlined
+def sequence_of(token: int, cu_seqlens: int, batch: int) -> int:
     """The sequence whose tokens include this one: the last that begins at it or before."""
     sequence = 0
     end = batch
@@ -36,8 +35,8 @@ def make_ragged(units_of: Any) -> tuple[Any, Any]:
         units_of: an inlined device function: the units of a sequence, from its index and one more argument.
     """
 
-    @cuda.jit(device=True, inline="always")
-    def total(batch, lengths, lane):  # type: ignore[no-untyped-def]
+    @inlined
+    def total(batch: int, lengths: Any, lane: int) -> int:
         """The units of all sequences. The lanes of a warp count together."""
         units = 0
         sequence = lane
@@ -46,8 +45,8 @@ def make_ragged(units_of: Any) -> tuple[Any, Any]:
             sequence += 32
         return sum_of_lanes(units)
 
-    @cuda.jit(device=True, inline="always")
-    def locate(unit, batch, lengths, lane):  # type: ignore[no-untyped-def]
+    @inlined
+    def locate(unit: int, batch: int, lengths: Any, lane: int) -> tuple[int, int]:
         """The sequence of a unit (at most the last one), and the units of those before it."""
         first = 0
         before = 0

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numba import cuda
 
-from .addressing import make_addressing
+from .addressing import Row, Tokens, make_addressing
 from .checks import (
     Geometry,
     Key,
@@ -29,6 +29,37 @@ from .compiler import Kernel
 from .memory import load_counter, load_i32, store_4, trap
 from .ragged import sequence_of
 from .vectors import THREADS, move_heads
+
+
+class AppendAddresses(NamedTuple):
+    """Where tensors lie, as `append` and `append_behind` have them; 0: this one is not given."""
+
+    k: int
+    v: int
+    k_cache: int
+    v_cache: int
+    rows: int
+    starts: int
+    cu_seqlens: int
+    block_table: int
+    limit: int
+
+
+class AppendShape(NamedTuple):
+    """Sequences; bytes from one row of the block table to the next, and from one row (or block), token and head."""
+
+    batch: int
+    table: int
+    k_token: int
+    k_head: int
+    v_token: int
+    v_head: int
+    k_cache_row: int
+    k_cache_token: int
+    k_cache_head: int
+    v_cache_row: int
+    v_cache_token: int
+    v_cache_head: int
 
 
 def append(
@@ -100,22 +131,11 @@ def _launch(
     block_table: torch.Tensor | None,
     limit: torch.Tensor | None,
 ) -> None:
-    geometry = keys((k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit))
-    kernel, table_stride, strides = _plan(*geometry)
-    pointers = k.data_ptr(), v.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr()
-    check_alignment(*pointers)
-    arguments = (
-        *pointers,
-        rows.data_ptr(),
-        starts.data_ptr(),
-        cu_seqlens.data_ptr() if cu_seqlens is not None else 0,
-        block_table.data_ptr() if block_table is not None else 0,
-        limit.data_ptr() if limit is not None else 0,
-        rows.shape[0],
-        table_stride,
-        *strides,
-    )
-    kernel.launch((k.shape[0], 1), k.get_device(), arguments)
+    tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit)
+    kernel, shape = _plan(*keys(tensors))
+    addresses = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
+    check_alignment(*addresses[:4])
+    kernel.launch((k.shape[0], 1), k.get_device(), (*addresses, *shape))
 
 
 def bind_append(
@@ -127,10 +147,10 @@ def bind_append(
         a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the caches and
         the rows by address alone: keep them.
     """
-    kernel, table_stride, strides = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None)))
+    kernel, shape = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None)))
     caches = k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*caches)
-    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, rows.shape[0], table_stride, *strides)
+    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, *shape)
     blocks, device = (k.shape[0], 1), k.get_device()
 
     def append_bound(k_address: int, v_address: int, starts_address: int) -> None:
@@ -140,8 +160,8 @@ def bind_append(
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(*geometry: Key | None) -> tuple[Kernel, int, tuple[int, ...]]:
-    """Checks a call's geometry; its kernel, and the strides that this takes."""
+def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape]:
+    """Checks a call's geometry; its kernel, and the shape that this takes."""
     k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
     cu_seqlens, block_table, limit = (Geometry._make(key) if key else None for key in geometry[6:])
     check_new(k, v)
@@ -164,7 +184,8 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, int, tuple[int, ...]]:
     facts = cu_seqlens is not None, block_size, limit is not None
     kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts)
     strides = (*k.strides[:2], *v.strides[:2], *k_cache.strides[:3], *v_cache.strides[:3])
-    return kernel, block_table.strides[0] * 4 if block_table else 0, tuple(stride * size for stride in strides)
+    table_stride = block_table.strides[0] * 4 if block_table else 0
+    return kernel, AppendShape(batch, table_stride, *(stride * size for stride in strides))
 
 
 torch.library.custom_op("vmmkv::append", append, mutates_args=("k_cache", "v_cache"))
@@ -185,7 +206,7 @@ def append_kernel(
     With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them.
     """
     constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size, int(limited))
-    return Kernel(make_append, constants, "q" * 21, THREADS)
+    return Kernel(make_append, constants, (AppendAddresses, AppendShape), THREADS)
 
 
 def make_append(
@@ -193,37 +214,33 @@ def make_append(
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
 
-    home_of, offset_in = make_addressing(block_size)
+    home_of, address_of = make_addressing(block_size)
     load_start = load_counter if limited else load_i32
 
-    def kernel(  # type: ignore[no-untyped-def]
-        k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit, batch, table_stride,
-        k_token, k_head, v_token, v_head,
-        k_cache_row, k_cache_token, k_cache_head, v_cache_row, v_cache_token, v_cache_head,
-    ):  # fmt: skip
+    def kernel(at: AppendAddresses, shape: AppendShape) -> None:
         token = cuda.blockIdx.x
         sequence = token
         first = token
         if ragged:
-            sequence = sequence_of(token, cu_seqlens, batch)
-            if token >= load_i32(cu_seqlens + batch * 4):
+            sequence = sequence_of(token, at.cu_seqlens, shape.batch)
+            if token >= load_i32(at.cu_seqlens + shape.batch * 4):
                 return
-            first = load_i32(cu_seqlens + sequence * 4)
-        position = load_start(starts + sequence * 4) + token - first
-        if limited and position >= load_i32(limit):
+            first = load_i32(at.cu_seqlens + sequence * 4)
+        position = load_start(at.starts + sequence * 4) + token - first
+        if limited and position >= load_i32(at.limit):
             trap()
-        row = load_i32(rows + sequence * 4)
-        home = home_of(position, row, block_table + row * table_stride)
-        k_from = k + token * k_token
-        v_from = v + token * v_token
-        k_to = k_cache + offset_in(home, position, k_cache_row, k_cache_token)
-        v_to = v_cache + offset_in(home, position, v_cache_row, v_cache_token)
+        number = load_i32(at.rows + sequence * 4)
+        home = home_of(position, Row(number, at.block_table + number * shape.table))
+        k_to = address_of(position, home, Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token))
+        v_to = address_of(position, home, Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token))
+        k_from = at.k + token * shape.k_token
+        v_from = at.v + token * shape.v_token
 
-        move_heads(k_from, k_to, k_head, k_cache_head, k_vectors, k_head_vectors)
-        move_heads(v_from, v_to, v_head, v_cache_head, v_vectors, v_head_vectors)
+        move_heads(k_from, k_to, shape.k_head, shape.k_cache_head, k_vectors, k_head_vectors)
+        move_heads(v_from, v_to, shape.v_head, shape.v_cache_head, v_vectors, v_head_vectors)
         if limited and not ragged:
             cuda.syncthreads()  # all threads know the position
             if cuda.threadIdx.x == 0:
-                store_4(starts + sequence * 4, position + 1)
+                store_4(at.starts + sequence * 4, position + 1)
 
     return kernel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numba import cuda
@@ -12,6 +12,29 @@ from .checks import Geometry, Key, check_alignment, check_cache, check_device, c
 from .compiler import Kernel
 from .memory import load_i32
 from .vectors import THREADS, move_heads
+
+
+class CopyAddresses(NamedTuple):
+    """Where tensors lie, as `copy_tokens` has them."""
+
+    source: int
+    target: int
+    source_rows: int
+    source_starts: int
+    target_rows: int
+    target_starts: int
+    lengths: int
+
+
+class CopyStrides(NamedTuple):
+    """Bytes from one row, token and head to the next."""
+
+    source_row: int
+    source_token: int
+    source_head: int
+    target_row: int
+    target_token: int
+    target_head: int
 
 
 def copy_tokens(
@@ -47,27 +70,26 @@ def copy_tokens(
             source, target, source_rows, source_starts, target_rows, target_starts, lengths, max_length
         )
         return
-    indices = (source_rows, source_starts, target_rows, target_starts, lengths)
-    kernel, strides = _plan(*keys((source, target, *indices)))
-    check_alignment(source.data_ptr(), target.data_ptr())
-    pointers = [tensor.data_ptr() for tensor in (source, target, *indices)]
-    kernel.launch((max_length, lengths.shape[0]), source.get_device(), (*pointers, *strides))
+    tensors = (source, target, source_rows, source_starts, target_rows, target_starts, lengths)
+    kernel, strides = _plan(*keys(tensors))
+    addresses = [tensor.data_ptr() for tensor in tensors]
+    check_alignment(*addresses[:2])
+    kernel.launch((max_length, lengths.shape[0]), source.get_device(), (*addresses, *strides))
 
 
 @lru_cache(1024)
-def _plan(*geometry: Key | None) -> tuple[Kernel, tuple[int, ...]]:
+def _plan(*geometry: Key | None) -> tuple[Kernel, CopyStrides]:
     """Checks a call's geometry; its kernel, and the strides that this takes."""
     source, target, *indices = (Geometry._make(key) for key in geometry if key)
     check_device(source.device)
     check_cache("source", source)
     check_written(target=target)
     check_cache("target", target, like=source)
-    names = ("source_rows", "source_starts", "target_rows", "target_starts", "lengths")
-    check_indices(source.device, indices[-1].shape[:1], **dict(zip(names, indices)))
+    check_indices(source.device, indices[-1].shape[:1], **dict(zip(CopyAddresses._fields[2:], indices)))
     size = source.dtype.itemsize
     head_vectors = source.shape[3] * size // 16
-    strides = (*source.strides[:3], *target.strides[:3])
-    return copy_kernel(source.shape[2] * head_vectors, head_vectors), tuple(stride * size for stride in strides)
+    strides = CopyStrides(*(stride * size for stride in (*source.strides[:3], *target.strides[:3])))
+    return copy_kernel(source.shape[2] * head_vectors, head_vectors), strides
 
 
 torch.library.custom_op("vmmkv::copy_tokens", copy_tokens, mutates_args=("target",))
@@ -76,22 +98,19 @@ torch.library.custom_op("vmmkv::copy_tokens", copy_tokens, mutates_args=("target
 @cache
 def copy_kernel(vectors: int, head_vectors: int) -> Kernel:
     """The kernel for a geometry, in vectors of 16 bytes."""
-    return Kernel(make_copy, (vectors, head_vectors), "q" * 13, THREADS)
+    return Kernel(make_copy, (vectors, head_vectors), (CopyAddresses, CopyStrides), THREADS)
 
 
 def make_copy(vectors: int, head_vectors: int) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
 
-    def kernel(  # type: ignore[no-untyped-def]
-        source, target, source_rows, source_starts, target_rows, target_starts, lengths,
-        source_row, source_token, source_head, target_row, target_token, target_head,
-    ):  # fmt: skip
+    def kernel(at: CopyAddresses, strides: CopyStrides) -> None:
         token, copied = cuda.blockIdx.x, cuda.blockIdx.y * 4
-        if token < load_i32(lengths + copied):
-            first = load_i32(source_rows + copied) * source_row
-            second = load_i32(target_rows + copied) * target_row
-            first += (load_i32(source_starts + copied) + token) * source_token
-            second += (load_i32(target_starts + copied) + token) * target_token
-            move_heads(source + first, target + second, source_head, target_head, vectors, head_vectors)
+        if token < load_i32(at.lengths + copied):
+            first = at.source + load_i32(at.source_rows + copied) * strides.source_row
+            second = at.target + load_i32(at.target_rows + copied) * strides.target_row
+            first += (load_i32(at.source_starts + copied) + token) * strides.source_token
+            second += (load_i32(at.target_starts + copied) + token) * strides.target_token
+            move_heads(first, second, strides.source_head, strides.target_head, vectors, head_vectors)
 
     return kernel

@@ -6,11 +6,13 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, decode_mma, plain
+from . import attention, decode_mma, decode_shares, plain
+from .arguments import Variant
 from .attention import Plan
 from .checks import Key, keys
 from .compiler import Kernel
-from .decode_parts import Queries
+from .decode_parts import part_bytes
+from .decode_shares import Queries
 from .workspace import multiprocessors
 
 MAX_QUERIES = 8
@@ -102,28 +104,25 @@ def _plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | Non
             f"it must be [batch, 1 to {MAX_QUERIES}, num_heads, head_dim]"
         )
     batch, q_len, num_heads, head_dim = q.shape
-    group = num_heads // k.shape[2]
     block_size = k.shape[1] if given.block_table else 0
+    variant = Variant(q.dtype, head_dim, num_heads // k.shape[2], q_len, block_size, True, windowed, softcapped)
     if attention.choose(name, q.dtype, q.device, ("mma",)) == "plain":
-        kernel = plain.plain_kernel(q.dtype, head_dim, group, q_len, block_size, True, windowed, softcapped)
-        return attention.make_plan(given, kernel, (batch * q_len, num_heads))
-    kernel = mma_kernel(q.dtype, head_dim, group, q_len, block_size, windowed, softcapped)
+        return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
     blocks = multiprocessors(q.device) * decode_mma.BLOCKS_PER_SM
-    queries = Queries(group, q_len)
+    queries = Queries(variant.group, q_len)
     return attention.make_plan(
         given,
-        kernel,
+        mma_kernel(variant),
         (blocks, 1),
-        partial_bytes=2 * blocks * queries.part_bytes(head_dim),
-        counters=batch * k.shape[2] * queries.slots_per_head,
+        partial_bytes=2 * blocks * part_bytes(queries, head_dim),
+        counters=batch * k.shape[2] * queries.bundles_per_head,
     )
 
 
 @cache
-def mma_kernel(
-    dtype: torch.dtype, head_dim: int, group: int, q_len: int, block_size: int, windowed: bool, softcapped: bool
-) -> Kernel:
-    """The kernel for a geometry: `group` query heads share a KV head, and `block_size` 0 is without a block table."""
-    constants = (dtype, head_dim, Queries(group, q_len), block_size, windowed, softcapped)
-    threads, blocks_per_sm = decode_mma.THREADS, decode_mma.BLOCKS_PER_SM
-    return Kernel(decode_mma.make_decode, constants, attention.ARGUMENTS, threads, blocks_per_sm=blocks_per_sm)
+def mma_kernel(variant: Variant) -> Kernel:
+    """The kernel on tensor cores."""
+    blocks_per_sm = decode_mma.BLOCKS_PER_SM
+    return Kernel(
+        decode_mma.make_decode, (variant,), attention.ARGUMENTS, decode_shares.THREADS, blocks_per_sm=blocks_per_sm
+    )

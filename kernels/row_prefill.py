@@ -7,6 +7,7 @@ from functools import cache, lru_cache
 import torch
 
 from . import attention, plain, prefill_mma, prefill_wgmma
+from .arguments import Maps, Variant
 from .attention import Plan
 from .checks import Key, keys
 from .compiler import Kernel
@@ -65,23 +66,7 @@ def prefill(
     out = torch.empty_like(q) if out is None else out
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.prefill if torch.compiler.is_compiling() else _prefill
-    run(
-        q,
-        k,
-        v,
-        out,
-        cu_seqlens,
-        seq_lens,
-        rows,
-        starts,
-        block_table,
-        sinks,
-        causal,
-        scale,
-        window,
-        softcap,
-        kernel,
-    )
+    run(q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, causal, scale, window, softcap, kernel)
     return out
 
 
@@ -121,18 +106,16 @@ def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, geometry: t
     if windowed and not causal:
         raise ValueError("got a window without causal; a window reaches back from each token")
     tokens, num_heads, head_dim = q.shape
-    group = num_heads // k.shape[2]
     block_size = k.shape[1] if given.block_table else 0
+    variant = Variant(q.dtype, head_dim, num_heads // k.shape[2], 0, block_size, causal, windowed, softcapped)
     best = ("wgmma", "mma") if can_be_mapped(k) and can_be_mapped(given.v) else ("mma",)
     name = attention.choose(name, q.dtype, q.device, best)
     if name == "plain":
-        kernel = plain.plain_kernel(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped)
-        return attention.make_plan(given, kernel, (tokens, num_heads))
-    constants = (q.dtype, head_dim, group, block_size, causal, windowed, softcapped)
+        return attention.make_plan(given, plain.plain_kernel(variant), (tokens, num_heads))
     if name == "mma":
-        kernel, queries, box_tokens = mma_kernel(*constants), 16 * prefill_mma.warps_of(head_dim), 0
+        kernel, queries, box_tokens = mma_kernel(variant), 16 * prefill_mma.warps_of(head_dim), 0
     else:
-        kernel, queries = wgmma_kernel(*constants), prefill_wgmma.QUERIES
+        kernel, queries = wgmma_kernel(variant), prefill_wgmma.QUERIES
         box_tokens = box_of(prefill_wgmma.tile_of(head_dim), block_size)
     # No batch has more blocks of queries, however its tokens are spread.
     most = tokens // queries + given.seq_lens.shape[0]
@@ -140,22 +123,16 @@ def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, geometry: t
 
 
 @cache
-def mma_kernel(
-    dtype: torch.dtype, head_dim: int, group: int, block_size: int, causal: bool, windowed: bool, softcapped: bool
-) -> Kernel:
-    """The kernel for a geometry: `group` query heads share a KV head, and `block_size` 0 is without a block table."""
-    constants = (dtype, head_dim, group, block_size, causal, windowed, softcapped)
-    threads, shared = 32 * prefill_mma.warps_of(head_dim), prefill_mma.shared_bytes(head_dim)
-    return Kernel(prefill_mma.make_prefill, constants, attention.ARGUMENTS, threads, shared_bytes=shared)
+def mma_kernel(variant: Variant) -> Kernel:
+    """The kernel on tensor cores."""
+    threads, shared = 32 * prefill_mma.warps_of(variant.head_dim), prefill_mma.shared_of(variant.head_dim)
+    return Kernel(prefill_mma.make_prefill, (variant,), attention.ARGUMENTS, threads, shared_bytes=shared.nbytes)
 
 
 @cache
-def wgmma_kernel(
-    dtype: torch.dtype, head_dim: int, group: int, block_size: int, causal: bool, windowed: bool, softcapped: bool
-) -> Kernel:
-    """The same for Hopper."""
-    constants = (dtype, head_dim, group, block_size, causal, windowed, softcapped)
-    arguments, shared = "mmmm" + attention.ARGUMENTS, prefill_wgmma.shared_bytes(head_dim)
+def wgmma_kernel(variant: Variant) -> Kernel:
+    """The kernel for Hopper."""
+    structs, shared = (Maps, *attention.ARGUMENTS), prefill_wgmma.shared_of(variant.head_dim)
     return Kernel(
-        prefill_wgmma.make_prefill, constants, arguments, prefill_wgmma.THREADS, shared_bytes=shared, hopper=True
+        prefill_wgmma.make_prefill, (variant,), structs, prefill_wgmma.THREADS, shared_bytes=shared.nbytes, hopper=True
     )

@@ -6,6 +6,7 @@ one thread, so that a block runs in one order, always the same. Importing this m
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -172,8 +173,6 @@ class SharedMemory:
             dtype = numpy_support.as_dtype(dtype)
         if shape == 0:
             return self.dynamic.view(dtype)
-        import sys
-
         caller = sys._getframe(1)
         key = caller.f_code, caller.f_lineno
         if key not in self.arrays:

@@ -1,35 +1,82 @@
-"""The softmax that prefill kernels keep while tiles of keys pass by.
+"""The softmax that kernels keep while tiles of keys pass by.
 
-A product's scores are spread over a warp: a lane has the columns `8 j + 2 (lane % 4)` and the next of row `lane // 4`,
-in `scores[4 j]` and `scores[4 j + 1]`, and the same of the row 8 further down in the two after.
+In prefill a product's scores are spread over a warp: a lane has the columns `8 j + 2 (lane % 4)` and the next of row
+`lane // 4`, in `scores[4 j]` and `scores[4 j + 1]`, and the same of the row 8 further down in the two after.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from numba import cuda
-
-from .arithmetic import HALVES, LOG2E, NEGATIVE_INFINITY, exp2, fma, maximum, reciprocal
+from .arithmetic import FLOOR, HALVES, LOG2E, NEGATIVE_INFINITY, exp2, fma, maximum, reciprocal
 from .memory import load_f32, store_4
-from .ptx import float32
+from .ptx import float32, inlined
 from .warp import shuffle_xor
 
 
-@cuda.jit(device=True, inline="always")
-def hide(scores, num_scores, key, lane, low0, high0, low1, high1):  # type: ignore[no-untyped-def]
-    """Takes out the keys that are not from `low` on and before `high`, for each of a lane's rows."""
+class Visible(NamedTuple):
+    """The keys that each of a lane's two queries sees: from `low` on, before `high`."""
+
+    low0: int
+    high0: int
+    low1: int
+    high1: int
+
+
+class Softmax(NamedTuple):
+    """Of each of a lane's two queries so far: the greatest score `m`, and the sum `l` of weights relative to it."""
+
+    m0: float
+    m1: float
+    l0: float
+    l1: float
+
+
+@inlined
+def begin_softmax() -> Softmax:
+    """Before the first key."""
+    return Softmax(float32(FLOOR), float32(FLOOR), float32(0), float32(0))
+
+
+@inlined
+def hide(scores: Any, num_scores: int, key: int, lane: int, visible: Visible) -> None:
+    """Takes out the keys that are not visible; `key` is the tile's first."""
     for j in range(num_scores // 4):
         for i in range(2):
             token = key + 8 * j + 2 * (lane & 3) + i
-            at = 4 * j + i
-            scores[at] = scores[at] if low0 <= token < high0 else float32(NEGATIVE_INFINITY)
-            scores[at + 2] = scores[at + 2] if low1 <= token < high1 else float32(NEGATIVE_INFINITY)
+            first, second = 4 * j + i, 4 * j + i + 2
+            scores[first] = scores[first] if visible.low0 <= token < visible.high0 else float32(NEGATIVE_INFINITY)
+            scores[second] = scores[second] if visible.low1 <= token < visible.high1 else float32(NEGATIVE_INFINITY)
 
 
-@cuda.jit(device=True, inline="always")
-def maxima(scores, num_scores, m0, m1):  # type: ignore[no-untyped-def]
-    """Of the rows' scores and of those before."""
+@inlined
+def weigh(scores: Any, num_scores: int, before: Softmax, outer: float) -> tuple[Softmax, float, float]:
+    """Makes a tile's scores weights, relative to the maxima of all so far.
+
+    Returns:
+        the softmax, with this lane's scores in it; what the two queries' older sums are to be multiplied by.
+    """
+    m0, m1 = _maxima(scores, num_scores, before)
+    a0 = exp2((before.m0 - m0) * outer)
+    a1 = exp2((before.m1 - m1) * outer)
+    l0 = before.l0 * a0
+    l1 = before.l1 * a1
+    z0 = -m0 * outer
+    z1 = -m1 * outer
+    for j in range(num_scores // 4):
+        for i in range(2):
+            scores[4 * j + i] = exp2(fma(scores[4 * j + i], outer, z0))
+            scores[4 * j + 2 + i] = exp2(fma(scores[4 * j + 2 + i], outer, z1))
+            l0 += scores[4 * j + i]
+            l1 += scores[4 * j + 2 + i]
+    return Softmax(m0, m1, l0, l1), a0, a1
+
+
+@inlined
+def _maxima(scores: Any, num_scores: int, before: Softmax) -> tuple[float, float]:
+    """Of the tile's scores and of those before; four lanes share a row."""
+    m0 = before.m0
+    m1 = before.m1
     for j in range(num_scores // 4):
         m0 = maximum(m0, maximum(scores[4 * j], scores[4 * j + 1]))
         m1 = maximum(m1, maximum(scores[4 * j + 2], scores[4 * j + 3]))
@@ -39,22 +86,8 @@ def maxima(scores, num_scores, m0, m1):  # type: ignore[no-untyped-def]
     return m0, m1
 
 
-@cuda.jit(device=True, inline="always")
-def weigh(scores, num_scores, m0, m1, l0, l1, outer):  # type: ignore[no-untyped-def]
-    """Makes scores weights, relative to the maxima; adds this lane's to the rows' sums."""
-    z0 = -m0 * outer
-    z1 = -m1 * outer
-    for j in range(num_scores // 4):
-        for i in range(2):
-            scores[4 * j + i] = exp2(fma(scores[4 * j + i], outer, z0))
-            scores[4 * j + 2 + i] = exp2(fma(scores[4 * j + 2 + i], outer, z1))
-            l0 += scores[4 * j + i]
-            l1 += scores[4 * j + 2 + i]
-    return l0, l1
-
-
-@cuda.jit(device=True, inline="always")
-def rescale(sums, num_sums, a0, a1):  # type: ignore[no-untyped-def]
+@inlined
+def rescale(sums: Any, num_sums: int, a0: float, a1: float) -> None:
     """Brings older sums to new maxima."""
     for j in range(num_sums // 4):
         sums[4 * j] *= a0
@@ -63,16 +96,18 @@ def rescale(sums, num_sums, a0, a1):  # type: ignore[no-untyped-def]
         sums[4 * j + 3] *= a1
 
 
-@cuda.jit(device=True, inline="always")
-def divisors(m0, m1, l0, l1, sinks, head, outer):  # type: ignore[no-untyped-def]
+@inlined
+def divisors(softmax: Softmax, sinks: int, head: int, outer: float) -> tuple[float, float]:
     """What sums are multiplied by at the end: 1 over the weights of a row, a sink's among them; 0 if it saw no key."""
+    l0 = softmax.l0
+    l1 = softmax.l1
     for step in range(2):
         l0 += shuffle_xor(l0, 1 << step)
         l1 += shuffle_xor(l1, 1 << step)
     if sinks != 0:
         sink = load_f32(sinks + head * 4) * float32(LOG2E)
-        l0 += exp2(sink - m0 * outer)
-        l1 += exp2(sink - m1 * outer)
+        l0 += exp2(sink - softmax.m0 * outer)
+        l1 += exp2(sink - softmax.m1 * outer)
     return reciprocal(l0) if l0 > float32(0) else float32(0), reciprocal(l1) if l1 > float32(0) else float32(0)
 
 
@@ -80,8 +115,8 @@ def make_store(dtype: Any, num_sums: int) -> Any:
     """A function for kernels that stores a lane's two rows."""
     pack = HALVES[dtype].pack
 
-    @cuda.jit(device=True, inline="always")
-    def store(sums, d0, d1, to, token_stride, query, count, lane):  # type: ignore[no-untyped-def]
+    @inlined
+    def store(sums: Any, d0: float, d1: float, to: int, token_stride: int, query: int, count: int, lane: int) -> None:
         """To the address of the first query's output; those from `count` on are left out."""
         to += query * token_stride + (lane & 3) * 4
         for j in range(num_sums // 4):
@@ -91,26 +126,3 @@ def make_store(dtype: Any, num_sums: int) -> Any:
                 store_4(to + 8 * token_stride + j * 16, pack(sums[4 * j + 2] * d1, sums[4 * j + 3] * d1))
 
     return store
-
-
-def make_ranges(queries_per_block: int, tile: int, causal: bool, windowed: bool) -> tuple[Any, Any]:
-    """Functions for kernels: the keys that a block's queries see, and those that a lane's two rows see."""
-
-    @cuda.jit(device=True, inline="always")
-    def keys_of_block(position, begin, length, window):  # type: ignore[no-untyped-def]
-        """From a multiple of `tile` on, and before which; `position` is that of the block's first query."""
-        end = min(position + queries_per_block, length) if causal else length
-        end = end if begin < length else 0
-        first = max(begin, position + 1 - window) if windowed else begin
-        return first // tile * tile, end
-
-    @cuda.jit(device=True, inline="always")
-    def keys_of_rows(position, begin, length, window):  # type: ignore[no-untyped-def]
-        """Lower and upper bounds of the row at a position and of that 8 further on."""
-        high0 = min(position + 1, length) if causal else length
-        high1 = min(position + 9, length) if causal else length
-        low0 = max(begin, position + 1 - window) if windowed else begin
-        low1 = max(begin, position + 9 - window) if windowed else begin
-        return low0, high0, low1, high1
-
-    return keys_of_block, keys_of_rows

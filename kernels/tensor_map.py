@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from .arguments import Maps
 from .checks import Geometry, Key
+from .context import driver
+from .hopper import PANEL, ROW_BYTES, simulated_maps, swizzled
 from .ptx import SIMULATED
-
-ELEMENTS = 64
-"""Of a box: 128 bytes, the widest that can be swizzled."""
 
 
 def can_be_mapped(tensor: Geometry) -> bool:
@@ -33,37 +33,31 @@ class SimulatedMap(NamedTuple):
 
     def copy(self, target: int, place: tuple[int, ...]) -> int:
         """Copies the box at a place; its bytes."""
-        from .hopper import swizzled
-
         element, head, token, row = place
         width, heads, tokens, rows = self.sizes
         inside = 0 <= head < heads and 0 <= token <= tokens - self.box_tokens and 0 <= row < rows
         assert inside, "a copy from outside touches the tensor's first page"
-        for index, vector in product(range(self.box_tokens), range(0, ELEMENTS, 8)):
+        for index, vector in product(range(self.box_tokens), range(0, PANEL, 8)):
             position = element + vector, head, token + index, row
-            to = swizzled(target + index * 2 * ELEMENTS + vector * 2)
+            to = swizzled(target + index * ROW_BYTES + vector * 2)
             if position[0] < width:
                 source = self.address + position[0] * 2 + sum(np.multiply(position[1:], self.strides).tolist())
                 ctypes.memmove(to, source, 16)
             else:
                 ctypes.memset(to, 0, 16)
-        return self.box_tokens * ELEMENTS * 2
-
-
-simulated: list[SimulatedMap] = []
-"""In the simulator a tensor map is an index into this."""
+        return self.box_tokens * ROW_BYTES
 
 
 @lru_cache(4096)  # a model has some for each layer
-def tensor_maps(k: int, v: int, k_key: Key | None, v_key: Key | None, box_tokens: int) -> tuple[Any, ...]:
-    """Maps of K and V at these addresses, for boxes of tokens and for single ones."""
+def tensor_maps(k: int, v: int, k_key: Key | None, v_key: Key | None, box_tokens: int) -> Maps:
+    """Maps of K and V at these addresses."""
     assert k_key
     assert v_key
-    return tuple(_encode(address, key, box) for box in (box_tokens, 1) for address, key in ((k, k_key), (v, v_key)))
+    return Maps(*[_encode(address, key, box) for box in (box_tokens, 1) for address, key in ((k, k_key), (v, v_key))])
 
 
 def _encode(address: int, key: Key, box_tokens: int) -> Any:
-    """A map of a 16-bit tensor `[rows, tokens, heads, head_dim]`, for boxes of `box_tokens` x 64 elements.
+    """A map of a 16-bit tensor `[rows, tokens, heads, head_dim]`, for boxes of `box_tokens` of one head and panel.
 
     Returns:
         its 128 bytes; for the simulator, a number.
@@ -73,10 +67,9 @@ def _encode(address: int, key: Key, box_tokens: int) -> Any:
     sizes = tuple(reversed(shape))
     steps = tuple(stride * dtype.itemsize for stride in reversed(strides[:-1]))
     if SIMULATED:
-        simulated.append(SimulatedMap(address, sizes, steps, box_tokens))
-        return len(simulated) - 1
-    import cuda.bindings.driver as cu
-
+        simulated_maps.append(SimulatedMap(address, sizes, steps, box_tokens))
+        return len(simulated_maps) - 1
+    cu = driver()
     kinds = cu.CUtensorMapDataType
     status, encoded = cu.cuTensorMapEncodeTiled(
         kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 if dtype == torch.bfloat16 else kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
@@ -84,7 +77,7 @@ def _encode(address: int, key: Key, box_tokens: int) -> Any:
         address,
         [cu.cuuint64_t(size) for size in sizes],
         [cu.cuuint64_t(step) for step in steps],
-        [cu.cuuint32_t(size) for size in (ELEMENTS, 1, box_tokens, 1)],
+        [cu.cuuint32_t(size) for size in (PANEL, 1, box_tokens, 1)],
         [cu.cuuint32_t(1)] * 4,
         cu.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
         cu.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,

@@ -5,13 +5,14 @@ from __future__ import annotations
 from numba import cuda
 
 from .memory import load_16, store_16
+from .ptx import inlined
 
 THREADS = 128
 """Threads of a block that moves a token."""
 
 
-@cuda.jit(device=True, inline="always")
-def move_heads(source, target, source_head, target_head, vectors, head_vectors):  # type: ignore[no-untyped-def]
+@inlined
+def move_heads(source: int, target: int, source_head: int, target_head: int, vectors: int, head_vectors: int) -> None:
     """Copies one token's heads from address `source` to address `target`.
 
     Args:

@@ -6,10 +6,9 @@ import ctypes
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from .arithmetic import HALVES
-from .ptx import SIMULATED, instruction
+from .ptx import SIMULATED, inlined, instruction
 
 if SIMULATED:
     from .simulator import current, warp_meets
@@ -145,8 +144,8 @@ multiply = {
 """By dtype: four sums, and the fragments of A [16 x 16] and B [16 x 8], to the sums with A B added."""
 
 
-@cuda.jit(device=True, inline="always")
-def prefix_sum(count, lane):  # type: ignore[no-untyped-def]
+@inlined
+def prefix_sum(count: int, lane: int) -> int:
     """The sum of a count over this lane and those before it."""
     for step in range(5):
         before = shuffle_up_count(count, 1 << step)
@@ -154,8 +153,8 @@ def prefix_sum(count, lane):  # type: ignore[no-untyped-def]
     return count
 
 
-@cuda.jit(device=True, inline="always")
-def sum_of_lanes(count):  # type: ignore[no-untyped-def]
+@inlined
+def sum_of_lanes(count: int) -> int:
     """The sum of a count over all lanes."""
     for step in range(5):
         count += shuffle_xor_count(count, 1 << step)

@@ -69,6 +69,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture
+def undebugged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what counts fills, fences or capacities, which debugging changes."""
+    monkeypatch.delenv("VMMKV_DEBUG", raising=False)
+
+
 def small_driver(device: str) -> Driver:
     """Pages as small as the device has them: 4 KiB on the host, 2 MiB on a GPU."""
     return open_driver(device, 4096 if device == "cpu" else None)
@@ -89,7 +95,8 @@ def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
     ):
         driver = kwargs.pop("driver", None) or small_driver(device)
         layout = kwargs.pop("layout", None) or small_layout(driver, layers_per_range=layers_per_range)
-        options = {"max_bytes": pages * driver.page_size, "lookahead": 0} | kwargs  # only what is asked for is mapped
+        # Only what is asked for is mapped, page by page.
+        options = {"max_bytes": pages * driver.page_size, "lookahead": 0, "large_frames": False} | kwargs
         return vmmkv.KVCache(layout, max_sequences, max_seq_len, driver=driver, **options)
 
     return make

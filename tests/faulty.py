@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import vmmkv
@@ -11,12 +13,26 @@ from vmmkv.memory.driver import Driver, Handle
 CALLS = ("reserve", "free", "create", "release", "map", "set_access", "unmap", "fill", "copy")
 
 
+@dataclass
+class Fault:
+    """What `FaultyDriver.fail` was asked for, and whether it has come to that."""
+
+    call: str
+    skip: int
+    out_of_memory: bool
+    error: type[Exception]
+    lasting: bool
+    was_met: bool = False
+
+
 class FaultyDriver:
     """Passes calls on to `inner`; refuses misuse that a real driver may let pass.
 
     Attributes:
-        handles: pages that exist.
-        mapped: by address, the page mapped there.
+        calls: those that are any call.
+        handles: pieces of memory that exist.
+        sizes: of each, in pages.
+        mapped: by address of a page, what is mapped there.
         accessible: addresses of pages that may be accessed.
         writable: those of them that may be written.
         failures: calls that were made to fail so far.
@@ -26,10 +42,12 @@ class FaultyDriver:
     """
 
     c_interface = None  # every call is to come by here
+    calls = CALLS
 
     def __init__(self, inner: Driver) -> None:
         self.inner = inner
         self.handles: list[Handle] = []
+        self.sizes: dict[Handle, int] = {}
         self.mapped: dict[int, Handle] = {}
         self.accessible: set[int] = set()
         self.writable: set[int] = set()
@@ -37,36 +55,55 @@ class FaultyDriver:
         self.unmaps_anything = False
         self.changes = 0
         self.ranges: dict[int, int] = {}
-        self._faults: list[tuple[str, int, bool]] = []
+        self._faults: list[Fault] = []
 
-    def fail(self, call: str = "any", skip: int = 0, out_of_memory: bool = False) -> None:
-        """Makes one call fail: the one named, or any, after `skip` of them have passed."""
-        self._faults.append((call, skip, out_of_memory))
+    @property
+    def num_pages(self) -> int:
+        """Pages of all that exists."""
+        return sum(self.sizes[handle] for handle in self.handles)
+
+    def fail(
+        self,
+        call: str = "any",
+        skip: int = 0,
+        out_of_memory: bool = False,
+        *,
+        error: type[Exception] = DriverError,
+        lasting: bool = False,
+    ) -> None:
+        """Makes a call fail: the one named, or any, after `skip` of them have passed; a lasting fault, all from there
+        on. With `out_of_memory`, a `create` fails for want of that."""
+        self._faults.append(Fault(call, skip, out_of_memory, error, lasting))
 
     def heal(self) -> bool:
-        """Forgets the faults still to come; returns whether there were any."""
-        pending, self._faults = bool(self._faults), []
-        return pending
+        """Forgets all faults; returns whether there were any that no call has met."""
+        faults, self._faults = self._faults, []
+        return not all(fault.was_met for fault in faults)
+
+    def meet(self, name: str) -> None:
+        """Raises what a call of that name is to fail with."""
+        error: type[Exception] | None = None
+        for fault in list(self._faults):
+            if fault.call != name and (fault.call != "any" or name not in self.calls):
+                continue
+            if fault.skip:
+                fault.skip -= 1
+                continue
+            fault.was_met = True
+            error = DriverOutOfMemoryError if fault.out_of_memory and name == "create" else fault.error
+            if not fault.lasting:
+                self._faults.remove(fault)
+        if error:
+            self.failures += 1
+            raise error(name, "INJECTED")
 
     def __getattr__(self, name: str) -> Any:
-        if name not in CALLS:
+        if name not in self.calls:
             return getattr(self.inner, name)
         return lambda *args: self._call(name, *args)
 
     def _call(self, name: str, *args: Any) -> Any:
-        waiting = []
-        failed = None
-        for call, skip, out_of_memory in self._faults:
-            if call not in ("any", name):
-                waiting.append((call, skip, out_of_memory))
-            elif skip:
-                waiting.append((call, skip - 1, out_of_memory))
-            else:
-                failed = DriverOutOfMemoryError if out_of_memory and name == "create" else DriverError
-        self._faults = waiting
-        if failed:
-            self.failures += 1
-            raise failed(name, "INJECTED")
+        self.meet(name)
         getattr(self, f"_before_{name}", lambda *args: None)(*args)
         result = getattr(self.inner, name)(*args)
         getattr(self, f"_after_{name}", lambda *args: None)(result, *args)
@@ -84,20 +121,24 @@ class FaultyDriver:
         assert self.ranges.pop(address) == nbytes
         assert not any(address <= page < address + nbytes for page in self.mapped), "freed a range with pages in it"
 
-    def _after_create(self, handle: Handle) -> None:
+    def _after_create(self, handle: Handle, pages: int = 1) -> None:
         self.handles.append(handle)
+        self.sizes[handle] = pages
 
     def _before_release(self, handle: Handle) -> None:
         assert handle not in self.mapped.values(), "released a page that is mapped"
         self.handles.remove(handle)
 
-    def _before_map(self, address: int, handle: Handle) -> None:
-        assert address not in self.mapped, "mapped over a page"
+    def _before_map(self, address: int, handle: Handle, pages: int = 1) -> None:
+        end = address + pages * self.inner.page_size
+        assert not self.mapped.keys() & set(self._pages(address, end - address)), "mapped over a page"
         assert handle in self.handles
-        assert any(start <= address < start + nbytes for start, nbytes in self.ranges.items())
+        assert self.sizes[handle] == pages, "mapped in part"
+        assert any(start <= address and end <= start + nbytes for start, nbytes in self.ranges.items())
 
-    def _after_map(self, _: None, address: int, handle: Handle) -> None:
-        self.mapped[address] = handle
+    def _after_map(self, _: None, address: int, handle: Handle, pages: int = 1) -> None:
+        for index in range(pages):
+            self.mapped[address + index * self.inner.page_size] = handle
         self.changes += 1
 
     def _before_set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
@@ -110,6 +151,8 @@ class FaultyDriver:
 
     def _before_unmap(self, address: int, nbytes: int) -> None:
         self.changes += 1
+        inside = Counter(self.mapped[page] for page in self._pages(address, nbytes) if page in self.mapped)
+        assert all(count % self.sizes[handle] == 0 for handle, count in inside.items()), "unmapped in part"
         for page in self._pages(address, nbytes):
             assert page in self.mapped or self.unmaps_anything, "unmapped what is not mapped"
             self.mapped.pop(page, None)
@@ -122,7 +165,12 @@ class FaultyDriver:
 
 def has_memory(sequence: vmmkv.Sequence, driver: FaultyDriver) -> bool:
     """Whether each token of a sequence can be written, in each layer."""
+    if sequence.start == sequence.length:
+        return True
     size = driver.inner.page_size
-    kv = [part for layer in range(sequence.cache.layout.num_layers) for part in (sequence.k(layer), sequence.v(layer))]
-    addresses = [token.data_ptr() + at for part in kv for token in part for at in (0, token.nbytes - 1)]
-    return driver.writable.issuperset(address // size * size for address in addresses)
+    pages: set[int] = set()
+    for layer in range(sequence.cache.layout.num_layers):
+        for states in (sequence.k(layer), sequence.v(layer)):
+            last = states[-1]
+            pages.update(range(states.data_ptr() // size * size, last.data_ptr() + last.nbytes, size))
+    return driver.writable.issuperset(pages)

@@ -21,6 +21,11 @@ class Interruption(KeyboardInterrupt):
     """One of a test's own."""
 
 
+def interrupt() -> NoReturn:
+    """What Ctrl-C does."""
+    raise Interruption
+
+
 @functools.cache
 def with_lines(path: str) -> frozenset[int]:
     """Lines of `with` statements. Their ends are traced as well, where no interruption can come: the interpreter calls
@@ -73,11 +78,8 @@ def interrupted(operation: Callable[[], object], line: int) -> int | None:
         None; of an operation that is shorter, its lines.
     """
 
-    def ring() -> NoReturn:
-        raise Interruption
-
     try:
-        return disturbed(operation, line, ring)
+        return disturbed(operation, line, interrupt)
     except Interruption:
         return None
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 from conftest import small_driver
-from faulty import FaultyDriver
+from faulty import CALLS, FaultyDriver
 
 
 class Stream:
@@ -37,6 +37,10 @@ class Stream:
         return f"<stream {self.name}>"
 
 
+class NotReady(Exception):  # noqa: N818
+    """What a query fails with that says no, whatever there is to say."""
+
+
 class Event(NamedTuple):
     """A point in a stream's work, of a device that runs it."""
 
@@ -44,23 +48,36 @@ class Event(NamedTuple):
     stream: Stream
     position: int
 
-    def query(self) -> bool:
+    def is_past(self) -> bool:
+        """Whether the stream has come to it."""
         return self.stream.done >= self.position
 
+    def query(self) -> bool:
+        try:
+            self.simulated.meet("query")
+        except NotReady:
+            return False
+        return self.is_past()
+
     def synchronize(self) -> None:
-        self.simulated.run_until(self.query)
+        self.simulated.meet("wait_for")
+        self.simulated.run_until(self.is_past)
 
     def wait(self, stream: Stream) -> None:
-        stream.submit(lambda: self.query())
+        self.simulated.meet("wait")
+        stream.submit(self.is_past)
 
 
 class SimulatedDevice(FaultyDriver):
-    """A driver whose streams run when `run` is called, or when the host waits.
+    """A driver whose streams run when `run` is called, or when the host waits. All calls can be made to fail: also
+    `record`, `synchronize`, and an event's `query`, `wait` and (of the host) `wait_for`.
 
     Args:
         random: chooses which stream goes on.
         streams: how many there are.
     """
+
+    calls = (*CALLS, "record", "synchronize", "query", "wait", "wait_for")
 
     def __init__(self, random: Random, streams: int = 3) -> None:
         super().__init__(small_driver("cpu"))
@@ -68,16 +85,26 @@ class SimulatedDevice(FaultyDriver):
         self.streams = [Stream(chr(ord("a") + index)) for index in range(streams)]
         self.current = self.streams[0]
 
+    def memory_info(self) -> tuple[int, int]:
+        return 1 << 40, 1 << 40
+
     def current_stream(self) -> Stream:
         return self.current
 
     def record(self, stream: Stream) -> Event:
+        self.meet("record")
         return Event(self, stream, stream.submitted)
 
     def synchronize(self) -> None:
+        self.meet("synchronize")
+        self.finish()
+
+    def finish(self) -> None:
+        """Does all work, without a call."""
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
 
     def fill(self, address: int, nbytes: int, value: int, stream: Stream) -> None:
+        self.meet("fill")
         self._before_fill(address, nbytes, value, stream)
         stream.submit(lambda: self.touch(address, nbytes, lambda: ctypes.memset(address, value, nbytes)))
 

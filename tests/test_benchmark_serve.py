@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from benchmarks import tables
 from benchmarks.engine.run import Run
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.measure import figures, middle, same_tokens
@@ -58,6 +59,7 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
             assert row["same_tokens"] is None
         assert len(row["rounds"]) == (3 if (trace, load) == ("main", "saturation") else 1)
         assert row["output_tokens_per_s"] == np.median(row["rounds"])
+        assert all(len(values) == len(row["rounds"]) for values in row["each_round"].values())
         assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"] <= row["seconds"]
         assert 0 < row["manager_us"] < row["host_us"]
         if backend == "vmm":
@@ -92,6 +94,24 @@ def test_the_mapper_maps_ahead_where_it_is_wanted(traces: list[str], tmp_path: P
         assert row["mapper_calls"]["map"] > 0
         assert row["mapper_us"] > 0
     assert "pages mapped ahead, in need" in done.stdout
+
+
+def test_quick_is_saturation_of_rows_and_blocks_ahead_and_waiting(traces: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    sizes = "--memory", "512KiB", "--max-seq-len", "128", "--rounds", "2"
+    done = run_benchmark(*traces[:2], "--quick", *sizes, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    loads = ("saturation", False), ("saturation, each step waited for", True)
+    found = {(row["load"], row["wait"], row["backend"]): row for row in result["serving"]}
+    assert found.keys() == {(*load, backend) for load in loads for backend in ("vmm", "paged")}
+    assert all(len(row["rounds"]) == 2 and row["finished"] == row["requests"] == 24 for row in found.values())
+    assert all(row["same_tokens"] > 0.9 for row in found.values())
+    assert result["prefill"] == result["missed"] == []
+    whats = [line["what"].split(": ")[0] for line in result["comparisons"]]
+    assert set(whats) == {"main, saturation", "main, saturation, each step waited for"}
+    for name, load in (("rounds-ahead", "| main, saturation |"), ("rounds-waiting", "each step waited for |")):
+        assert load in tables.TABLES[name].write(result)
 
 
 def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None:
@@ -175,11 +195,13 @@ def test_same_tokens_looks_at_outputs_of_finished_requests() -> None:
 
 def test_comparisons_know_their_aims() -> None:
     def row(backend: str, load: str, **changes: float) -> dict[str, Any]:
-        usual = {"output_tokens_per_s": 100.0, "crowded_concurrency": 50.0, "manager_us": 10.0, "idle_bytes": 8}
-        usual |= {"requests": 3, "finished": 3}
-        return {"trace": "t", "load": load, "backend": backend} | usual | changes
+        usual = {"output_tokens_per_s": 100.0, "crowded_concurrency": 50.0, "manager_us": 10.0}
+        usual |= {"first_token_s": 1.0, "manager_p99_us": 20.0} | changes
+        each = {name: [value / 2, value, 3 * value] for name, value in usual.items()}
+        about = {"trace": "t", "load": load, "backend": backend, "requests": 3, "finished": 3}
+        return about | {"idle_bytes": 0 if backend == "vmm" else 8, "each_round": each}
 
-    serving = [row("paged", "saturation"), row("vmm", "saturation", manager_us=11.0, idle_bytes=0)]
+    serving = [row("paged", "saturation"), row("vmm", "saturation", manager_us=11.0)]
     serving += [row("static", "saturation", crowded_concurrency=10.0), row("paged", "50% load"), row("vmm", "50% load")]
     prompts = [
         {"backend": backend, "kernel": kernel, "tokens_per_s": speed, "attention_tokens_per_s": 2 * speed}
@@ -190,7 +212,9 @@ def test_comparisons_know_their_aims() -> None:
     assert {what: line.get("met") for what, line in found.items() if "50%" not in what} == {
         "t, saturation: vmm over paged, tokens/s": True,
         "t, saturation: vmm over paged, concurrency while others wait": True,
+        "t, saturation: vmm over paged, time to first token": True,
         "t, saturation: vmm over paged, cache manager's host time a step": False,
+        "t, saturation: vmm over paged, in the slowest hundredth": True,
         "t, saturation: vmm over paged, memory when idle": True,
         "t, saturation: vmm over static, tokens/s": None,
         "t, saturation: vmm over static, concurrency while others wait": True,
@@ -211,8 +235,17 @@ def test_comparisons_know_their_aims() -> None:
 
 def test_the_run_with_the_median_throughput_is_reported() -> None:
     def row(speed: float, finished: int = 3) -> dict[str, Any]:
-        return {"output_tokens_per_s": speed, "finished": finished, "requests": 3, "seconds": 100 / speed}
+        figures = {
+            "output_tokens_per_s": speed,
+            "crowded_concurrency": None,
+            "manager_us": speed,
+            "ttft_s": {"p50": 1.0},
+        }
+        times = {"manager_step_us": {"p99": 2 * speed}, "seconds": 100 / speed}
+        return figures | times | {"finished": finished, "requests": 3}
 
     rows = [row(5.0), row(9.0), row(7.0), row(1.0, finished=2), row(8.0)]
-    assert middle(rows) == row(7.0) | {"rounds": [5.0, 9.0, 7.0, 8.0]}
-    assert middle(rows[3:4]) == rows[3] | {"rounds": [1.0]}
+    found = middle(rows)
+    assert found.items() >= (row(7.0) | {"rounds": [5.0, 9.0, 7.0, 8.0]}).items()
+    assert found["each_round"]["manager_p99_us"] == [10.0, 18.0, 14.0, 16.0]
+    assert middle(rows[3:4]).items() >= (rows[3] | {"rounds": [1.0]}).items()

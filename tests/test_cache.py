@@ -160,6 +160,7 @@ def test_a_sliding_window_needs_no_more_than_its_pages(make_cache) -> None:
     assert stats.reuse_factor > 50
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_a_moved_window_keeps_its_tail_while_others_find_pages_elsewhere(make_cache) -> None:
     cache = make_cache(pages=40)
     sequence = cache.sequence(60, expected_tokens=80)
@@ -196,10 +197,10 @@ class DirtyDriver(FaultyDriver):
     """Pages are full of somebody's bytes when they are made, which no driver promises not to do."""
 
     def _after_create(self, handle, *args) -> None:
-        super()._after_create(handle)
-        size = self.inner.page_size
+        super()._after_create(handle, *args)
+        size = self.inner.page_size * self.sizes[handle]
         address = self.inner.reserve(size)
-        self.inner.map(address, handle)
+        self.inner.map(address, handle, *args)
         self.inner.set_access(address, size)
         self.inner.fill(address, size, 255, self.inner.current_stream())
         self.inner.synchronize()
@@ -241,6 +242,7 @@ def test_truncate_and_release_know_which_tokens_there_are(make_cache, tokens: in
 # ---------------------------------------------------------------------- adoption and reclaim
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_expected_tokens_find_the_row_that_fits_and_map_nothing(make_cache) -> None:
     cache = make_cache()
     cache.free([cache.sequence(n) for n in (100, 20, 60)])
@@ -355,6 +357,7 @@ def test_page_map_and_uses_tell_who_has_had_a_page(make_cache) -> None:
     assert (cache.page_map() == vmmkv.VACANT_PAGE).sum() == 6
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_driver_calls_are_counted_and_timed(device: str, make_cache) -> None:
     class Counting(FaultyDriver):
         def _call(self, name, *args):
@@ -541,8 +544,8 @@ def test_a_finalizer_may_free_in_the_middle_of_another_operation(device: str, ma
     """Garbage collection runs anywhere; here it runs inside a driver call."""
 
     class Collecting(FaultyDriver):
-        def _before_map(self, address, handle):
-            super()._before_map(address, handle)
+        def _before_map(self, address, handle, *args):
+            super()._before_map(address, handle, *args)
             while doomed:
                 doomed.pop().free()
 

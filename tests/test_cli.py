@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import run_python
+from conftest import run_python, small_driver
 from faulty import FaultyDriver
 from typer.testing import CliRunner, Result
 
@@ -137,9 +138,42 @@ def test_plan_of_models_that_share_a_card(tmp_path: Path):
         assert alone["total_tokens"] == of["pool"]["total_tokens"]
         assert of["pool"]["sequences"] == pytest.approx((40 << 30) / (1024 * of["token_bytes"]), rel=0.02)
         assert of["pool"]["sequences"] // 2 == of["share"]["sequences"]
-    shown = " ".join(invoke("plan", *models, "--memory", "40GiB").stdout.split())
+    together = result["sequences_of_each"]
+    assert together == pytest.approx((40 << 30) / (1024 * (192 << 10)), rel=0.02)
+    shown = " ".join(invoke("plan", *models, "--memory", "40GiB", "--mean-tokens", "1024").stdout.split())
     assert "2 models in 40 GiB" in shown
     assert "A fixed share is 20 GiB" in shown
+    assert f"{together:,} sequences of each" in shown
+
+
+def test_plan_keeps_what_is_guaranteed(tmp_path: Path):
+    """Against a pool with these guarantees, which knows no sequences: bytes that each account may have."""
+    large, small = write_config(tmp_path / "large"), write_config(tmp_path / "small", num_hidden_layers=16)
+    models = "--model", str(large), "--model", str(small), "--memory", "1GiB", "--mean-tokens", "64"
+    wanted = [random.randint(0, 250) << 21, random.randint(0, 250) << 21]  # whole pages
+    result = plan(*models, *(word for nbytes in wanted for word in ("--guaranteed", str(nbytes))))
+    pool = vmmkv.FramePool("1GiB", device="cpu")
+    layout = vmmkv.KVLayout(1, 1, 64)
+    caches = [vmmkv.KVCache(layout, 1, 1, pool=pool, guaranteed=nbytes) for nbytes in wanted]
+    for of, cache, account in zip(result["models"], caches, pool.accounts):
+        assert of["guaranteed_bytes"] == account.guaranteed * pool.page_size
+        assert of["pool"]["total_tokens"] == pool.allowed(account) * pool.page_size // of["token_bytes"]
+        assert of["guaranteed"]["total_tokens"] == of["guaranteed_bytes"] // of["token_bytes"]
+        assert cache.page_size == result["page_size"]
+    count, costs = result["sequences_of_each"], [64 * of["token_bytes"] for of in result["models"]]
+    assert sum(max(nbytes, count * cost) for nbytes, cost in zip(wanted, costs)) <= 1 << 30
+    begun = result["page_size"]  # at most so much of a sequence's last page is empty
+    assert sum(max(nbytes, (count + 1) * (cost + begun)) for nbytes, cost in zip(wanted, costs)) > 1 << 30
+
+
+def test_plan_refuses_guarantees_that_do_not_fit(tmp_path: Path):
+    path = str(write_config(tmp_path / "model"))
+    models = "--model", path, "--model", path, "--memory", "1GiB"
+    assert isinstance(
+        invoke("plan", *models, "--guaranteed", "60%", "--guaranteed", "50%").exception, vmmkv.BudgetError
+    )
+    for args in ([*models, "--guaranteed", "10%"], ["--config", path, "--guaranteed", "10%"]):
+        assert invoke("plan", *args).exit_code == 2
 
 
 @pytest.mark.parametrize(
@@ -165,9 +199,19 @@ def test_config_that_is_no_object_is_an_error(tmp_path: Path):
     assert isinstance(invoke("plan", "--config", str(path)).exception, vmmkv.LayoutError)
 
 
-def test_page_life_leaves_nothing_behind(device: str):
-    driver = FaultyDriver(vmmkv.memory.driver.open_driver(device))
-    assert list(measure_page_life(driver)) == CALLS
+@pytest.mark.parametrize("pages", [1, 16])
+@pytest.mark.parametrize("fault", [None, *CALLS[:3]])
+def test_page_life_leaves_nothing_behind(device: str, pages: int, fault: str | None):
+    driver = FaultyDriver(small_driver(device))
+    if fault:
+        driver.fail(fault, skip=1)
+        with pytest.raises(vmmkv.DriverError):
+            measure_page_life(driver, pages, 3)
+    else:
+        life = measure_page_life(driver, pages, 3)
+        assert list(life) == CALLS
+        assert all(microseconds > 0 for microseconds in life.values())
+        assert driver.changes == 3 * 2  # each frame was mapped once, as a whole, and unmapped
     assert not driver.handles
     assert not driver.mapped
     assert not driver.ranges
@@ -181,8 +225,10 @@ def test_info_without_a_gpu_reports_the_host():
     assert facts["page_size"] == 2 << 20
     assert 0 < facts["free_bytes"] <= facts["total_bytes"]
     assert facts["max_map_count"] > 0
-    assert list(facts["page_life_us"]) == CALLS
-    assert all(microseconds > 0 for microseconds in facts["page_life_us"].values())
+    assert list(facts["page_life_us"]) == ["1", "16"]
+    for life in facts["page_life_us"].values():
+        assert list(life) == CALLS
+        assert all(microseconds > 0 for microseconds in life.values())
 
 
 @pytest.mark.gpu
@@ -191,7 +237,7 @@ def test_info_on_a_gpu():
     facts = json.loads(result.stdout)
     assert (facts["kind"], facts["cuda_device_seen"]) == ("cuda", True)
     assert {"exportable", "rdma", "host_numa_pages", "fabric_handles", "cuda_driver"} <= facts.keys()
-    assert all(microseconds > 0 for microseconds in facts["page_life_us"].values())
+    assert all(us > 0 for life in facts["page_life_us"].values() for us in life.values())
 
 
 @pytest.mark.parametrize("args", [["info"], ["plan", *LLAMA_3_1_8B], ["--help"]])

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmmkv.errors import DriverError
-from vmmkv.memory.calls import VACANT, LoopedCalls
+from vmmkv.memory.calls import MAP, SET_ACCESS, SET_READ_ACCESS, UNMAP, VACANT, LoopedCalls
 from vmmkv.memory.compiled_calls import CompiledCalls
 from vmmkv.memory.driver import Handle
 from vmmkv.memory.meter import Meter
@@ -42,15 +42,15 @@ class CLibrary(FaultyDriver):
         return function
 
     def _create(self, out: int, nbytes: int, prop: int, flags: int) -> None:
-        assert (nbytes, prop, flags) == (self.page_size, 77, 0)
-        ctypes.c_int64.from_address(out).value = self.create()
+        assert (prop, flags) == (77, 0)
+        ctypes.c_int64.from_address(out).value = self.create(nbytes // self.page_size)
 
     def _release(self, handle: int) -> None:
         self.release(Handle(handle))
 
     def _map(self, address: int, nbytes: int, offset: int, handle: int, flags: int) -> None:
-        assert (nbytes, offset, flags) == (self.page_size, 0, 0)
-        self.map(address, Handle(handle))
+        assert (offset, flags) == (0, 0)
+        self.map(address, Handle(handle), nbytes // self.page_size)
 
     def _set_access(self, address: int, nbytes: int, access: int, count: int) -> None:
         assert count == 1
@@ -70,9 +70,8 @@ class CLibrary(FaultyDriver):
 
 def life(library: CLibrary, calls: Any, faults: list[tuple[str, int]]) -> list[Any]:
     """What many calls come to, with some of them failing."""
-    size, address = library.page_size, library.reserve(8 * library.page_size)
-    handles = np.full(10, VACANT)
-    frames = [3, 0, 7, 5, 9]
+    size, address = library.page_size, library.reserve(16 * library.page_size)
+    handles = np.full(16, VACANT)
     seen: list[Any] = []
     for fault in faults:
         library.fail(*fault)
@@ -84,26 +83,32 @@ def life(library: CLibrary, calls: Any, faults: list[tuple[str, int]]) -> list[A
         except DriverError as error:
             seen.append(str(error))
 
-    note(calls.create(handles, frames))
+    sizes = {3: 1, 0: 1, 7: 1, 8: 4, 12: 4}
+    note(calls.create(handles, [3, 0, 7], 1))
+    note(calls.create(handles, [8, 12], 4))
     seen.append((handles != VACANT).tolist())
-    made = [frame for frame in frames if handles[frame] != VACANT]
-    note(calls.map([address + (1 + index) * size for index in range(len(made))], handles[made]))
-    mapped = len(library.mapped)
-    ranges = [(address + (1 + index) * size, size) for index in range(mapped)]
-    note(calls.set_access(ranges, writable=False))
-    note(calls.set_access(ranges[1:]))
+    made = [frame for frame in sizes if handles[frame] != VACANT]
+    places = dict(zip(made, np.cumsum([1, *(sizes[frame] for frame in made)]).tolist()))
+    ranges = [(address + place * size, sizes[frame] * size) for frame, place in places.items()]
+    maps = [(MAP, *each, handles[frame]) for each, frame in zip(ranges, made)]
+    note(calls.run([*maps, *((SET_READ_ACCESS, *each, VACANT) for each in ranges)]))
+    there = [each for each in ranges if each[0] in library.mapped]
+    note(calls.run([(SET_ACCESS, *each, VACANT) for each in there[1:]]))
     seen += [len(library.accessible), len(library.writable)]
-    note(calls.unmap(ranges))
+    note(calls.run([*((UNMAP, *each, VACANT) for each in there), *maps[:1]]))
     library.heal()
     library.unmaps_anything = True
-    note(calls.unmap([(address, 8 * size)]))
-    library.fail("release", 2)
-    note(calls.release(handles, made))
+    note(calls.run([(UNMAP, address, 16 * size, VACANT)]))
+    library.fail("release", 1)
+    for pages in (1, 4):
+        note(calls.release(handles, [frame for frame in made if sizes[frame] == pages], pages))
     seen.append((handles != VACANT).tolist())
     library.heal()
-    note(calls.release(handles, [frame for frame in made if handles[frame] != VACANT]))
+    for pages in (1, 4):
+        left = [frame for frame in made if sizes[frame] == pages and handles[frame] != VACANT]
+        note(calls.release(handles, left, pages))
     assert not library.handles
-    library.free(address, 8 * size)
+    library.free(address, 16 * size)
     return seen
 
 
@@ -113,7 +118,7 @@ def test_compiled_calls_do_what_single_ones_do(faults: list[tuple[str, int]]) ->
     for kind in (LoopedCalls, CompiledCalls):
         library = CLibrary()
         calls = kind(library, Meter())
-        outcomes.append([*life(library, calls, faults), {name: each.count for name, each in vars(calls.meter).items()}])
+        outcomes.append([*life(library, calls, faults), calls.meter.spent[:, 0].tolist()])
         assert not calls.in_doubt
     assert outcomes[0] == outcomes[1]
 
@@ -129,7 +134,7 @@ def test_errors_leave_nothing_for_the_garbage_collector() -> None:
     gc.disable()
     try:
         with pytest.raises(DriverError):
-            calls.create(np.full(1, VACANT), [0]).check()
+            calls.create(np.full(1, VACANT), [0], 1).check()
         gone = weakref.ref(calls)
         del calls
         assert gone() is None

@@ -5,12 +5,19 @@ from __future__ import annotations
 import gc
 import random
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import run_python, small_driver
 from faulty import FaultyDriver
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
+from test_asynchronous import run_late
+from test_faults import OPERATIONS, POLICIES, World, survives
+from test_state_machine import CacheMachine
+from test_threads import Crew
 
 import vmmkv
 from vmmkv.torch import GrowableTensor
@@ -216,6 +223,45 @@ def test_nothing_else_changes() -> None:
     cache.check()
     cache.free(live)
     cache.close()
+
+
+def any_operations(zero_tail: bool) -> None:
+    machine = type("Machine", (CacheMachine,), {"zero_tail": zero_tail})
+    run_state_machine_as_test(machine, settings=settings(max_examples=6, stateful_step_count=25, deadline=None))
+
+
+def streams_that_run_late(policy: dict[str, bool]) -> None:
+    for _ in range(10):
+        run_late(policy, random.Random(random.randrange(1 << 32)))
+
+
+def failed_calls() -> None:
+    for name in random.sample(list(OPERATIONS), 6):
+        for policy in POLICIES:
+            survives(World(policy, random.randrange(1 << 32)), name, "once", random.randrange(10))
+
+
+def threads() -> None:
+    pool = vmmkv.FramePool("480KiB", device="cpu", page_size=4096)
+    caches = [vmmkv.KVCache(layout(), 8, 120, pool=pool, lookahead=20 * index, scrub=index == 1) for index in range(3)]
+    Crew(caches, 0.5).run(4)
+
+
+PROPERTIES = {
+    "any operations": partial(any_operations, zero_tail=False),
+    "any operations, with tails": partial(any_operations, zero_tail=True),
+    "streams that run late": partial(streams_that_run_late, {}),
+    "streams that run late, with tails": partial(streams_that_run_late, {"zero_tail": True}),
+    "failed calls": failed_calls,
+    "threads": threads,
+}
+
+
+@pytest.mark.filterwarnings("ignore::vmmkv.LeakWarning")
+@pytest.mark.parametrize("name", PROPERTIES)
+def test_what_holds_holds_while_debugging(name: str) -> None:
+    """Some of other files' tests, each for a moment. `VMMKV_DEBUG=1 python -m pytest` runs all of all."""
+    PROPERTIES[name]()
 
 
 @pytest.mark.gpu

@@ -50,6 +50,14 @@ def test_example_runs(path: Path) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
+def test_the_readmes_examples_run() -> None:
+    """Those that say all that they need."""
+    blocks = re.findall(r"^```python\n(import [^\n]*vmmkv\n.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert len(blocks) >= 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})
+
+
 def test_guides_show_every_example() -> None:
     pages = "".join(path.read_text() for path in DOCS.rglob("*.md"))
     assert EXAMPLES

@@ -342,6 +342,22 @@ def most_mappings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     return limit - int(limit * limits.SPARE)
 
 
+def test_addresses_may_be_another_threads_as_soon_as_they_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver, own = small_driver("cpu"), limits.mappings.own
+    address, nbytes = driver.reserve(4 * driver.page_size), 4 * driver.page_size
+    munmap = driver._libc.munmap
+
+    def and_reserve(*arguments: int) -> int:
+        result = munmap(*arguments)
+        limits.mappings.add_range(address, nbytes)  # as another thread's `reserve` does
+        return result
+
+    monkeypatch.setattr(driver._libc, "munmap", and_reserve)
+    driver.free(address, nbytes)
+    assert limits.mappings.own == own + 1
+    limits.mappings.remove_range(address)
+
+
 @pytest.mark.parametrize(("pages", "step"), [(1, 2), (1, 1), (3000, 1)])
 def test_mappings_run_out_before_they_do_for_linux(most_mappings: int, pages: int, step: int) -> None:
     """Pages apart; side by side; and side by side in the file as well, which Linux takes for one until it is cut."""

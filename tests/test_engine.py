@@ -216,6 +216,31 @@ def test_one_schedule_gives_the_same_tokens_on_all_backends() -> None:
     check_greedy(logits_without_cache(model), prompts, runs[0])
 
 
+@pytest.mark.parametrize("wait", [False, True])
+def test_an_engine_that_waits_has_a_step_before_it_goes_on(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    def noting(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def noted(*args: object) -> object:
+            events.append(name)
+            return method(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    noting(Schedule, "advance")
+    noting(Run, "take_down")
+    prompts, outputs = random_requests(6, 30, 8)
+    run = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000).run(prompts, outputs, wait=wait)
+    assert run.finished == 6
+    steps = len(events) // 2
+    if wait:
+        assert events == ["take_down", "advance"] * steps
+    else:
+        assert events == ["advance"] + ["advance", "take_down"] * (steps - 1) + ["take_down"]
+
+
 def tiny_model() -> Model:
     return random_model(Config(VOCABULARY, 64, 64, 2, 4, 2, 16), 256, CPU, torch.float32, random_seed())
 

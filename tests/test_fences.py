@@ -124,6 +124,7 @@ def test_the_same_stream_adopts_at_once_another_does_not(driver, make_cache) -> 
     assert cache.sequence(50).row == row
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, make_cache) -> None:
     cache = make_cache(driver=driver, pages=20)
     busy, idle = cache.sequence(50), cache.sequence(50)
@@ -138,6 +139,7 @@ def test_pages_are_reclaimed_from_idle_rows_first_and_waited_for_last(driver, ma
     cache.check()
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_available_pages_can_be_had_without_waiting(driver, make_cache) -> None:
     cache = make_cache(driver=driver, pages=20)
     long, short = (cache.layout.pages(tokens, cache.page_size) for tokens in (80, 5))
@@ -171,6 +173,7 @@ def test_an_abandoned_sequence_is_fenced_on_its_own_stream(driver, make_cache) -
     assert "side" in {stream for stream, _ in driver.events}
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_one_fence_serves_a_batch(driver, make_cache) -> None:
     cache = make_cache(driver=driver)
     cache.free([cache.sequence(5) for _ in range(4)])

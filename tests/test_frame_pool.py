@@ -14,6 +14,7 @@ from conftest import small_driver
 from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruption import interrupted
 
 import vmmkv
 from vmmkv.errors import BudgetError, DriverError, OutOfPagesError, OutOfRowsError
@@ -75,7 +76,7 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
         for cache in caches:
             cache.check()
         stats = pool.stats()
-        assert stats.physical_bytes == len(driver.handles) * size <= stats.limit_bytes
+        assert stats.physical_bytes == driver.num_pages * size <= stats.limit_bytes
         held = sum(cache.stats().physical_bytes for cache in caches) + tensor.stats().physical_bytes
         assert held + stats.free_bytes == stats.physical_bytes
         for sequence, value in live:
@@ -112,10 +113,11 @@ def test_what_is_guaranteed_comes_back_on_demand() -> None:
     assert pages_of(owner) == 20
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_nobody_grows_into_what_is_guaranteed() -> None:
     """Not even onto pages that were mapped before: a guarantee takes those back that nobody uses."""
     pool, driver = make_pool(20)
-    other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool, large_frames=False)
     sequence = other.sequence(18 * 8)
     sequence.truncate(4 * 8)
     assert sequence.capacity == 18 * 8
@@ -184,7 +186,7 @@ def test_all_bytes_of_a_pool_are_counted_once() -> None:
     kept = [first.sequence(30), second.sequence(30)]
     first.sequence(60).free()
     second.close()
-    assert memory_allocated("cpu") - before == len(driver.handles) * driver.page_size
+    assert memory_allocated("cpu") - before == driver.num_pages * driver.page_size
     assert kept[0].length == 30
 
 
@@ -199,7 +201,96 @@ def test_a_cache_that_is_collected_gives_its_pages_to_the_pool() -> None:
     gc.collect()
     assert other.sequence(20 * 8).length == 160
     other.check()
-    assert len(driver.handles) == 20
+    assert driver.num_pages == 20
+
+
+def gone(pool: vmmkv.FramePool) -> None:
+    """Has a cache leave everything that the pool can have."""
+    lost = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    lost.sequence(pool.limit * 8)
+    del lost
+    assert pool.left_behind
+
+
+def test_a_tensor_has_what_a_cache_has_left() -> None:
+    pool, driver = make_pool(20)
+    gone(pool)
+    tensor = GrowableTensor((20, pool.page_size), torch.uint8, pool=pool, max_bytes=20 * pool.page_size)
+    tensor.resize(20)
+    assert driver.num_pages == 20
+
+
+def test_what_a_cache_has_left_is_there_once_after_an_interruption() -> None:
+    """At any line of the operation that would have taken it back."""
+    ended, line = None, 0
+    while ended is None:
+        line += random.randint(1, 4)  # not at all of them, and at others in each run
+        pool, driver = make_pool(20)
+        other = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+        gone(pool)
+        ended = interrupted(pool.trim, line)
+        with suppress(vmmkv.InterruptedChangeError):
+            other.check()
+            assert pool.stats().holders == 1
+            assert pool.stats().physical_bytes == driver.num_pages * driver.page_size
+            assert other.sequence(160).length == 160
+
+
+def test_what_a_collected_cache_left_is_taken_back_once() -> None:
+    """Whoever is interrupted while it is."""
+    ended, line = None, 0
+    while ended is None:
+        line += 1
+        pool, driver = make_pool(20)
+        driver.unmaps_anything = True
+        cache, lost = (vmmkv.KVCache(LAYOUT, 4, 160, pool=pool) for _ in range(2))
+        sequence = cache.sequence(1)
+        lost.sequence(9 * 8)
+        del lost
+        gc.collect()
+        ended = interrupted(cache.stats, line)
+        cache.check()
+        assert pool.stats().holders == 1
+        sequences = [sequence, cache.sequence(9 * 8), cache.sequence(10 * 8)]
+        for index, each in enumerate(sequences):
+            each.k(0).fill_(index)
+        for index, each in enumerate(sequences):
+            assert (each.k(0) == index).all()
+
+
+def test_what_a_closed_cache_could_not_unmap_counts_until_it_can() -> None:
+    pool, driver = make_pool(20)
+    cache, closed = (vmmkv.KVCache(LAYOUT, 4, 160, pool=pool) for _ in range(2))
+    view = closed.sequence(9 * 8).k(0)
+    driver.fail("unmap")
+    closed.close()
+    assert driver.mapped
+    with pytest.raises(OutOfPagesError):
+        pool.set_limit(5 * pool.page_size)
+    cache.check()
+    assert pool.stats().physical_bytes == 9 * pool.page_size
+    del closed, view
+    gc.collect()
+    pool.set_limit(5 * pool.page_size)
+    cache.check()
+    assert len(driver.handles) <= 5
+    assert cache.sequence(5 * 8).length == 40
+
+
+@pytest.mark.parametrize("call", ["unmap", "synchronize"])
+def test_what_a_collected_cache_could_not_unmap_is_tried_again(call: str) -> None:
+    pool, driver = make_pool(20)
+    driver.calls = (*driver.calls, "synchronize")
+    cache, lost = (vmmkv.KVCache(LAYOUT, 4, 160, pool=pool) for _ in range(2))
+    lost.sequence(9 * 8)
+    driver.fail(call)
+    del lost
+    gc.collect()
+    assert driver.mapped
+    cache.check()
+    assert not driver.mapped
+    assert cache.sequence(20 * 8).length == 160
+    cache.check()
 
 
 def test_a_pool_has_no_copies() -> None:

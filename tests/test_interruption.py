@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 from random import Random
 
@@ -11,17 +12,17 @@ import torch
 from conftest import small_driver
 from faulty import FaultyDriver, has_memory
 from hypothesis import settings
-from interruption import disturbed, interrupted, interrupted_after
+from interruption import Interruption, disturbed, interrupt, interrupted, interrupted_after
 
 import vmmkv
-import vmmkv.torch
+from vmmkv.torch import GrowableTensor
 
 
 def books(cache: vmmkv.KVCache, driver: FaultyDriver) -> None:
     """What the cache says of itself is what the driver was asked for."""
     cache.check()
     stats = cache.stats()
-    assert sum(stats.pages.values()) == len(driver.handles)
+    assert sum(stats.pages.values()) == driver.num_pages
     zero = [address for address in driver.mapped if address not in driver.writable]
     assert stats.pages["used"] + stats.pages["surplus"] == len(driver.mapped) - len(zero)
 
@@ -87,14 +88,37 @@ def test_an_interruption_at_any_line(make_cache, device: str, name: str, policy:
             books(cache, driver)
             assert cache.stats().rows["live"] == 0
             cache.trim()
-            assert len(driver.handles) == bool(policy.get("zero_tail"))
+            assert driver.num_pages == bool(policy.get("zero_tail"))
             cache.close()
         assert not driver.mapped
-        assert len(driver.handles) <= 1, "of a page in the making, or on its way back, nobody knows"
+        assert driver.num_pages <= 1, "of a page in the making, or on its way back, nobody knows"
         return lines
 
     for line in some_lines(check(EVERYTHING)):
         assert check(line) is None
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_an_interruption_while_a_failure_is_made_good(make_cache, device: str) -> None:
+    """Pages that were mapped, and that failed to be made accessible and to be unmapped, are no reason to give up."""
+    ended, line = None, 0
+    while ended is None:
+        line += Random().randint(1, 5)
+        driver = FaultyDriver(small_driver(device))
+        driver.unmaps_anything = True
+        cache = make_cache(driver=driver)
+        sequence = cache.sequence(20)
+        driver.fail("set_access")
+        driver.fail("unmap")
+        with pytest.raises(vmmkv.DriverError, match="set_access"):
+            sequence.extend(9)
+        ended = interrupted(lambda sequence=sequence: sequence.extend(9), line)
+        cache.check()
+        assert sequence.length in (20, 29)
+        assert has_memory(sequence, driver)
+        sequence.extend(9)
+        assert has_memory(sequence, driver)
+        books(cache, driver)
 
 
 @pytest.mark.parametrize("device", ["cpu"])
@@ -265,12 +289,54 @@ TENSOR_OPERATIONS = {
 }
 
 
-def small_tensor(device: str) -> tuple[FaultyDriver, vmmkv.torch.GrowableTensor]:
+OPENINGS = {
+    "cache": lambda pool, opened: opened.append(vmmkv.KVCache(SMALL, 2, 60, pool=pool, guaranteed="25%")),
+    "zero tail": lambda pool, opened: opened.append(vmmkv.KVCache(SMALL, 2, 60, pool=pool, zero_tail=True)),
+    "tensor": lambda pool, opened: opened.append(GrowableTensor((64, 4096), torch.uint8, pool=pool)),
+}
+SMALL = vmmkv.KVLayout(2, 2, 16, torch.float32, layers_per_range=1)
+
+
+@pytest.mark.parametrize("name", OPENINGS)
+def test_an_opening_that_was_interrupted_leaves_no_account(name: str) -> None:
+    """At any line of it; and what else lies on the pool can be used, also while somebody still holds the traceback."""
+    ended, line = None, 0
+    opened: list[object] = []  # whose end is none of its lines
+    while ended is None:
+        line += Random().randint(1, 12)  # not at all of them, and at others in each run
+        driver = FaultyDriver(small_driver("cpu"))
+        driver.unmaps_anything = True
+        pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+        other = vmmkv.KVCache(SMALL, 2, 60, pool=pool)
+        tables = len(pool.tables)
+        other.sequence(20).free()
+        try:
+            ended = disturbed(functools.partial(OPENINGS[name], pool, opened), line, interrupt)
+        except Interruption as error:
+            held = error
+            with contextlib.suppress(vmmkv.InterruptedChangeError):
+                other.sequence(30)
+                other.check()
+            del held
+        opened.clear()
+        with contextlib.suppress(vmmkv.InterruptedChangeError):
+            other.sequence(60)
+            other.check()
+            assert pool.stats().holders == 1
+            assert pool.stats().guaranteed_bytes == 0
+            assert len(pool.tables) == tables
+        other.close()
+        pool.close()
+        assert not driver.mapped
+        assert driver.num_pages <= 1, "of a page in the making nobody knows"
+
+
+def small_tensor(device: str) -> tuple[FaultyDriver, GrowableTensor]:
     """A tensor of 3 rows, each half a page, with room for 7."""
     driver = FaultyDriver(small_driver(device))
     driver.unmaps_anything = True
     width = driver.page_size // 2
-    tensor = vmmkv.torch.GrowableTensor((64, width), torch.uint8, max_bytes=40 * driver.page_size, driver=driver)
+    tensor = GrowableTensor((64, width), torch.uint8, max_bytes=40 * driver.page_size, driver=driver)
     tensor.resize(7)
     tensor.resize(3)
     tensor.tensor.fill_(7)
@@ -288,7 +354,7 @@ def test_a_growable_tensor_that_was_interrupted(device: str, name: str) -> None:
         try:
             assert len(tensor) in (0 if name == "close" else 3, 3 if name == "trim" else 40, 3)
             assert name == "resize" or not len(tensor) or (tensor.tensor == 7).all()
-            assert tensor.stats().physical_bytes == len(driver.handles) * driver.page_size
+            assert tensor.stats().physical_bytes == driver.num_pages * driver.page_size
         except (vmmkv.InterruptedChangeError, vmmkv.UseAfterFreeError):
             pass
         else:
@@ -300,7 +366,7 @@ def test_a_growable_tensor_that_was_interrupted(device: str, name: str) -> None:
             assert not driver.handles
         tensor.close()
         assert not driver.mapped
-        assert len(driver.handles) <= 1, "of a page in the making, or on its way back, nobody knows"
+        assert driver.num_pages <= 1, "of a page in the making, or on its way back, nobody knows"
         return lines
 
     for line in some_lines(check(EVERYTHING)):
@@ -331,8 +397,8 @@ def test_a_signal_handler_in_the_middle_of_a_growable_tensor(device: str, name: 
                 return lines
             if refused and name != "close":
                 assert len(tensor) == (3 if name == "trim" else 40)
-                assert tensor.stats().physical_bytes == len(driver.handles) * driver.page_size
-                assert len(set(driver.mapped.values())) == len(driver.mapped) <= len(driver.handles)
+                assert tensor.stats().physical_bytes == driver.num_pages * driver.page_size
+                assert len(set(driver.mapped.values())) == len(driver.mapped) <= driver.num_pages
         tensor.close()
         assert not driver.mapped
         assert not driver.handles

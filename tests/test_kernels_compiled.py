@@ -12,15 +12,17 @@ from conftest import run_python
 
 COMPILE = """
     import gc, json, os, re, subprocess, sys, tempfile
+    from typing import get_type_hints
     os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
     import torch
     from vmmkv.kernels import compiler, plain, row_append, row_copy, row_decode, row_prefill
+    from vmmkv.kernels.arguments import Variant
     gc.disable()  # a tenth of the compiler's time
     bf16, family, ptxas = torch.bfloat16, *sys.argv[1:]
     # A block table adds the look-up of a tile to what is there without: one of each family shows it.
     if family == "decode":
         kernels = {
-            f"decode, mma, {dim}, {paged}": row_decode.mma_kernel(bf16, dim, 4, 1, paged, False, False)
+            f"decode, mma, {dim}, {paged}": row_decode.mma_kernel(Variant(bf16, dim, 4, 1, paged, True, False, False))
             for dim, paged in ((64, 16), (128, 0), (256, 0))
         }
     else:
@@ -29,13 +31,14 @@ COMPILE = """
             "append, behind": row_append.append_kernel(128, 16, 128, 16, False, 0, True),
             "append, paged": row_append.append_kernel(128, 16, 128, 16, True, 16, False),
             "copy_tokens": row_copy.copy_kernel(80, 10),
-            "plain": plain.plain_kernel(torch.float32, 128, 4, 1, 0, True, True, True),
+            "plain": plain.plain_kernel(Variant(torch.float32, 128, 4, 1, 0, True, True, True)),
         }
         for dim, paged in ((64, 0), (128, 0), (128, 16), (256, 0)):
-            constants = bf16, dim, 4, paged, True, False, False
-            kernels[f"prefill, mma, {dim}, {paged}"] = row_prefill.mma_kernel(*constants)
-            kernels[f"prefill, wgmma, {dim}, {paged}"] = row_prefill.wgmma_kernel(*constants)
+            variant = Variant(bf16, dim, 4, 0, paged, True, False, False)
+            kernels[f"prefill, mma, {dim}, {paged}"] = row_prefill.mma_kernel(variant)
+            kernels[f"prefill, wgmma, {dim}, {paged}"] = row_prefill.wgmma_kernel(variant)
     folder, facts = tempfile.mkdtemp(), []
+    PACKED = {int: "u64", float: "f32", bytes: "b8"}
 
     def assemble(name, kernel, device, ptx):
         path = os.path.join(folder, "kernel.ptx")
@@ -49,6 +52,8 @@ COMPILE = """
             "registers": int(re.search(r"Used (\\d+) registers", log)[1]),
             "spilled": int(re.search(r"(\\d+) bytes spill stores", log)[1]),
             "complaints": re.findall(r"Potential Performance Loss.*", log),
+            "taken": re.findall(r"^\\s*\\.param \\.(?:align 64 \\.)?(\\w+)", ptx, re.M),
+            "given": [PACKED[kind] for struct in kernel.structs for kind in get_type_hints(struct).values()],
             "double": ".f64" in ptx,
             "wide": "v4.u32" in ptx or "cp.async" in ptx,
             "mma": "mma.sync.aligned.m16n8k16" in ptx,
@@ -83,7 +88,9 @@ def ptxas() -> str | None:
 
 @pytest.mark.parametrize("family", ["decode", "others"])
 def test_what_kernels_compile_to(family: str) -> None:
-    """16-byte accesses, tensor-core instructions, few spills, no double precision; then they come from the disk.
+    """Parameters as they are packed, 16-byte accesses, tensor-core instructions, few spills, no double precision.
+
+    Then they come from the disk.
 
     What this machine has compiled before comes from the disk at once.
     """
@@ -94,6 +101,7 @@ def test_what_kernels_compile_to(family: str) -> None:
     assert child.stdout, child.stderr
     for fact in json.loads(child.stdout):
         name = fact["name"]
+        assert fact["taken"] == fact["given"], name
         assert fact["wide"], name
         assert not fact["double"], name
         assert not fact["complaints"], name

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
+from textwrap import dedent
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from conftest import run_python, small_driver
 from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruption import interrupted
 
 import vmmkv
 from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError
@@ -30,7 +33,9 @@ class BusyDriver(FaultyDriver):
     meanwhile: Callable[[], None] = staticmethod(lambda: None)
 
     def _call(self, name: str, *args: object) -> object:
-        self.meanwhile()
+        meanwhile, self.meanwhile = self.meanwhile, lambda: None  # which may make calls of its own
+        meanwhile()
+        self.meanwhile = meanwhile
         return super()._call(name, *args)
 
 
@@ -50,13 +55,21 @@ def work(mapper: Mapper) -> None:
         pass
 
 
+def soon(condition: Callable[[], bool]) -> None:
+    """Waits for what another thread is about to do."""
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
+
+
 def test_what_was_mapped_ahead_needs_no_driver_call() -> None:
     cache, driver, mapper = make()
     sequences = [cache.sequence(count) for count in (1, 7, 30)]
     work(mapper)
     cache.check()
     changes = driver.changes
-    for _ in range(LOOKAHEAD):
+    for _ in range(LOOKAHEAD // 2):  # when so much is left, more is mapped
         cache.extend(sequences, 1)
     assert driver.changes == changes
     assert cache.stats().pages_mapped["ahead"] > 0
@@ -84,6 +97,7 @@ def test_a_lookahead_is_no_reason_to_run_out_of_pages() -> None:
     assert cache.stats().pages["surplus"] == 0
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_a_lookahead_gives_way_before_parked_rows_do() -> None:
     cache, _, mapper = make(pages=23)
     cache.sequence(10 * PAGE_TOKENS).free()
@@ -172,6 +186,77 @@ def test_whatever_happens_while_it_is_at_work(seed: int, faults: bool) -> None:
     assert not driver.handles
 
 
+def test_what_fails_in_it_fails_for_those_who_need_it() -> None:
+    """In its thread: those who grow inside their pages never hear of it, others are told by their own call."""
+    driver = FaultyDriver(small_driver("cpu"))
+    cache = vmmkv.KVCache(LAYOUT, 6, 100, max_bytes=60 * driver.page_size, driver=driver, lookahead=LOOKAHEAD)
+    mapper = cache.pool.mapper
+    assert isinstance(mapper, Mapper)
+    for call in ("create", "map", "set_access"):
+        sequence = cache.sequence(PAGE_TOKENS)
+        soon(lambda sequence=sequence: sequence.capacity >= sequence.length + LOOKAHEAD)
+        mapper.error = None
+        driver.fail(call, lasting=True)
+        for _ in range(sequence.capacity - sequence.length):
+            sequence.extend(1)
+        with pytest.raises(DriverError, match=f"{call} failed"):
+            sequence.extend(100 - sequence.length)  # more than there are free frames for
+        soon(lambda: mapper.error is not None)
+        assert mapper.error == f"{call} failed with INJECTED"
+        driver.heal()
+        cache.check()
+        sequence.extend(1)
+        assert has_memory(sequence, driver)
+        soon(lambda sequence=sequence: sequence.capacity >= sequence.length + LOOKAHEAD)
+        sequence.free()
+        cache.trim()
+
+
+def test_a_device_without_memory_has_what_it_has_mapped_ahead() -> None:
+    """Frames that are free, and pages of parked rows."""
+    cache, driver, mapper = make()
+    parked, growing = cache.sequence(6 * PAGE_TOKENS), cache.sequence(PAGE_TOKENS)
+    parked.free()
+    driver.fail("create", out_of_memory=True, lasting=True)
+    with suppress(DriverError):
+        work(mapper)
+    cache.check()
+    assert growing.capacity >= growing.length + LOOKAHEAD
+
+
+@pytest.mark.parametrize("name", ["free", "truncate", "release_before"])
+def test_who_is_interrupted_while_it_is_at_work(name: str) -> None:
+    """The books are made right by the next operation, and the mapper goes on."""
+    ended, line = None, 0
+    while ended is None:
+        line += random.randint(1, 4)  # not at all of them, and at others in each run
+        cache, driver, mapper = make()
+        driver.unmaps_anything = True
+        sequences = [cache.sequence(count) for count in (5, 9, 20)]
+        operation = partial(getattr(sequences[1], name), *(() if name == "free" else (3,)))
+
+        operations = [operation]
+
+        def meanwhile() -> None:
+            nonlocal ended
+            if operations:  # noqa: B023
+                ended = interrupted(operations.pop(), line)  # noqa: B023
+
+        driver.meanwhile = meanwhile
+        work(mapper)
+        assert not operations
+        cache.check()
+        for sequence in sequences:
+            with suppress(vmmkv.UseAfterFreeError):
+                assert has_memory(sequence, driver)
+        pages = mapper.pages
+        sequences[2].extend(2 * LOOKAHEAD)
+        work(mapper)
+        assert mapper.pages > pages
+        cache.close()
+        assert not driver.mapped
+
+
 def test_threads_beside_the_mapper() -> None:
     """Bytes stay whose they are while threads grow and end sequences, and the mapper is always at work."""
     cache = vmmkv.KVCache(LAYOUT, 32, 400, max_bytes="1600KiB", device="cpu", page_size=4096, lookahead=16)
@@ -232,6 +317,77 @@ def test_it_ends_with_its_pool_and_with_the_interpreter() -> None:
         """
     )
     assert (child.stdout, child.returncode) == ("1\n", 0), child.stderr
+
+
+BUSY = """
+    import gc, os, signal, sys, threading, time
+    import vmmkv
+    from conftest import small_driver
+    from faulty import FaultyDriver
+    signal.alarm(60)
+
+    class SlowDriver(FaultyDriver):
+        def _call(self, name, *args):
+            if threading.current_thread().name == "vmmkv-mapper":
+                busy.set()
+                time.sleep(0.005)
+            return super()._call(name, *args)
+
+    busy = threading.Event()
+    def make():
+        driver = SlowDriver(small_driver("cpu"))
+        layout = vmmkv.KVLayout(1, 1, 64)
+        cache = vmmkv.KVCache(layout, 4, 4096, max_bytes="4MiB", driver=driver, lookahead=1000)
+        cache.kept = cache.sequence(3)
+        busy.wait()
+        return cache, driver
+
+    cache, driver = make()
+    (thread,) = (thread for thread in threading.enumerate() if thread.name == "vmmkv-mapper")
+"""
+ENDS = {
+    "exit": "sys.kept = cache",
+    "exit with an error": "raise SystemExit('on purpose')",
+    "close": """
+        cache.close()
+        assert not driver.mapped
+        assert not driver.handles
+    """,
+    "collect": """
+        del cache
+        gc.collect()
+        thread.join(30)
+        assert not thread.is_alive()
+        assert not driver.mapped
+        assert not driver.handles
+    """,
+    "fork": """
+        for _ in range(2):
+            busy.clear()
+            cache.kept.extend(600)
+            busy.wait()
+            if os.fork() == 0:
+                try:
+                    cache.kept.extend(2000)
+                except vmmkv.ForkError:
+                    busy.clear()
+                    cache, driver = make()
+                    cache.close()
+                    assert not driver.handles
+                    sys.exit()
+            assert os.wait()[1] == 0
+        cache.check()
+    """,
+}
+
+
+@pytest.mark.parametrize("end", ENDS)
+def test_the_end_while_it_is_at_work(end: str) -> None:
+    child = run_python(dedent(BUSY) + dedent(ENDS[end]))
+    if end == "exit with an error":
+        assert (child.stdout, child.stderr, child.returncode) == ("", "on purpose\n", 1)
+    else:
+        assert (child.stdout, child.stderr, child.returncode) == ("", "", 0)
 
 
 def test_no_lookahead_no_thread() -> None:

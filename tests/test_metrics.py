@@ -41,7 +41,7 @@ def test_what_prometheus_reads_is_so() -> None:
     pool.mapper.ring = lambda: None  # type: ignore[method-assign]
     tensor = GrowableTensor((100, 1024), torch.float32, pool=pool, max_bytes="40KiB")
     tensor.resize(2)
-    lengths = [random.randint(1, 40) for _ in range(3)]
+    lengths = [random.randint(1, 40), random.randint(1, 40), 8 * random.randint(1, 5)]  # the last needs a page soon
     first, *_ = [cache.sequence(length) for length in lengths]
     first.truncate(0)
     lengths[0] = 0

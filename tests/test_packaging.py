@@ -68,8 +68,10 @@ def test_transformers_works_from_the_repository_root() -> None:
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 
-LAYERS = ["kernels", "errors", "layout", "stats", "memory", "tensors", "space", "rows", "invariants", "picture"]
+LAYERS = ["kernels", "errors", "events", "layout", "stats", "svg", "memory", "tensors", "space", "rows", "reuse"]
 LAYERS += [
+    "invariants",
+    "picture",
     "sequence",
     "cache",
     "publication",
@@ -106,6 +108,7 @@ PRIVATE = {
     # Numba's simulator: the context of a kernel that is to be run by threads of ours.
     "_kernel_context",
     # Python: named tuples' public methods are called so, and the frame of a caller.
+    "_fields",
     "_getframe",
     "_make",
 }

@@ -1,4 +1,4 @@
-"""What caches and sequences show of themselves in Jupyter: every page once, with its owner, whatever has happened."""
+"""What caches, sequences and pools show of themselves in Jupyter: every page once, with its owner, whatever happens."""
 
 from __future__ import annotations
 
@@ -6,74 +6,199 @@ import random
 import re
 import runpy
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 import pytest
+import torch
 from conftest import ROOT, small_driver
+from faulty import FaultyDriver
 
 import vmmkv
-from vmmkv.picture import MAX_PAGES, MAX_ROWS, colour
+from vmmkv.picture import MAX_PAGES, MAX_ROWS
+from vmmkv.svg import WIDTH, colour
+from vmmkv.torch import GrowableTensor
 
 SVG = "{http://www.w3.org/2000/svg}"
-STATES = {"free": vmmkv.FREE_PAGE, "surplus": vmmkv.SURPLUS_PAGE, "given back": vmmkv.VACANT_PAGE}
+STATES = {
+    "free": vmmkv.FREE_PAGE,
+    "surplus": vmmkv.SURPLUS_PAGE,
+    "lookahead": vmmkv.LOOKAHEAD_PAGE,
+    "given back": vmmkv.VACANT_PAGE,
+}
 
 
-def squares(picture: str, where: str) -> Iterator[tuple[int, int, float]]:
-    """Page, entry in the page map, and filled part of each square in a picture's rows, or of its physical pages."""
+LARGE_FRAMES = {"lookahead": 20, "large_frames": True, "max_seq_len": 240, "pages": 90}
+"""Rows of up to two large frames, and no longer than can be drawn page by page."""
+
+
+class Square(NamedTuple):
+    """What a square says and looks like: the entry in the page map, which part is filled, the first and the last page
+    of the large frame if it is in one, and whether nothing parts it from the next one."""
+
+    page: int
+    owner: int
+    part: float
+    frame: tuple[int, int] | None
+    is_joined: bool
+
+
+def squares(picture: str, where: str) -> Iterator[list[Square]]:
+    """The squares of each of a picture's rows, or of its physical pages."""
     for group in ElementTree.fromstring(picture).iterfind(f"{SVG}g[@class='{where}']"):
-        for square in group.iterfind(f"{SVG}g"):
-            page, state, number = re.fullmatch(
-                r"page (\d+): (?:(free|surplus|given back).*|sequence (\d+))", square.findtext(f"{SVG}title") or ""
-            ).groups()
-            boxes = square.findall(f"{SVG}rect")
-            if number:
-                colours = {box.get(key) for box in boxes for key in ("fill", "stroke")} - {None, "none"}
-                assert colours == {colour(int(number))}
-                yield int(page), int(number), float(boxes[-1].get("width")) / float(boxes[0].get("width"))
-            else:
-                yield int(page), STATES[state], 0.0
+        drawn = group.findall(f"{SVG}g")
+        yield [square(each, following) for each, following in zip(drawn, [*drawn[1:], None])]
 
 
-def change(cache: vmmkv.KVCache, live: list[vmmkv.Sequence]) -> None:
-    """One random operation."""
-    sequence = random.choice(live) if live else None
-    operation = random.choice(["start", "start", "extend", "extend", "truncate", "release", "free", "trim"])
+def square(drawn: ElementTree.Element, following: ElementTree.Element | None) -> Square:
+    page, begin, end, state, number = re.fullmatch(
+        r"page (\d+)(?:, in the large frame (\d+) to (\d+))?: (?:(free|surplus|lookahead|given back).*|sequence (\d+))",
+        drawn.findtext(f"{SVG}title") or "",
+    ).groups()
+    boxes = drawn.findall(f"{SVG}rect")
+    left, width = (float(boxes[0].get(key)) for key in ("x", "width"))
+    right = next((float(box.get("x")) for box in (following or ())[1:2]), None)
+    if number:
+        colours = {box.get(key) for box in boxes for key in ("fill", "stroke")} - {None, "none"}
+        assert colours == {colour(int(number))}
+    return Square(
+        int(page),
+        int(number) if number else STATES[state],
+        float(boxes[-1].get("width")) / width if number else 0.0,
+        (int(begin), int(end)) if begin else None,
+        left + width == right,
+    )
+
+
+def drawn_pages(picture: str, where: str) -> list[tuple[int, int]]:
+    """Pages, and what they are, of all squares."""
+    return [(each.page, each.owner) for line in squares(picture, where) for each in line]
+
+
+def make_observed(make_cache: Callable[..., vmmkv.KVCache], device: str, **options) -> vmmkv.KVCache:
+    """A cache whose mapper, if there is one, works only when it is told to."""
+    cache = make_cache(driver=FaultyDriver(small_driver(device)), **options)
+    if cache.pool.mapper:
+        cache.pool.mapper.ring = lambda: None
+    return cache
+
+
+class Page(NamedTuple):
+    """What is to be drawn of a mapped page: its frame, and its entry in the page map."""
+
+    frame: int
+    owner: int
+
+
+def change(cache: vmmkv.KVCache, live: dict[vmmkv.Sequence, int]) -> None:
+    """One random operation; `live` are the sequences, and the tokens that they expect."""
+    sequence = random.choice(list(live)) if live else None
+    operations = ["start", "start", "extend", "extend", "truncate", "release", "free", "trim", "map ahead"]
+    operation = random.choice(operations)
+    some = cache.max_seq_len * 2 // 3
     try:
         if operation == "start":
-            live.append(cache.sequence(random.randint(0, 60)))
+            tokens, expected = random.randint(0, some), random.choice([0, random.randint(0, some)])
+            live[cache.sequence(tokens, expected_tokens=expected)] = expected
         elif operation == "trim":
             cache.trim()
+        elif operation == "map ahead":
+            while cache.pool.mapper and cache.pool.mapper.work():
+                pass
         elif sequence and operation == "extend":
-            sequence.extend(random.randint(0, 30))
+            sequence.extend(random.randint(0, some // 2))
         elif sequence and operation == "truncate":
             sequence.truncate(random.randint(sequence.start, sequence.length))
         elif sequence and operation == "release":
             sequence.release_before(random.randint(sequence.start, sequence.length))
         elif sequence:
-            live.remove(sequence)
+            del live[sequence]
             sequence.free()
     except (vmmkv.OutOfRowsError, vmmkv.OutOfPagesError, vmmkv.SequenceTooLongError):
         pass
 
 
-@pytest.mark.parametrize("layers_per_range", [None, 1])
+def pages_by_row(cache: vmmkv.KVCache, live: dict[vmmkv.Sequence, int], lookahead: int) -> dict[int, list[Page]]:
+    """What there is to be drawn of each row, in the order of addresses, by what the driver was told."""
+    sequences = {sequence.row: sequence for sequence in live}
+    by_row: dict[int, list[Page]] = {}
+    for run in cache.mapped_ranges():
+        arenas = [cache.range(index) for index in range(len(cache.layout.record_bytes))]
+        index, arena = next(
+            (index, arena) for index, arena in enumerate(arenas) if 0 <= run.address - arena.data_ptr() < arena.nbytes
+        )
+        row = arena.data_ptr() + run.row * (arena.nbytes // cache.max_sequences)
+        addresses = range(run.address, run.address + run.nbytes, cache.page_size)
+        frames = [cache.pool.driver.mapped[address] for address in addresses]
+        used, ahead = set(), set()
+        if (sequence := sequences.get(run.row)) is not None:
+            record, length = cache.layout.record_bytes[index], sequence.length
+            wanted = min(max(length + lookahead, live[sequence]), cache.max_seq_len) if length or live[sequence] else 0
+            begin = row + sequence.start * record // cache.page_size * cache.page_size
+            for tokens, touched in ((length, used), (wanted, ahead)):
+                end = row + tokens * record
+                touched.update(frame for frame, address in zip(frames, addresses) if begin <= address < end)
+        for frame in frames:
+            mapped = vmmkv.LOOKAHEAD_PAGE if frame in ahead else vmmkv.SURPLUS_PAGE
+            by_row.setdefault(run.row, []).append(Page(frame, sequences[run.row].number if frame in used else mapped))
+    return by_row
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"layers_per_range": 1},
+        LARGE_FRAMES,
+    ],
+    ids=str,
+)
 def test_every_page_is_drawn_once_with_its_owner(
-    make_cache: Callable[..., vmmkv.KVCache], layers_per_range: int | None
+    make_cache: Callable[..., vmmkv.KVCache], device: str, options: dict[str, object]
 ) -> None:
-    cache = make_cache(layers_per_range=layers_per_range)
-    live: list[vmmkv.Sequence] = []
-    for _ in range(100):
+    cache = make_observed(make_cache, device, **options)
+    sizes = cache.pool.driver.sizes
+    live: dict[vmmkv.Sequence, int] = {}
+    for _ in range(60):
         change(cache, live)
         owners = cache.page_map()
         picture = cache._repr_html_()
-        drawn = [(page, owner) for page, owner, _ in squares(picture, "physical")]
-        assert drawn == list(enumerate(owners.tolist()))
-        mapped = {page: int(owner) for page, owner in enumerate(owners) if owner >= 0 or owner == vmmkv.SURPLUS_PAGE}
-        in_rows = [(page, owner) for page, owner, _ in squares(picture, "row")]
-        assert sorted(in_rows) == sorted(mapped.items())
+        assert drawn_pages(picture, "physical") == list(enumerate(owners.tolist()))
+        mapped = pages_by_row(cache, live, options.get("lookahead", 0))
+        lines = list(squares(picture, "row"))
+        order = sorted(mapped, key=lambda row: row not in {sequence.row for sequence in live})
+        drawn = [line for line in lines if line]
+        assert [[each.owner for each in line] for line in drawn] == [
+            [each.owner for each in mapped[row]] for row in order
+        ]
+        for line, row in zip(drawn, order):
+            followers = [*mapped[row][1:], None]
+            for each, page, follower in zip(line, mapped[row], followers):
+                assert owners[each.page] == page.owner
+                assert (each.frame is not None) == (sizes[page.frame] > 1)
+                assert each.is_joined == (follower is not None and follower.frame == page.frame)
+                assert each.frame is None or each.frame[0] <= each.page <= each.frame[1]
         for sequence in live:
-            own = [page for page, owner, _ in squares(sequence._repr_html_(), "row") if owner == sequence.number]
-            assert sorted(own) == [page for page, owner in mapped.items() if owner == sequence.number]
+            own = drawn_pages(sequence._repr_html_(), "row")
+            assert [owner for _, owner in own] == [page.owner for page in mapped.get(sequence.row, [])]
+            assert all(owners[page] == owner for page, owner in own)
+
+
+def test_large_frames_and_what_is_mapped_ahead_are_drawn_so(
+    make_cache: Callable[..., vmmkv.KVCache], device: str
+) -> None:
+    cache = make_observed(make_cache, device, **LARGE_FRAMES)
+    begun = random.randint(1, 40)  # less than half of a large frame
+    sequence = cache.sequence(begun, expected_tokens=200)
+    while cache.pool.mapper.work():
+        pass
+    mapped = cache.layout.pages(200, cache.page_size)
+    used = cache.layout.pages(begun, cache.page_size)
+    (line,) = squares(cache._repr_html_(), "row")
+    assert [each.owner for each in line] == [sequence.number] * used + [vmmkv.LOOKAHEAD_PAGE] * (mapped - used)
+    assert sum(each.is_joined for each in line) == (mapped - used) // 16 * 15
+    assert f"{(mapped - used) // 16} large frame" in cache._repr_html_()
+    assert f"{mapped - used} lookahead" in cache._repr_html_()
 
 
 def test_what_is_filled_is_tokens(make_cache: Callable[..., vmmkv.KVCache]) -> None:
@@ -81,7 +206,7 @@ def test_what_is_filled_is_tokens(make_cache: Callable[..., vmmkv.KVCache]) -> N
     sequence = cache.sequence(random.randint(1, 90))
     sequence.release_before(random.randint(0, sequence.length - 1))
     picture = sequence._repr_html_()
-    filled = sum(part for *_, part in squares(picture, "row"))
+    filled = sum(each.part for line in squares(picture, "row") for each in line)
     tokens = sequence.length - sequence.start
     assert filled * cache.page_size == pytest.approx(tokens * cache.layout.token_bytes, rel=0.02)
     for facts in (f"{tokens} token", f"waste {cache.stats().waste:.1%}", f"room for {sequence.capacity} tokens"):
@@ -94,7 +219,7 @@ def test_pictures_of_large_caches_are_bounded() -> None:
     cache = vmmkv.KVCache(layout, 64, 20_000, max_bytes="32MiB", driver=driver)
     sequences = [cache.sequence(tokens) for tokens in (5000, *[30] * 63)]
     owners = cache.page_map()
-    drawn = {page: owner for page, owner, _ in squares(cache._repr_html_(), "physical")}
+    drawn = dict(drawn_pages(cache._repr_html_(), "physical"))
     assert MAX_PAGES // 2 < len(drawn) <= MAX_PAGES
     assert all(owners[page] == owner for page, owner in drawn.items())
     assert f"and {64 - MAX_ROWS} more rows" in cache._repr_html_()
@@ -102,6 +227,68 @@ def test_pictures_of_large_caches_are_bounded() -> None:
         picture = shown._repr_html_()
         assert "a square stands for" in picture
         assert len(picture) < 300_000
+
+
+def test_a_pool_draws_what_each_account_has() -> None:
+    """Against what caches and tensor say of themselves."""
+    driver = small_driver("cpu")
+    size, limit = driver.page_size, 100
+    pool = vmmkv.FramePool(limit * size, driver=driver)
+    layout = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page
+    caches = [
+        vmmkv.KVCache(layout, 4, 200, pool=pool, guaranteed=10 * size, large_frames=False),
+        vmmkv.KVCache(layout, 4, 200, pool=pool, max_bytes=60 * size),
+    ]
+    tensor = GrowableTensor((1000, 1024), torch.float32, pool=pool, max_bytes=20 * size)
+    live = []
+    for _ in range(30):
+        sequence = random.choice(caches).sequence(random.randint(0, 120)) if random.random() < 0.5 else None
+        tensor.resize(random.randint(0, 10))
+        live += [sequence] if sequence else []
+        if len(live) > 2:
+            live.pop(random.randrange(len(live))).free()
+        stats = [cache.stats() for cache in caches]
+        used = [of.pages["used"] * size for of in stats] + [tensor.stats().used_bytes]
+        mapped = [of.physical_bytes for of in stats] + [tensor.stats().physical_bytes]
+        picture = pool._repr_html_()
+        all_of_it, *accounts = bars(picture)
+        assert [each.pop("at most") for each in accounts] == pytest.approx(
+            [limit * size, 60 * size, 20 * size], rel=0.01
+        )
+        assert [each.pop("guaranteed", 0) for each in accounts] == pytest.approx([10 * size, 0, 0], rel=0.01)
+        names = ["KVCache 0", "KVCache 1", "GrowableTensor 2"]
+        for name, account, part, whole in zip(names, accounts, used, mapped):
+            assert all_of_it.items() >= account.items()
+            assert account.pop(f"{name}, used", 0) == pytest.approx(part, abs=size / 10)
+            assert account.pop(f"{name}, mapped and not used", 0) == pytest.approx(whole - part, abs=size / 10)
+            assert not account
+        assert all_of_it["at most"] == pytest.approx(limit * size, rel=0.01)
+        assert all_of_it.get("free", 0) == pytest.approx(pool.stats().free_bytes, abs=size / 10)
+        for name, of in zip(names, stats):
+            assert f"{of.tokens:,} tokens of {of.rows['live']} live" in picture or not of.rows["live"], name
+    for holder in (*caches, tensor):
+        holder.close()
+    assert len(list(bars(pool._repr_html_()))) == 1
+    pool.close()
+    assert "&lt;vmmkv.FramePool" in pool._repr_html_()
+
+
+def bars(picture: str) -> Iterator[dict[str, float]]:
+    """Of each bar in a pool's picture how many bytes its parts are long, by what they are; they lie side by side."""
+    width = None
+    for bar in ElementTree.fromstring(picture).iterfind(f"{SVG}g[@class='bar']"):
+        parts, end = {}, 0.0
+        for part in bar.iterfind(f"{SVG}g"):
+            name, _ = part.findtext(f"{SVG}title").split(": ")
+            box = part.find(f"{SVG}rect")
+            left, right = float(box.get("x")), float(box.get("x")) + float(box.get("width"))
+            if name not in ("at most", "guaranteed"):
+                assert left == pytest.approx(end, abs=0.2)
+                end = right
+            parts[name] = float(box.get("width"))
+        width = width or parts["at most"]  # of the pool
+        assert width == WIDTH
+        yield {name: 100 * 4096 * part / width for name, part in parts.items()}
 
 
 def test_what_is_gone_says_so(make_cache: Callable[..., vmmkv.KVCache]) -> None:
@@ -117,7 +304,7 @@ def test_what_is_gone_says_so(make_cache: Callable[..., vmmkv.KVCache]) -> None:
 
 def test_an_empty_cache_has_a_picture(make_cache: Callable[..., vmmkv.KVCache]) -> None:
     cache = make_cache()
-    assert not list(squares(cache._repr_html_(), "physical"))
+    assert not drawn_pages(cache._repr_html_(), "physical")
     assert "0 tokens" in cache.sequence()._repr_html_()
 
 

@@ -28,7 +28,7 @@ def readable(cache: vmmkv.KVCache, driver: FaultyDriver, row: int) -> bytes:
     """All that is mapped in a row."""
     pages = b""
     for arena, _ in cache._rows.ranges:
-        start = arena.address + row * arena.row_bytes
+        start = arena.table.address_of(row, 0)
         inside = [page for page in sorted(driver.accessible) if start <= page < start + arena.row_bytes]
         pages += b"".join(ctypes.string_at(page, cache.page_size) for page in inside)
     return pages
@@ -81,6 +81,50 @@ def test_a_secret_is_never_readable_from_another_tenants_rows(seed: int, options
                     assert not (held == secrets[other]).any(), (tenant, other)
 
 
+@settings(deadline=None)
+@given(st.integers(0, 1 << 32), st.booleans())
+def test_tenants_of_whom_nothing_is_left_are_forgotten(seed: int, is_clean: bool) -> None:
+    """New ones come all the time, and some come back: as many are remembered as there are rows and pages, no row shows
+    what another tenant wrote, and whoever is known finds what it left."""
+    chance = random.Random(seed)
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = vmmkv.FramePool(12 * driver.page_size, driver=driver)
+    pool.tenants.spare = 0
+    caches = [vmmkv.KVCache(LAYOUT, 3, 60, pool=pool, scrub=is_clean) for _ in range(2)]
+    live: list[tuple[vmmkv.KVCache, vmmkv.Sequence, int]] = []
+    for _ in range(20):
+        with suppress(OutOfPagesError, OutOfRowsError, vmmkv.SequenceTooLongError):
+            what = chance.randrange(5)
+            if what < 3:
+                cache, tenant = chance.choice(caches), chance.randrange(1, 30) * chance.choice([1, 1000])
+                live.append((cache, cache.sequence(chance.choice([0, 20, 40]), tenant=tenant), tenant))
+            elif what == 3 and live:
+                live.pop(chance.randrange(len(live)))[1].free()
+            elif live:
+                chance.choice(live)[1].extend(chance.randint(0, 20))
+        for cache, sequence, tenant in live:
+            held = torch.frombuffer(bytearray(readable(cache, driver, sequence.row) or bytes(4)), dtype=torch.float32)
+            assert ((held == tenant) | (held == 0) | held.isnan()).all()
+        for _, sequence, tenant in live:
+            for states in (sequence.k(0), sequence.v(0), sequence.k(1), sequence.v(1)):
+                states.fill_(tenant)
+        assert len(pool.tenants) <= 2 * (1 + 12 + 2 * 3) + 1
+    for cache in caches:
+        cache.check()
+
+
+def test_a_tenant_is_remembered_while_its_row_is() -> None:
+    cache = vmmkv.KVCache(LAYOUT, 3, 60, max_bytes="1MiB", device="cpu", page_size=4096)
+    cache.pool.tenants.spare = 4
+    cache.sequence(40, tenant="alice").free()
+    for number in range(50):
+        cache.sequence(tenant=number).free()
+    before = cache.stats().driver_calls["map"].count
+    assert cache.sequence(40, tenant="alice").length == 40
+    assert cache.stats().driver_calls["map"].count == before
+    assert len(cache.pool.tenants) < 20
+
+
 def test_a_growable_tensor_reads_no_tenants_bytes() -> None:
     pool = vmmkv.FramePool("1MiB", device="cpu", page_size=4096)
     cache = vmmkv.KVCache(LAYOUT, 3, 60, pool=pool)
@@ -105,6 +149,7 @@ def test_a_tenant_adopts_its_own_rows() -> None:
         cache.sequence(1, tenant=["carol"])
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_what_is_cleaned_is_zero() -> None:
     cache = vmmkv.KVCache(LAYOUT, 2, 60, max_bytes="40KiB", device="cpu", page_size=4096)
     first = cache.sequence(60, tenant="alice")

@@ -231,6 +231,7 @@ LIFETIME = """
 """
 
 
+@pytest.mark.usefixtures("undebugged")
 @pytest.mark.parametrize("what", ["exit", "cycle at exit", "close", "collect"])
 def test_the_end_is_silent(device: str, what: str) -> None:
     child = run_python(LIFETIME, device, what)

@@ -1,4 +1,8 @@
-"""Threads on one pool, with a watchdog: bytes stay whose they are, nobody waits for ever, and all of it comes back."""
+"""Threads on one pool, with a watchdog: bytes stay whose they are, nobody waits for ever, and all of it comes back.
+
+On a GPU each thread writes on a stream of its own, and looks at what it has written there or on another: nobody waits
+for the device, so that pages leave their rows while work that reads them is still to come.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,7 @@ import random
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -17,11 +21,116 @@ from conftest import small_driver
 import vmmkv
 from vmmkv.errors import OutOfPagesError, OutOfRowsError
 
-SECONDS = float(os.environ.get("VMMKV_STRESS_SECONDS", "2"))
-LAYOUTS = [
-    vmmkv.KVLayout(2, 2, 16, torch.float32),
-    vmmkv.KVLayout(3, 4, 32, torch.float32, layers_per_range=2),
-]
+SECONDS = float(os.environ.get("VMMKV_STRESS_SECONDS", "5" if torch.cuda.is_available() else "2"))
+"""For all of these tests together."""
+PATIENCE = 60
+"""Seconds after which somebody waits for ever."""
+
+
+class Worker:
+    """A thread's sequences, each with its own value in all of its tokens.
+
+    Args:
+        crew: whose caches it uses.
+        number: its number.
+    """
+
+    def __init__(self, crew: Crew, number: int) -> None:
+        self.crew, self.chance = crew, random.Random(number)
+        self.live: dict[vmmkv.Sequence, float] = {}
+        self.written: dict[vmmkv.Sequence, int] = {}
+        device = crew.caches[0].device
+        self.streams = [torch.cuda.Stream(device) for _ in range(2)] if device.type == "cuda" else [None, None]
+        self.wrong = [torch.zeros((), dtype=torch.int64, device=device) for _ in self.streams]
+        """By stream: elements that were somebody else's."""
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        self.steps = 0
+
+    def work(self) -> None:
+        """Takes steps until the time is over, or somebody has failed."""
+        own = self.streams[0]
+        try:
+            with torch.cuda.stream(own) if own else nullcontext():
+                while time.monotonic() < self.crew.until and not self.crew.failures:
+                    with suppress(OutOfPagesError, OutOfRowsError):
+                        self.step()
+                    self.look()
+                    self.write()
+                    self.steps += 1
+                    if own is None or self.steps % 64 == 0:
+                        self.check()
+                self.check()
+        except BaseException as error:
+            self.crew.failures.append(error)
+        finally:
+            with torch.cuda.stream(own) if own else nullcontext():
+                for sequence in self.live:
+                    sequence.free()
+
+    def step(self) -> None:
+        chance, live, caches = self.chance, self.live, self.crew.caches
+        what = chance.random()
+        if what < 0.15 or not live:
+            cache = chance.choice(caches)
+            tenant = chance.choice([None, None, "alice", "bob"])
+            sequence = cache.sequence(chance.randint(0, 40), expected_tokens=chance.choice([0, 0, 60]), tenant=tenant)
+            live[sequence], self.written[sequence] = float(chance.randrange(1 << 20)), 0
+        elif what < 0.25:
+            self.forget(chance.choice(list(live)))  # left to the garbage collector
+        elif what < 0.35:
+            sequence = chance.choice(list(live))
+            self.forget(sequence)
+            sequence.free()
+        elif what < 0.42:
+            sequence = chance.choice(list(live))
+            sequence.truncate(chance.randint(sequence.start, sequence.length))
+            self.written[sequence] = min(self.written[sequence], sequence.length)
+        elif what < 0.46:
+            sequence = chance.choice(list(live))
+            sequence.release_before(chance.randint(sequence.start, sequence.length))
+        elif what < 0.48:
+            chance.choice(caches).trim()
+        elif what < 0.5:
+            chance.choice(caches).check()
+        else:
+            cache = chance.choice(list(live)).cache
+            batch = [each for each in live if each.cache is cache and each.length + 8 <= cache.max_seq_len]
+            cache.extend(batch, chance.randint(0, 8))
+
+    def forget(self, sequence: vmmkv.Sequence) -> None:
+        del self.live[sequence], self.written[sequence]
+
+    def states(self, sequence: vmmkv.Sequence) -> list[torch.Tensor]:
+        """K of the first layer, and V of the last."""
+        return [sequence.k(0), sequence.v(sequence.cache.layout.num_layers - 1)]
+
+    def look(self) -> None:
+        """Counts what is wrong in tokens that were written at some time, on any of its streams."""
+        which = self.chance.randrange(2)
+        own, stream = self.streams[0], self.streams[which]
+        if stream and own and stream is not own:
+            stream.wait_stream(own)
+        with torch.cuda.stream(stream) if stream else nullcontext():
+            if stream and self.chance.random() < 0.05:
+                torch.cuda._sleep(10**6)
+            for sequence, value in self.live.items():
+                if stream:
+                    sequence.record_stream(stream)
+                for states in self.states(sequence):
+                    self.wrong[which] += (states[: max(self.written[sequence] - sequence.start, 0)] != value).sum()
+        if stream and own and stream is not own:
+            own.wait_stream(stream)  # before it writes there, or frees
+
+    def write(self) -> None:
+        """Fills tokens that are new."""
+        for sequence, value in self.live.items():
+            for states in self.states(sequence):
+                states[max(self.written[sequence] - sequence.start, 0) :] = value
+            self.written[sequence] = sequence.length
+
+    def check(self) -> None:
+        assert not any(int(wrong) for wrong in self.wrong), "somebody else's bytes"
 
 
 class Crew:
@@ -31,86 +140,48 @@ class Crew:
         self.caches = caches
         self.until = time.monotonic() + seconds
         self.failures: list[BaseException] = []
-        self.done = 0
-
-    def serve(self, number: int) -> None:
-        """Some sequences at a time, each with its own value in all of its tokens."""
-        chance = random.Random(number)
-        live: dict[vmmkv.Sequence, float] = {}
-        try:
-            while time.monotonic() < self.until and not self.failures:
-                with suppress(OutOfPagesError, OutOfRowsError):
-                    self.step(chance, live)
-                self.done += 1
-        except BaseException as error:
-            self.failures.append(error)
-        finally:
-            for sequence in live:
-                sequence.free()
-
-    def step(self, chance: random.Random, live: dict[vmmkv.Sequence, float]) -> None:
-        what = chance.random()
-        if what < 0.15 or not live:
-            cache = chance.choice(self.caches)
-            expected = chance.choice([0, 0, 60])
-            live[cache.sequence(chance.randint(0, 40), expected_tokens=expected)] = chance.random()
-        elif what < 0.25:
-            live.pop(chance.choice(list(live)))  # left to the garbage collector
-        elif what < 0.35:
-            sequence = chance.choice(list(live))
-            del live[sequence]
-            sequence.free()
-        elif what < 0.42:
-            sequence = chance.choice(list(live))
-            sequence.truncate(chance.randint(sequence.start, sequence.length))
-        elif what < 0.46:
-            sequence = chance.choice(list(live))
-            sequence.release_before(chance.randint(sequence.start, sequence.length))
-        elif what < 0.48:
-            chance.choice(self.caches).trim()
-        elif what < 0.5:
-            chance.choice(self.caches).check()
-        else:
-            cache = chance.choice(list(live)).cache
-            batch = [each for each in live if each.cache is cache and each.length + 8 <= cache.max_seq_len]
-            cache.extend(batch, chance.randint(0, 8))
-        for sequence, value in live.items():
-            for states in (sequence.k(0), sequence.v(sequence.cache.layout.num_layers - 1)):
-                states.fill_(value)
-            time.sleep(0)
-            for states in (sequence.k(0), sequence.v(sequence.cache.layout.num_layers - 1)):
-                assert states.eq(value).all(), "somebody else's bytes"
 
     def run(self, threads: int) -> None:
-        crew = [threading.Thread(target=self.serve, args=(number,), daemon=True) for number in range(threads)]
+        faulthandler.dump_traceback_later(self.until - time.monotonic() + PATIENCE)
+        workers = [Worker(self, number) for number in range(threads)]
+        crew = [threading.Thread(target=worker.work, daemon=True) for worker in workers]
         for thread in crew:
             thread.start()
         for thread in crew:
-            thread.join(max(self.until - time.monotonic(), 0) + 60)
-            if thread.is_alive():
-                faulthandler.dump_traceback()
+            thread.join(max(self.until - time.monotonic(), 0) + PATIENCE)
             assert not thread.is_alive(), "somebody waits for ever"
+        faulthandler.cancel_dump_traceback_later()
         if self.failures:
             raise self.failures[0]
-        assert self.done > 0
+        assert sum(worker.steps for worker in workers) > 0
+
+
+def layouts(page_size: int) -> list[vmmkv.KVLayout]:
+    """Token records of an eighth of a page, and of three quarters of one in two ranges."""
+    return [
+        vmmkv.KVLayout(2, 2, page_size // 256, torch.float32),
+        vmmkv.KVLayout(3, 4, page_size // 128, torch.float32, layers_per_range=2),
+    ]
 
 
 @pytest.mark.parametrize("num_caches", [1, 4])
 @pytest.mark.parametrize("lookahead", [0, 24])
-def test_eight_threads(num_caches: int, lookahead: int) -> None:
+def test_eight_threads(device: str, num_caches: int, lookahead: int) -> None:
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)  # so that threads take turns in the middle of things
     try:
-        pool = vmmkv.FramePool(120 * 4096, driver=small_driver("cpu"))
+        driver = small_driver(device)
+        size = driver.page_size
+        pool = vmmkv.FramePool(120 * size, driver=driver)
         caches = [
             vmmkv.KVCache(
-                LAYOUTS[index % 2],
+                layouts(size)[index % 2],
                 24 // num_caches,
                 120,
                 pool=pool,
                 lookahead=lookahead,
                 scrub=index == 2,
-                guaranteed=10 * 4096 if index else 0,
+                guaranteed=10 * size if index else 0,
             )
             for index in range(num_caches)
         ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from vmmkv import publication
 from vmmkv.cli.app import app
 from vmmkv.cli.top import draw
 
+SECONDS = float(os.environ.get("VMMKV_STRESS_SECONDS", "2"))
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 
 
@@ -96,6 +98,60 @@ def test_a_killed_process_is_gone_from_the_table_and_its_file_too(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+KILLED = """
+    import os, random, sys, time
+    from pathlib import Path
+    import vmmkv
+    from vmmkv import publication
+
+    publication.FOLDER, publication.INTERVAL = Path(sys.argv[1]), 0
+    layout = vmmkv.KVLayout(1, 1, 64)
+    def make():
+        return vmmkv.KVCache(layout, 8, 800, max_bytes="256KiB", device="cpu", page_size=4096, lookahead=50)
+
+    def serve():
+        vmmkv.publish()
+        cache, live = make(), []
+        while True:
+            try:
+                live.append(cache.sequence(random.randrange(100), tenant=random.choice(["a", "b"])))
+                cache.extend(live, random.randrange(50))
+            except vmmkv.VmmkvError:
+                cache.free(live[random.randrange(len(live)) :])
+                live = [each for each in live if "gone" not in repr(each)]
+                cache.trim()
+
+    seen = 0
+    for _ in range(int(sys.argv[2])):
+        child = os.fork()
+        if child == 0:
+            serve()
+        until = time.monotonic() + random.expovariate(1 / 0.02)
+        while time.monotonic() < until:
+            for record in publication.read_all():
+                assert record["pid"] == child
+                seen += len(record["pools"])
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        left = [path.name for path in publication.FOLDER.iterdir()]
+        assert publication.read_all() == [] == list(publication.FOLDER.iterdir()), left
+        with make() as cache, cache.sequence(100) as sequence:
+            sequence.extend(100)
+    vmmkv.publish()
+    assert [record["pid"] for record in publication.read_all()] == [os.getpid()]
+    print(seen)
+"""
+
+
+def test_processes_that_are_killed_at_any_moment(tmp_path: Path) -> None:
+    """They leave nothing that others stumble over: not `vmmkv top`, not one that lives, and not the next one."""
+    kills = int(SECONDS * 15)
+    child = run_python(KILLED, str(tmp_path), str(kills))
+    assert child.returncode == 0, child.stderr
+    assert int(child.stdout) > 0
+    assert not list(tmp_path.iterdir())
+
+
 def test_what_is_shown_is_always_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publication, "INTERVAL", 0)
     vmmkv.publish()
@@ -126,11 +182,45 @@ def test_the_end_of_a_process_and_its_forks(tmp_path: Path) -> None:
 
 
 def test_what_others_have_put_there_is_left_alone(tmp_path: Path) -> None:
-    for name, text in (("x", "{}"), (str(os.getpid()), "no JSON"), ("1.5", "{}")):
+    pid = os.getpid()
+    for name, text in (("x", "{}"), (f"{pid}", "no JSON"), ("1.5", "{}"), (f"{pid}.1", "[1]"), (f"{pid}.2", "{}")):
         (tmp_path / f"vmmkv-{os.getuid()}-{name}").write_text(text)
+    (tmp_path / f"vmmkv-{os.getuid()}-{pid}.3").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / f"vmmkv-{os.getuid()}-1").symlink_to(tmp_path / "fifo")
     before = sorted(tmp_path.iterdir())
     assert top() == []
     assert sorted(tmp_path.iterdir()) == before
+
+
+def test_many_threads_publish_once(tmp_path: Path) -> None:
+    threads = [threading.Thread(target=vmmkv.publish) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len([thread for thread in threading.enumerate() if thread.name == "vmmkv-publisher"]) == 1
+    vmmkv.unpublish()
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_end_does_not_wait_for_a_pool_that_somebody_keeps(tmp_path: Path) -> None:
+    process = publishing(
+        """
+        import threading
+        publication.PATIENCE = 0.1
+        kept = threading.Event()
+        def keep():
+            with cache.pool.monitor.lock:
+                kept.set()
+                time.sleep(1000)
+        threading.Thread(target=keep, daemon=True).start()
+        kept.wait()
+        """,
+        tmp_path,
+    )
+    assert (process.returncode, process.stderr) == (0, "")
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_table() -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import pickle
 import random
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 import torch
+from c_driver import CDriver, Functions
 from conftest import run_python, small_driver
 from faulty import FaultyDriver
 from hypothesis import given, settings
@@ -21,127 +20,13 @@ from test_fences import StreamedDriver
 from torch.cuda import _memory_viz
 
 import vmmkv
-from vmmkv.memory.driver import Handle
 from vmmkv.tensors import export_range
 from vmmkv.torch import GrowableTensor, dump_snapshot, memory_allocated, memory_pool, memory_snapshot, memory_stats
-from vmmkv.torch.allocator import C_ARGUMENTS, Allocator
 
 MIB = 1 << 20
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 # ---------------------------------------------------------------------- the compiled allocator
-
-
-NUM_ARGUMENTS = {
-    "reserve": 5,
-    "free": 2,
-    "create": 4,
-    "release": 1,
-    "map": 5,
-    "set_access": 4,
-    "unmap": 2,
-    "push": 1,
-    "pop": 1,
-    "synchronize": 0,
-}
-
-
-class CDriver:
-    """C functions with the CUDA driver's signatures over pages of the host, with books of their own.
-
-    Attributes:
-        fail_at: the number of the call to fail, from 0 on.
-        failed: its name, once it has.
-        misuse: what the driver below would not have.
-    """
-
-    def __init__(self, fail_at: int = -1) -> None:
-        self.driver = FaultyDriver(small_driver("cpu"))
-        self.fail_at = fail_at
-        self.failed: str | None = None
-        self.misuse: list[BaseException] = []
-        self.handles: dict[int, Handle] = {}
-        self.released: set[int] = set()
-        self.synchronized = False
-        self.callbacks = [self._callback(name, count) for name, count in NUM_ARGUMENTS.items()]
-        addresses = [ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self.callbacks]
-        self.words = dict(zip(NUM_ARGUMENTS, addresses)) | dict.fromkeys(C_ARGUMENTS, 0)
-
-    def _callback(self, name: str, count: int) -> Callable[..., int]:
-        def call(*words: int) -> int:
-            self.fail_at -= 1
-            if self.fail_at == -1:
-                self.failed = name
-                return 2
-            try:
-                getattr(self, name)(*words)
-            except BaseException as error:
-                self.misuse.append(error)
-                return 1
-            return 0
-
-        return ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count)(call)
-
-    def reserve(self, out: int, size: int, *_: int) -> None:
-        ctypes.c_int64.from_address(out).value = self.driver.reserve(size)
-
-    def free(self, address: int, size: int) -> None:
-        self.driver.free(address, size)
-
-    def create(self, out: int, size: int, *_: int) -> None:
-        number = len(self.handles) + 1
-        self.handles[number] = self.driver.create()
-        ctypes.c_int64.from_address(out).value = number
-
-    def release(self, number: int) -> None:
-        """As on a GPU, a page that is mapped goes when it is unmapped."""
-        if self.handles[number] in self.driver.mapped.values():
-            self.released.add(number)
-        else:
-            self.driver.release(self.handles[number])
-
-    def map(self, address: int, size: int, offset: int, number: int, flags: int) -> None:
-        self.driver.map(address, self.handles[number])
-
-    def set_access(self, address: int, size: int, *_: int) -> None:
-        self.driver.set_access(address, size)
-
-    def unmap(self, address: int, size: int) -> None:
-        pages = [self.driver.mapped[place] for place in range(address, address + size, self.driver.page_size)]
-        assert self.synchronized or self.failed, "a page was unmapped that a kernel may still use"
-        self.synchronized = False
-        self.driver.unmap(address, size)
-        for number in [number for number in self.released if self.handles[number] in pages]:
-            self.released.remove(number)
-            self.driver.release(self.handles[number])
-
-    def push(self, context: int) -> None: ...
-
-    def pop(self, out: int) -> None: ...
-
-    def synchronize(self) -> None:
-        self.synchronized = True
-
-
-class Functions:
-    """An allocator as torch calls it."""
-
-    def __init__(self, words: dict[str, int], page_size: int, budget: int) -> None:
-        self.allocator = Allocator(words, page_size, budget)
-        self.books = self.allocator.state
-        self._allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
-            self.allocator.allocate
-        )
-        self._deallocate = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(
-            self.allocator.deallocate
-        )
-
-    def allocate(self, nbytes: int) -> int:
-        return self._allocate(nbytes, 0, None) or 0
-
-    def deallocate(self, segment: int, nbytes: int) -> None:
-        self._deallocate(segment, nbytes, 0, None)
-
 
 BUDGET = 12
 
@@ -182,7 +67,7 @@ def test_segments_hold_what_is_written_and_the_books_agree(c_driver, functions, 
         if dropping and segments:
             drop()
             check()
-        available = BUDGET - len(driver.handles)
+        available = BUDGET - driver.num_pages
         c_driver.failed, c_driver.fail_at = None, -1 if fault is None else fault
         address = functions.allocate(nbytes)
         c_driver.fail_at = -1
@@ -212,7 +97,7 @@ def test_whichever_call_fails_the_books_say_what_is_held() -> None:
         if segment:
             functions.deallocate(segment, 3 * driver.page_size - 5)
         assert not c_driver.misuse
-        assert functions.books["physical"] == len(driver.handles) * driver.page_size
+        assert functions.books["physical"] == driver.num_pages * driver.page_size
         if c_driver.failed in ("reserve", "create", "map", "set_access", "pop", None):
             assert not driver.handles
             assert not driver.ranges
@@ -599,7 +484,7 @@ def test_a_growable_tensor_is_a_tensor(device: str, data, dtype, per_page: float
             assert grown.tensor.is_contiguous()
             assert torch.equal(grown.tensor, model)
             assert len(grown) <= grown.capacity <= max_rows
-            assert grown.stats().physical_bytes == len(driver.handles) * page <= budget * page
+            assert grown.stats().physical_bytes == driver.num_pages * page <= budget * page
             views = [view for view in views if len(view) <= len(model)] + [grown.tensor]
             assert all(torch.equal(view, model[: len(view)]) for view in views)
             assert len({view.data_ptr() for view in views if len(view)}) <= 1

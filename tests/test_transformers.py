@@ -751,7 +751,7 @@ def test_an_interrupt_anywhere(change: str, compile: bool, device: str, mixed_co
 
 @pytest.mark.parametrize("call", ["create", "map", "set_access"])
 def test_a_failed_driver_call_changes_nothing(device: str, mixed_config: PreTrainedConfig, drivers, call: str) -> None:
-    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    cache, reference = vmm_cache(mixed_config, device, lookahead=0), DynamicCache(config=mixed_config)
     forward(device, 2, 10, cache, reference)
     drivers[0].fail(call, skip=1)
     with pytest.raises(vmmkv.DriverError, match="INJECTED"):

@@ -21,8 +21,10 @@ from .errors import (
     OutOfRangeError,
     OutOfRowsError,
     ReleasedTokensError,
+    RetentionError,
     SequenceTooLongError,
     ShapeError,
+    StaleMatchError,
     StreamCaptureError,
     StrideLimitWarning,
     UnfinishedPassError,
@@ -34,7 +36,7 @@ from .errors import (
 from .layout import KVLayout, LayerLayout
 from .memory.pool import FramePool, FramePoolStats
 from .publication import publish, unpublish
-from .rows.rows import FREE_PAGE, OTHERS_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
+from .rows.rows import FREE_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
 from .sequence import Sequence
 from .stats import CacheStats, CallStats
 
@@ -42,6 +44,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FREE_PAGE",
+    "LOOKAHEAD_PAGE",
     "OTHERS_PAGE",
     "SURPLUS_PAGE",
     "VACANT_PAGE",
@@ -72,9 +75,11 @@ __all__ = [
     "OutOfRangeError",
     "OutOfRowsError",
     "ReleasedTokensError",
+    "RetentionError",
     "Sequence",
     "SequenceTooLongError",
     "ShapeError",
+    "StaleMatchError",
     "StreamCaptureError",
     "StrideLimitWarning",
     "UnfinishedPassError",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import html
 import itertools
-import os
 import warnings
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, KeysView, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -20,10 +17,8 @@ import torch
 from .errors import (
     ArgumentError,
     BusyError,
-    ForkError,
     LayoutError,
     LeakWarning,
-    UseAfterFreeError,
     VmmkvError,
 )
 from .invariants import check_pool, check_rows, watch
@@ -31,18 +26,19 @@ from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
 from .memory.monitor import bookkeeping, operation
-from .memory.pool import FramePool
+from .memory.owner import Owner, check_pool_alone, owners
+from .memory.pool import Account, FramePool
 from .picture import draw_cache
 from .rows.books import Rules
 from .rows.rows import Rows
 from .sequence import Sequence, check_length, check_tokens
-from .space.arena import check_address_space, wait_for_device
+from .space.arena import check_address_space
 from .space.mapper import Mapper
 from .stats import CacheStats, MappedRange
 from .tensors import export_range, kv_views
 
 
-class KVCache:
+class KVCache(Owner):
     """K and V of many sequences, each in one contiguous row of virtual memory.
 
     All methods may be called from several threads; a single sequence from one at a time. Whoever is interrupted
@@ -74,9 +70,13 @@ class KVCache:
             it; None is all that others do not use.
         guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time. Shares are of the pool.
         lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
-            is two pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
+            is four pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
         overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
-            end, and whose values do not matter. They count as used.
+            end. They count as used. What they hold is undefined: a kernel that multiplies it by zero, as
+            FlashAttention-3 does, needs numbers there (`scrub`, where NaN may have been on the pool before).
+        large_frames: lay prompts, and what is expected to be long, on pieces of 16 pages, which the driver makes and
+            maps as fast as one page. Not under windows (`release_before`), where pages in front could not be given back
+            one by one; and never with `zero_tail` or `max_tokens`, which promise to the page.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
@@ -102,13 +102,13 @@ class KVCache:
         guaranteed: float | str = 0,
         lookahead: int | None = None,
         overread: int = 0,
+        large_frames: bool = True,
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
         max_sequences = whole_number("max_sequences", max_sequences)
         max_seq_len = whole_number("max_seq_len", max_seq_len)
-        if pool is not None and (driver, device, page_size) != (None, None, None):
-            raise ValueError("give a pool, or driver, device and page_size; a pool has its own")
+        check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
         if max_sequences < 1 or max_seq_len < 1:
             raise LayoutError(
                 f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1"
@@ -123,23 +123,19 @@ class KVCache:
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
         overread = _not_negative("overread", overread)
-        self._owns_pool = pool is None
+        owns_pool = pool is None
         if pool is None:
             driver = driver_for(driver, device, page_size)
             if max_bytes is None and max_tokens is None:
                 max_bytes = "80%"
             pages = budget_pages(driver, layout, max_sequences, max_bytes, max_tokens, zero_tail, overread)
             pool, limit = FramePool(pages * driver.page_size, driver=driver), None
-            pool.is_shared = False
         elif max_bytes is None and max_tokens is None:
             limit = None
         else:
             limit = budget_pages(pool, layout, max_sequences, max_bytes, max_tokens, zero_tail, overread)
-        self.pool = pool
-        """The physical memory that it lies on."""
-        self._unusable: Callable[[], VmmkvError] | None = None
-        self._driver = pool.driver
-        size = self._driver.page_size
+        super().__init__(pool, owns_pool)
+        size = pool.page_size
         tokens = max_seq_len + overread
         row_bytes = [-(-tokens * record // size) * size for record in layout.record_bytes]
         check_address_space(
@@ -152,6 +148,7 @@ class KVCache:
             zero_tail=zero_tail,
             lookahead=lookahead,
             overread=overread,
+            large=large_frames and not zero_tail and max_tokens is None,
             poison=pool.is_debugged and layout.dtype.is_floating_point and not zero_tail,
         )
         self._rows = self._open_rows(Rows(pool, max_sequences, rules), row_bytes, limit, guaranteed)
@@ -164,14 +161,14 @@ class KVCache:
         """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
         any thread, so it takes no Python code, which could be interrupted."""
         self._numbers = itertools.count()
-        self._is_open = True
-        """The memory is ours to give back."""
-        caches.add(self)
+        self._leaks: list[str] = []
+        """With debugging: what lived when it was closed."""
+        owners.add(self)
 
     def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
         """The lookahead to use."""
         if tokens is None:
-            pages = 0 if zero_tail or self.device.type == "cpu" else 2
+            pages = 0 if zero_tail or self.device.type == "cpu" else 4
             return -(-pages * self.page_size // min(self.layout.record_bytes))
         tokens = _not_negative("lookahead", tokens)
         if tokens and zero_tail:
@@ -191,15 +188,10 @@ class KVCache:
         if pool.is_debugged:
             watch(pool)
         pages = pages_within(pool, guaranteed) if guaranteed else 0
-        rows.open(pool.open_account(rows, limit, pages), zip(row_bytes, self.layout.record_bytes))
+        rows.open(Account(limit, pages), zip(row_bytes, self.layout.record_bytes))
         return rows
 
     # ------------------------------------------------------------------ sequences
-
-    @property
-    def device(self) -> torch.device:
-        """Where K and V are."""
-        return self._driver.device
 
     @property
     def page_size(self) -> int:
@@ -233,7 +225,7 @@ class KVCache:
     @operation
     def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
-        whose = self.pool.tenants.number(tenant)
+        whose = self.pool.tenant_number(tenant)
         row, number = self._rows.pick(max(tokens, expected_tokens), whose), next(self._numbers)
         sequence = Sequence(self, self._rows, number, row)
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, (row, number))
@@ -392,7 +384,7 @@ class KVCache:
         frames = self.pool.frames
         before = frames.existing
         self._rows.reclaim(self._rows.surplus_pages, wait=True)
-        frames.release(len(frames.free))
+        frames.release(frames.free_pages)
         return (before - frames.existing) * self.page_size
 
     def close(self) -> None:
@@ -406,34 +398,16 @@ class KVCache:
             DriverError: the device could not be waited for; nothing was closed.
             BusyError: another operation of this thread is not at its end.
         """
-        monitor = self.pool.monitor
-        with monitor.changing, monitor.lock:
-            if not self._is_open:
-                return
-            monitor.check_outside("close", changing=True)
-            with monitor.inside:
-                wait_for_device(self._driver)
-                leaks = self._rows.held() if self.pool.is_debugged else []
-                self._unusable = functools.partial(UseAfterFreeError, "this KVCache was closed; make a new one")
-                self._views, self._ranges = [], []
-                before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
-                self._rows.close()
-                if self._owns_pool:
-                    self.pool.frames.close()
-                    self.pool.mapper = None
-                monitor.is_dirty = before
-                self._is_open = False
+        super().close()
+        leaks, self._leaks = self._leaks, []
         if leaks:
             report = "\n".join(["a KVCache was closed with live sequences:", *leaks])
             warnings.warn(report, LeakWarning, stacklevel=2)
 
-    def __enter__(self) -> KVCache:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def _give_back(self) -> None:
+        self._leaks = self._rows.held() if self.pool.is_debugged else []
+        self._views, self._ranges = [], []
+        self._rows.close()
 
     # ------------------------------------------------------------------ accounting
 
@@ -468,7 +442,7 @@ class KVCache:
         pages = {
             "used": used,
             "surplus": rows.surplus_pages,
-            "free": len(pool.frames.free) if self._owns_pool else 0,
+            "free": pool.frames.free_pages if self._owns_pool else 0,
             "zero": len(rows.zero_frames),
         }
         calls = pool.meter.stats()
@@ -485,7 +459,7 @@ class KVCache:
             page_uses=uses,
             reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
             adoptions=rows.adoptions,
-            pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.caller_pages},
+            pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
             driver_calls=calls,
             mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
             driver_seconds=sum(call.seconds for call in calls.values()),
@@ -494,7 +468,9 @@ class KVCache:
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
         """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
-        or `FREE_PAGE`, `SURPLUS_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or `OTHERS_PAGE`."""
+        or `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or `OTHERS_PAGE`.
+
+        A large frame belongs to a sequence as a whole, as soon as one of its tokens lies in it."""
         self._rows.release_abandoned()
         return self._rows.page_map()
 
@@ -525,27 +501,6 @@ class KVCache:
         check_rows(self._rows)
 
     # ------------------------------------------------------------------ use and misuse
-
-    def check_usable(self) -> None:
-        """Raises what forbids any use.
-
-        Raises:
-            UseAfterFreeError: it was closed.
-            InterruptedChangeError: an interruption has left what nobody can make right.
-            ForkError: it belongs to another process.
-        """
-        if self._unusable:
-            raise self._unusable()
-        self.pool.check_usable()
-
-    def _after_fork(self) -> None:
-        """In a forked child: the memory is the parent's, and a GPU cannot be used at all."""
-        self._is_open = False
-        self._unusable = functools.partial(
-            ForkError,
-            "this KVCache was made before fork(); its memory belongs to the parent. Make a new one in the child, "
-            "or start processes with the 'spawn' method",
-        )
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -602,15 +557,3 @@ def _whole_numbers(
     check_tokens(int(given.min(initial=0)))
     check_length(int(given.max(initial=0)), limit)
     return np.broadcast_to(given, count).astype(np.int64)
-
-
-caches: weakref.WeakSet[KVCache] = weakref.WeakSet()
-"""All of this process."""
-
-
-def _after_fork() -> None:
-    for cache in list(caches):
-        cache._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

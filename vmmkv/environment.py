@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import subprocess
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,6 +19,7 @@ def environment(device: torch.device) -> dict[str, str]:
     facts = {
         "device": f"cpu ({platform.machine()})",
         "vmmkv": __version__,
+        "commit": _commit(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -27,3 +30,17 @@ def environment(device: torch.device) -> dict[str, str]:
 
         facts |= {"device": torch.cuda.get_device_name(device), "cuda_driver": cuda_version()}
     return facts
+
+
+def _commit() -> str:
+    """The commit that this code is of, and whether it was changed since; where nobody knows, `unknown`. A copy without
+    its history, or with another's, is told by `VMMKV_COMMIT`."""
+    root = Path(__file__).parent.parent
+    told = os.environ.get("VMMKV_COMMIT")
+    if told or not (root / ".git").exists():  # installed somewhere, perhaps within another repository
+        return told or "unknown"
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

@@ -68,6 +68,14 @@ class UseAfterFreeError(VmmkvError):
     """A sequence was used after `free`, or a cache after `close`."""
 
 
+class RetentionError(VmmkvError, ValueError):
+    """How long tokens are to be kept cannot be: a range that is reversed or overlaps another, no priority, no time."""
+
+
+class StaleMatchError(VmmkvError, RuntimeError):
+    """What matched a sequence's beginning was evicted, or has moved, before it was locked."""
+
+
 class ReleasedTokensError(VmmkvError, RuntimeError):
     """Tokens are needed again that a sliding window has left behind."""
 

@@ -44,12 +44,12 @@ def check_pool(pool: FramePool) -> None:
     frames = pool.frames
     ensure(not pool.calls.in_doubt, "a page is being made or released")
     tails = {frame for table in pool.tables for frame in table.tail_frames}
-    mapped = Counter(frame for table in pool.tables for frame in table.mapped_frames())
+    mapped = Counter(page for table in pool.tables for page in table.mapped_pages())
     exist = set(np.flatnonzero(frames.handles >= 0).tolist())
-    free = set(frames.free)
-    ensure(frames.existing <= pool.limit, f"{frames.existing} pages exist; the limit is {pool.limit}")
+    free = set(frames.in_pages([*frames.free, *frames.free_large]).tolist())
+    ensure(pool.room >= 0, f"{frames.existing} pages exist and {pool.leased} are leased; the limit is {pool.limit}")
     ensure(all(count == 1 for count in mapped.values()), "a page is mapped twice")
-    ensure(len(free) == len(frames.free), "a page is free twice")
+    ensure(len(free) == frames.free_pages, "a page is free twice")
     ensure(not free & tails, "the zero page is free")
     ensure(not free & mapped.keys(), "a free page is mapped")
     ensure(free | mapped.keys() == exist, "a page has leaked, or one that does not exist is mapped")
@@ -61,6 +61,9 @@ def check_pool(pool: FramePool) -> None:
     for account in pool.accounts:
         taken, limit = account.taken, pool.limit if account.limit is None else account.limit
         ensure(taken <= limit, f"an account of {limit} pages has {taken}")
+        holder = account.holder()
+        if account.is_lease and holder is not None:
+            ensure(holder.kept_pages <= taken, f"of {taken} leased pages {holder.kept_pages} were made")
 
 
 def check_rows(rows: Rows) -> None:
@@ -70,7 +73,7 @@ def check_rows(rows: Rows) -> None:
         InvariantError: one is broken; the message says which.
     """
     table = rows.table
-    mapped = sum(len(arena.table.mapped_frames()) for arena, _ in rows.ranges)
+    mapped = sum(len(arena.table.mapped_pages()) for arena, _ in rows.ranges)
     ensure(rows.account.taken == mapped, f"the account has {rows.account.taken} pages, {mapped} are mapped")
     states = table.counts()
     ensure(sum(states.values()) == table.num_rows, f"rows by state {states} are not {table.num_rows} in all")

@@ -25,8 +25,9 @@ GAUGES: dict[str, tuple[str, Value]] = {
     ),
     "vmmkv:limit_bytes": ("The most that a pool may take.", lambda stats: stats.limit_bytes),
     "vmmkv:physical_bytes": ("What a pool takes.", lambda stats: stats.physical_bytes),
+    "vmmkv:leased_bytes": ("What memory pools of torch have of a pool, or may take.", lambda stats: stats.leased_bytes),
     "vmmkv:guaranteed_bytes": ("What is promised to accounts.", lambda stats: stats.guaranteed_bytes),
-    "vmmkv:num_accounts": ("Caches and tensors on a pool.", lambda stats: stats.holders),
+    "vmmkv:num_accounts": ("Caches, tensors and memory pools on a pool.", lambda stats: stats.holders),
     "vmmkv:num_sequences": ("Live sequences.", lambda stats: stats.sequences),
     "vmmkv:num_tokens": ("Tokens of live sequences.", lambda stats: stats.tokens),
 }
@@ -38,7 +39,7 @@ class PoolCollector(Collector):
     All metrics are labelled by `pool`, its number in this process, and `device`:
 
     - gauges `vmmkv:kv_cache_usage_perc` (1 is full), `vmmkv:limit_bytes`, `vmmkv:physical_bytes`,
-      `vmmkv:guaranteed_bytes`, `vmmkv:num_accounts`, `vmmkv:num_sequences`, `vmmkv:num_tokens`;
+      `vmmkv:leased_bytes`, `vmmkv:guaranteed_bytes`, `vmmkv:num_accounts`, `vmmkv:num_sequences`, `vmmkv:num_tokens`;
     - the gauge `vmmkv:pages`, also by `state`: `used`, `surplus` (mapped, ready to be adopted or reclaimed), `free`;
     - counters `vmmkv:pages_created_total`, and `vmmkv:pages_mapped_total` by `by`: the `mapper`, ahead of need, or the
       `user` who grew;

@@ -1,25 +1,25 @@
-"""Who has which page, as SVG: what caches and sequences show of themselves in Jupyter.
+"""Who has which page: what caches and sequences show of themselves in Jupyter.
 
-A square is a page. Its colour is the sequence that it belongs to, and the filled part holds tokens.
+A square is a page, and squares that are joined are one large frame. Its colour is the sequence that it belongs to, and
+the filled part holds tokens.
 """
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Sequence
-from html import escape
 from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from .rows.rows import FREE_PAGE, OTHERS_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE, Rows
+from .memory.frames import LARGE
+from .rows.rows import FREE_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE, Rows
 from .stats import CacheStats
+from .svg import WIDTH, Drawing, colour, named, rectangle
 
 CELL = 12
 """Pixels from one square to the next; a sequence's are three times as wide."""
-COLUMNS = 64
+COLUMNS = WIDTH // CELL
 LABEL = 18
 """Columns that the name of a row takes."""
 MAX_PAGES = 1024
@@ -29,6 +29,7 @@ MAX_ROWS = 16
 
 STATES = {
     SURPLUS_PAGE: ("surplus: mapped, to be adopted or reclaimed", 'fill="#888" fill-opacity=".5"'),
+    LOOKAHEAD_PAGE: ("lookahead: mapped for tokens to come", 'fill="#888" fill-opacity=".5" stroke="#888"'),
     FREE_PAGE: ("free", 'fill="none" stroke="#888"'),
     OTHERS_PAGE: ("another's, on the same pool", 'fill="#888" fill-opacity=".2" stroke="#888"'),
     ZERO_PAGE: ("zeros, behind every row", 'fill="none" stroke="#888" stroke-width="2"'),
@@ -37,28 +38,69 @@ STATES = {
 """What a page is that belongs to no sequence, and how it looks."""
 
 
-def colour(number: int) -> str:
-    """The colour of a sequence by its number, `#rrggbb`: always the same, unlike its neighbours', seen on black and
-    on white."""
-    hue = number * 0.381966 % 1  # the golden angle: as far as can be from the numbers before
-    red, green, blue = colorsys.hls_to_rgb(hue, (0.54, 0.4, 0.66)[number % 3], 0.75)
-    return f"#{round(red * 255):02x}{round(green * 255):02x}{round(blue * 255):02x}"
-
-
 class Page(NamedTuple):
-    """A page to be drawn: its number, its entry in the page map, and which part of it holds tokens."""
+    """A page to be drawn: its number, its entry in the page map, the first page of its frame if that is a large one,
+    and which part of it holds tokens."""
 
     number: int
     owner: int
+    frame: int | None
     begin: float = 0.0
     end: float = 1.0
+
+    def is_followed_by(self, other: Page) -> bool:
+        """Whether another is part of the same large frame."""
+        return self.frame is not None and self.frame == other.frame
+
+    def __str__(self) -> str:
+        frame = "" if self.frame is None else f", in the large frame {self.frame} to {self.frame + LARGE - 1}"
+        what = f"sequence {self.owner}" if self.owner >= 0 else STATES[self.owner][0]
+        return f"page {self.number}{frame}: {what}"
+
+
+class PageMap:
+    """All pages of a cache's pool, by number, as they are to be drawn."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, self._owners = rows, rows.page_map()
+        is_large = rows.pool.frames.is_large[: len(self)] & (self._owners != VACANT_PAGE)
+        numbers = np.arange(len(self))
+        self._frames = np.where(is_large, numbers - numbers % LARGE, -1)
+        self.large = int(is_large.sum()) // LARGE
+        """How many large frames there are."""
+
+    def __len__(self) -> int:
+        return len(self._owners)
+
+    def page(self, number: int, begin: float = 0.0, end: float = 1.0) -> Page:
+        """A page by its number, of which a part holds tokens."""
+        frame = int(self._frames[number])
+        return Page(number, int(self._owners[number]), None if frame < 0 else frame, begin, end)
+
+    def counts(self) -> dict[int, int]:
+        """How many pages there are by state, of those that belong to no sequence."""
+        return {state: int((self._owners == state).sum()) for state in STATES}
+
+    def by_range(self, row: int) -> list[list[Page]]:
+        """A row's mapped pages in the order of addresses, for each range."""
+        by_range = []
+        for arena, record in self._rows.ranges:
+            table, size = arena.table, arena.page_size
+            first, last = (tokens * record / size for tokens in self._rows.table.extents[row].tolist())
+            by_range.append(
+                [
+                    self.page(page, min(max(first - index, 0), 1), min(max(last - index, 0), 1))
+                    for index, page in enumerate(table.pages_in(row).tolist(), table.first[row])
+                ]
+            )
+        return by_range
 
 
 def draw_cache(rows: Rows, stats: CacheStats) -> str:
     """Rows with their pages in the order of addresses, then all physical pages by number."""
-    owners = rows.page_map()
+    pages = PageMap(rows)
     size = rows.pool.driver.page_size
-    drawing = _Drawing()
+    drawing = Drawing()
     drawing.text(
         f"KVCache on {rows.pool.driver.device}: {_count(stats.rows['live'], 'sequence')}, "
         f"{_count(stats.tokens, 'token')}",
@@ -70,62 +112,80 @@ def draw_cache(rows: Rows, stats: CacheStats) -> str:
     )
     empty = set(rows.table.empty)
     order = sorted(range(rows.table.num_rows), key=lambda row: rows.table.owner[row] < 0)  # live ones first
-    lines = [(row, list(chain(*_pages_by_range(rows, row, owners)))) for row in order if row not in empty]
+    lines = [(row, list(chain(*pages.by_range(row)))) for row in order if row not in empty]
     if lines:
         columns = COLUMNS - LABEL
-        step = -(-max(len(pages) for _, pages in lines[:MAX_ROWS]) // columns) or 1
+        step = -(-max(len(mapped) for _, mapped in lines[:MAX_ROWS]) // columns) or 1
         drawing.text(f"Virtual rows, {len(lines):,} with a sequence or pages{_stands_for(step)}")
-        for row, pages in lines[:MAX_ROWS]:
-            drawing.squares(pages[::step], columns, label=f"{row}: {_holder(rows, row)}")
+        for row, mapped in lines[:MAX_ROWS]:
+            _squares(drawing, mapped[::step], columns, label=f"{row}: {_holder(rows, row)}")
         _say_what_is_left(drawing, len(lines), "row")
-    step = -(-len(owners) // MAX_PAGES) or 1
-    drawing.text(f"Physical pages, {len(owners):,} by number{_stands_for(step)}")
-    drawing.squares([Page(page, int(owners[page])) for page in range(0, len(owners), step)], COLUMNS)
-    drawing.legend({state: int((owners == state).sum()) for state in STATES})
+    step = -(-len(pages) // MAX_PAGES) or 1
+    joined = f", {pages.large * LARGE:,} of them joined: {_count(pages.large, 'large frame')}" if pages.large else ""
+    drawing.text(f"Physical pages, {len(pages):,} by number{joined}{_stands_for(step)}")
+    _squares(drawing, [pages.page(number) for number in range(0, len(pages), step)], COLUMNS)
+    _legend(drawing, pages.counts())
     return drawing.svg()
 
 
 def draw_sequence(rows: Rows, row: int) -> str:
     """The row of a live sequence: the physical page behind each stretch of its tokens, under which is its number."""
-    owners = rows.page_map()
     start, length = rows.table.start[row], rows.table.length[row]
-    by_range = _pages_by_range(rows, row, owners)
-    mapped = sum(map(len, by_range))
-    used = [page for pages in by_range for page in pages if page.owner >= 0]
+    by_range = PageMap(rows).by_range(row)
+    mapped = list(chain(*by_range))
+    used = [page for page in mapped if page.owner >= 0]
     waste = 1 - sum(page.end - page.begin for page in used) / len(used) if used else 0.0
-    drawing = _Drawing()
+    drawing = Drawing()
     drawing.text(
         f"Sequence {rows.table.owner[row]} in row {row}: {_count(length - start, 'token')} of {rows.max_seq_len:,}",
         bold=True,
     )
     drawing.text(
         f"{_count(len(used), 'page')} of {rows.pool.driver.page_size >> 10:,} KiB in use, waste {waste:.1%}; "
-        f"{_count(mapped, 'page')} mapped, room for {_count(rows.table.capacity[row], 'token')} without a driver call"
+        f"{_count(len(mapped), 'page')} mapped, room for {_count(rows.table.capacity[row], 'token')} "
+        "without a driver call"
     )
-    step = -(-mapped // MAX_PAGES) or 1
+    step = -(-len(mapped) // MAX_PAGES) or 1
     drawing.text(f"Pages in the order of addresses, below each its number{_stands_for(step)}")
     for index, ((arena, record), pages) in enumerate(zip(rows.ranges[:MAX_ROWS], by_range)):
         token = arena.table.first[row] * arena.page_size // record
         name = f"range {index}, token {token:,}" if len(rows.ranges) > 1 else f"token {token:,}"
-        drawing.squares(pages[::step], (COLUMNS - LABEL) // 3, label=name, wide=True)
+        _squares(drawing, pages[::step], (COLUMNS - LABEL) // 3, label=name, wide=True)
     _say_what_is_left(drawing, len(rows.ranges), "range")
-    drawing.legend({SURPLUS_PAGE: mapped - len(used)})
+    _legend(drawing, {state: sum(page.owner == state for page in mapped) for state in STATES})
     return drawing.svg()
 
 
-def _pages_by_range(rows: Rows, row: int, owners: npt.NDArray[np.int64]) -> list[list[Page]]:
-    """A row's mapped pages in the order of addresses, for each range."""
-    by_range = []
-    for arena, record in rows.ranges:
-        table, size = arena.table, arena.page_size
-        first, last = rows.table.start[row] * record / size, rows.table.length[row] * record / size
-        by_range.append(
-            [
-                Page(page, int(owners[page]), min(max(first - index, 0), 1), min(max(last - index, 0), 1))
-                for index, page in enumerate(table.frames_in(row), table.first[row])
-            ]
-        )
-    return by_range
+def _squares(drawing: Drawing, pages: Sequence[Page], columns: int, label: str = "", wide: bool = False) -> None:
+    """Pages in lines of so many columns, behind a label; wide ones with their numbers below."""
+    width, height = (CELL * 3, CELL * 2) if wide else (CELL, CELL)
+    left = LABEL * CELL if label else 0
+    drawing.put(f'<g class="{"row" if label else "physical"}">')
+    drawing.write(0, drawing.y + CELL - 2, label)
+    for index, page in enumerate(pages):
+        line, column = divmod(index, columns)
+        x, y = left + column * width, drawing.y + line * height
+        is_joined = column + 1 < columns and index + 1 < len(pages) and page.is_followed_by(pages[index + 1])
+        drawing.put(named(str(page), _square(page, x + 1, y + 1, width if is_joined else width - 2)))
+        if wide:
+            number = str(page.number)
+            drawing.write(x + width // 2 - 1, y + height - 3, number, 'text-anchor="middle" font-size="9"')
+    drawing.put("</g>")
+    drawing.y += max(-(-len(pages) // columns), 1) * height + 2
+
+
+def _square(page: Page, x: int, y: int, width: int) -> str:
+    height = CELL - 2
+    if page.owner < 0:
+        return rectangle(x, y, width, height, STATES[page.owner][1])
+    fill, part = colour(page.owner), page.end - page.begin
+    outline = rectangle(x, y, width, height, f'fill="none" stroke="{fill}"') if part < 1 else ""
+    return outline + rectangle(x + width * page.begin, y, width * part, height, f'fill="{fill}"')
+
+
+def _legend(drawing: Drawing, counts: dict[int, int]) -> None:
+    """How the pages look that belong to no sequence, and how many there are."""
+    drawing.legend((STATES[state][1], f"{count:,} {STATES[state][0]}") for state, count in counts.items() if count)
 
 
 def _holder(rows: Rows, row: int) -> str:
@@ -142,73 +202,6 @@ def _stands_for(step: int) -> str:
     return f"; a square stands for {step:,} pages, and looks like the first of them" if step > 1 else ""
 
 
-def _say_what_is_left(drawing: _Drawing, count: int, what: str) -> None:
+def _say_what_is_left(drawing: Drawing, count: int, what: str) -> None:
     if count > MAX_ROWS:
         drawing.text(f"and {_count(count - MAX_ROWS, f'more {what}')}")
-
-
-class _Drawing:
-    """An SVG picture, from top to bottom."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []
-        self._y = 0
-
-    def text(self, text: str, bold: bool = False) -> None:
-        """A line of text."""
-        self._y += 20
-        self._write(0, self._y - 5, text, 'font-weight="bold"' if bold else "")
-
-    def squares(self, pages: Sequence[Page], columns: int, label: str = "", wide: bool = False) -> None:
-        """Pages in lines of so many columns, behind a label; wide ones with their numbers below."""
-        width, height = (CELL * 3, CELL * 2) if wide else (CELL, CELL)
-        left = LABEL * CELL if label else 0
-        self._parts.append(f'<g class="{"row" if label else "physical"}">')
-        self._write(0, self._y + CELL - 2, label)
-        for index, page in enumerate(pages):
-            line, column = divmod(index, columns)
-            x, y = left + column * width, self._y + line * height
-            self._square(page, x, y, width - 2)
-            if wide:
-                self._write(x + width // 2 - 1, y + height - 3, str(page.number), 'text-anchor="middle" font-size="9"')
-        self._parts.append("</g>")
-        self._y += max(-(-len(pages) // columns), 1) * height + 2
-
-    def legend(self, counts: dict[int, int]) -> None:
-        """How the pages look that belong to no sequence, and how many there are."""
-        x = 0
-        self._y += 8
-        for state, count in counts.items():
-            if not count:
-                continue
-            text = f"{count:,} {STATES[state][0]}"
-            self._parts.append(f"<rect {_box(x, self._y, CELL - 2)} {STATES[state][1]}/>")
-            self._write(x + CELL + 2, self._y + CELL - 2, text)
-            x += 7 * len(text) + 3 * CELL
-        self._y += CELL + 4
-
-    def svg(self) -> str:
-        width = COLUMNS * CELL
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{self._y}" '
-            f'viewBox="0 0 {width} {self._y}" style="max-width:100%;height:auto" font-family="sans-serif" '
-            f'font-size="11">{"".join(self._parts)}</svg>'
-        )
-
-    def _square(self, page: Page, x: int, y: int, width: int) -> None:
-        if page.owner < 0:
-            what, looks = STATES[page.owner]
-            shape = f"<rect {_box(x, y, width)} {looks}/>"
-        else:
-            what, fill = f"sequence {page.owner}", colour(page.owner)
-            shape = f'<rect {_box(x, y, width)} fill="none" stroke="{fill}"/>' if page.end - page.begin < 1 else ""
-            shape += f'<rect {_box(x + width * page.begin, y, width * (page.end - page.begin))} fill="{fill}"/>'
-        self._parts.append(f"<g><title>page {page.number}: {what}</title>{shape}</g>")
-
-    def _write(self, x: float, y: float, text: str, how: str = "") -> None:
-        if text:
-            self._parts.append(f'<text x="{x:g}" y="{y:g}" fill="currentColor" {how}>{escape(text)}</text>')
-
-
-def _box(x: float, y: float, width: float) -> str:
-    return f'x="{x + 1:.4g}" y="{y + 1:.6g}" width="{width:.3g}" height="{CELL - 2}"'

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import stat
 import sys
 import threading
 import time
@@ -24,6 +25,8 @@ from .memory.pool import pool_stats
 FOLDER = Path("/dev/shm")
 INTERVAL = 0.5
 """Seconds between two snapshots."""
+PATIENCE = 5.0
+"""Seconds that the end of a process waits for a snapshot that is being taken."""
 
 
 def publish() -> None:
@@ -34,20 +37,22 @@ def publish() -> None:
         OSError: the file could not be written.
     """
     global _publisher
-    if _publisher is None:
-        read_all()  # removes what others left behind
-        publisher = Publisher()
-        publisher.write()
-        _publisher = publisher
-        publisher.start()
+    with _lock:
+        if _publisher is None:
+            read_all()  # removes what others left behind
+            publisher = Publisher()
+            publisher.write()
+            _publisher = publisher
+            publisher.start()
 
 
 def unpublish() -> None:
     """Ends what `publish` began, and removes the file."""
     global _publisher
-    if _publisher is not None:
-        publisher, _publisher = _publisher, None
-        publisher.stop()
+    with _lock:
+        if _publisher is not None:
+            publisher, _publisher = _publisher, None
+            publisher.stop()
 
 
 class Publisher:
@@ -65,9 +70,9 @@ class Publisher:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread, and removes the file."""
+        """Ends the thread, and removes the file; does not wait for who keeps a pool to himself for ever."""
         self._is_over.set()
-        self._thread.join()
+        self._thread.join(PATIENCE)
         self._path.unlink(missing_ok=True)
 
     def write(self) -> None:
@@ -83,6 +88,8 @@ class Publisher:
             "time": time.time(),
             "pools": pools,
         }
+        if self._is_over.is_set():
+            return
         new = self._path.with_suffix(".new")
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -103,12 +110,13 @@ def read_all() -> list[dict[str, Any]]:
 def _read() -> Iterator[dict[str, Any]]:
     for path in FOLDER.glob(f"{_prefix()}*"):
         pid = path.stem.removeprefix(_prefix())
-        with suppress(OSError, ValueError):  # gone meanwhile, or none of ours
-            if path.stat().st_uid != os.getuid():
+        with suppress(OSError, ValueError, TypeError, KeyError):  # gone meanwhile, or none of ours
+            status = path.lstat()
+            if status.st_uid != os.getuid() or not stat.S_ISREG(status.st_mode):
                 continue
             start = start_of(int(pid))
             record = json.loads(path.read_text()) if path.suffix != ".new" else None
-            if start is None or (record and record["start"] != start):
+            if start is None or (record is not None and record["start"] != start):
                 path.unlink()
             elif record:
                 yield record
@@ -128,12 +136,13 @@ def _prefix() -> str:
 
 
 _publisher: Publisher | None = None
+_lock = threading.RLock()
 
 
 def _forget() -> None:
-    """In a forked child, where the thread is not."""
-    global _publisher
-    _publisher = None
+    """In a forked child, where the threads are not."""
+    global _publisher, _lock
+    _publisher, _lock = None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget)

@@ -14,6 +14,29 @@ class CallStats:
 
 
 @dataclass(frozen=True)
+class AccountStats:
+    """What one cache, or growable tensor, has of a `FramePool`, in bytes.
+
+    Attributes:
+        name: what it is, and its number among those that the pool has had: `"KVCache 0"`.
+        limit_bytes: the most that it may have mapped.
+        guaranteed_bytes: what it can have at any time.
+        mapped_bytes: what it has.
+        used_bytes: what of that it uses, so that nobody else can have it.
+        sequences: live ones, of a cache.
+        tokens: theirs.
+    """
+
+    name: str
+    limit_bytes: int
+    guaranteed_bytes: int
+    mapped_bytes: int
+    used_bytes: int
+    sequences: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class MappedRange:
     """A run of mapped pages.
 
@@ -73,3 +96,10 @@ class CacheStats:
     driver_calls: dict[str, CallStats]
     mapper_calls: dict[str, CallStats]
     driver_seconds: float
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes to four digits in the largest binary unit that they fill: `2 GiB`, `139.8 GiB`, `96 B`."""
+    units = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
+    unit = next((unit for unit, size in units.items() if nbytes >= size), "B")
+    return f"{nbytes / units[unit]:.4g} {unit}"

@@ -11,13 +11,16 @@ import torch
 from vmmkv import KVCache, KVLayout
 from vmmkv.memory.driver import open_driver
 
-from .batches import DTYPE, HEAD_DIM, NUM_KV_HEADS, Batch, random_blocks
+from .batches import DTYPE, HEAD_DIM, NUM_KV_HEADS, TOKEN_BYTES, Batch, random_blocks
 
 BLOCK_SIZES = 16, 64, 256
 NAMES = "contiguous", "token-major", *(f"paged-{size}" for size in BLOCK_SIZES)
 MODEL_LAYERS = 32
 SPARE_BYTES = 8 << 30
 """Left free beside a cache, for workspaces and references."""
+OVERREAD = 256
+"""Tokens behind each row's end that have memory: FlashAttention-3 reads whole tiles, of up to 224 tokens (192 of 16
+bits each)."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ def layouts(batch: Batch, names: tuple[str, ...] = NAMES) -> Iterator[list[KV]]:
     if "token-major" not in names:
         yield [made[name] for name in names]
         return
-    layers = layers_that_fit(open_driver(batch.k.device).memory_info()[0], batch.case.kv_bytes)
+    tokens = sum(batch.case.seq_lens) + OVERREAD * len(batch.case.seq_lens)
+    layers = layers_that_fit(open_driver(batch.k.device).memory_info()[0], tokens * TOKEN_BYTES)
     with make_cache(batch, layers) as cache:
         made["token-major"] = token_major(batch, cache)
         yield [made[name] for name in names]
@@ -87,7 +91,9 @@ def make_cache(batch: Batch, layers: int) -> KVCache:
     seq_lens = batch.case.seq_lens
     layout = KVLayout(layers, NUM_KV_HEADS, HEAD_DIM, DTYPE)
     device = batch.k.device
-    return KVCache(layout, len(seq_lens), max(seq_lens), max_tokens=sum(seq_lens), device=device)
+    return KVCache(
+        layout, len(seq_lens), max(seq_lens), max_tokens=sum(seq_lens), device=device, lookahead=0, overread=OVERREAD
+    )
 
 
 def token_major(batch: Batch, cache: KVCache) -> KV:

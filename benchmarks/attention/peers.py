@@ -83,15 +83,14 @@ def sdpa(backend: SDPBackend, batch: Batch, kv: KV) -> Call:
 
 
 def flash_attention_3(batch: Batch, kv: KV) -> Call:
-    """FlashAttention-3, built without block tables; lengths are given only where they differ, its faster way."""
+    """FlashAttention-3, built without block tables; lengths are given only where they differ, its faster way. It reads
+    whole tiles then, beyond a sequence's end: see `layouts.OVERREAD`."""
     from fa3_fwd_interface import flash_attn_with_kvcache
 
     case = batch.case
     k, v, seq_lens = kv.k, kv.v, batch.seq_lens
     if case.even:
         k, v, seq_lens = k[:, : case.seq_lens[0]], v[:, : case.seq_lens[0]], None
-    elif kv.name == "token-major":
-        raise UnsupportedError("reads whole tiles, beyond a shorter sequence's end, where no memory is mapped")
     return partial(flash_attn_with_kvcache, batch.q, k, v, cache_seqlens=seq_lens, causal=case.causal)
 
 

@@ -2,7 +2,8 @@
 
 All tokens of all requests lie one after another in one tensor on the device: a step reads its tokens there and writes
 those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched
-a step it waits for the one before, and so knows when tokens were there.
+a step it waits for the one before, and so knows when tokens were there. (It can be had to wait for each step at once,
+as engines do that look at tokens.)
 """
 
 from __future__ import annotations
@@ -85,6 +86,7 @@ class Engine:
         outputs: list[int],
         arrivals: list[float] | None = None,
         *,
+        wait: bool = False,
         deadline: float = float("inf"),
         progress: Callable[[int], object] = lambda finished: None,
     ) -> Run:
@@ -94,6 +96,8 @@ class Engine:
             prompts: int64 `[tokens]` each.
             outputs: tokens to generate for each.
             arrivals: seconds after the start, ascending; None: all at once.
+            wait: for the tokens of a step before anything else is done, as an engine must that looks at them; otherwise
+                the host is a step ahead of the device.
             deadline: `perf_counter()` when to stop, finished or not.
             progress: called with the number of finished requests.
 
@@ -109,7 +113,7 @@ class Engine:
         run = Run(times, sizes, counts)
         begin = perf_counter()
         try:
-            self._serve(schedule, run, begin, deadline, progress)
+            self._serve(schedule, run, begin, wait, deadline, progress)
         finally:
             schedule.remove(list(schedule.running))
         run.seconds = perf_counter() - begin
@@ -119,7 +123,13 @@ class Engine:
         return run
 
     def _serve(
-        self, schedule: Schedule, run: Run, begin: float, deadline: float, progress: Callable[[int], object]
+        self,
+        schedule: Schedule,
+        run: Run,
+        begin: float,
+        wait: bool,
+        deadline: float,
+        progress: Callable[[int], object],
     ) -> None:
         """Runs steps until all requests have finished, or it is too late."""
         launched: deque[tuple[torch.cuda.Event | None, Step]] = deque()
@@ -154,6 +164,10 @@ class Engine:
             launched.append((self._event(), step))
             run.running.append(len(schedule.running))
             run.waiting.append(len(schedule.waiting))
+            run.host_ns += perf_counter_ns() - start
+            if wait:
+                complete()
+            start = perf_counter_ns()
             leaving = schedule.advance(step)
             run.host_ns += perf_counter_ns() - start
             run.manager_ns.append(schedule.manager_ns - managed)

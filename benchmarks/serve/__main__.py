@@ -1,11 +1,12 @@
 """Serving with vmmkv, with a block table and with static slots: the same requests, model, kernels and budget.
 
-    python -m benchmarks.serve [--trace FILE]... [--json FILE] [--plot FILE]
+    python -m benchmarks.serve [--quick] [--trace FILE]... [--json FILE] [--plot FILE]
 
 Replays a trace with `benchmarks.engine`: at saturation, all requests waiting, in several rounds of which the median is
 reported, and at shares of the throughput that the block table reached there. Then long prompts, with the fastest
-prefill kernels of rows and of blocks. Without a GPU it runs a tiny model, with lengths divided by 16, and speeds say
-nothing: blocks are copied together there for torch's attention.
+prefill kernels of rows and of blocks. `--quick` is saturation alone, of rows and blocks, in more rounds, with the host
+a step ahead of the device and with one that waits for each step's tokens. Without a GPU it runs a tiny model, with
+lengths divided by 16, and speeds say nothing: blocks are copied together there for torch's attention.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import json
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -29,7 +30,7 @@ from vmmkv.environment import environment
 from vmmkv.memory.budget import parse_bytes
 from vmmkv.memory.driver import open_driver
 
-from .measure import Settings, free_memory, serve
+from .measure import Load, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
 from .workloads import Limits, Usual, Workload, make_workload
@@ -38,6 +39,21 @@ GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
 HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
 CHOICES = dict.fromkeys(BACKENDS, "") | {"vmm+fa3": "fa3_fwd_interface", "paged+flashinfer": "flashinfer"}
 """Backends, and the module that each needs beside ours."""
+
+
+class Plan(NamedTuple):
+    """What is measured, of the main trace, unless one asks for something else."""
+
+    backends: list[str]
+    rates: list[float]
+    rounds: int
+    requests: int
+    wait: bool
+    prompts: bool
+
+
+FULL = Plan(list(BACKENDS), [0.5], rounds=3, requests=300, wait=False, prompts=True)
+QUICK = Plan(["vmm", "paged"], [], rounds=5, requests=150, wait=True, prompts=False)
 LARGEST = 0.9
 """Of the budget: requests that would take more are left out."""
 
@@ -49,10 +65,16 @@ def main(
     ] = None,
     model: Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}, or a folder of safetensors.")] = None,
     memory: Annotated[str | None, typer.Option(help="Budget for K and V, of each backend.")] = None,
-    backends: Annotated[list[str], typer.Option(help=f"Of {', '.join(CHOICES)}.")] = list(BACKENDS),  # noqa: B006
-    rates: Annotated[list[float], typer.Option(help="Of the main trace: shares of saturation.")] = [0.5],  # noqa: B006
-    rounds: Annotated[int, typer.Option(min=1, help="Of the main trace at saturation; the median is reported.")] = 3,
-    requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 300,
+    quick: Annotated[bool, typer.Option("--quick", help="Saturation alone, of rows and blocks; see above.")] = False,
+    backends: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CHOICES)}.")] = None,
+    rates: Annotated[list[float] | None, typer.Option(help="Of the main trace: shares of saturation.")] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Of the main trace at saturation; the median is reported.")
+    ] = None,
+    wait: Annotated[
+        bool | None, typer.Option(help="Of the main trace at saturation, also wait for each step's tokens.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="Most requests of a trace.")] = None,
     tokens: Annotated[
         int, typer.Option(min=1, help="Most tokens of the main trace; of others half, at saturation only.")
     ] = 400_000,
@@ -75,12 +97,14 @@ def main(
 ) -> None:
     """Measure serving with each KV backend."""
     deadline = perf_counter() + budget_seconds
+    plan = QUICK if quick else FULL
+    backends = backends or plan.backends
+    rates = sorted(set(rates or plan.rates))
     for backend in backends:
         if backend not in CHOICES:
             raise typer.BadParameter(f"{backend}: backends are {', '.join(CHOICES)}")
         if CHOICES[backend] and not find_spec(CHOICES[backend]):
             raise typer.BadParameter(f"{backend}: there is no module {CHOICES[backend]}")
-    rates = sorted(set(rates))
     if rates and rates[0] <= 0:
         raise typer.BadParameter(f"--rates {rates[0]:g}: a share of saturation is more than 0")
     if plot:
@@ -95,7 +119,7 @@ def main(
     max_bytes = parse_bytes(memory or usual.memory, driver.memory_info()[0])
     token_bytes = config.kv_layout(dtype).token_bytes
     limits = Limits(
-        requests,
+        requests or plan.requests,
         tokens,
         longest=int(LARGEST * max_bytes) // token_bytes,
         max_seq_len=max_seq_len or usual.max_seq_len,
@@ -126,7 +150,8 @@ def main(
         "missed": [],
     }
     try:
-        measure(result, settings, workloads, backends, rates, rounds, prompt)
+        loads = [Load(), *([Load(wait=True)] if (plan.wait if wait is None else wait) else []), *map(Load, rates)]
+        measure(result, settings, workloads, backends, loads, rounds or plan.rounds, prompt if plan.prompts else None)
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
         if json_output:
@@ -163,9 +188,9 @@ def measure(
     settings: Settings,
     workloads: list[Workload],
     backends: list[str],
-    rates: list[float],
+    loads: list[Load],
     rounds: int,
-    prompt_tokens: int,
+    prompt_tokens: int | None,
 ) -> None:
     """Adds to a result the main trace, long prompts, other traces: what matters most comes first."""
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
@@ -176,11 +201,13 @@ def measure(
 
         for index, workload in enumerate(workloads):
             if index:
-                serve(result, settings, workload, backends, [], 1, progress)
+                serve(result, settings, workload, backends, [Load()], 1, progress)
             else:
-                serve(result, settings, workload, backends, rates, rounds, progress)
-                compare_prefill(result, settings, prompt_tokens, progress)
+                serve(result, settings, workload, backends, loads, rounds, progress)
                 free_memory()
+                if prompt_tokens:
+                    compare_prefill(result, settings, prompt_tokens, progress)
+                    free_memory()
 
 
 if __name__ == "__main__":

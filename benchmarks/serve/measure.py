@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from benchmarks.engine.engine import Engine
 from benchmarks.engine.model import Model
 from benchmarks.engine.run import Run
 from vmmkv import FramePool
+from vmmkv.cli.output import errors
 
 from .workloads import Workload, arrivals
 
@@ -48,59 +49,90 @@ class Settings(NamedTuple):
         return {"lookahead": self.lookahead, "pool": self.pool} if backend == "vmm" else {}
 
 
+class Load(NamedTuple):
+    """How requests come, and an engine serves them.
+
+    Attributes:
+        rate: a share of the throughput of `REFERENCE` at saturation; None: all at once.
+        wait: for the tokens of each step, see `Engine.run`.
+    """
+
+    rate: float | None = None
+    wait: bool = False
+
+    @property
+    def name(self) -> str:
+        load = "saturation" if self.rate is None else f"{self.rate * 100:g}% load"
+        return load + (", each step waited for" if self.wait else "")
+
+
 def serve(
     result: dict[str, Any],
     settings: Settings,
     workload: Workload,
     backends: list[str],
-    rates: list[float],
+    loads: list[Load],
     rounds: int,
     progress: Progress,
 ) -> None:
-    """Adds to a result a row for each backend at saturation and at each rate, and what the deadline left out.
+    """Adds to a result a row for each backend and load, and what the deadline left out.
 
     Backends take turns, in one order and then in the other: at saturation `rounds` times, at other rates once. A row is
     of the run with the median throughput.
 
     Args:
         backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`.
-        rates: shares of the throughput of `REFERENCE` at saturation.
     """
     order = sorted(backends, key=lambda name: name != REFERENCE)
     plan = [
-        (number, backend, rate)
+        (number, backend, load)
         for number in range(rounds)
+        for load in loads
         for backend in (order[::-1] if number % 2 else order)
-        for rate in ((None,) if number else (None, *rates))
+        if load.rate is None or not number
     ]
     found: dict[tuple[str, str], list[Row]] = {}
+    engines: dict[str, Engine] = {}
     reference: Run | None = None
-    try:
-        for number, backend, rate in plan:
-            load = "saturation" if rate is None else f"{rate * 100:g}% load"
-            name = f"{workload.name}, {load}, {backend}" + (f", round {number + 1}" if number else "")
+    with ExitStack() as stack:
+        stack.callback(lambda: result["serving"].extend(map(middle, found.values())))  # also if something fails
+        for number, backend, load in plan:
+            name = f"{workload.name}, {load.name}, {backend}" + (f", round {number + 1}" if number else "")
             if perf_counter() > settings.deadline:
                 result["missed"].append(name)
                 continue
-            run, row = run_load(settings, workload, backend, rate, reference, partial(progress, name))
+            if backend not in engines:
+                engines[backend] = stack.enter_context(closing(make_engine(settings, workload, backend)))
+            run, row = run_load(settings, workload, engines[backend], load, reference, partial(progress, name))
             free_memory()
             if run.finished < len(run.outputs):
                 result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
             if run.running:
+                errors.print(
+                    f"{name}: {run.seconds:.1f} s, {row['output_tokens_per_s']:,.0f} tokens/s", highlight=False
+                )
                 reference = reference or run
-                about = {"trace": workload.name, "load": load, "rate": rate, "backend": backend}
-                same = {"same_tokens": same_tokens(run, reference) if rate is None else None}
-                found.setdefault((load, backend), []).append(about | row | same)
-    finally:  # what was measured is not lost to what fails behind it
-        result["serving"] += map(middle, found.values())
+                about = {"trace": workload.name, "load": load.name} | load._asdict() | {"backend": backend}
+                same = {"same_tokens": same_tokens(run, reference) if load.rate is None else None}
+                found.setdefault((load.name, backend), []).append(about | row | same)
+
+
+EACH_ROUND: dict[str, Callable[[Row], float | None]] = {
+    "output_tokens_per_s": lambda row: row["output_tokens_per_s"],
+    "first_token_s": lambda row: row["ttft_s"]["p50"],
+    "crowded_concurrency": lambda row: row["crowded_concurrency"],
+    "manager_us": lambda row: row["manager_us"],
+    "manager_p99_us": lambda row: row["manager_step_us"]["p99"],
+}
+"""Figures that are reported of all rounds."""
 
 
 def middle(rows: list[Row]) -> Row:
-    """The run with the median throughput, of those that came to their end if one did; and the throughput of each."""
+    """The run with the median throughput, of those that came to their end if one did; and some figures of each."""
     ended = [row for row in rows if row["finished"] == row["requests"]] or rows
     ordered = sorted(ended, key=lambda row: float(row["output_tokens_per_s"]))
-    rounds = [row["output_tokens_per_s"] for row in ended]
-    return ordered[(len(ordered) - 1) // 2] | {"rounds": rounds}
+    each = {name: [figure(row) for row in ended] for name, figure in EACH_ROUND.items()}
+    return ordered[(len(ordered) - 1) // 2] | {"rounds": each["output_tokens_per_s"], "each_round": each}
 
 
 def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
@@ -131,30 +163,33 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
 def run_load(
     settings: Settings,
     workload: Workload,
-    backend: str,
-    rate: float | None,
+    engine: Engine,
+    load: Load,
     reference: Run | None,
     progress: Callable[[int, int], object],
 ) -> tuple[Run, Row]:
-    """The workload at once, or a share of it at this share of the reference's rate, which takes about as long."""
-    requests = workload.first(round((rate or 1) * len(workload.requests)))
+    """The workload at once, or a share of it at this share of the reference's rate, which takes about as long.
+
+    The engine has no memory that it can give back when it begins, and none when it has ended.
+    """
+    requests = workload.first(round((load.rate or 1) * len(workload.requests)))
     prompts = workload.prompts(settings.model.config.vocab_size, settings.seed)[: len(requests)]
     times = None
-    if rate and reference:
-        times = arrivals(requests, rate * reference.finished / reference.seconds, settings.seed).tolist()
-    with closing(make_engine(settings, workload, backend)) as engine:
-        before = engine.kv.work()
-        run = engine.run(
-            prompts,
-            [request.output for request in requests],
-            times,
-            deadline=settings.deadline,
-            progress=lambda finished: progress(finished, len(requests)),
-        )
-        row = figures(run) if run.running else {}
-        row |= work_figures(engine.kv.work() - before, max(len(run.running), 1))
-        engine.kv.give_back()
-        row["idle_bytes"] = engine.kv.physical_bytes()
+    if load.rate and reference:
+        times = arrivals(requests, load.rate * reference.finished / reference.seconds, settings.seed).tolist()
+    before = engine.kv.work()
+    run = engine.run(
+        prompts,
+        [request.output for request in requests],
+        times,
+        wait=load.wait,
+        deadline=settings.deadline,
+        progress=lambda finished: progress(finished, len(requests)),
+    )
+    row = figures(run) if run.running else {}
+    row |= work_figures(engine.kv.work() - before, max(len(run.running), 1))
+    engine.kv.give_back()
+    row["idle_bytes"] = engine.kv.physical_bytes()
     return run, row
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rich.table import Table
@@ -16,44 +18,56 @@ Row = dict[str, Any]
 
 
 def compare(result: dict[str, Any]) -> list[Row]:
-    """The ratios that the benchmark is for, and what we aim at: at saturation of the main trace, and for prompts.
+    """The ratios that the benchmark is for, and what we aim at: at saturation of the main trace, and for prompts. Where
+    there are several rounds, of their medians.
 
     There are no aims for speed without a GPU.
     """
     found: list[Row] = []
     on_gpu = "cuda_driver" in result["environment"]
 
-    def add(what: str, rows: tuple[Row, Row], key: str, at_least: float | None = None, at_most: float = inf) -> None:
-        if rows[0][key] is not None and rows[1][key]:
-            value = rows[0][key] / rows[1][key]
+    def add(what: str, pair: tuple[Any, Any], at_least: float | None = None, at_most: float = inf) -> None:
+        if pair[0] is not None and pair[1]:
+            value = pair[0] / pair[1]
             row = {"what": what, "value": value}
             if at_least is not None:
                 aim = f">= {at_least:g}" if at_most == inf else f"<= {at_most:g}"
                 row |= {"aim": aim, "met": at_least <= value <= at_most}
             found.append(row)
 
-    for index, (name, measured) in enumerate(by_case(result["serving"])):
+    cases = by_case(result["serving"])
+    trace = result["serving"][0]["trace"] if cases else ""
+    for name, measured in cases:
         rows = {backend: row for backend, row in measured.items() if row["finished"] == row["requests"]}
-        main = index == 0
+        main = name.startswith(f"{trace}, saturation")
         timed = main and on_gpu
+        at_most: dict[str, float | None] = {"at_least": 0.0 if timed else None, "at_most": 1.0}
         if {"vmm", "paged"} <= rows.keys():
-            pair, names = (rows["vmm"], rows["paged"]), f"{name}: vmm over paged"
-            add(f"{names}, tokens/s", pair, "output_tokens_per_s", 1.0 if timed else None)
-            add(f"{names}, concurrency while others wait", pair, "crowded_concurrency", 0.99 if main else None)
-            add(f"{names}, cache manager's host time a step", pair, "manager_us", 0.0 if timed else None, at_most=1.0)
-            add(f"{names}, memory when idle", pair, "idle_bytes", 0.0 if main else None, at_most=0.01)
+            names, both = f"{name}: vmm over paged", partial(typical, rows["vmm"], rows["paged"])
+            add(f"{names}, tokens/s", both("output_tokens_per_s"), 1.0 if timed else None)
+            add(f"{names}, concurrency while others wait", both("crowded_concurrency"), 0.99 if main else None)
+            add(f"{names}, time to first token", both("first_token_s"), **at_most)
+            add(f"{names}, cache manager's host time a step", both("manager_us"), **at_most)
+            add(f"{names}, in the slowest hundredth", both("manager_p99_us"), **at_most)
+            idle = rows["vmm"]["idle_bytes"], rows["paged"]["idle_bytes"]
+            add(f"{names}, memory when idle", idle, 0.0 if main else None, at_most=0.01)
         if {"vmm", "static"} <= rows.keys():
-            pair, names = (rows["vmm"], rows["static"]), f"{name}: vmm over static"
-            add(f"{names}, tokens/s", pair, "output_tokens_per_s")
-            add(f"{names}, concurrency while others wait", pair, "crowded_concurrency", 3.0 if main else None)
+            names, both = f"{name}: vmm over static", partial(typical, rows["vmm"], rows["static"])
+            add(f"{names}, tokens/s", both("output_tokens_per_s"))
+            add(f"{names}, concurrency while others wait", both("crowded_concurrency"), 3.0 if main else None)
     prompts = {(row["backend"], row["kernel"]): row for row in result["prefill"]}
     for aim, *both in ((1.2, ("vmm", "fa3"), ("paged", "flashinfer")), (None, ("vmm", "numba"), ("paged", "numba"))):
         if prompts.keys() >= set(both):
             names = "prompts: {} {} over {} {}".format(*both[0], *both[1])
-            pair = prompts[both[0]], prompts[both[1]]
-            add(f"{names}, whole prefill", pair, "tokens_per_s", aim)
-            add(f"{names}, attention alone", pair, "attention_tokens_per_s", aim)
+            for what, key in (("whole prefill", "tokens_per_s"), ("attention alone", "attention_tokens_per_s")):
+                add(f"{names}, {what}", (prompts[both[0]][key], prompts[both[1]][key]), aim)
     return found
+
+
+def typical(one: Row, other: Row, key: str) -> tuple[float | None, float | None]:
+    """The median over the rounds of a figure, of two backends."""
+    first, second = (row["each_round"][key] for row in (one, other))
+    return (None, None) if None in first + second else (median(first), median(second))
 
 
 def by_case(rows: list[Row]) -> list[tuple[str, dict[str, Row]]]:
@@ -98,6 +112,7 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("all rounds", lambda row: f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"),
     ("time to first token, s, p50", lambda row: number(row["ttft_s"]["p50"], 2)),
     ("p99", lambda row: number(row["ttft_s"]["p99"], 2)),
+    ("p50 of all rounds", lambda row: rounds_cell(row["each_round"]["first_token_s"], 2)),
     ("time per output token, ms, p50", lambda row: number(row["tpot_s"]["p50"], 1, 1e3)),
     ("p99", lambda row: number(row["tpot_s"]["p99"], 1, 1e3)),
     ("concurrency, peak", lambda row: row["peak_concurrency"]),
@@ -111,6 +126,8 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("pages mapped ahead, in need", lambda row: mapped_cell(row["pages_mapped"])),
     ("in a step, p50", lambda row: number(row["manager_step_us"]["p50"], 1)),
     ("p99", lambda row: number(row["manager_step_us"]["p99"], 1)),
+    ("a step, all rounds", lambda row: rounds_cell(row["each_round"]["manager_us"], 1)),
+    ("p99, all rounds", lambda row: rounds_cell(row["each_round"]["manager_p99_us"], 1)),
     ("memory, peak", lambda row: format_bytes(row["peak_bytes"])),
     ("mean", lambda row: format_bytes(row["mean_bytes"])),
     ("when idle", lambda row: format_bytes(row["idle_bytes"])),
@@ -124,6 +141,11 @@ def mapped_cell(pages: dict[str, int]) -> str:
     return ", ".join(f"{pages[when]:,}" for when in ("ahead", "in need")) if pages else "-"
 
 
+def rounds_cell(values: list[float], digits: int) -> str:
+    """The least and the most of a figure of all rounds."""
+    return f"{number(min(values), digits)} to {number(max(values), digits)}"
+
+
 def number(value: float | None, digits: int, scale: float = 1.0) -> str:
     return "-" if value is None else f"{value * scale:,.{digits}f}"
 
@@ -134,7 +156,7 @@ def prompt_line(row: Row) -> tuple[str, ...]:
 
 
 def comparison_line(row: Row) -> tuple[str, ...]:
-    return row["what"], f"{row['value']:.3f}", row.get("aim", ""), {True: "yes", False: "no"}.get(row.get("met"), "")
+    return row["what"], f"{row['value']:.4g}", row.get("aim", ""), {True: "yes", False: "no"}.get(row.get("met"), "")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:

@@ -33,6 +33,12 @@ prompt = chat.sequence(4096)  # exactly the 64 MiB, and there they are
 # --8<-- [end:guaranteed]
 prompt.k(0).fill_(1.0)
 
+# --8<-- [start:accounts]
+for account in pool.stats().accounts:
+    mib = [size >> 20 for size in (account.used_bytes, account.mapped_bytes, account.guaranteed_bytes)]
+    print(f"{account.name}: {mib[0]} MiB used of {mib[1]} mapped, {mib[2]} guaranteed")
+# --8<-- [end:accounts]
+
 # --8<-- [start:limit]
 try:
     pool.set_limit("128MiB")

@@ -86,7 +86,8 @@ def make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens:
     if driver.device.type == "cpu":
         driver, layout = open_driver("cpu", SMALL_PAGE), SMALL_LAYOUT
     max_bytes = layout.pages(max_tokens, driver.page_size) * driver.page_size
-    return KVCache(layout, sequences, max_seq_len, max_bytes=max_bytes, driver=driver)
+    # Pages one by one, so that it can be told what becomes of each.
+    return KVCache(layout, sequences, max_seq_len, max_bytes=max_bytes, driver=driver, large_frames=False)
 
 
 def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:

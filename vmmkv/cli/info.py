@@ -14,12 +14,14 @@ import torch
 import typer
 
 from ..memory.driver import Driver, open_driver
+from ..memory.frames import LARGE
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
-PAGES = 64
+FRAMES = {1: 64, LARGE: 8}
+"""How many frames are tried, by the pages of one: 128 MiB of single pages, and 256 MiB of large ones."""
 PAGE_LIFE = {
-    "create": "take one page of physical memory",
+    "create": "take its memory from the system",
     "map": "put it under an address",
     "set_access": "let it be read and written",
     "unmap": "take it away from the address",
@@ -31,9 +33,9 @@ def info(
     device: Annotated[str | None, typer.Option(help="cuda, cuda:1 or cpu; cuda where there is a GPU.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
-    """Say what this machine's memory system can do, and what a page costs on it.
+    """Say what this machine's memory system can do, and what a page costs on it: alone, and as part of a large frame.
 
-    Takes 64 pages for a moment.
+    Takes up to 256 MiB for a moment.
     """
     driver = open_driver(device)
     free, total = driver.memory_info()
@@ -47,7 +49,7 @@ def info(
         "free_bytes": free,
         "total_bytes": total,
     }
-    page_life = measure_page_life(driver)
+    page_life = {pages: measure_page_life(driver, pages, count) for pages, count in FRAMES.items()}
     if json_output:
         print_json({**facts, "page_life_us": page_life})
         return
@@ -56,17 +58,21 @@ def info(
     )
     if not facts["cuda_device_seen"]:
         console.print("No CUDA device was seen: this is the host driver, the same behaviour on ordinary memory.")
+    lives = page_life.values()
     console.print(
         make_table(
-            f"One page of {format_bytes(driver.page_size)}, median of {PAGES}",
-            ("call", "µs"),
-            [(f"{call}: {what}", f"{page_life[call]:.1f}") for call, what in PAGE_LIFE.items()],
+            f"Microseconds for a page of {format_bytes(driver.page_size)}, medians",
+            ("what", "frames of one page", f"of {LARGE} pages"),
+            [
+                *((f"{call}: {what}", *(f"{life[call]:.1f}" for life in lives)) for call, what in PAGE_LIFE.items()),
+                ("all of these", *(f"{sum(life.values()):.1f}" for life in lives)),
+            ],
         )
     )
 
 
-def measure_page_life(driver: Driver) -> dict[str, float]:
-    """Median microseconds of each call in a page's life, one page per call."""
+def measure_page_life(driver: Driver, pages: int, count: int) -> dict[str, float]:
+    """Microseconds of each call in a frame's life, for each of its pages: medians of so many frames."""
     times: dict[str, list[float]] = defaultdict(list)
 
     def timed(name: str, *args: Any) -> Any:
@@ -76,18 +82,18 @@ def measure_page_life(driver: Driver) -> dict[str, float]:
         times[name].append((perf_counter_ns() - start) / 1e3)
         return result
 
-    size = driver.page_size
-    # The second half of a page's life is what undoes the first: also where a call fails half way.
+    size = pages * driver.page_size
+    # The second half of a frame's life is what undoes the first: also where a call fails half way.
     with ExitStack() as undo:
-        base = driver.reserve(PAGES * size)
-        undo.callback(driver.free, base, PAGES * size)
-        for address in range(base, base + PAGES * size, size):
-            page = timed("create")
-            undo.callback(timed, "release", page)
-            timed("map", address, page)
+        base = driver.reserve(count * size)
+        undo.callback(driver.free, base, count * size)
+        for address in range(base, base + count * size, size):
+            frame = timed("create", pages)
+            undo.callback(timed, "release", frame)
+            timed("map", address, frame, pages)
             undo.callback(timed, "unmap", address, size)
             timed("set_access", address, size)
-    return {call: median(times[call]) for call in PAGE_LIFE}
+    return {call: median(times[call]) / pages for call in PAGE_LIFE}
 
 
 def _cuda_facts(driver: Driver) -> dict[str, Any]:

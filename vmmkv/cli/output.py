@@ -12,6 +12,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ..stats import format_bytes as format_bytes
+
 console = Console()
 errors = Console(stderr=True)
 
@@ -29,13 +31,6 @@ def make_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[objec
     for row in rows:
         table.add_row(*map(str, row))
     return table
-
-
-def format_bytes(nbytes: float) -> str:
-    """Bytes to four digits in the largest binary unit that they fill: `2 GiB`, `139.8 GiB`, `96 B`."""
-    units = {"TiB": 1 << 40, "GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "B": 1}
-    unit = next((unit for unit, size in units.items() if nbytes >= size), "B")
-    return f"{nbytes / units[unit]:.4g} {unit}"
 
 
 def check_plot(path: Path) -> None:

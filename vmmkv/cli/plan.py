@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from bisect import bisect_right
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +30,10 @@ def plan(
         list[Path] | None,
         typer.Option(exists=True, help="Several models on one card: a config.json, or its folder, for each."),
     ] = None,
+    guaranteed: Annotated[
+        list[str] | None,
+        typer.Option(help="With --model, once for each: 10GiB, or a share of --memory, that it can have at any time."),
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers that keep K and V.")] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="KV heads per layer.")] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Width of a K head.")] = None,
@@ -48,7 +54,8 @@ def plan(
     K and V of each layer, and vmmkv, whose pages hold all layers of a token. Their waste is that of sequences of all
     lengths around the mean, as many shorter as longer.
 
-    With several --model it compares one pool, of which each has what the others leave, with equal shares of the memory.
+    With several --model it compares one pool, of which each has what the others leave, with equal shares of the memory:
+    what fits of each at all times, as --guaranteed says, while the others are idle, and of all at once.
     """
     if (batch is None) != (tokens is None):
         raise typer.BadParameter("--batch and --tokens go together")
@@ -58,9 +65,15 @@ def plan(
             raise typer.BadParameter("give --model, or one model by --config or sizes; --batch goes with one model")
         if len(model) < 2:
             raise typer.BadParameter("give --model twice or more; one model is --config")
-        shared = _plan_pool(model, _memory_bytes(memory), dtype, max_seq_len, mean_tokens)
+        if guaranteed and len(guaranteed) != len(model):
+            raise typer.BadParameter("give --guaranteed once for each --model, in their order; 0 is no guarantee")
+        nbytes = _memory_bytes(memory)
+        promised = _guarantees(guaranteed or ["0"] * len(model), nbytes)
+        shared = _plan_pool(model, promised, nbytes, dtype, max_seq_len, mean_tokens)
         print_json(shared) if json_output else _print_pool(shared)
         return
+    if guaranteed:
+        raise typer.BadParameter("--guaranteed goes with several --model; one model has all of the memory")
     if config:
         if sizes:
             raise typer.BadParameter("give --config or sizes, not both")
@@ -105,50 +118,80 @@ def _memory_bytes(memory: str) -> int:
     return nbytes
 
 
+def _guarantees(sizes: list[str], memory: int) -> list[int]:
+    """Bytes of whole pages that are guaranteed to each of several models."""
+    promised = [parse_bytes(size, free=memory) // DEFAULT_PAGE_SIZE * DEFAULT_PAGE_SIZE for size in sizes]
+    if sum(promised) > memory:
+        raise BudgetError(f"asked for guarantees of {sum(promised)} bytes in all, of {memory}; ask for less")
+    return promised
+
+
 def _plan_pool(
-    models: list[Path], memory: int, dtype: str | None, max_seq_len: int | None, mean_tokens: int | None
+    models: list[Path],
+    promised: list[int],
+    memory: int,
+    dtype: str | None,
+    max_seq_len: int | None,
+    mean_tokens: int | None,
 ) -> dict[str, Any]:
-    """Several models on one pool, and with an equal share of the memory each."""
+    """Several models on one pool, with so many bytes guaranteed to each, and with an equal share of the memory each."""
     page_size = DEFAULT_PAGE_SIZE
     share = memory // len(models) // page_size * page_size
     if not share:
         raise BudgetError(f"asked for {len(models)} models in {memory} bytes, which is less than a page for each")
-    rows = []
-    for model in models:
+    rows, costs = [], []
+    for model, own in zip(models, promised):
         path = model / "config.json" if model.is_dir() else model
         if not path.is_file():
             raise typer.BadParameter(f"--model {model}: there is no config.json in this folder")
         layout, longest = _read_model(path, dtype)
         length = max_seq_len or longest or 8192
         mean = mean_tokens or -(-length // 4)
-        plans = {what: _plan(layout, nbytes, length, mean) for what, nbytes in (("pool", memory), ("share", share))}
+        sizes = {"pool": memory - sum(promised) + own, "share": share, "guaranteed": own}
+        plans = {what: _plan(layout, nbytes, length, mean) for what, nbytes in sizes.items()}
         fits = {
             what: {"total_tokens": plan["total_tokens"], "sequences": plan["schemes"]["vmmkv"]["sequences"]}
             for what, plan in plans.items()
         }
         about = {"model": str(model), "token_bytes": layout.token_bytes, "max_seq_len": length, "mean_tokens": mean}
-        rows.append(about | fits)
-    return {"memory_bytes": memory, "share_bytes": share, "page_size": page_size, "models": rows}
+        rows.append(about | {"guaranteed_bytes": own} | fits)
+        costs.append(plans["pool"]["schemes"]["vmmkv"]["bytes_per_sequence"])
+    return {
+        "memory_bytes": memory,
+        "share_bytes": share,
+        "page_size": page_size,
+        "sequences_of_each": _of_each(costs, promised, memory),
+        "models": rows,
+    }
+
+
+def _of_each(costs: list[float], promised: list[int], memory: int) -> int:
+    """How many sequences of every model fit at once: what is guaranteed to one is not there for others."""
+
+    def taken(count: int) -> int:
+        return math.ceil(sum(max(own, count * cost) for own, cost in zip(promised, costs)))
+
+    return bisect_right(range(int(memory // sum(costs)) + 1), memory, key=taken) - 1
 
 
 def _print_pool(result: dict[str, Any]) -> None:
     """Prints a line for each model."""
     memory, models = format_bytes(result["memory_bytes"]), result["models"]
-    columns = "model", "K and V of a token", "mean tokens", "sequences, fixed share", "one pool, others idle"
+    columns = "model", "K and V of a token", "mean tokens", "sequences, fixed share", "guaranteed", "others idle"
     rows = [
         (
             Path(of["model"]).name,
             format_bytes(of["token_bytes"]),
             f"{of['mean_tokens']:,}",
-            f"{of['share']['sequences']:,}",
-            f"{of['pool']['sequences']:,}",
+            *(f"{of[what]['sequences']:,}" for what in ("share", "guaranteed", "pool")),
         )
         for of in models
     ]
     console.print(make_table(f"{len(models)} models in {memory}", columns, rows))
     console.print(
         f"A fixed share is {format_bytes(result['share_bytes'])}. On one pool (vmmkv.FramePool) a model has whatever "
-        "the others do not use, never less than it is guaranteed; while all are busy they divide the same memory."
+        "the others neither use nor are guaranteed, and never less than it is guaranteed itself. While all are busy "
+        f"they divide the same memory: {result['sequences_of_each']:,} sequences of each fit at once."
     )
 
 

@@ -32,6 +32,7 @@ class Limits:
         max_seq_len: tokens of a row. Virtual addresses only.
         max_batch_size: rows, likewise.
         lookahead: tokens that are mapped behind each row before it needs them, as in `KVCache`.
+        large_frames: also as in `KVCache`.
 
     Raises:
         ArgumentError: what must be a whole number is none.
@@ -41,6 +42,7 @@ class Limits:
     max_seq_len: int
     max_batch_size: int
     lookahead: int | None = None
+    large_frames: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("max_seq_len", 1), ("max_batch_size", 1), ("lookahead", 0)):
@@ -111,6 +113,7 @@ class Batch:
             int32_strides=True,
             zero_tail=zero_tail,
             lookahead=0 if zero_tail else limits.lookahead,
+            large_frames=limits.large_frames,
         )
         self._limits = limits
         self._places = [Place.of(self.kv_cache, layer) for layer in range(layout.num_layers)]

@@ -7,6 +7,7 @@ is the union of them.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -53,7 +54,7 @@ class LayerGroup:
         self.max_seq_len = limits.max_seq_len
         self.passes = passes
         self.window = window
-        self._limits, self._pools = limits, pools
+        self._limits, self._pools = replace(limits, large_frames=window is None), pools
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []
         self.batch: Batch | None = None

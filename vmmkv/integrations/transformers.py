@@ -81,7 +81,7 @@ class VmmCache(DynamicCache):
             that is free when K and V first come there; None is 80 % of it.
         page_size: bytes of a page; None is 2 MiB.
         pool: to lie on, instead of `max_bytes` and `page_size`: for models on its device.
-        lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is two
+        lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is four
             pages of them on a GPU, 0 is no thread. There is none where rows are read to their end.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live

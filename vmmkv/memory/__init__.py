@@ -1,1 +1,1 @@
-"""Physical memory: the driver, pages and the budget, fences."""
+"""Physical memory: frames, the pool and its accounts, fences, and the driver."""

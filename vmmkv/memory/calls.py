@@ -6,7 +6,8 @@ before `Outcome.check` raises the error.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from time import perf_counter_ns
 from typing import Any, Protocol
 
@@ -15,12 +16,21 @@ import numpy.typing as npt
 
 from ..errors import DriverError
 from .driver import Driver, Handle
-from .meter import Meter
+from .meter import NAMES, Meter
 
 VACANT = -1
 """The handle of a frame that does not exist."""
 
 Handles = npt.NDArray[np.int64]
+
+UNMAP, MAP, SET_ACCESS, SET_READ_ACCESS = range(4)
+"""Kinds of steps."""
+METHODS = (*NAMES[:3], "set_access")
+"""By kind: the method of the driver."""
+
+
+Step = tuple[int, int, int, int]
+"""One call that changes what is mapped: kind, address, bytes, and the handle of what is put there, or `VACANT`."""
 
 
 class Outcome:
@@ -49,26 +59,20 @@ class Outcome:
 
 
 class Calls(Protocol):
-    """What maps, and what makes what is mapped. Addresses and sizes are in bytes."""
+    """What maps, and what makes what is mapped."""
 
     meter: Meter
     in_doubt: bool
     """Whether a frame is being made or released, and its handle does not say so yet."""
 
-    def create(self, handles: Handles, frames: Sequence[int]) -> Outcome:
-        """Makes frames, and writes down their handles."""
+    def create(self, handles: Handles, frames: Sequence[int], pages: int) -> Outcome:
+        """Makes frames of so many pages, and writes down their handles, for each of their pages."""
 
-    def release(self, handles: Handles, frames: Sequence[int]) -> Outcome:
-        """Gives frames back; `VACANT` becomes their handle."""
+    def release(self, handles: Handles, frames: Sequence[int], pages: int) -> Outcome:
+        """Gives frames of so many pages back; `VACANT` becomes their handle."""
 
-    def map(self, addresses: Sequence[int], handles: Handles) -> Outcome:
-        """Puts frames, by their handles, under addresses."""
-
-    def set_access(self, ranges: Sequence[tuple[int, int]], writable: bool = True) -> Outcome:
-        """Makes ranges, by address and size, readable, and writable or read-only."""
-
-    def unmap(self, ranges: Sequence[tuple[int, int]]) -> Outcome:
-        """Takes away what is mapped in ranges, by address and size."""
+    def run(self, steps: Sequence[Step]) -> Outcome:
+        """Makes steps, one after another."""
 
 
 class LoopedCalls:
@@ -83,51 +87,61 @@ class LoopedCalls:
         self.driver, self.meter = driver, meter
         self.in_doubt = False
 
-    def create(self, handles: Handles, frames: Sequence[int]) -> Outcome:
+    def create(self, handles: Handles, frames: Sequence[int], pages: int) -> Outcome:
         def create(frame: int) -> None:
             self.in_doubt = True
             try:
-                handles[frame] = self.driver.create()
+                handles[frame : frame + pages] = self.driver.create(pages)
             except DriverError:
                 self.in_doubt = False
                 raise
             self.in_doubt = False
 
-        return self._each("create", create, [(frame,) for frame in frames])
+        return self._each("create", create, frames)
 
-    def release(self, handles: Handles, frames: Sequence[int]) -> Outcome:
+    def release(self, handles: Handles, frames: Sequence[int], pages: int) -> Outcome:
         def release(frame: int) -> None:
             handle = int(handles[frame])
             self.in_doubt = True
-            handles[frame] = VACANT  # before: what is released twice may be somebody else's by then
+            handles[frame : frame + pages] = VACANT  # before: released twice, it may be somebody else's by then
             try:
                 self.driver.release(Handle(handle))
             except DriverError:
-                handles[frame] = handle
+                handles[frame : frame + pages] = handle
                 self.in_doubt = False
                 raise
             self.in_doubt = False
 
-        return self._each("release", release, [(frame,) for frame in frames])
+        return self._each("release", release, frames)
 
-    def map(self, addresses: Sequence[int], handles: Handles) -> Outcome:
-        return self._each("map", self.driver.map, list(zip(addresses, handles.tolist())))
+    def run(self, steps: Sequence[Step]) -> Outcome:
+        done = 0
+        for method, some in groupby(steps, lambda step: METHODS[step[0]]):
+            outcome = self._each(method, self._make, list(some))
+            done += outcome.done
+            if not outcome:
+                outcome.done = done
+                return outcome
+        return Outcome(done)
 
-    def set_access(self, ranges: Sequence[tuple[int, int]], writable: bool = True) -> Outcome:
-        return self._each("set_access", self.driver.set_access, [(*each, writable) for each in ranges])
+    def _make(self, step: Step) -> None:
+        kind, address, nbytes, handle = step
+        if kind == UNMAP:
+            self.driver.unmap(address, nbytes)
+        elif kind == MAP:
+            self.driver.map(address, Handle(int(handle)), nbytes // self.driver.page_size)
+        else:
+            self.driver.set_access(address, nbytes, kind == SET_ACCESS)
 
-    def unmap(self, ranges: Sequence[tuple[int, int]]) -> Outcome:
-        return self._each("unmap", self.driver.unmap, ranges)
-
-    def _each(self, name: str, call: Any, arguments: Sequence[tuple[Any, ...]]) -> Outcome:
+    def _each(self, name: str, call: Callable[[Any], None], items: Sequence[Any]) -> Outcome:
         start = perf_counter_ns()
         done = 0
         try:
-            for each in arguments:
-                call(*each)
+            for item in items:
+                call(item)
                 done += 1
         except DriverError as error:
             return Outcome(done, error)
         finally:
-            getattr(self.meter, name).add(done, perf_counter_ns() - start)
+            self.meter.add(name, done, perf_counter_ns() - start)
         return Outcome(done)

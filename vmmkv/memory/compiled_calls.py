@@ -5,22 +5,24 @@ Handles are written down by the same code that makes the calls, so that no inter
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
-from time import perf_counter_ns
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from .calls import VACANT, Handles, Outcome
+from .calls import MAP, METHODS, SET_ACCESS, UNMAP, VACANT, Handles, Outcome, Step
 from .driver import NativeDriver
-from .meter import Meter
+from .meter import NAMES, Meter
 from .native import at, call, word
 
-WORDS = ("create", "release", "map", "set_access", "unmap", "property", "access", "read_access")
+WORDS = ("create", "release", "unmap", "map", "set_access", "property", "access", "read_access")
 """What the functions below are given: addresses of C functions, with the CUDA driver's signatures, and of arguments."""
-CREATE, RELEASE, MAP, SET_ACCESS, UNMAP, PROPERTY, ACCESS, READ_ACCESS = range(len(WORDS))
+CREATE, RELEASE, UNMAP_CALL, MAP_CALL, ACCESS_CALL, PROPERTY, ACCESS, READ_ACCESS, CLOCK, TIME = range(len(WORDS) + 2)
+MONOTONIC = 1
+"""The clock that `clock_gettime` is asked for."""
 
 Words = npt.NDArray[np.int64]
 
@@ -34,51 +36,67 @@ def compiled(function: Callable[..., Any]) -> Any:
 
 
 @compiled
-def _create(words: Words, handles: Handles, frames: Any, nbytes: int) -> tuple[int, int]:
-    out = word()
-    for done in range(len(frames)):
+def _now(words: Words) -> Any:
+    """Nanoseconds."""
+    call(words[CLOCK], (MONOTONIC, words[TIME]))
+    return at(words[TIME]) * 1_000_000_000 + at(words[TIME] + 8)
+
+
+@compiled
+def _create(words: Words, handles: Handles, frames: Any, pages: int, nbytes: int, spent: Words) -> tuple[int, int]:
+    out, start = word(), _now(words)
+    done, status = 0, 0
+    while done < len(frames) and status == 0:
         status = call(words[CREATE], (out, nbytes, words[PROPERTY], 0))
-        if status:
-            return done, status
-        handles[frames[done]] = at(out)
-    return len(frames), 0
+        if status == 0:
+            handles[frames[done] : frames[done] + pages] = at(out)
+            done += 1
+    spent[0] += done
+    spent[1] += _now(words) - start
+    return done, status
 
 
 @compiled
-def _release(words: Words, handles: Handles, frames: Any) -> tuple[int, int]:
-    for done in range(len(frames)):
+def _release(words: Words, handles: Handles, frames: Any, pages: int, spent: Words) -> tuple[int, int]:
+    start = _now(words)
+    done, status = 0, 0
+    while done < len(frames) and status == 0:
         status = call(words[RELEASE], (handles[frames[done]],))
-        if status:
-            return done, status
-        handles[frames[done]] = VACANT
-    return len(frames), 0
+        if status == 0:
+            handles[frames[done] : frames[done] + pages] = VACANT
+            done += 1
+    spent[0] += done
+    spent[1] += _now(words) - start
+    return done, status
 
 
 @compiled
-def _map(words: Words, addresses: Any, handles: Any, nbytes: int) -> tuple[int, int]:
-    for done in range(len(addresses)):
-        status = call(words[MAP], (addresses[done], nbytes, 0, handles[done], 0))
-        if status:
-            return done, status
-    return len(addresses), 0
+def _make(words: Words, kind: int, address: int, nbytes: int, handle: int) -> Any:
+    """Makes one step."""
+    if kind == UNMAP:
+        return call(words[UNMAP_CALL], (address, nbytes))
+    if kind == MAP:
+        return call(words[MAP_CALL], (address, nbytes, 0, handle, 0))
+    return call(words[ACCESS_CALL], (address, nbytes, words[ACCESS + kind - SET_ACCESS], 1))
 
 
 @compiled
-def _set_access(words: Words, ranges: Any, access: int) -> tuple[int, int]:
-    for done in range(len(ranges)):
-        status = call(words[SET_ACCESS], (ranges[done, 0], ranges[done, 1], access, 1))
+def _run(words: Words, steps: Any, spent: Words) -> tuple[int, int]:
+    """Makes steps of four numbers each; the clock is read once for a run of one kind."""
+    start = _now(words)
+    for done in range(0, len(steps), 4):
+        kind = steps[done]
+        status = _make(words, kind, steps[done + 1], steps[done + 2], steps[done + 3])
+        method = min(kind, SET_ACCESS)
+        if status == 0:
+            spent[method, 0] += 1
+        if status or done + 4 == len(steps) or steps[done + 4] != kind:
+            now = _now(words)
+            spent[method, 1] += now - start
+            start = now
         if status:
-            return done, status
-    return len(ranges), 0
-
-
-@compiled
-def _unmap(words: Words, ranges: Any) -> tuple[int, int]:
-    for done in range(len(ranges)):
-        status = call(words[UNMAP], (ranges[done, 0], ranges[done, 1]))
-        if status:
-            return done, status
-    return len(ranges), 0
+            return done // 4, status
+    return len(steps) // 4, 0
 
 
 class CompiledCalls:
@@ -94,36 +112,27 @@ class CompiledCalls:
     def __init__(self, driver: NativeDriver, meter: Meter) -> None:
         self.driver, self.meter = driver, meter
         interface = driver.c_interface()
-        self._words = np.array([interface[name] for name in WORDS])
+        self._time = np.zeros(2, np.int64)  # a `timespec`
+        clock = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0
+        self._words = np.array([*(interface[name] for name in WORDS), clock, self._time.ctypes.data])
         handles = np.empty(0, np.int64)
-        self.create(handles, [])
-        self.release(handles, [])
-        self.map([], handles)
-        self.set_access([])
-        self.unmap([])
+        self.create(handles, [], 1)
+        self.release(handles, [], 1)
+        self.run([])
 
-    def create(self, handles: Handles, frames: Sequence[int]) -> Outcome:
-        return self._run("create", _create, handles, _words(frames), self.driver.page_size)
+    def create(self, handles: Handles, frames: Sequence[int], pages: int) -> Outcome:
+        new, spent = np.array(frames, np.int64), self.meter.spent[NAMES.index("create")]
+        done, status = _create(self._words, handles, new, pages, pages * self.driver.page_size, spent)
+        return self._outcome("create", done, status)
 
-    def release(self, handles: Handles, frames: Sequence[int]) -> Outcome:
-        return self._run("release", _release, handles, _words(frames))
+    def release(self, handles: Handles, frames: Sequence[int], pages: int) -> Outcome:
+        old, spent = np.array(frames, np.int64), self.meter.spent[NAMES.index("release")]
+        done, status = _release(self._words, handles, old, pages, spent)
+        return self._outcome("release", done, status)
 
-    def map(self, addresses: Sequence[int], handles: Handles) -> Outcome:
-        return self._run("map", _map, _words(addresses), handles, self.driver.page_size)
+    def run(self, steps: Sequence[Step]) -> Outcome:
+        done, status = _run(self._words, np.array(steps, np.int64).ravel(), self.meter.spent)
+        return self._outcome(METHODS[steps[done][0]] if status else "", done, status)
 
-    def set_access(self, ranges: Sequence[tuple[int, int]], writable: bool = True) -> Outcome:
-        access = int(self._words[ACCESS if writable else READ_ACCESS])
-        return self._run("set_access", _set_access, _words(ranges).reshape(-1, 2), access)
-
-    def unmap(self, ranges: Sequence[tuple[int, int]]) -> Outcome:
-        return self._run("unmap", _unmap, _words(ranges).reshape(-1, 2))
-
-    def _run(self, name: str, function: Any, *arguments: Any) -> Outcome:
-        start = perf_counter_ns()
-        done, status = function(self._words, *arguments)
-        getattr(self.meter, name).add(done, perf_counter_ns() - start)
+    def _outcome(self, name: str, done: int, status: int) -> Outcome:
         return Outcome(done, self.driver.error(name, status) if status else None)
-
-
-def _words(numbers: Sequence[Any]) -> Words:
-    return np.array(numbers, np.int64)

@@ -7,9 +7,10 @@ like this one. Here a page that leaves a sequence gets a fence: an event on each
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, DeviceLostError
 from .driver import Driver, Event
 
 
@@ -17,6 +18,17 @@ def check_stream(stream: Any) -> None:
     """Raises `ArgumentError` for what is no stream of a device."""
     if not hasattr(stream, "device"):
         raise ArgumentError(f"got {stream!r}; it must be a torch.cuda.Stream")
+
+
+def wait_for_device(driver: Driver) -> None:
+    """Waits for all work on the device, before what it may use is unmapped.
+
+    Raises:
+        StreamCaptureError, DriverError: it cannot be waited for, so nothing may be unmapped. (What a lost context has
+            left needs no waiting: its memory is lost, too.)
+    """
+    with suppress(DeviceLostError):
+        driver.synchronize()
 
 
 class Fence:

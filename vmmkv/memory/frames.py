@@ -1,157 +1,337 @@
-"""The frame table: every piece of physical memory that a pool has, by its number.
+"""The frame table: every piece of physical memory that a pool has, by the numbers of its pages.
 
     vacant --create--> free --take--> taken --give--> free --release--> vacant
 
+A frame is of one page, or large: of `LARGE` pages, whose numbers are next to each other and begin at a multiple of
+`LARGE`. It is named by the first of them.
+
 Invariants:
- 1. `handles[frame]` is the driver's handle of a frame that exists, `VACANT` of one that does not; except while
-    `Calls.in_doubt`: who is interrupted then (Ctrl-C) cannot know whether the driver has made or released one.
+ 1. `handles[page]` is the driver's handle of the frame that a page is part of, `VACANT` where there is none; except
+    while `Calls.in_doubt`: who is interrupted then (Ctrl-C) cannot know whether the driver has made or released one.
  2. A frame that exists is either free or taken, and whoever took it maps it, unmaps it, and then gives it back.
- 3. All other books follow from that and from who has taken what: `settle` works them out.
+ 3. `is_large[page]` says what a page is part of, or would be if it existed: it is written before `handles`.
+ 4. All other books follow from that and from who has taken what: `settle` works them out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable
+from contextlib import suppress
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
+from ..errors import DriverOutOfMemoryError
 from .calls import VACANT, Calls
 
+LARGE = 16
+"""Pages of a large frame: 32 MiB cost the driver as much as one page of 2 MiB, and 128 MiB somewhat more (H200)."""
 UNKNOWN = -1
 """Whose bytes a frame may hold that the driver has just made: it promises nothing."""
 
 
 class Tenants:
-    """Who must not read each other's bytes, by number. `None`, who says nothing of the kind, is 0."""
+    """Who must not read each other's bytes, by number. `None`, who says nothing of the kind, is 0.
+
+    A number is its tenant's for as long as a frame, or a row, carries it. Then the tenant may be forgotten, and the
+    number another's: of all who ever came, as many are remembered as there are frames and rows, and some more.
+    """
+
+    spare = 1000
+    """Names to remember beyond twice those that were last known to matter: to look which do costs as much as many of
+    them."""
 
     def __init__(self) -> None:
         self._numbers: dict[Hashable, int] = {None: 0}
+        self._vacant: list[int] = []
+        """Numbers that nothing carries."""
+        self._end = 1
+        """Numbers from here on were nobody's yet."""
+        self._kept = 1
+        """Names that mattered when that was last looked at."""
 
     def __bool__(self) -> bool:
         """Whether there is anybody to be kept apart."""
         return len(self._numbers) > 1
 
+    def __len__(self) -> int:
+        """How many are remembered, `None` among them."""
+        return len(self._numbers)
+
+    @property
+    def are_many(self) -> bool:
+        """Whether it is time to `forget`."""
+        return len(self._numbers) > 2 * self._kept + self.spare
+
     def number(self, tenant: Hashable) -> int:
-        """The number of a tenant; the same at any time."""
-        return self._numbers.setdefault(tenant, len(self._numbers))
+        """The number of a tenant."""
+        number = self._numbers.get(tenant)
+        if number is None:
+            if not self._vacant:
+                self._end += 1
+                self._vacant.append(self._end - 1)
+            number = self._numbers[tenant] = self._vacant.pop()
+        return number
+
+    def forget(self, carried: set[int]) -> None:
+        """Forgets those whose numbers nothing carries."""
+        numbers = {tenant: number for tenant, number in self._numbers.items() if number in carried or not number}
+        self._numbers, self._kept = numbers, len(numbers)
+        self._vacant = [number for number in range(self._end - 1, 0, -1) if number not in carried]
+
+
+class Supply(NamedTuple):
+    """Frames for somebody who maps them.
+
+    Attributes:
+        large: large ones.
+        single: those of one page.
+    """
+
+    large: list[int]
+    single: list[int]
+
+    def pop(self, pages: int, large: int) -> list[int]:
+        """Frames of so many pages in all, up to `large` large ones first."""
+        count = min(large, len(self.large))
+        return _pop(self.large, count) + _pop(self.single, pages - count * LARGE)
 
 
 class Frames:
-    """Frames of one page.
+    """The table.
 
     Args:
-        calls: what makes and releases them.
-        limit: how many there can ever be; columns of so many take addresses only.
+        calls: what makes and releases frames.
+        limit: how many pages there can ever be; columns of so many take addresses only.
     """
 
     def __init__(self, calls: Calls, limit: int) -> None:
         self._calls = calls
         self.handles = np.full(0, VACANT)
-        """By frame."""
+        """By page."""
+        self.is_large = np.zeros(0, np.bool_)
+        """By page: whether it is part of a large frame."""
+        self.has_large = False
+        """Whether there has ever been one."""
         self.uses = np.zeros(0, np.int64)
-        """By frame: how often it has left a sequence since it was made."""
+        """By page: how often it has left a sequence since it was made."""
         self.tenants = np.zeros(0, np.int32)
-        """By frame: whose bytes it may hold, as `Tenants` numbers them; `UNKNOWN` of one that was just made."""
+        """By page: whose bytes it may hold, as `Tenants` numbers them; `UNKNOWN` of one that was just made."""
         self.limit = limit
         self.free: list[int] = []
-        """Those that exist and belong to nobody."""
+        """Frames of one page that exist and belong to nobody."""
+        self.free_large: list[int] = []
+        """Large ones."""
         self.taken = 0
-        """How many somebody has."""
+        """How many pages somebody has."""
         self.made = 0
-        """How many were made since the beginning."""
+        """How many pages were made since the beginning."""
         self.numbers = 0
-        """Frames `[0, numbers)` have existed."""
+        """Pages `[0, numbers)` have existed."""
         self._vacant: list[int] = []
+        """Numbers for frames of one page."""
+        self._vacant_large: list[int] = []
+        """Numbers for large frames."""
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages are free."""
+        return len(self.free) + len(self.free_large) * LARGE
 
     @property
     def existing(self) -> int:
-        """How many there are."""
-        return self.taken + len(self.free)
+        """How many pages there are."""
+        return self.taken + self.free_pages
 
-    def take(self, count: int) -> list[int]:
-        """Hands out `count` frames, free ones first, the rest newly made.
+    def known_tenants(self) -> set[int]:
+        """Numbers of those whose bytes there may be somewhere."""
+        return set(self.tenants[: len(self.handles)][self.handles != VACANT].tolist())
+
+    def in_pages(self, frames: npt.ArrayLike) -> npt.NDArray[np.int64]:
+        """The numbers of all pages of frames, in order."""
+        first = np.asarray(frames, np.int64)
+        pages = np.where(self.is_large[first], LARGE, 1)
+        inside = np.arange(pages.sum()) - np.repeat(pages.cumsum() - pages, pages)
+        numbers: npt.NDArray[np.int64] = np.repeat(first, pages) + inside
+        return numbers
+
+    def of_pages(self, pages: npt.NDArray[np.integer]) -> list[int]:
+        """The frames that pages are part of, of each of which all pages are named."""
+        if self.has_large:
+            pages = pages[~self.is_large[pages] | (pages % LARGE == 0)]
+        return pages.tolist()  # type: ignore[no-any-return]
+
+    def take(self, pages: int, large: int, limit: int) -> Supply:
+        """Hands out frames: free ones first, then newly made ones, then free ones of the other size made anew.
+
+        Args:
+            pages: how many in all; there must be memory for them.
+            large: large frames among them, as far as there is memory for such.
+            limit: pages that may exist.
 
         Raises:
             DriverError: one could not be made; those made before it are free now.
         """
-        if count > len(self.free):
-            self.make(count - len(self.free))
-        keep = len(self.free) - count
-        taken = self.free[keep:]
-        self.taken += count
-        del self.free[keep:]
-        return taken
+        if large:
+            self._make_large(large - len(self.free_large), len(self.free) - pages + large * LARGE, limit)
+            large = min(large, len(self.free_large))
+        single = pages - large * LARGE
+        missing = single - len(self.free)
+        if missing > 0:
+            self.make(min(missing, limit - self.existing))
+            while single > len(self.free):
+                self.break_up(self._calls)
+        self.taken += pages
+        return Supply(_pop(self.free_large, large), _pop(self.free, single))
 
-    def give(self, frames: Sequence[int]) -> None:
-        """Takes frames back; they must be mapped nowhere."""
-        self.free.extend(frames)
-        self.taken -= len(frames)
+    def give(self, frames: Collection[int]) -> int:
+        """Takes frames back, which must be mapped nowhere; returns their pages."""
+        before = self.taken
+        for frame in frames:
+            if self.is_large[frame]:
+                self.free_large.append(frame)
+                self.taken -= LARGE
+            else:
+                self.free.append(frame)
+                self.taken -= 1
+        return before - self.taken
 
-    def make(self, count: int) -> None:
-        """Makes frames, which are free then.
+    def make(self, count: int, pages: int = 1) -> None:
+        """Makes frames of so many pages, which are free then.
 
         Raises:
             DriverError: one could not be made; those before it are there.
         """
-        new = self.plan(count)
-        outcome = self._calls.create(self.handles, new)
-        self.commit(new, outcome.done)
-        outcome.check()
+        self._make(self._calls, count, pages)
 
-    def plan(self, count: int) -> list[int]:
-        """Numbers for frames that are about to be made."""
-        self._grow(count)
-        new = self._vacant[-count:]
-        del self._vacant[len(self._vacant) - count :]
-        self.uses[new], self.tenants[new] = 0, UNKNOWN
-        self.numbers = max(self.numbers, max(new) + 1)
+    def _make(self, calls: Calls, count: int, pages: int) -> None:
+        if count > 0:
+            new = self.plan(count, pages)
+            outcome = calls.create(self.handles, new, pages)
+            self.commit(new, outcome.done, pages)
+            outcome.check()
+
+    def _make_large(self, count: int, spare: int, limit: int) -> None:
+        """Makes up to so many large frames: of new memory, then of up to `spare` free pages."""
+        new = min(count, (limit - self.existing) // LARGE)
+        with suppress(DriverOutOfMemoryError):  # single ones may still be had
+            self.make(new, LARGE)
+        for _ in range(min(count - new, spare // LARGE)):
+            self._release(self._calls, LARGE, 1)
+            self.make(1, LARGE)
+
+    def break_up(self, calls: Calls) -> None:
+        """Makes frames of one page out of a free large one.
+
+        Raises:
+            DriverError: it could not be released, or they could not be made.
+        """
+        self._release(calls, 1, LARGE)
+        self._make(calls, LARGE, 1)
+
+    def plan(self, count: int, pages: int = 1) -> list[int]:
+        """Numbers for frames of so many pages that are about to be made."""
+        self._see_to_numbers(count, pages)
+        new = _pop(self._lists(pages)[1], count)
+        if pages > 1 or self.has_large:
+            self.has_large = True
+            self.is_large[np.add.outer(new, np.arange(pages))] = pages > 1
+        self.numbers = max(self.numbers, max(new) + pages)
         return new
 
-    def commit(self, new: list[int], done: int) -> None:
+    def commit(self, new: list[int], done: int, pages: int = 1) -> None:
         """Writes down that the first of planned frames were made: they are free."""
-        self.free += new[:done]
-        self._vacant += new[done:]
-        self.made += done
+        free, vacant = self._lists(pages)
+        free += new[:done]
+        vacant += new[done:]
+        self.made += done * pages
 
-    def release(self, count: int) -> None:
-        """Gives the memory of so many free frames back to the system.
+    def release(self, pages: int) -> None:
+        """Gives the memory of so many free pages back to the system, and of what is left of a large frame.
 
         Raises:
             DriverError: one could not be released; those before it are gone.
         """
-        if not count:
+        large = min(pages // LARGE, len(self.free_large))
+        self._release(self._calls, large, LARGE)
+        single = min(pages - large * LARGE, len(self.free))
+        self._release(self._calls, single, 1)
+        self._release(self._calls, -(-(pages - large * LARGE - single) // LARGE), LARGE)
+
+    def _release(self, calls: Calls, count: int, pages: int) -> None:
+        """Gives so many free frames of one size back."""
+        if count <= 0:
             return
-        old = self.free[-count:]
-        outcome = self._calls.release(self.handles, old)
-        del self.free[len(self.free) - count :]
-        self.free += old[outcome.done :]
-        self._vacant += old[: outcome.done]
+        free, vacant = self._lists(pages)
+        old = free[-count:]
+        outcome = calls.release(self.handles, old, pages)
+        free[len(free) - count :] = old[outcome.done :]
+        self._forget(old[: outcome.done], pages)
+        vacant += old[: outcome.done]
         outcome.check()
 
+    def _forget(self, frames: list[int], pages: int) -> None:
+        """Frames that are made next are unused, and nobody knows what they hold."""
+        numbers = np.add.outer(np.array(frames, np.int64), np.arange(pages))
+        self.uses[numbers], self.tenants[numbers] = 0, UNKNOWN
+
     def settle(self, taken: Iterable[int]) -> None:
-        """Works out anew, after an interruption, which frames are free: all that exist but those `taken`."""
+        """Works out anew, after an interruption, which frames are free: all that exist but those of pages `taken`."""
         exists = self.handles != VACANT
-        self._vacant = np.flatnonzero(~exists).tolist()
-        exists[list(taken)] = False
-        self.free = np.flatnonzero(exists).tolist()
-        self.taken = len(self.handles) - len(self._vacant) - len(self.free)
+        vacant = ~exists.reshape(-1, LARGE).any(axis=1)
+        self._vacant_large = (np.flatnonzero(vacant)[::-1] * LARGE).tolist()
+        self._vacant = np.flatnonzero(~exists & ~np.repeat(vacant, LARGE)).tolist()
+        self.uses[: len(exists)][~exists], self.tenants[: len(exists)][~exists] = 0, UNKNOWN
+        is_free = exists.copy()
+        is_free[list(taken)] = False
+        is_large = self.is_large[: len(exists)]  # who was interrupted may have added numbers to it alone
+        self.free = np.flatnonzero(is_free & ~is_large).tolist()
+        self.free_large = (np.flatnonzero((is_free & is_large)[::LARGE]) * LARGE).tolist()
+        self.taken = int(exists.sum() - is_free.sum())
 
     def close(self) -> None:
         """Releases all, in whatever state the driver is."""
-        existing = np.flatnonzero(self.handles != VACANT).tolist()
-        while existing:
-            outcome = self._calls.release(self.handles, existing)
-            del existing[: outcome.done + (not outcome)]
+        existing = self.of_pages(np.flatnonzero(self.handles != VACANT))
+        for pages in (1, LARGE):
+            some = [frame for frame in existing if self.is_large[frame] == (pages > 1)]
+            while some:
+                outcome = self._calls.release(self.handles, some, pages)
+                del some[: outcome.done + (not outcome)]
         self.free.clear()
+        self.free_large.clear()
         self.taken = 0
 
-    def _grow(self, count: int) -> None:
-        """Sees to it that so many numbers are vacant."""
-        missing = count - len(self._vacant)
-        if missing > 0:
-            first = len(self.handles)
-            more = max(missing, min(first, self.limit - first))
-            self.uses = np.concatenate([self.uses[:first], np.zeros(more, np.int64)])
-            self.tenants = np.concatenate([self.tenants[:first], np.zeros(more, np.int32)])
-            self.handles = np.concatenate([self.handles, np.full(more, VACANT)])
-            self._vacant[:0] = range(first + more - 1, first - 1, -1)
+    def _lists(self, pages: int) -> tuple[list[int], list[int]]:
+        """Of frames of so many pages: the free ones, and numbers for more."""
+        return (self.free, self._vacant) if pages == 1 else (self.free_large, self._vacant_large)
+
+    def _see_to_numbers(self, count: int, pages: int) -> None:
+        """Sees to it that there are numbers for so many frames more."""
+        missing = -(-(count - len(self._lists(pages)[1])) * pages // LARGE)  # large frames, or numbers of such
+        if missing <= 0:
+            return
+        self._grow(missing if pages > 1 else missing - len(self._vacant_large))
+        if pages == 1:
+            split = _pop(self._vacant_large, missing)
+            self._vacant[:0] = np.add.outer(split, np.arange(LARGE - 1, -1, -1)).ravel().tolist()
+
+    def _grow(self, missing: int) -> None:
+        """Adds numbers for so many large frames."""
+        if missing <= 0:
+            return
+        first = len(self.handles)
+        more = -(-max(missing * LARGE, min(first, self.limit - first)) // LARGE) * LARGE
+        self.uses = np.concatenate([self.uses[:first], np.zeros(more, np.int64)])
+        self.tenants = np.concatenate([self.tenants[:first], np.full(more, UNKNOWN, np.int32)])
+        self.is_large = np.concatenate([self.is_large[:first], np.zeros(more, np.bool_)])
+        self.handles = np.concatenate([self.handles, np.full(more, VACANT)])
+        self._vacant_large[:0] = range(first + more - LARGE, first - 1, -LARGE)
+
+
+def _pop(numbers: list[int], count: int) -> list[int]:
+    """The last ones of a list, which it has no more."""
+    end = len(numbers) - count
+    popped = numbers[end:]
+    del numbers[end:]
+    return popped

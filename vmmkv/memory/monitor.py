@@ -2,7 +2,9 @@
 
 Invariants:
  1. `lock` is held wherever books are read or written, and `changing` wherever pages are mapped or unmapped; `changing`
-    is taken first. So who maps ahead holds it alone while the driver works, and others go on meanwhile.
+    is taken first. So who maps ahead holds it alone while the driver works, and others go on meanwhile. Who maps in
+    need holds `door` before, through which who maps ahead has to go each time: it cannot keep others waiting for more
+    than what it has begun.
  2. `inside` is held by an operation, and all locks are given back by the interpreter itself, which an interruption
     cannot prevent. Who finds it held comes in the middle of an operation of the same thread: from a finalizer, say.
  3. `is_dirty` stays set unless an operation has ended, with a result or with an error of its own. The next one has the
@@ -34,7 +36,7 @@ class Monitor:
 
     def reset(self) -> None:
         """Starts anew, in a forked child: whoever held a lock is not there."""
-        self.lock, self.changing = threading.RLock(), threading.RLock()
+        self.lock, self.changing, self.door = threading.RLock(), threading.RLock(), threading.RLock()
         self.inside = threading.Lock()
         self.is_dirty = False
         self.worker: int | None = None
@@ -96,7 +98,7 @@ def operation(method: Method[Owner, Parameters, Result]) -> Method[Owner, Parame
     @functools.wraps(method)
     def run(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         monitor = self.pool.monitor
-        with monitor.changing, monitor.lock:
+        with monitor.door, monitor.changing, monitor.lock:
             monitor.check_outside(method.__name__, changing=True)
             with monitor.inside:
                 if monitor.is_dirty:

@@ -1,21 +1,24 @@
 """The frame pool: the memory of a device that several may use, and the account of each.
 
 Invariants, in pages:
- 1. `free + taken = existing <= limit`, and the driver holds exactly the existing ones.
+ 1. `free + taken = existing`, and the driver holds exactly the existing ones, beside those that lessees have made.
+    `existing + leased <= limit`: what is leased a holder makes and gives back itself, at any time and without a word.
  2. What holders *use* cannot be had by others; everything else can, in their order of need: free frames, those that may
     still be made, and what holders have mapped and do not use.
  3. What is guaranteed to a holder nobody else has: the sum, over all, of what each has mapped or is guaranteed,
     whichever is more, is at most `limit`. (Mapped, not used: tokens grow into what is mapped, and ask nobody.)
- 4. Everything follows from what the driver made and what `tables` say is mapped: `recover` works it out anew.
+ 4. Everything follows from what the driver made, what `tables` say is mapped, and what lessees say is leased: `recover`
+    works it out anew.
 """
 
 from __future__ import annotations
 
+import html
 import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
@@ -30,14 +33,15 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from ..stats import CallStats
+from ..stats import AccountStats, CallStats
 from . import debugging
 from .budget import pages_within
 from .calls import Calls, LoopedCalls
 from .driver import Driver, NativeDriver, driver_for
-from .frames import Frames, Tenants
+from .frames import Frames, Supply, Tenants
 from .meter import Meter
 from .monitor import Monitor, operation
+from .picture import draw_accounts
 from .ranges import Ranges
 
 
@@ -45,15 +49,15 @@ class Table(Protocol):
     """Where frames are mapped."""
 
     tail_frames: list[int]
-    """Those of them that lie behind rows."""
+    """Those of them that lie behind rows, of one page."""
     doubt: list[Any]
     """What is just being mapped or unmapped."""
 
     def tell_uses(self) -> None:
         """Tells frames how often they were used."""
 
-    def mapped_frames(self) -> Collection[int]:
-        """Those that are mapped."""
+    def mapped_pages(self) -> Collection[int]:
+        """The pages of those that are mapped."""
 
     def settle(self) -> None:
         """Makes the table right after an interruption: what may or may not be mapped is unmapped."""
@@ -62,19 +66,25 @@ class Table(Protocol):
 class Holder(Protocol):
     """Who has an account."""
 
+    kind: str
+    """What users call it: `KVCache`, say."""
+
     @property
     def kept_pages(self) -> int:
         """Pages that others cannot have."""
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
-        """Unmaps up to `count` pages that it does not use, and gives them back; returns how many. Takes only those that
-        no work on the device may touch, unless it is to wait."""
+        """Unmaps frames of `count` pages, as far as there are any that it does not use, and gives them back; returns
+        how many pages. Takes only those that no work on the device may touch, unless it is to wait."""
 
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""
 
     def sequences(self) -> tuple[int, int]:
         """Live sequences, and their tokens."""
+
+    def known_tenants(self) -> set[int]:
+        """Numbers of tenants that it tells from others, beside those whose bytes its frames may hold."""
 
     def held(self) -> list[str]:
         """What users hold of it, a line for each, and with debugging who took that."""
@@ -100,22 +110,31 @@ class Bell(Protocol):
         """In a forked child, where it is not."""
 
 
+def _nobody() -> None:
+    """The holder of an account before it is opened."""
+
+
 @dataclass(eq=False)
 class Account:
     """What one holder may have, in pages.
 
     Attributes:
-        holder: whose it is.
         limit: the most that it may have mapped; None is all of the pool.
         guaranteed: what it can have at any time.
+        is_lease: whether its pages are no frames of the pool, but the holder's own: `taken` is then what is leased, and
+            `Holder.kept_pages` what of that there is.
         taken: what it has.
+        holder: whose it is.
+        name: what the holder is, and a number that no other on the pool has had.
         origin: with debugging, who made the holder.
     """
 
-    holder: weakref.ref[Holder]
     limit: int | None = None
     guaranteed: int = 0
+    is_lease: bool = False
     taken: int = 0
+    holder: Callable[[], Holder | None] = _nobody
+    name: str = ""
     origin: str = ""
 
 
@@ -127,6 +146,7 @@ class FramePoolStats:
         limit_bytes: the most that the pool may take.
         physical_bytes: what it takes now.
         free_bytes: what of it belongs to nobody.
+        leased_bytes: what memory pools of torch have, or may take without asking; that is less for the others.
         guaranteed_bytes: what is promised to accounts.
         holders: how many have an account.
         used_bytes: what of it holders use, so that nobody else can have it.
@@ -136,11 +156,13 @@ class FramePoolStats:
         pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
         driver_calls: calls of the memory system by name, but for the mapper's.
         mapper_calls: those of the mapper, which nobody waits for.
+        accounts: what each holder has, the oldest first.
     """
 
     limit_bytes: int
     physical_bytes: int
     free_bytes: int
+    leased_bytes: int
     guaranteed_bytes: int
     holders: int
     used_bytes: int
@@ -150,6 +172,7 @@ class FramePoolStats:
     pages_mapped: dict[str, int]
     driver_calls: dict[str, CallStats]
     mapper_calls: dict[str, CallStats]
+    accounts: tuple[AccountStats, ...]
 
 
 class FramePool:
@@ -201,10 +224,13 @@ class FramePool:
         self.tenants = Tenants()
         """Whose bytes are kept apart on this pool."""
         self.accounts: list[Account] = []
+        self._account_numbers = itertools.count()
         self.tables: list[Table] = []
         """Of all holders, also of those that are gone while the device may still use what they had."""
         self.left_behind: deque[tuple[Table, Account, list[int]]] = deque()
         """Frames of holders that are gone, to be taken back by the next operation."""
+        self.ended_leases: list[tuple[Account, Holder]] = []
+        """Of lessees whose users are gone, and who give back what is left when they can."""
         self.mapper: Bell | None = None
         """Who maps ahead, where somebody wants that."""
         self._unusable: type[VmmkvError] | None = None
@@ -226,6 +252,21 @@ class FramePool:
         """Bytes of a page."""
         return self.driver.page_size
 
+    @property
+    def leased(self) -> int:
+        """Pages that lessees have made, or may make."""
+        return sum(account.taken for account in self.accounts if account.is_lease)
+
+    @property
+    def physical(self) -> int:
+        """Pages that there are: frames, and what lessees have made."""
+        return self.frames.existing + sum(_used(account) for account in self.accounts if account.is_lease)
+
+    @property
+    def room(self) -> int:
+        """Frames that may still be made."""
+        return self.limit - self.leased - self.frames.existing
+
     @operation
     def set_limit(self, max_bytes: float | str) -> None:
         """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
@@ -243,16 +284,14 @@ class FramePool:
                 f"asked for a limit of {limit} pages of {self.page_size} bytes; {guaranteed} are guaranteed to caches "
                 "on this pool. Close one, or keep a higher limit"
             )
-        promised = sum(max(account.guaranteed, _used(account)) for account in self.accounts)
-        if limit < promised:
+        if not self._make_good(limit):
             raise OutOfPagesError(
                 f"asked for a limit of {limit} pages of {self.page_size} bytes; tokens, and guarantees, take "
-                f"{promised}. Free or truncate sequences first",
+                f"{self._promised()}. Free or truncate sequences first",
                 requested=limit,
-                available=promised,
+                available=self._promised(),
             )
-        self._make_good(limit)
-        self._shrink_to(limit)
+        self._shrink_to(limit - self.leased)
         self.limit = limit
 
     def memory_info(self) -> tuple[int, int]:
@@ -269,7 +308,7 @@ class FramePool:
         self.collect()
         before = self.frames.existing
         kept = pages_within(self, keep, least=0)
-        self._shrink_to(kept)
+        self._shrink_to(max(kept - (self.physical - before), 0))
         return (before - self.frames.existing) * self.page_size
 
     @operation
@@ -277,44 +316,62 @@ class FramePool:
         """A snapshot."""
         self.collect()
         size = self.page_size
+        used = [_used(account) for account in self.accounts]  # each once: lessees make pages at any time
+        lessees = sum(pages for account, pages in zip(self.accounts, used) if account.is_lease)
         holders = [holder for account in self.accounts if (holder := account.holder()) is not None]
         sequences, tokens = map(sum, zip((0, 0), *(holder.sequences() for holder in holders)))
         return FramePoolStats(
             limit_bytes=self.limit * size,
-            physical_bytes=self.frames.existing * size,
-            free_bytes=len(self.frames.free) * size,
+            physical_bytes=(self.frames.existing + lessees) * size,
+            free_bytes=self.frames.free_pages * size,
+            leased_bytes=self.leased * size,
             guaranteed_bytes=sum(account.guaranteed for account in self.accounts) * size,
             holders=len(self.accounts),
-            used_bytes=sum(map(_used, self.accounts)) * size,
+            used_bytes=sum(used) * size,
             sequences=sequences,
             tokens=tokens,
             pages_created=self.frames.made,
             pages_mapped={"ahead": self.mapper.pages if self.mapper else 0, "in need": self.pages_in_need},
             driver_calls=self.meter.stats(),
             mapper_calls=self.mapper.meter.stats() if self.mapper else {},
+            accounts=tuple(map(self._account_stats, self.accounts, used)),
         )
 
-    def open_account(self, holder: Holder, limit: int | None = None, guaranteed: int = 0) -> Account:
-        """An account for a holder, in pages.
+    def _account_stats(self, account: Account, used: int) -> AccountStats:
+        holder, size = account.holder(), self.page_size
+        sequences, tokens = (0, 0) if holder is None else holder.sequences()
+        return AccountStats(
+            name=account.name,
+            limit_bytes=min(self.limit, self.limit if account.limit is None else account.limit) * size,
+            guaranteed_bytes=account.guaranteed * size,
+            mapped_bytes=(used if account.is_lease else account.taken) * size,
+            used_bytes=used * size,
+            sequences=sequences,
+            tokens=tokens,
+        )
+
+    def open_account(self, account: Account, holder: Holder) -> None:
+        """Opens an account for a holder that is made in full: from now on it may be asked for what it does not use, and
+        to recover. So who is interrupted before that leaves none.
 
         Raises:
             BudgetError: so much cannot be guaranteed beside what others are guaranteed, or use, or within the limit.
         """
+        limit, guaranteed = account.limit, account.guaranteed
         if limit is not None and guaranteed > limit:
             raise BudgetError(f"asked for a guarantee of {guaranteed} pages, and for {limit} at most; ask for less")
-        with self.monitor.changing, self.monitor.lock:
-            promised = sum(max(account.guaranteed, _used(account)) for account in self.accounts)
-            if guaranteed > self.limit - promised:
+        with self.monitor.door, self.monitor.changing, self.monitor.lock:
+            if not self._make_good(self.limit - guaranteed):
                 raise BudgetError(
                     f"asked for a guarantee of {guaranteed} pages of {self.page_size} bytes; of {self.limit} in the "
-                    f"pool {promised} are guaranteed to others, or in use by them. Ask for less, or raise its limit"
+                    f"pool {self._promised()} are guaranteed to others, or in use by them. Ask for less, or raise its "
+                    "limit"
                 )
-            self._make_good(self.limit - guaranteed)
-            account = Account(weakref.ref(holder), limit, guaranteed)
+            account.name = f"{holder.kind} {next(self._account_numbers)}"
+            account.holder = weakref.ref(holder)
             if self.is_debugged:
                 account.origin = debugging.caller()
             self.accounts.append(account)
-            return account
 
     def close_account(self, account: Account) -> None:
         """Ends an account whose holder has given everything back."""
@@ -341,42 +398,70 @@ class FramePool:
 
     def idle(self, account: Account) -> int:
         """Pages that a holder can have without anybody giving up any."""
-        others = sum(max(other.guaranteed, other.taken) for other in self.accounts if other is not account)
-        idle = min(self.limit - self.frames.taken, self.limit - others - account.taken)
+        idle = self.limit - self.frames.taken
+        for other in self.accounts:
+            if other.is_lease:
+                idle -= other.taken
+            if other is not account and other.guaranteed > other.taken:
+                idle -= other.guaranteed - other.taken
         return idle if account.limit is None else min(idle, account.limit - account.taken)
 
-    def take(self, account: Account, count: int) -> list[int]:
-        """`count` frames.
+    def take(self, account: Account, pages: int, large: int = 0) -> Supply:
+        """Frames of so many pages in all, up to so many large ones among them.
 
         Raises:
             OutOfPagesError: there is not as much idle; see `reclaim`.
             DriverError: the driver could not make one; those made before it are free now.
         """
-        if count > self.idle(account):
-            raise OutOfPagesError(
-                f"asked for {count} pages of {self.page_size} bytes; {self.idle(account)} are idle, of "
-                f"{self.limit} in the pool",
-                requested=count,
-                available=self.idle(account),
-            )
-        frames = self.frames.take(count)
-        account.taken += count
-        return frames
+        self._check_idle(account, pages)
+        supply = self.frames.take(pages, large, self.limit - self.leased)
+        account.taken += pages
+        return supply
 
-    def give(self, account: Account, frames: list[int]) -> None:
+    def tenant_number(self, tenant: Hashable) -> int:
+        """The number of a tenant, as long as anything here carries it. Forgets others now and then."""
+        if self.tenants.are_many:
+            holders = [holder for account in self.accounts if (holder := account.holder()) is not None]
+            self.tenants.forget(self.frames.known_tenants().union(*(holder.known_tenants() for holder in holders)))
+        return self.tenants.number(tenant)
+
+    def lease(self, account: Account, pages: int) -> None:
+        """Lets a lessee make so many pages more. Frames that nobody has go back to the system for them.
+
+        Raises:
+            OutOfPagesError: there is not as much idle; see `reclaim_from_others`.
+            DriverError: the driver could not release one; those released before it are gone.
+        """
+        self._check_idle(account, pages)
+        self.frames.release(max(pages - self.room, 0))
+        account.taken += pages
+
+    def _check_idle(self, account: Account, pages: int) -> None:
+        """Raises `OutOfPagesError`, where so much is not idle."""
+        if pages > (idle := self.idle(account)):
+            raise OutOfPagesError(
+                f"asked for {pages} pages of {self.page_size} bytes; {idle} are idle, of {self.limit} in the pool",
+                requested=pages,
+                available=idle,
+            )
+
+    def give(self, account: Account, frames: Collection[int]) -> None:
         """Takes frames back that are mapped nowhere."""
-        self.frames.give(frames)
-        account.taken -= len(frames)
+        account.taken -= self.frames.give(frames)
 
     def reclaim_from_others(self, account: Account | None, count: int, *, wait: bool, guaranteed: bool = False) -> int:
-        """Has others give back up to `count` pages that they do not use; returns how many.
+        """Has others give back up to `count` pages that they do not use; returns how many. A lessee has none from other
+        lessees, who may need theirs at any time.
 
         Args:
-            guaranteed: also those that they are guaranteed, which nobody can have then, but for which there is memory.
+            guaranteed: also those that they are guaranteed, which nobody can have then, but for which there is memory:
+                so none that are only leased.
         """
         reclaimed = 0
         for other in list(self.accounts):
             holder = other.holder()
+            if other.is_lease and (guaranteed or (account is not None and account.is_lease)):
+                continue
             most = count - reclaimed if guaranteed else min(count - reclaimed, other.taken - other.guaranteed)
             if other is not account and holder is not None and most > 0:
                 reclaimed += holder.reclaim(most, wait=wait)
@@ -385,10 +470,22 @@ class FramePool:
     def collect(self) -> None:
         """Takes back what was left behind by holders that are gone."""
         while self.left_behind:
-            table, account, frames = self.left_behind.popleft()
+            self.frames.give(self.left_behind[0][2])
+            self._forget_first()
+        for account, lessee in self.ended_leases.copy():
+            account.guaranteed = 0
+            lessee.reclaim(account.taken)
+            if not account.taken:
+                self.close_account(account)
+                self.ended_leases.remove((account, lessee))
+
+    def _forget_first(self) -> None:
+        """Ends the first entry of what was left behind, whose frames are free."""
+        table, account, _ = self.left_behind[0]
+        with suppress(ValueError):
             self.tables.remove(table)
-            self.frames.give(frames)
-            self.close_account(account)
+        self.close_account(account)
+        self.left_behind.popleft()
 
     def recover(self) -> None:
         """Makes all books on this pool right after an interruption, or says that nobody can."""
@@ -397,9 +494,11 @@ class FramePool:
         self._unusable = InterruptedChangeError
         if not self.calls.in_doubt:
             with suppress(VmmkvError):
+                while self.left_behind:
+                    self._forget_first()  # what lies in no table will be free
                 for table in self.tables:
                     table.settle()
-                self.frames.settle({frame for table in self.tables for frame in table.mapped_frames()})
+                self.frames.settle({page for table in self.tables for page in table.mapped_pages()})
                 for account in list(self.accounts):
                     if (holder := account.holder()) is not None:
                         holder.recover()
@@ -422,12 +521,18 @@ class FramePool:
         """
         if self._unusable is UseAfterFreeError:
             return
-        with self.monitor.changing, self.monitor.lock:
-            self.monitor.check_outside("close", changing=True)
+        monitor = self.monitor
+        with monitor.door, monitor.changing, monitor.lock:
+            monitor.check_outside("close", changing=True)
+            before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
             self.collect()
+            monitor.is_dirty = before
             if self.accounts:
                 report = "\n".join(["", *self._held()]) if self.is_debugged else ""
-                raise BudgetError(f"{len(self.accounts)} caches or tensors lie on this pool; close them first{report}")
+                raise BudgetError(
+                    f"{len(self.accounts)} caches, growable tensors or memory pools (with what torch has made there) "
+                    f"lie on this pool; close them first{report}"
+                )
             self._unusable = UseAfterFreeError
             self.frames.close()
 
@@ -438,20 +543,31 @@ class FramePool:
             holder = account.holder()
             yield from (f"  {line}" for line in (holder.held() if holder is not None else ()))
 
-    def _make_good(self, limit: int) -> None:
-        """Sees to it that what is mapped, or guaranteed, is at most so much; what is used must be."""
-        promised = sum(max(account.guaranteed, account.taken) for account in self.accounts)
-        if promised > limit:
-            self.reclaim_from_others(None, promised - limit, wait=True)
+    def _promised(self) -> int:
+        """Pages that are used, or guaranteed."""
+        return sum(max(account.guaranteed, _used(account)) for account in self.accounts)
+
+    def _make_good(self, limit: int) -> bool:
+        """Sees to it that what is mapped, or guaranteed, is at most so much. False where what is used does not allow
+        that; then nobody has given anything, but for what a lessee has meanwhile begun to use."""
+
+        def surplus() -> int:
+            return sum(max(account.guaranteed, account.taken) for account in self.accounts) - limit
+
+        if self._promised() > limit:
+            return False
+        if surplus() > 0:
+            self.reclaim_from_others(None, surplus(), wait=True)
+        return surplus() <= 0
 
     def _shrink_to(self, limit: int) -> None:
         """Gives frames back to the system, until at most so many are left, or all are used."""
-        surplus = self.frames.existing - limit - len(self.frames.free)
+        surplus = self.frames.existing - limit - self.frames.free_pages
         for account in list(self.accounts):
             holder = account.holder()
-            if holder is not None and surplus > 0:
+            if holder is not None and surplus > 0 and not account.is_lease:
                 surplus -= holder.reclaim(surplus, wait=True)
-        self.frames.release(min(max(self.frames.existing - limit, 0), len(self.frames.free)))
+        self.frames.release(min(max(self.frames.existing - limit, 0), self.frames.free_pages))
 
     def _after_fork(self) -> None:
         self.monitor.reset()
@@ -469,6 +585,15 @@ class FramePool:
             f"<vmmkv.FramePool on {self.device}: {self.frames.existing * mib:.0f} of {self.limit * mib:.0f} MiB, "
             f"{len(self.accounts)} accounts>"
         )
+
+    def _repr_html_(self) -> str:
+        """What Jupyter shows: who has how much."""
+        try:
+            stats = self.stats()
+        except VmmkvError:
+            return html.escape(repr(self))
+        title = f"FramePool {self.number} on {self.device}"
+        return draw_accounts(title, stats.limit_bytes, stats.free_bytes, stats.accounts)
 
 
 _REASONS = {

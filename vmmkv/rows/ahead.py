@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
+
+from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
 from ..space.change import Change
+from ..space.mapper import Lack
 from . import policy
 from .books import Books
 
@@ -31,39 +35,62 @@ class Ahead:
         """Tokens that are to be mapped behind each sequence."""
         return self._books.rules.lookahead
 
-    def _ahead(self) -> Iterator[tuple[Arena, int, int]]:
-        """Arenas, rows, and the page up to which they are to be mapped ahead; the neediest first."""
-        for row, tokens in policy.growing(self._table, self.lookahead, self._books.rules.max_seq_len):
-            for (arena, _), (first, end) in zip(self._books.ranges, self._books.spans(self._table.start[row], tokens)):
-                table = arena.table
-                if table.reaches(row, first) and table.ready[row] == table.end[row] < end:
-                    yield arena, row, end
-
-    def pages_ahead(self, enough: int) -> int:
-        """Pages that are still to be mapped ahead, counted up to `enough`."""
-        pages = 0
-        for arena, row, end in self._ahead():
-            pages += end - arena.table.end[row]
-            if pages >= enough:
-                return enough
-        return pages
-
-    def plan_ahead(self, change: Change, pages: int) -> int:
-        """Plans to map up to so many pages ahead, of frames that are free; returns how many."""
-        pages = min(pages, len(self._pool.frames.free), self._pool.idle(self._account))
-        planned = 0
-        for arena, row, end in self._ahead():
-            end = min(end, arena.table.end[row] + pages - planned)
-            count = end - arena.table.end[row]
-            if not count:
+    def plan_ahead(self, change: Change, frames: int) -> Lack:
+        """Plans to map up to so many frames ahead, of those that are free; returns what lacks of them."""
+        lack_large = lack_single = 0
+        for arena, row, begin, end in self._needs():
+            room = frames - change.frames - lack_large - lack_single
+            if room <= 0:
                 break
-            frames = self._pool.take(self._account, count)
-            if self._pool.tenants and (self._pool.frames.tenants[frames] != self._table.tenant[row]).any():
-                self._pool.give(self._account, frames)  # to be zeroed by whoever grows
-                continue
-            arena.plan_growth(change, row, end, frames)
-            planned += count
-        return planned
+            pages = end - begin
+            wanted = policy.large_frames(pages, self._table.start[row]) if self._books.rules.large else 0
+            large, single = self._available(pages, wanted, room)
+            lack_large += min(wanted, room) - large
+            if large == wanted:
+                lack_single += min(pages - large * LARGE, room - large) - single
+            if large + single:
+                self._plan(change, arena, row, large, single)
+        return Lack(lack_large, lack_single)
+
+    def _needs(self) -> Iterator[tuple[Arena, int, int, int]]:
+        """Arenas, rows, where their pages end, and the page up to which they are to be mapped; the neediest first."""
+        rows, tokens = policy.growing(self._table, self._reach(), self._books.rules.max_seq_len)
+        extents = np.stack([self._table.starts[rows], tokens], axis=1)
+        spans = policy.page_spans(extents, self._books.records, self._books.page_size, self._books.rules.overread)
+        for (arena, _), (first, end) in zip(self._books.ranges, spans):
+            table = arena.table
+            ends = table.ends[rows]
+            needy = (table.firsts[rows] <= first) & (first <= ends) & (table.readies[rows] == ends) & (ends < end)
+            for row, begin, stop in zip(rows[needy].tolist(), ends[needy].tolist(), end[needy].tolist()):
+                yield arena, row, begin, stop
+
+    def _reach(self) -> int:
+        """Tokens ahead of each row: the lookahead, but a quarter of a page where there is not enough for all, so that
+        what is idle stays free for prompts."""
+        books, live = self._books, len(self._table.live)
+        pages = live * sum(end for _, end in policy.spans(0, self.lookahead, books.records, books.page_size))
+        idle = self._pool.idle(self._account)
+        is_tight = idle < pages and idle + books.parked_pages(pages - idle) < pages
+        return min(-(-books.page_tokens // 4), self.lookahead) if is_tight else self.lookahead
+
+    def _available(self, pages: int, wanted: int, frames: int) -> tuple[int, int]:
+        """Large frames, and single ones behind them, for up to so many pages, of those that are free."""
+        free, idle = self._pool.frames, max(self._pool.idle(self._account), 0)
+        large = min(wanted, len(free.free_large), frames, idle // LARGE)
+        if large < wanted and min(idle, self._pool.room) >= LARGE:
+            return large, 0  # more will be made
+        return large, min(pages - large * LARGE, len(free.free), frames - large, idle - large * LARGE)
+
+    def _plan(self, change: Change, arena: Arena, row: int, large: int, single: int) -> None:
+        """Plans to put free frames behind what a row has; not those that would have to be zeroed before."""
+        pool, table = self._pool, arena.table
+        supply = pool.take(self._account, large * LARGE + single, large)
+        if pool.tenants:
+            taken = supply.large + supply.single
+            if (pool.frames.tenants[pool.frames.in_pages(taken)] != self._table.tenant[row]).any():
+                pool.give(self._account, taken)
+                return
+        arena.plan_growth(change, row, table.end[row] + large * LARGE + single, supply, large)
 
     def plan_release(self, change: Change, pages: int) -> int:
         """Plans to unmap up to so many pages of parked rows that nothing may touch, oldest first; returns how many."""
@@ -71,7 +98,7 @@ class Ahead:
         for row in self._table.parked:
             if planned < pages and self._table.fences[row].passed():
                 for arena, _ in self._books.ranges:
-                    planned += arena.plan_release(change, row, pages - planned)
+                    planned += arena.plan_back(change, row, 0, pages - planned)
             elif planned:
                 break
         return planned
@@ -80,7 +107,6 @@ class Ahead:
         """Brings the books of rows up to what a change has done."""
         for row in {row for arena, _ in self._books.ranges for row in change.rows_of(arena.table)}:
             if self._table.is_live(row):
-                self._books.retire_front(row)
                 self._books.refresh(row)
             else:
                 self._table.forget(row)

@@ -1,8 +1,8 @@
 """The books of rows: what each holds, in pages, and what follows from that: capacities, and the lists that rows are on.
 
-A page is *used* when tokens of a live sequence lie in it. All other mapped pages are *surplus*: parked and retired
-rows, tails behind a truncated or adopted sequence, lookahead, fronts before `start`. Surplus pages cost nothing to use
-again where they are and are unmapped only when somebody else needs them.
+A page is *used* when tokens of a live sequence lie in it, or in another page of its frame. All other mapped pages are
+*surplus*: parked and retired rows, tails behind a truncated or adopted sequence, lookahead, fronts before `start`.
+Surplus pages cost nothing to use again where they are and are unmapped only when somebody else needs them.
 
 Nothing here maps, unmaps or touches memory.
 """
@@ -10,6 +10,9 @@ Nothing here maps, unmaps or touches memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from ..space.arena import Arena
 from . import policy
@@ -27,6 +30,7 @@ class Rules:
         zero_tail: live rows with tokens may be read to their very end; implies `scrub`.
         lookahead: tokens that a mapper maps behind each sequence; 0 without one.
         overread: tokens that are always mapped behind each sequence.
+        large: whether large frames may lie under tokens.
         poison: for debugging: pages are filled with what is no number in any floating-point format, before a sequence
             has them (unless they are zeroed) and when it leaves them. Not with `zero_tail`, where kernels read such
             pages.
@@ -37,6 +41,7 @@ class Rules:
     zero_tail: bool = False
     lookahead: int = 0
     overread: int = 0
+    large: bool = False
     poison: bool = False
 
     @property
@@ -74,15 +79,33 @@ class Books:
         """Per arena the pages that tokens `[start, length)` of a row lie in, and those behind that may be read."""
         return policy.spans(start, length + self.rules.overread if length else 0, self.records, self.page_size)
 
-    def used(self, row: int) -> list[Span]:
+    def touched(self, row: int) -> list[Span]:
         """Per arena the pages of the row that hold tokens, or are about to."""
         return self.spans(*self.extent(row))
 
+    def used(self, row: int) -> list[Span]:
+        """Per arena the pages of the row that are used, or are about to be."""
+        return self._whole_frames(row, self.touched(row))
+
+    def wanted(self, row: int) -> list[Span]:
+        """Per arena the pages of the row that are used, and those behind them that are to be mapped ahead."""
+        (tokens,) = policy.wanted(self.table, np.array([row]), self.rules.lookahead, self.rules.max_seq_len).tolist()
+        return self._whole_frames(row, self.spans(self.table.start[row], tokens))
+
+    def _whole_frames(self, row: int, spans: list[Span]) -> list[Span]:
+        if not self.rules.large:
+            return spans
+        tables = [arena.table for arena, _ in self.ranges]
+        return [
+            Span(table.frame_begin(row, span.first), table.frame_end(row, span.end)) if span.first < span.end else span
+            for table, span in zip(tables, spans)
+        ]
+
     def leaving(self, row: int, start: int, length: int) -> list[tuple[Arena, int, int]]:
-        """The pages, arena by arena, that hold tokens now and would hold none with this start and length."""
+        """The pages, arena by arena, that are used now and would not be with this start and length."""
         leaving = []
         for (arena, _), (first, end), (new_first, new_end) in zip(
-            self.ranges, self.used(row), self.spans(start, length)
+            self.ranges, self.used(row), self._whole_frames(row, self.spans(start, length))
         ):
             front_end = min(max(new_first, first), end)
             back_first = min(max(new_end, front_end), end)
@@ -101,15 +124,37 @@ class Books:
             surplus += table.pages(row) - max(min(end, table.end[row]) - max(first, table.first[row]), 0)
         return surplus
 
+    def parked_pages(self, enough: int) -> int:
+        """Pages of parked rows, counted up to `enough`: what is usually there to be reclaimed."""
+        count = 0
+        for row in self.table.parked:
+            for arena, _ in self.ranges:
+                count += arena.table.pages(row)
+            if count >= enough:
+                break
+        return count
+
+    def live_extents(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Live rows, and by row the first token that it keeps and its end: now, or as soon as there is room."""
+        live = self.table.live_rows()
+        extents = self.table.extents[live]
+        if self.claims:
+            order = np.argsort(live)
+            extents[order[np.searchsorted(live, list(self.claims), sorter=order)]] = list(self.claims.values())
+        return live, extents
+
     @property
     def used_pages(self) -> int:
-        """Pages that hold tokens of live sequences, or are about to."""
-        extents = self.table.extents[self.table.live_rows()]
-        used = policy.count_pages(extents, self.records, self.page_size, self.rules.overread)
-        for row, claim in self.claims.items():
-            now = int(self.table.start[row]), int(self.table.length[row])
-            for extent, sign in ((claim, 1), (now, -1)):
-                used += sign * sum(end - first for first, end in self.spans(*extent))
+        """Pages that hold tokens of live sequences, or are about to, in whole frames."""
+        live, extents = self.live_extents()
+        spans = policy.page_spans(extents, self.records, self.page_size, self.rules.overread)
+        used = 0
+        for (arena, _), (first, end) in zip(self.ranges, spans):
+            used += int((end - first).sum())
+            if self.rules.large:
+                held = first < end
+                used += arena.table.ragged_pages(live[held], first[held], before=True)
+                used += arena.table.ragged_pages(live[held], end[held], before=False)
         return used
 
     def bound_pages(self) -> int:
@@ -126,19 +171,21 @@ class Books:
     def refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
         live, (start, length) = self.table.is_live(row), self.extent(row)
-        capacity = self.rules.max_seq_len
+        rules, size = self.rules, self.page_size
+        capacity = rules.max_seq_len
         whole = True
-        for (arena, record), (_, used_end) in zip(self.ranges, self.spans(start, length)):
+        for arena, record in self.ranges:
             table = arena.table
             end = table.ready[row]
             # Pages that do not reach its first token are what a growth has left that did not happen.
-            whole &= table.reaches(row, start * record // self.page_size)
-            whole &= not (self.rules.zero_tail and table.has_hole(row))
+            whole &= table.reaches(row, start * record // size)
+            whole &= not (rules.zero_tail and table.has_hole(row))
             if table.first[row] and not live:
                 end = 0  # nobody can adopt it
-            elif self.rules.cleans and live:
-                end = min(end, used_end)  # behind are another's bytes
-            capacity = min(capacity, max(end * self.page_size // record - self.rules.overread, 0))
+            elif rules.cleans and live:
+                used = length + rules.overread if length else 0
+                end = min(end, -(-used * record // size))  # behind are another's bytes
+            capacity = min(capacity, max(end * size // record - rules.overread, 0))
         if live and not whole:
             capacity = length  # so that the next growth repairs it
         self.table.capacity[row] = capacity

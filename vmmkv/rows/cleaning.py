@@ -22,11 +22,14 @@ POISON = 0xFF
 
 
 class Growth(NamedTuple):
-    """Pages that a row is to have in one arena; `ready` of them could be used before."""
+    """Pages that a row is to have in one arena: so many more, in so many large frames and single ones; `ready` is the
+    end of those that could be used before."""
 
     arena: Arena
     row: int
     span: Span
+    pages: int
+    large: int
     ready: int
 
 
@@ -55,7 +58,7 @@ class Cleaner:
         of what their sequences do with them."""
         own_streams = set()
         unclean = [(row, each) for row in rows for each in self._unclean(row)]
-        for arena, row, span, ready in plan if self._pool.tenants else ():
+        for arena, row, span, *_, ready in plan if self._pool.tenants else ():
             tenant = self._table.tenant[row]
             unclean += [(row, each) for each in arena.table.unclean(row, ready, span.end, tenant)]
         for row, (address, nbytes) in unclean:
@@ -66,7 +69,7 @@ class Cleaner:
         current = self._driver.current_stream()
         for own in own_streams - {current}:
             self._driver.record(own).wait(current)  # what is written there next must not be zeroed
-        for arena, row, span, ready in plan:
+        for arena, row, span, *_, ready in plan:
             arena.table.belong(row, ready, span.end, self._table.tenant[row])
 
     def spoil(self, row: int, leaving: list[tuple[Arena, int, int]]) -> None:
@@ -92,7 +95,7 @@ class Cleaner:
     def _unclean(self, row: int) -> Iterator[tuple[int, int]]:
         """Addresses and bytes of the pages that a row begins to use with what it claims."""
         books, old_end = self._books, self._table.length[row]
-        for (arena, _), (first, end), (_, used_end) in zip(books.ranges, books.used(row), books.spans(0, old_end)):
+        for (arena, _), (first, end), (_, used_end) in zip(books.ranges, books.touched(row), books.spans(0, old_end)):
             if books.rules.zero_tail and not old_end and books.extent(row)[1]:
                 end = arena.table.ready[row]  # a dense kernel reads all that the row has adopted
             first = max(first, used_end)

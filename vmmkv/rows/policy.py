@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ..memory.frames import LARGE
 from .table import RowTable
 
 
@@ -29,12 +30,32 @@ def spans(start: int, length: int, records: Sequence[int], page_size: int) -> li
     return [Span(start * record // page_size, -(-length * record // page_size)) for record in records]
 
 
-def count_pages(extents: npt.NDArray[np.int64], records: Sequence[int], page_size: int, overread: int) -> int:
-    """Pages that the tokens of rows lie in, and `overread` behind them, in all arenas; `extents` are starts and
-    lengths, `[rows, 2]`."""
+def page_spans(
+    extents: npt.NDArray[np.int64], records: Sequence[int], page_size: int, overread: int
+) -> list[tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+    """`spans` for many rows, with `overread` tokens behind those that hold any; `extents` are starts and lengths,
+    `[rows, 2]`."""
     start, length = extents.T
     length = np.where(length, length + overread, 0)
-    return -sum(int((length * -record // page_size).sum() + (start * record // page_size).sum()) for record in records)
+    return [(start * record // page_size, -(-length * record // page_size)) for record in records]
+
+
+def large_frames(pages: int, start: int) -> int:
+    """How many large frames lie under new pages of a row whose tokens begin at `start`: as many as fit.
+
+    So they lie under prompts, and under what is expected to be long. Behind them, and where a sequence grows token by
+    token, lie single pages, so that a sequence has no more than its last page to waste; and under a window, whose front
+    is given back page by page.
+
+    What they cost comes later. A large frame is used, and mapped, as a whole:
+     1. A sequence that is truncated into one keeps it until it grows or ends: up to `LARGE - 1` pages of each arena.
+        One whose front is given back keeps the one that its first token lies in.
+     2. Who adopts a row, and would end within one, has it unmapped and gets single pages there. Where work may still
+        touch it another row is taken; only where no memory is idle, or no other row, it is kept, as in 1.
+     3. Where it takes frames of one size, and only the others are free, and no more memory may be taken, the driver
+        releases them and makes those: `LARGE` calls of the one kind and one of the other.
+    """
+    return 0 if start else pages // LARGE
 
 
 def retired(table: RowTable, max_seq_len: int) -> Iterator[tuple[int, int]]:
@@ -75,15 +96,24 @@ def victims(
     yield from zip(live[lengths == 0].tolist() if dense else live.tolist(), repeat(0))
 
 
-def growing(table: RowTable, ahead: int, max_seq_len: int) -> Iterator[tuple[int, int]]:
-    """Live rows that may soon need pages, and the tokens that there is to be room for; the neediest first.
+def wanted(table: RowTable, rows: npt.NDArray[np.int64], ahead: int, max_seq_len: int) -> npt.NDArray[np.int64]:
+    """By row, the tokens that there is to be room for: so many ahead of those that it holds, and those that are
+    expected; none where neither is known."""
+    lengths, expected = table.lengths[rows], table.expectations[rows]
+    return np.where((lengths > 0) | (expected > 0), np.minimum(np.maximum(lengths + ahead, expected), max_seq_len), 0)
+
+
+def growing(table: RowTable, ahead: int, max_seq_len: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Live rows that may soon need pages, and the tokens that there is to be room for; the neediest first. A row that
+    has half of its lookahead left is let alone, so that several pages come at once.
 
     Args:
         ahead: tokens that are to be mapped behind each row's length.
     """
     rows = table.live_rows()
     lengths, expected, capacities = table.lengths[rows], table.expectations[rows], table.capacities[rows]
-    wanted = np.minimum(np.maximum(lengths + ahead, expected), max_seq_len)
-    needy = np.flatnonzero((wanted > capacities) & ((lengths > 0) | (expected > 0)))
+    tokens = wanted(table, rows, ahead, max_seq_len)
+    is_awake = (lengths > table.wakes[rows]) | (expected > capacities)
+    needy = np.flatnonzero(is_awake & (tokens > capacities))
     needy = needy[np.argsort((capacities - lengths)[needy], kind="stable")]
-    yield from zip(rows[needy].tolist(), wanted[needy].tolist())
+    return rows[needy], tokens[needy]

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from ..errors import DriverOutOfMemoryError, OutOfPagesError
+from ..errors import DriverOutOfMemoryError, OutOfPagesError, VmmkvError
+from ..memory.frames import Supply
 from ..memory.pool import Account, FramePool
 from ..space.arena import free_waiting
+from ..space.change import Change
 from . import policy
 from .books import Books
 
@@ -27,11 +29,12 @@ class Reclaimer:
     def __init__(self, pool: FramePool, account: Account, books: Books) -> None:
         self._pool, self._account, self._books, self._table = pool, account, books, books.table
         # A live row's zero tail grows with each page that is taken from it.
-        self.spare = 0 if books.rules.zero_tail else pool.limit // 512
+        self.spare = 0 if books.rules.zero_tail else min(pool.limit // 512, 64)
         """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
-        """Unmaps up to `count` surplus pages, and gives them to the pool; returns how many.
+        """Unmaps frames of `count` surplus pages, as far as there are any, and gives them to the pool; returns how many
+        pages.
 
         Takes those that no work on the device may touch, unless it is to wait for it.
         """
@@ -39,11 +42,8 @@ class Reclaimer:
 
     def _victims(self) -> Iterator[tuple[int, int]]:
         """Rows that may have pages to give, and the tokens whose pages they keep."""
-        live = self._table.live_rows()
-        lengths = self._table.lengths[live]
-        for index, row in enumerate(live.tolist() if self._books.claims else ()):
-            if row in self._books.claims:
-                lengths[index] = self._books.claims[row][1]
+        _, extents = self._books.live_extents()
+        lengths = extents[:, 1]
         return policy.victims(
             self._table, lengths, self._books.page_tokens, self._books.rules.max_seq_len, self._books.rules.zero_tail
         )
@@ -51,67 +51,84 @@ class Reclaimer:
     def _reclaim_from(self, rows: Iterable[tuple[int, int]], count: int, wait: bool = False) -> int:
         """`reclaim`, from rows in this order."""
         reclaimed = 0
+        change, changed = self._new_change()
         with self._pool.ranges.reclaiming:
-            for row, keep in rows:
-                if not self._books.surplus(row):
-                    continue
-                if wait:
-                    self._table.fences[row].wait()
-                if self._table.fences[row].passed():
-                    reclaimed += self.unmap_surplus(row, count - reclaimed, keep)
-                if reclaimed >= count:
-                    break
+            try:
+                for row, keep in rows:
+                    if row in changed:  # once more, with less to keep
+                        before, (change, changed) = (change, changed), self._new_change()
+                        self._run(*before)
+                    if not self._books.surplus(row):
+                        continue
+                    if wait:
+                        self._table.fences[row].wait()
+                    if self._table.fences[row].passed():
+                        reclaimed += self._plan(change, row, count - reclaimed, keep)
+                        changed.append(row)
+                    if reclaimed >= count:
+                        break
+            except VmmkvError:
+                self._run(change, changed)
+                raise
+            self._run(change, changed)
         return reclaimed
 
-    def unmap_surplus(self, row: int, count: int, keep: int = 0) -> int:
-        """Unmaps up to `count` surplus pages of one row, whose fence has passed; none of its first `keep` tokens.
+    def unmap_surplus(self, row: int, keep: int = 0) -> None:
+        """Unmaps the surplus pages of one row, whose fence has passed; none of its first `keep` tokens."""
+        change, _ = self._new_change()
+        self._plan(change, row, self._pool.limit, keep)
+        self._run(change, [row])
 
-        Returns:
-            how many.
-        """
-        live = self._table.is_live(row)
-        unmapped = 0
-        try:
-            for (arena, _), (first, end), (_, kept) in zip(
-                self._books.ranges, self._books.used(row), self._books.spans(0, keep)
-            ):
-                table = arena.table
-                if live:
-                    unmapped += arena.unmap_front(row, min(first, table.first[row] + count - unmapped))
-                unmapped += arena.unmap_back(row, max(end, kept, table.end[row] - (count - unmapped)))
-        finally:
+    def _new_change(self) -> tuple[Change, list[int]]:
+        """A change, and the rows that it is of."""
+        return Change(self._pool.calls, self._pool.frames), []
+
+    def _plan(self, change: Change, row: int, count: int, keep: int) -> int:
+        """Plans to unmap frames of `count` surplus pages of a row, as far as there are any; returns how many pages."""
+        live, planned = self._table.is_live(row), 0
+        for (arena, _), (first, end), (_, kept) in zip(
+            self._books.ranges, self._books.used(row), self._books.spans(0, keep)
+        ):
             if live:
+                planned += arena.plan_front(change, row, first, count - planned)
+            if first == end:  # no page is used: not even the frame stays that the row has come to the middle of
+                end = arena.table.frame_begin(row, end)
+            planned += arena.plan_back(change, row, max(end, kept), count - planned)
+        return planned
+
+    def _run(self, change: Change, rows: list[int]) -> None:
+        """Runs a change, and brings the books of its rows up to it.
+
+        Raises:
+            DriverError: a call failed; the books know what was done before.
+        """
+        if change.is_empty:
+            return
+        change.run()
+        change.commit(self._pool)
+        for row in rows:
+            if self._table.is_live(row):
                 self._books.retire_front(row)
                 self._books.refresh(row)
             else:
                 self._books.settle(row)
-        return unmapped
+        change.check()
 
-    def _parked_pages(self, enough: int) -> int:
-        """Pages of parked rows, counted up to `enough`: what is usually there to be reclaimed."""
-        count = 0
-        for row in self._table.parked:
-            for arena, _ in self._books.ranges:
-                count += arena.table.pages(row)
-            if count >= enough:
-                break
-        return count
-
-    def supply(self, count: int) -> list[int]:
-        """`count` frames: free ones, then retired ones, then new ones, and under pressure any surplus."""
+    def supply(self, count: int, large: int) -> Supply:
+        """Frames of `count` pages, up to so many large ones among them: free ones, then retired ones, then new ones,
+        and under pressure any surplus."""
         pool = self._pool
-        free = len(pool.frames.free)
-        if self._table.retired and count > free:
+        if self._table.retired and count > (free := pool.frames.free_pages):
             self._reclaim_from(policy.retired(self._table, self._books.rules.max_seq_len), count - free)
         if count > pool.idle(self._account):
             self._press(count)
         try:
-            return pool.take(self._account, count)
+            return pool.take(self._account, count, large)
         except DriverOutOfMemoryError as error:
             free_waiting()
             pool.collect()
             self._press(count, error)  # the device has less left than the limit allows
-            return pool.take(self._account, count)
+            return pool.take(self._account, count, large)
 
     def _press(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Has others, or other rows, give back what is missing of `count` pages, or raises before it changes anything.
@@ -121,22 +138,24 @@ class Reclaimer:
         pool = self._pool
 
         def missing() -> int:
-            return count - (len(pool.frames.free) if cause else pool.idle(self._account))
+            return count - (pool.frames.free_pages if cause else pool.idle(self._account))
 
-        if self._parked_pages(missing()) < missing():
+        lacking = missing()
+        if self._books.parked_pages(lacking) < lacking:
             self._check_allowed(count, cause)
-        self.reclaim(missing() + self.spare)
+        self.reclaim(lacking + self.spare)
         for wait in (False, True):
-            if missing() > 0 and wait:
-                self.reclaim(missing(), wait=True)
-            if missing() > 0:
-                pool.reclaim_from_others(self._account, missing(), wait=wait, guaranteed=cause is not None)
+            if (lacking := missing()) > 0 and wait:
+                self.reclaim(lacking, wait=True)
+                lacking = missing()
+            if lacking > 0:
+                pool.reclaim_from_others(self._account, lacking, wait=wait, guaranteed=cause is not None)
 
     def _check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""
         allowed = self._pool.allowed(self._account)
         if cause:
-            allowed -= self._pool.limit - self._pool.frames.existing
+            allowed -= self._pool.limit - self._pool.physical
         kept = self._books.kept_pages - count
         if allowed < kept + count:
             limit = str(cause) if cause else f"{allowed} are the most that this cache can have"

@@ -16,37 +16,41 @@ Invariants, beside those of the tables:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DriverError, StreamCaptureError
+from ..errors import StreamCaptureError, VmmkvError
 from ..memory import debugging
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
-from ..space.change import Change
 from . import policy
 from .ahead import Ahead
 from .books import Books, Rules
-from .cleaning import Cleaner, Growth
+from .cleaning import Cleaner
+from .growing import Growing
 from .reclaiming import Reclaimer
 from .table import NOBODY, RowTable
 
 FREE_PAGE = -1
 """In `KVCache.page_map`: the page exists and belongs to nobody."""
 SURPLUS_PAGE = -2
-"""In `KVCache.page_map`: the page is mapped but holds no token; it is ready to be adopted or reclaimed."""
+"""In `KVCache.page_map`: the page is mapped, and nobody will soon need it where it is; it is ready to be adopted or
+reclaimed."""
 VACANT_PAGE = -3
 """In `KVCache.page_map`: the page's memory was given back to the system."""
 ZERO_PAGE = -4
 """In `KVCache.page_map`: the page that lies behind every live row with `zero_tail`."""
 OTHERS_PAGE = -5
 """In `KVCache.page_map`: the page is another cache's, on the same pool."""
+LOOKAHEAD_PAGE = -6
+"""In `KVCache.page_map`: the page holds no token, and is mapped behind a live sequence that will soon need it, as
+`lookahead` and `expected_tokens` say. Others can have it all the same: `stats()` counts it as surplus."""
 
 
 class Rows:
@@ -58,6 +62,8 @@ class Rows:
         rules: what the cache promises.
     """
 
+    kind = "KVCache"
+    """What users call it on whose account frames are."""
     account: Account
     """What the cache may have of the pool."""
     books: Books
@@ -66,6 +72,8 @@ class Rows:
     """What a mapper may do for them."""
     reclaimer: Reclaimer
     """Where pages come from."""
+    growing: Growing
+    """What maps them."""
 
     def __init__(self, pool: FramePool, num_rows: int, rules: Rules) -> None:
         self.pool, self.table, self.rules = pool, RowTable(num_rows), rules
@@ -74,8 +82,6 @@ class Rows:
         """Sequences that started on a row with mapped pages."""
         self.page_uses = 0
         """How often a page has left a sequence since the beginning."""
-        self.caller_pages = 0
-        """Pages that growths had to map themselves."""
         self.abandoned: deque[weakref.KeyedRef[tuple[int, int], Any]] = deque()
         """Rows, and the numbers of their sequences, that were left behind without `free`."""
         self.origins: dict[int, str] = {}
@@ -83,28 +89,36 @@ class Rows:
         self._driver = pool.driver
 
     def open(self, account: Account, ranges: Iterable[tuple[int, int]]) -> None:
-        """Reserves the arenas.
+        """Reserves the arenas, and opens the account.
 
         Args:
             ranges: per range of the layout the bytes of a row, and of a token record.
 
         Raises:
+            BudgetError: so much cannot be guaranteed.
             DriverError, OutOfPagesError, StreamCaptureError: that could not be done.
         """
         self.account = account
-        try:
-            arenas = [(Arena(self.pool, account, self.table.num_rows, nbytes), record) for nbytes, record in ranges]
-            self.books = Books(self.table, arenas, self.pool.page_size, self.rules)
-            if self.rules.zero_tail:
-                arena, _ = arenas[0]
-                self.books.zero_frames = arena.table.tail_frames = self.pool.take(account, 1)
-                arena.zero(*self.books.zero_frames)
-        except BaseException:
-            self.pool.close_account(account)
-            raise
+        arenas = [(Arena(self.pool, account, self.table.num_rows, nbytes), record) for nbytes, record in ranges]
+        self.books = Books(self.table, arenas, self.pool.page_size, self.rules)
         self.ahead = Ahead(self.pool, account, self.books)
         self.reclaimer = Reclaimer(self.pool, account, self.books)
         self._cleaner = Cleaner(self.pool, self.books)
+        self.growing = Growing(self.pool, account, self.books, self.reclaimer, self._cleaner)
+        self.pool.open_account(account, self)
+        if self.rules.zero_tail:
+            try:
+                self._make_zero_frame()
+            except BaseException:
+                self.pool.close_account(account)
+                raise
+
+    def _make_zero_frame(self) -> None:
+        """Takes the frame of all tails, and zeroes it."""
+        arena, _ = self.ranges[0]
+        frames = self.pool.take(self.account, 1).single
+        arena.zero(*frames)  # until then it lies in a row
+        self.books.zero_frames = arena.table.tail_frames = frames
 
     @property
     def ranges(self) -> list[tuple[Arena, int]]:
@@ -126,9 +140,9 @@ class Rows:
     # ------------------------------------------------------------------ what there is
 
     def pages(self, row: int) -> list[tuple[list[int], list[int]]]:
-        """Per arena the row's mapped frames, and those of them that hold tokens."""
+        """Per arena what lies on the row's pages, and on those that are used."""
         return [
-            (arena.table.frames_in(row), arena.table.frames_in(row, *span) if span.end > span.first else [])
+            (arena.table.pages_in(row).tolist(), arena.table.pages_in(row, *span).tolist())
             for (arena, _), span in zip(self.ranges, self.books.used(row))
         ]
 
@@ -136,18 +150,23 @@ class Rows:
         """What each physical page holds, by page number: see `KVCache.page_map`."""
         frames = self.pool.frames
         pages = np.where(frames.handles[: frames.numbers] < 0, VACANT_PAGE, OTHERS_PAGE).astype(np.int64)
-        pages[frames.free] = FREE_PAGE
+        pages[frames.in_pages([*frames.free, *frames.free_large])] = FREE_PAGE
         pages[self.zero_frames] = ZERO_PAGE
         for row in range(self.table.num_rows):
-            for mapped, used in self.pages(row):
-                pages[mapped] = SURPLUS_PAGE
-                pages[used] = self.table.owner[row]
+            for (arena, _), used, wanted in zip(self.ranges, self.books.used(row), self.books.wanted(row)):
+                pages[arena.table.pages_in(row)] = SURPLUS_PAGE
+                pages[arena.table.pages_in(row, *wanted)] = LOOKAHEAD_PAGE
+                pages[arena.table.pages_in(row, *used)] = self.table.owner[row]
         return pages
 
     def sequences(self) -> tuple[int, int]:
         """Live sequences, and their tokens."""
         rows = self.table.live_rows()
         return len(rows), int((self.table.lengths[rows] - self.table.starts[rows]).sum())
+
+    def known_tenants(self) -> set[int]:
+        """Numbers of tenants that have rows, or had them last."""
+        return set(self.table.tenants.tolist())
 
     def held(self) -> list[str]:
         """What live sequences hold, a line for each, and with debugging who has started it."""
@@ -199,20 +218,41 @@ class Rows:
 
         Raises:
             OutOfRowsError: all rows are live.
+            DriverError: what is there could not be unmapped, or waited for; the row is back on the lists.
         """
         table = self.table
-        row = table.pick(tokens, self._driver.current_stream(), tenant)
+        row = table.pick(tokens, self._driver.current_stream(), tenant, functools.partial(self._fits, tokens))
         if row is None:
             row = next(row for row in table.retired if not table.is_live(row))
-        if table.tenant[row] != tenant or row in table.retired:
-            table.fences[row].wait()
-            self.reclaimer.unmap_surplus(row, self.pool.limit)
-            if row in table.empty:
-                table.empty.remove(row)
-            return row
-        if not self.table.fences[row].passed_for(self._driver.current_stream()):
-            self.table.fences[row].wait()
+        try:
+            if table.tenant[row] != tenant or row in table.retired:
+                table.fences[row].wait()
+                self.reclaimer.unmap_surplus(row)
+                if row in table.empty:
+                    table.empty.remove(row)
+            elif not table.fences[row].passed_for(self._driver.current_stream()):
+                table.fences[row].wait()
+        except VmmkvError:
+            table.forget(row)
+            self.books.settle(row)
+            raise
         return row
+
+    def _fits(self, tokens: int, row: int) -> bool:
+        """Whether so many tokens would end where a frame of a parked row ends, or the rest of it can go."""
+        return not self._ragged(row, tokens) or self.table.fences[row].passed() or not self._has_idle(tokens)
+
+    def _ragged(self, row: int, tokens: int) -> list[tuple[Arena, int]]:
+        """Arenas in which so many tokens would end within a frame of a row, and the page where that frame begins."""
+        if not self.rules.large:
+            return []
+        ends = [(arena, end) for (arena, _), (_, end) in zip(self.ranges, self.books.spans(0, tokens))]
+        begins = [(arena, arena.table.frame_begin(row, end), end) for arena, end in ends]
+        return [(arena, begin) for arena, begin, end in begins if begin < end]
+
+    def _has_idle(self, tokens: int) -> bool:
+        """Whether there is memory for so many tokens that nobody needs to give up."""
+        return sum(end for _, end in self.books.spans(0, tokens)) <= self.pool.idle(self.account)
 
     def take(self, row: int, owner: int, tokens: int, expected: int = 0, tenant: int = 0) -> None:
         """Gives a picked row to a new sequence, with room for `tokens` tokens.
@@ -220,7 +260,7 @@ class Rows:
         Its pages for tokens that are `expected` are reclaimed after those of idle parked rows.
 
         Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: see `_make_room`; the row is back on the lists.
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
         """
         adopted = self.books.has_pages(row)
         self.table.own(row, owner, self._driver.current_stream(), expected, tenant)
@@ -228,10 +268,14 @@ class Rows:
             self.origins[row] = debugging.caller()
         self.books.refresh(row)
         try:
+            if self.table.fences[row].passed():
+                for arena, page in self._ragged(row, max(tokens, expected)):
+                    arena.unmap_back(row, page)
+                self.books.refresh(row)
             if tokens and self.rules.zero_tail:
                 self._keep(row, 2 * max(tokens, expected))
             if tokens > self.table.capacity[row] or (tokens and self.rules.zero_tail):
-                self._make_room({row: (0, tokens)}, [row])
+                self.growing.make_room({row: (0, tokens)}, [row])
         except BaseException:
             self.books.vacate(row)
             raise
@@ -243,7 +287,7 @@ class Rows:
         """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""
         if any(arena.table.end[row] > end for (arena, _), (_, end) in zip(self.ranges, self.books.spans(0, tokens))):
             self.table.fences[row].wait()
-            self.reclaimer.unmap_surplus(row, self.pool.limit, tokens)
+            self.reclaimer.unmap_surplus(row, tokens)
 
     def release(self, references: Iterable[tuple[int, int]]) -> None:
         """Takes rows from their sequences, behind a fence on the current stream and those in use.
@@ -284,7 +328,7 @@ class Rows:
         table = self.table
         parked, retired = list(table.parked), list(table.retired)
         table.parked, table.retired, table.live, table.empty = type(table.parked)(), {}, {}, []
-        self.account.taken = sum(len(arena.table.mapped_frames()) for arena, _ in self.ranges)
+        self.account.taken = sum(len(arena.table.mapped_pages()) for arena, _ in self.ranges)
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
             if table.is_live(row):
                 table.live[row] = None
@@ -317,13 +361,13 @@ class Rows:
             starts: also the first tokens, of rows that hold none yet; no page is mapped in front of them.
 
         Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: see `_make_room`; nothing has changed.
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; nothing has changed.
         """
         table = self.table
         needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]
         extents = np.stack([table.starts[rows] if starts is None else starts, lengths], axis=1)
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
-        self._make_room(claims, needing.tolist())
+        self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
         for row in needing.tolist():
             self.books.retire_front(row)
@@ -331,115 +375,9 @@ class Rows:
 
     def grow_one(self, row: int, length: int) -> None:
         """`grow` for one row, without arrays."""
-        self._make_room({row: (self.table.start[row], length)}, [row])
+        self.growing.make_room({row: (self.table.start[row], length)}, [row])
         self.table.length[row] = length
         self.books.refresh(row)
-
-    def _make_room(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> None:
-        """Maps the pages that tokens `[start, length)` of rows lie in. What rows hold is as before.
-
-        Args:
-            claims: of all that grow: the pages of one are no surplus for another.
-            needing: those of them that may need pages.
-
-        Raises:
-            OutOfPagesError: the budget, or the device, cannot supply the pages.
-            DriverError: a driver call failed.
-            StreamCaptureError: pages have to be zeroed, or waited for, while a CUDA graph is captured.
-                In all cases nothing has changed.
-        """
-        self.books.claims = claims
-        try:
-            with self.pool.ranges.growth:
-                self._map(needing)
-        finally:
-            self.books.claims = {}
-
-    def _map(self, rows: list[int]) -> None:
-        """Maps, and zeroes where that is asked for, what rows claim, or changes nothing."""
-        plan: list[Growth] = []
-        missing = 0
-        for row in rows:
-            for (arena, _), span in zip(self.ranges, self.books.used(row)):
-                reaches, table = arena.table.reaches(row, span.first), arena.table
-                missing += max(span.end - (table.end[row] if reaches else span.first), 0)
-                if not reaches or span.end > table.ready[row]:
-                    plan.append(Growth(arena, row, span, table.ready[row]))
-        supply: list[int] = []
-        zeroing = False
-        try:
-            if self.rules.zero_tail and plan:
-                self._wait_for_readers(rows)
-            if missing:
-                supply = self.reclaimer.supply(missing)
-                self.caller_pages += missing
-                self.pool.pages_in_need += missing
-            self._run(plan, supply)
-            begun = self._cleaner.begun(rows)
-            if begun or self.pool.tenants:
-                zeroing = True
-                self._cleaner.clean(begun, plan)
-            if self.rules.zero_tail:
-                for row in rows:
-                    self._fill_tails(row)
-        except BaseException:
-            self._undo(rows, plan, supply, zeroing)
-            raise
-
-    def _run(self, plan: list[Growth], supply: list[int]) -> None:
-        """Makes one change of a plan.
-
-        Raises:
-            DriverError: a call failed. What was mapped before it is in the books.
-        """
-        for arena, row, span, _ in plan:
-            self._begin(arena, row, span.first)
-            arena.make_way(row, span.end)
-        change = Change(self.pool.calls, self.pool.frames.handles)
-        for arena, row, span, _ in plan:
-            arena.plan_growth(change, row, span.end, supply)
-        change.run()
-        change.commit(self.pool)
-        change.check()
-
-    def _begin(self, arena: Arena, row: int, first: int) -> None:
-        """Makes a row without tokens begin at page `first`, where its pages do not reach there."""
-        table = arena.table
-        if not table.reaches(row, first):
-            self.table.fences[row].wait()
-            arena.unmap_back(row, 0)
-            table.begin_at(row, first)
-
-    def _undo(self, rows: list[int], plan: list[Growth], supply: list[int], zeroing: bool) -> None:
-        """Takes a growth back. Pages that cannot be unmapped, or not yet, stay in the books as surplus."""
-        self.books.claims = {}
-        fence = None
-        if zeroing:
-            with suppress(StreamCaptureError):  # which has refused the first memset already
-                fence = self.table.fence_after(self._driver, rows)
-        for arena, *_ in plan:
-            with suppress(DriverError):
-                arena.table.settle()
-        self.pool.give(self.account, supply)
-        if fence and not self.rules.zero_tail and not self.pool.tenants:
-            for row in rows:
-                self.table.fences[row] |= fence
-        else:
-            if fence:
-                fence.wait()  # who reads all that is mapped must not see these pages, so they cannot stay until later
-            for arena, row, _, ready in plan:
-                with suppress(DriverError):
-                    arena.unmap_back(row, ready)
-        for row in rows:
-            if not self.table.length[row]:
-                for arena, _ in self.ranges:
-                    if not arena.table.pages(row):
-                        arena.table.begin_at(row, 0)
-            elif self.rules.zero_tail:
-                with suppress(DriverError, StreamCaptureError):
-                    self._fill_tails(row)
-            self.books.retire_front(row)
-            self.books.refresh(row)
 
     def shrink(self, row: int, start: int, length: int) -> None:
         """Moves a live row's start forward or its length back. Pages without tokens become surplus.
@@ -460,20 +398,6 @@ class Rows:
             self.page_uses += end - begin
             arena.table.count_use(row, begin, end)
         self._cleaner.spoil(row, leaving)
-
-    def _wait_for_readers(self, rows: list[int]) -> None:
-        """Waits for work that may read rows to their very end, behind which something will be unmapped."""
-        fence = self.table.fence_after(self._driver, rows)
-        for row in rows:
-            fence = self.table.fences[row] | fence
-        fence.wait()
-
-    def _fill_tails(self, row: int) -> None:
-        """Makes a row readable to its end in every arena."""
-        for arena, _ in self.ranges:
-            if arena.table.ready[row] < arena.table.end[row]:
-                self._wait_for_readers([row])
-            arena.fill_tail(row, *self.zero_frames)
 
     def ring(self) -> None:
         """Has pages mapped ahead, where that is wanted."""

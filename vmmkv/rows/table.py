@@ -15,7 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
 
@@ -81,16 +81,19 @@ class RowTable:
         live, parked, empty = len(self.live), len(self.parked), len(self.empty)
         return {"live": live, "parked": parked, "retired": self.num_rows - live - parked - empty, "empty": empty}
 
-    def pick(self, tokens: int, stream: Any, tenant: int) -> int | None:
+    def pick(self, tokens: int, stream: Any, tenant: int, fits: Callable[[int], bool]) -> int | None:
         """Takes a row off the lists: the parked one of this tenant that fits best of those that `stream` need not wait
         for, an empty one, or the oldest parked one, whose fence has to be waited for, and which may be another
         tenant's. None, where there are only retired rows.
+
+        Args:
+            fits: whether a parked row is good for so many tokens.
 
         Raises:
             OutOfRowsError: all rows are live.
         """
         for row in islice(self.parked.fitting(tokens), MAX_TRIES):
-            if self.tenant[row] == tenant and self.fences[row].passed_for(stream):
+            if self.tenant[row] == tenant and self.fences[row].passed_for(stream) and fits(row):
                 self.parked.remove(row)
                 return row
         if self.empty:

@@ -16,8 +16,10 @@ from collections import deque
 from contextlib import suppress
 from time import perf_counter_ns
 
-from ..errors import DeviceLostError, DriverError, LayoutError, VmmkvError
-from ..memory.driver import Driver
+from ..errors import DriverError, LayoutError, VmmkvError
+from ..memory.calls import MAP, SET_READ_ACCESS, UNMAP, VACANT
+from ..memory.fence import wait_for_device
+from ..memory.frames import Supply
 from ..memory.pool import Account, FramePool
 from .change import Change
 from .page_table import PageTable, Run
@@ -45,13 +47,13 @@ class Arena:
         free_waiting()
         start = perf_counter_ns()
         self.address = pool.driver.reserve(self.nbytes)
-        pool.meter.reserve.add(1, perf_counter_ns() - start)
+        pool.meter.add("reserve", 1, perf_counter_ns() - start)
         limit = row_bytes // self.page_size
         self.table = PageTable(pool.driver, pool.frames, account, self.address, num_rows, limit, limit + guard)
-        pool.tables.append(self.table)
         # Not at exit: views may be read until the very end, and the process takes everything with it.
         arguments = pool, account, self.table, self.nbytes, os.getpid()
         weakref.finalize(self, _free_range, *arguments).atexit = False
+        pool.tables.append(self.table)
 
     def make_way(self, row: int, end: int) -> None:
         """Unmaps a row's tail up to page `end`, if it has one.
@@ -65,40 +67,48 @@ class Arena:
             table.tail[row], table.tail_ready[row] = end, max(end, table.tail_ready[row])
             table.doubt.remove(run)
 
-    def plan_growth(self, change: Change, row: int, end: int, supply: list[int]) -> None:
-        """Plans to extend a row's mapped pages up to page `end`, with frames popped from `supply`."""
+    def plan_growth(self, change: Change, row: int, end: int, supply: Supply, large: int = 0) -> None:
+        """Plans to extend a row's mapped pages up to page `end`, with frames from `supply`, up to so many large ones
+        first."""
         table = self.table
         if end > table.ready[row]:
-            frames = [supply.pop() for _ in range(end - table.end[row])]
-            change.map(table, Run(row, table.end[row], max(end, table.end[row])), frames, end)
+            run = Run(row, table.end[row], max(end, table.end[row]))
+            change.map(table, run, supply.pop(run.end - run.begin, large), end)
 
-    def plan_release(self, change: Change, row: int, count: int) -> int:
-        """Plans to unmap up to `count` pages at a row's end; returns how many."""
+    def plan_back(self, change: Change, row: int, end: int, count: int | None = None) -> int:
+        """Plans to unmap a row's frames behind page `end`; returns their pages.
+
+        Args:
+            count: not more frames than it takes for so many pages.
+        """
         table = self.table
-        begin = max(table.end[row] - count, table.first[row])
-        if begin < table.end[row]:
-            change.unmap(table, Run(row, begin, table.end[row]))
-        return table.end[row] - begin
+        begin = table.frame_end(row, max(end, table.first[row]))
+        if count is not None:
+            begin = max(begin, table.frame_begin(row, table.end[row] - count))
+        return self._plan_unmapping(change, Run(row, begin, table.end[row]))
 
-    def unmap_back(self, row: int, end: int) -> int:
-        """Unmaps a row's pages from page `end` on and gives them to the pool; returns how many."""
+    def plan_front(self, change: Change, row: int, first: int, count: int) -> int:
+        """Plans to unmap a row's frames before page `first`, not more than it takes for `count` pages; returns their
+        pages."""
         table = self.table
-        return self._unmap_now(Run(row, max(end, table.first[row]), table.end[row]))
+        end = table.frame_begin(row, min(first, table.end[row]))
+        end = min(end, table.frame_end(row, table.first[row] + count))
+        return self._plan_unmapping(change, Run(row, table.first[row], end, is_front=True))
 
-    def unmap_front(self, row: int, first: int) -> int:
-        """Unmaps a row's pages before page `first` and gives them to the pool; returns how many."""
-        table = self.table
-        return self._unmap_now(Run(row, table.first[row], min(first, table.end[row]), is_front=True))
+    def _plan_unmapping(self, change: Change, run: Run) -> int:
+        if run.begin < run.end:
+            change.unmap(self.table, run)
+        return max(run.end - run.begin, 0)
 
-    def _unmap_now(self, run: Run) -> int:
-        if run.begin >= run.end:
-            return 0
-        change = Change(self.pool.calls, self.pool.frames.handles)
-        change.unmap(self.table, run)
-        change.run()
-        change.commit(self.pool)
-        change.check()
-        return run.end - run.begin
+    def unmap_back(self, row: int, end: int, count: int | None = None) -> int:
+        """Does at once what `plan_back` plans."""
+        change = Change(self.pool.calls, self.pool.frames)
+        pages = self.plan_back(change, row, end, count)
+        if pages:
+            change.run()
+            change.commit(self.pool)
+            change.check()
+        return pages
 
     def fill_tail(self, row: int, frame: int) -> None:
         """Maps a frame, read-only, everywhere behind a row's pages. Pages that a failure left unusable there go.
@@ -112,13 +122,13 @@ class Arena:
         self.unmap_back(row, table.ready[row])
         end, old_tail = table.end[row], table.tail[row]
         pages = range(old_tail - 1, end - 1, -1)  # downwards: what is mapped reaches the row's end
-        handles = self.pool.frames.handles[[frame] * len(pages)]
+        handle = int(self.pool.frames.handles[frame])
         table.doubt.append(run := Run(row, end, old_tail))
-        outcome = calls.map([table.address_of(row, page) for page in pages], handles)
+        outcome = calls.run([(MAP, table.address_of(row, page), self.page_size, handle) for page in pages])
         table.tail[row] = old_tail - outcome.done
         table.doubt.remove(run)
         outcome.check()
-        calls.set_access([table.range_of(Run(row, end, table.tail_ready[row]))], writable=False).check()
+        calls.run([(SET_READ_ACCESS, *table.range_of(Run(row, end, table.tail_ready[row])), VACANT)]).check()
         table.tail_ready[row] = end
 
     def zero(self, frame: int) -> None:
@@ -127,8 +137,8 @@ class Arena:
         Raises:
             StreamCaptureError: a CUDA graph is being captured.
         """
-        change = Change(self.pool.calls, self.pool.frames.handles)
-        self.plan_growth(change, 0, 1, [frame])
+        change = Change(self.pool.calls, self.pool.frames)
+        self.plan_growth(change, 0, 1, Supply([], [frame]))
         change.run()
         change.commit(self.pool)
         change.check()
@@ -147,7 +157,7 @@ class Arena:
     def _unmap(self, run: Run) -> None:
         """Unmaps pages; the caller writes it down, and ends the doubt."""
         self.table.doubt.append(run)
-        outcome = self.pool.calls.unmap([self.table.range_of(run)])
+        outcome = self.pool.calls.run([(UNMAP, *self.table.range_of(run), VACANT)])
         if not outcome:
             self.table.doubt.remove(run)
         outcome.check()
@@ -161,17 +171,6 @@ def check_address_space(nbytes: int, asked: str) -> None:
             f"{asked} takes {tebibytes:.1f} TiB of virtual addresses; {ADDRESS_LIMIT >> 40} TiB can be relied "
             "on. Lower one of the factors"
         )
-
-
-def wait_for_device(driver: Driver) -> None:
-    """Waits for all work on the device, before what it may use is unmapped.
-
-    Raises:
-        StreamCaptureError, DriverError: it cannot be waited for, so nothing may be unmapped. (What a lost context has
-            left needs no waiting: its memory is lost, too.)
-    """
-    with suppress(DeviceLostError):
-        driver.synchronize()
 
 
 _waiting: deque[tuple[FramePool, Account, PageTable, int, int]] = deque()

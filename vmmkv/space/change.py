@@ -9,9 +9,21 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 
 from __future__ import annotations
 
-from ..memory.calls import Calls, Handles, Outcome
+from typing import NamedTuple
+
+from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome, Step
+from ..memory.frames import LARGE, Frames
 from ..memory.pool import FramePool
 from .page_table import PageTable, Run
+
+
+class Placement(NamedTuple):
+    """Frames that are put behind what a row has, which is accessible then up to page `ready`."""
+
+    table: PageTable
+    run: Run
+    frames: list[int]
+    ready: int
 
 
 class Change:
@@ -19,15 +31,18 @@ class Change:
 
     Args:
         calls: makes the calls.
-        handles: of frames, by number.
+        frames: what is mapped.
     """
 
-    def __init__(self, calls: Calls, handles: Handles) -> None:
+    def __init__(self, calls: Calls, frames: Frames) -> None:
         self._calls = calls
-        self._handles = handles
-        self._maps: list[tuple[PageTable, Run, list[int], int]] = []
+        self._frames = frames
         self._unmaps: list[tuple[PageTable, Run]] = []
-        self._unmapped = self._mapped = self._accessible = Outcome(0)
+        self._placements: list[Placement] = []
+        self._unmap_steps: list[Step] = []
+        self._map_steps: list[Step] = []
+        self._access_steps: list[Step] = []
+        self._outcome = Outcome(0)
 
     def unmap(self, table: PageTable, run: Run) -> None:
         """Plans to unmap the front or the back of a row. From now on it may not be used."""
@@ -35,54 +50,57 @@ class Change:
         if not run.is_front:
             table.ready[run.row] = max(min(table.ready[run.row], run.begin), table.first[run.row])
         table.doubt.append(run)
+        self._unmap_steps.append((UNMAP, *table.range_of(run), VACANT))
 
     def map(self, table: PageTable, run: Run, frames: list[int], ready: int) -> None:
         """Plans to put frames behind what a row has, and to make the row accessible up to page `ready`."""
-        self._maps.append((table, run, frames, ready))
+        self._placements.append(Placement(table, run, frames, ready))
         table.doubt.append(run)
+        is_large, handles = self._frames.is_large, self._frames.handles
+        address, size = table.address_of(run.row, run.begin), table.page_size
+        for frame in frames:
+            nbytes = size * LARGE if is_large[frame] else size
+            self._map_steps.append((MAP, address, nbytes, handles[frame]))
+            address += nbytes
+        self._access_steps.append((SET_ACCESS, *table.range_of(Run(run.row, table.ready[run.row], ready)), VACANT))
 
     def run(self) -> None:
         """Makes the calls, until one fails."""
-        if self._unmaps:
-            ranges = [table.range_of(run) for table, run in self._unmaps]
-            self._unmapped = self._calls.unmap(ranges)
-        if self._maps and self._unmapped:
-            addresses = [
-                address
-                for table, run, *_ in self._maps
-                for address in range(table.range_of(run)[0], sum(table.range_of(run)), table.page_size)
-            ]
-            frames = [frame for _, _, frames, _ in self._maps for frame in frames]
-            self._mapped = self._calls.map(addresses, self._handles[frames])
-        if self._maps and self._unmapped and self._mapped:
-            ranges = [table.range_of(Run(run.row, table.ready[run.row], ready)) for table, run, _, ready in self._maps]
-            self._accessible = self._calls.set_access(ranges)
+        self._outcome = self._calls.run(self._unmap_steps + self._map_steps + self._access_steps)
 
     def commit(self, pool: FramePool) -> int:
         """Writes down what was done, and gives frames back that lie nowhere now; returns the pages that were mapped."""
-        for index, (table, run) in enumerate(self._unmaps):
-            if index < self._unmapped.done:
-                pool.give(table.account, table.take_off(run))
-        left = self._mapped.done
-        for index, (table, run, frames, ready) in enumerate(self._maps):
-            mapped = frames[:left]
-            left -= len(mapped)
-            pool.give(table.account, frames[len(mapped) :])
-            table.put(Run(run.row, run.begin, run.begin + len(mapped)), mapped)
-            if index < self._accessible.done:
-                table.ready[run.row] = ready
-        for table, run in [*self._unmaps, *((table, run) for table, run, *_ in self._maps)]:
+        done = self._outcome.done
+        for table, run in self._unmaps[:done]:
+            pool.give(table.account, table.take_off(run))
+        done = max(done - len(self._unmaps), 0)
+        pages = 0
+        for table, run, frames, _ in self._placements:
+            pages += table.put(run, frames[:done])
+            if done < len(frames):
+                pool.give(table.account, frames[done:])
+            done = max(done - len(frames), 0)
+        for table, run, _, ready in self._placements[:done]:
+            table.ready[run.row] = ready
+        for table, run in self._unmaps:
             table.doubt.remove(run)
-        return self._mapped.done
+        for table, run, *_ in self._placements:
+            table.doubt.remove(run)
+        return pages
+
+    @property
+    def frames(self) -> int:
+        """How many it maps."""
+        return len(self._map_steps)
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was planned."""
-        return not self._maps and not self._unmaps
+        return not self._placements and not self._unmaps
 
     def rows_of(self, table: PageTable) -> set[int]:
         """The rows of a table that it changes."""
-        runs = [*self._unmaps, *((each, run) for each, run, *_ in self._maps)]
+        runs = [*self._unmaps, *((each.table, each.run) for each in self._placements)]
         return {run.row for each, run in runs if each is table}
 
     def check(self) -> None:
@@ -91,5 +109,4 @@ class Change:
         Raises:
             DriverError: the call that failed; none came after it.
         """
-        for outcome in (self._unmapped, self._mapped, self._accessible):
-            outcome.check()
+        self._outcome.check()

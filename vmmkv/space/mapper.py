@@ -15,17 +15,25 @@ from __future__ import annotations
 import threading
 import weakref
 from contextlib import suppress
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ..errors import DriverError, VmmkvError
+from ..memory.frames import LARGE
 from ..memory.meter import Meter
 from ..memory.pool import FramePool, make_calls
 from .change import Change
 
-CHUNK = 32
-"""Pages of one change: about a millisecond of the driver's time, which who grows meanwhile may have to wait."""
+CHUNK = 16
+"""Frames of one change: about half a millisecond of the driver's time, which who grows meanwhile may have to wait."""
 STOCK = 1 / 32
 """Of the pages that are mapped: so many are to be free beside them, for prompts that nobody has announced."""
+
+
+class Lack(NamedTuple):
+    """Frames that could not be mapped ahead, because they are not there."""
+
+    large: int
+    single: int
 
 
 class Grower(Protocol):
@@ -35,14 +43,11 @@ class Grower(Protocol):
     def lookahead(self) -> int:
         """Tokens that are to be mapped behind each sequence."""
 
-    def plan_ahead(self, change: Change, pages: int) -> int:
-        """Plans up to so many pages, of frames that are free; returns how many."""
-
-    def pages_ahead(self, enough: int) -> int:
-        """Pages that are still to be mapped ahead, counted up to `enough`."""
+    def plan_ahead(self, change: Change, frames: int) -> Lack:
+        """Plans to map up to so many frames, of those that are free; returns what lacks of them."""
 
     def plan_release(self, change: Change, pages: int) -> int:
-        """Plans to unmap up to so many idle pages of parked rows; returns how many."""
+        """Plans to unmap so many idle pages of parked rows, as far as there are any; returns how many."""
 
     def commit_ahead(self, change: Change) -> None:
         """Brings its books up to what a change has done."""
@@ -72,7 +77,7 @@ class Mapper:
 
     def ring(self) -> None:
         """Has it look for work soon. Costs next to nothing, and may be called in the middle of anything."""
-        if self._thread is None and not self._is_over:
+        if (self._thread is None or not self._thread.is_alive()) and not self._is_over:
             thread = threading.Thread(target=_work, args=(self,), name="vmmkv-mapper", daemon=True)
             thread.start()
             self._thread = thread  # not before: nobody could wait for one that was interrupted here
@@ -103,10 +108,12 @@ class Mapper:
         if pool is None or self._is_over:
             return False
         pool.driver.enter_thread()
+        with pool.monitor.door:
+            pass  # after who waits there
         with pool.monitor.changing:
             pool.monitor.worker = threading.get_ident()  # no finalizer may change anything in between
             try:
-                is_busy = self._make_frames(pool) or self._change(pool)
+                is_busy = self._change(pool)
             finally:
                 pool.monitor.worker = None
             with pool.monitor.lock:
@@ -114,52 +121,90 @@ class Mapper:
                     pool.monitor.verify()
             return is_busy
 
-    def _make_frames(self, pool: FramePool) -> bool:
-        """Makes frames, where there are too few for what is to be mapped ahead."""
-        with pool.monitor.lock:
-            if pool.monitor.is_dirty:
-                return False
-            with pool.monitor.working():
-                count = min(self._missing(pool), pool.limit - pool.frames.existing, CHUNK)
-                new = pool.frames.plan(count) if count > 0 else []
-        if not new:
-            return False
-        with pool.ranges.frames:
-            outcome = self._calls.create(pool.frames.handles, new)
-        with pool.monitor.lock, pool.monitor.working():
-            pool.frames.commit(new, outcome.done)
-        outcome.check()
-        return True
-
     def _change(self, pool: FramePool) -> bool:
-        """Maps ahead; where there is too little to map it with, unmaps what is parked."""
-        change = Change(self._calls, pool.frames.handles)
+        """Maps ahead; where there is too little to map, makes frames, or has parked rows give theirs up."""
+        change = Change(self._calls, pool.frames)
+        new: list[int] = []
+        pages = 1
         with pool.monitor.lock:
             if pool.monitor.is_dirty:
                 return False
             with pool.monitor.working():
                 holders = growers(pool)
-                planned = 0
-                for grower in holders:
-                    planned += grower.plan_ahead(change, CHUNK - planned)
-                missing = 0 if planned else min(self._missing(pool), CHUNK)
-                for grower in holders:
-                    missing -= grower.plan_release(change, missing) if missing > 0 else 0
+                lacks = [grower.plan_ahead(change, CHUNK) for grower in holders]
+                lack = Lack(*map(sum, zip((0, 0), *lacks)))
+                if change.is_empty:
+                    if _must_break_up(pool, lack):
+                        pool.frames.break_up(self._calls)
+                        return True
+                    new, pages = _plan_frames(pool, lack)
+                    if not new:
+                        _plan_release(pool, holders, change, lack)
+        if new:
+            self._make(pool, new, pages)
+            return True
         if change.is_empty:
             return False
+        self._run(pool, holders, change)
+        return any(lack) or change.frames in (0, CHUNK) or pool.frames.free_pages < _stock(pool) // 2
+
+    def _make(self, pool: FramePool, new: list[int], pages: int) -> None:
+        """Makes planned frames."""
+        with pool.ranges.frames:
+            outcome = self._calls.create(pool.frames.handles, new, pages)
+        with pool.monitor.lock:
+            if pool.monitor.is_dirty:  # somebody was interrupted meanwhile: the next operation works out what there is
+                return
+            with pool.monitor.working():
+                pool.frames.commit(new, outcome.done, pages)
+        outcome.check()
+
+    def _run(self, pool: FramePool, holders: list[Grower], change: Change) -> None:
+        """Runs a planned change."""
         with pool.ranges.change:
             change.run()
-        with pool.monitor.lock, pool.monitor.working():
-            self.pages += change.commit(pool)
-            for grower in holders:
-                grower.commit_ahead(change)
+        with pool.monitor.lock:
+            if pool.monitor.is_dirty:  # what is in doubt is unmapped by the next operation
+                return
+            with pool.monitor.working():
+                self.pages += change.commit(pool)
+                for grower in holders:
+                    grower.commit_ahead(change)
         change.check()
-        return True
 
-    def _missing(self, pool: FramePool) -> int:
-        """Frames that should be free and are not."""
-        wanted = sum(grower.pages_ahead(CHUNK) for grower in growers(pool))
-        return wanted + int(STOCK * pool.frames.taken) - len(pool.frames.free)
+
+def _must_break_up(pool: FramePool, lack: Lack) -> bool:
+    """Whether single frames lack, none can be made, and there is a large one that does not lack."""
+    frames = pool.frames
+    return lack.single > 0 and not lack.large and bool(frames.free_large) and pool.room <= 0
+
+
+def _plan_frames(pool: FramePool, lack: Lack) -> tuple[list[int], int]:
+    """Frames to be made now, and of how many pages: those that lack, and the stock, where half of it is gone."""
+    frames, stock = pool.frames, _stock(pool)
+    room = pool.room
+    for missing, most, free, pages in (
+        (lack.large, stock // LARGE if frames.has_large else 0, len(frames.free_large), LARGE),
+        (lack.single, min(stock, 2 * CHUNK), len(frames.free), 1),
+    ):
+        count = min(missing + most - free, room // pages, CHUNK)
+        if count > 0 and free < missing + -(-most // 2):
+            return frames.plan(count, pages), pages
+    return [], 1
+
+
+def _stock(pool: FramePool) -> int:
+    """Pages that are to be free for what nobody has announced."""
+    return int(STOCK * pool.frames.taken)
+
+
+def _plan_release(pool: FramePool, holders: list[Grower], change: Change, lack: Lack) -> None:
+    """Plans to have parked rows give up what lacks, and the stock."""
+    missing = lack.large * LARGE + lack.single + _stock(pool) - pool.frames.free_pages
+    missing = min(missing, CHUNK)
+    for grower in holders:
+        if missing > 0:
+            missing -= grower.plan_release(change, missing)
 
 
 def growers(pool: FramePool) -> list[Grower]:

@@ -1,13 +1,13 @@
-"""The page table of an arena: which frame lies on which page of which row, in arrays.
+"""The page table of an arena: which page of which frame lies on which page of which row, in arrays.
 
     row 0                         row 1                         row 2
     |p|p|p|.|.|.|.|.|.|.|.|.|.|.| |.|.|p|p|p|.|.|.|.|.|.|.|.|.| |p|p|0|0|0|0|0|0|0|0|0|0|0|0|
                                        ^ pages in front were given back     ^ the tail: one page of zeros
 
 Invariants:
- 1. The mapped pages of a row are consecutive: `[first, end)` in pages from the row's address, and `frame[row, page]`
-    is what lies there. Only `[first, ready)` may be accessed; `ready` is `end` except after a failure that could not
-    be undone.
+ 1. The mapped pages of a row are consecutive: `[first, end)` in pages from the row's address, and `memory[row, page]`
+    is the number of what lies there. Only `[first, ready)` may be accessed; `ready` is `end` except after a failure
+    that could not be undone. A large frame is mapped whole: all three lie between frames.
  2. A row's tail is one shared page, mapped read-only from page `tail` to the row's end. It may be read from
     `tail_ready` on, which is `tail` except after a failure that could not be undone.
  3. The arrays say what the driver has mapped, except for `doubt`: ranges that are just being mapped or unmapped. Who
@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from ..errors import DriverError
 from ..memory.driver import Driver
-from ..memory.frames import UNKNOWN, Frames
+from ..memory.frames import LARGE, UNKNOWN, Frames
 from ..memory.pool import Account
 from ..stats import MappedRange
 
@@ -68,13 +68,13 @@ class PageTable:
         """Whose its frames are."""
         self.page_size = driver.page_size
         self.address, self.num_rows, self.limit, self._stride = address, num_rows, limit, stride
-        self.frame: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
-        """By row and page, where a frame is mapped."""
+        self.memory: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
+        """By row and page, where something is mapped: the number of the page of physical memory."""
         columns = np.zeros((5, num_rows), np.int64)
         columns[3:] = limit
         self.first, self.end, self.ready, self.tail, self.tail_ready = (column.data for column in columns)
-        self.ends = columns[1]
-        """`end`, for many rows at once."""
+        self.firsts, self.ends, self.readies = columns[:3]
+        """`first`, `end` and `ready`, for many rows at once."""
         self.doubt: list[Run] = []
         self.tail_frames: list[int] = []
         """The one behind all tails, where there are any."""
@@ -101,25 +101,53 @@ class PageTable:
         """Whether there are pages from `first` to the row's end that may not be read."""
         return self.ready[row] < self.end[row] or self.end[row] < self.tail_ready[row]
 
-    def frames_in(self, row: int, begin: int = 0, end: int | None = None) -> list[int]:
-        """The frames on pages `[begin, end)` of a row, as far as there are any."""
+    def pages_in(self, row: int, begin: int = 0, end: int | None = None) -> npt.NDArray[np.int32]:
+        """What lies on pages `[begin, end)` of a row, as far as there is anything."""
         begin, end = max(begin, self.first[row]), min(self.limit if end is None else end, self.end[row])
-        return self.frame[row, begin:end].tolist() if begin < end else []
+        return self.memory[row, begin : max(begin, end)]
+
+    def frame_begin(self, row: int, page: int) -> int:
+        """Where the frame begins that reaches over the place before a page; the page, where one begins there."""
+        return page - self._inside(row, page)
+
+    def frame_end(self, row: int, page: int) -> int:
+        """Where it ends."""
+        inside = self._inside(row, page)
+        return page - inside + LARGE if inside else page
+
+    def _inside(self, row: int, page: int) -> int:
+        """Pages of the frame on a page that lie in front of it."""
+        if not self._frames.has_large or not self.first[row] < page < self.end[row]:
+            return 0
+        memory = self.memory[row, page]
+        return int(memory) % LARGE if self._frames.is_large[memory] else 0
+
+    def ragged_pages(self, rows: npt.NDArray[np.int64], pages: npt.NDArray[np.int64], before: bool) -> int:
+        """How many pages large frames reach in all beyond a page of each of many rows, or before it."""
+        if not self._frames.has_large:
+            return 0
+        known = np.minimum(pages, self.limit - 1)
+        memory = self.memory[rows, known]
+        ragged = (self._frames.is_large[memory]) & (known < self.ends[rows]) & (known > self.firsts[rows])
+        inside = memory[ragged & (known == pages)] % LARGE
+        return int((inside if before else -inside % LARGE).sum())
 
     def unclean(self, row: int, begin: int, end: int, tenant: int) -> list[tuple[int, int]]:
         """Addresses and bytes of pages `[begin, end)` that may hold bytes of another than `tenant`."""
-        holders = self._frames.tenants[self.frames_in(row, begin, end)]
+        begin = max(begin, self.first[row])
+        holders = self._frames.tenants[self.pages_in(row, begin, end)]
         clean = (holders == tenant) | ((holders == UNKNOWN) & (tenant == 0))
         edges = np.flatnonzero(np.diff(np.concatenate([[True], clean, [True]]))).reshape(-1, 2) + begin
         return [self.range_of(Run(row, first, last)) for first, last in edges.tolist()]
 
     def belong(self, row: int, begin: int, end: int, tenant: int) -> None:
         """Writes down that pages hold nothing but what `tenant` may read."""
-        self._frames.tenants[self.frames_in(row, begin, end)] = tenant
+        self._frames.tenants[self.pages_in(row, begin, end)] = tenant
 
-    def mapped_frames(self) -> list[int]:
-        """The frames on all rows, and behind them."""
-        return self.tail_frames + [frame for row in np.flatnonzero(self.ends).tolist() for frame in self.frames_in(row)]
+    def mapped_pages(self) -> list[int]:
+        """The pages of all frames on rows, and behind them."""
+        rows = np.flatnonzero(self.ends).tolist()
+        return self.tail_frames + [page for row in rows for page in self.pages_in(row).tolist()]
 
     def mapped_range(self, row: int, used: int, end: int, owner: int) -> MappedRange:
         """The pages of a row, of which an `owner` uses bytes `[used, end)`."""
@@ -138,18 +166,21 @@ class PageTable:
         """Tells the frames of a row, or of all, how often they were used."""
         for each in [row] if row is not None else list(self._left):
             for begin, end in self._left.pop(each, ()):
-                self._frames.uses[self.frames_in(each, begin, end)] += 1
+                self._frames.uses[self.pages_in(each, begin, end)] += 1
 
-    def put(self, run: Run, frames: list[int]) -> None:
-        """Writes down that frames lie behind what a row has."""
-        self.frame[run.row, run.begin : run.end] = frames
-        self.end[run.row] = run.end
+    def put(self, run: Run, frames: list[int]) -> int:
+        """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
+        is_single = len(frames) == run.end - run.begin
+        pages = frames if is_single else self._frames.in_pages(frames)
+        self.memory[run.row, run.begin : run.begin + len(pages)] = pages
+        self.end[run.row] = run.begin + len(pages)
+        return len(pages)
 
     def take_off(self, run: Run) -> list[int]:
         """Writes down that the front or the back of a row is mapped no more; returns its frames."""
         row, begin, end, is_front = run
         self.tell_uses(row)
-        frames = self.frames_in(row, begin, end)
+        frames = self._frames.of_pages(self.pages_in(row, begin, end))
         if is_front:
             self.first[row] = max(end, self.first[row])
         else:
@@ -169,7 +200,8 @@ class PageTable:
         """
         while self.doubt:
             run = self.doubt[-1]
-            self.driver.unmap(*self.range_of(run))
+            if run.begin < run.end:  # what was mapped, and was to be made accessible, is not in doubt
+                self.driver.unmap(*self.range_of(run))
             row = run.row
             if run.end > self.end[row] and not run.is_front:
                 self.tail[row] = max(self.tail[row], run.end)
@@ -184,20 +216,21 @@ class PageTable:
             with suppress(DriverError):
                 self.driver.unmap(*self.range_of(run))
                 frames += self.take_off(run)
-        tails = self.tail_frames
+        are_gone = True
         for row in np.flatnonzero(np.asarray(self.tail) < self.limit).tolist():
             try:
                 self.driver.unmap(*self.range_of(Run(row, self.tail[row], self.limit)))
                 self.tail[row] = self.limit
             except DriverError:
-                tails = []
+                are_gone = False
         self.doubt.clear()
-        self.tail_frames = []
+        tails = self.tail_frames if are_gone else []
+        self.tail_frames = [] if are_gone else self.tail_frames
         return frames + tails
 
     def _everything(self) -> Iterator[Run]:
         doubt = {run.row: (run.begin, run.end) for run in self.doubt}
-        for row in [*np.flatnonzero(self.ends).tolist(), *doubt]:
+        for row in dict.fromkeys([*np.flatnonzero(self.ends).tolist(), *doubt]):
             first, end = doubt.get(row, (self.first[row], self.end[row]))
             run = Run(row, min(first, self.first[row]), max(end, self.end[row]))
             if run.begin < run.end:

@@ -7,16 +7,19 @@ import pickle
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from ..cache import KVCache, caches
+from ..cache import KVCache
 from ..errors import VmmkvError
+from ..memory.owner import owners
 from ..memory.pool import FramePool, pool_stats
 from ..stats import MappedRange
-from .growable_tensor import GrowableTensor, tensors
+from .growable_tensor import GrowableTensor
 from .pool import MemoryPool, pools
+
+Kind = TypeVar("Kind", KVCache, GrowableTensor)
 
 
 @dataclass(frozen=True)
@@ -42,9 +45,9 @@ def memory_stats(device: str | torch.device | None = None) -> list[MemoryStats]:
     Args:
         device: counts only what is there: `"cuda"` (torch's current device), `"cuda:1"`, `"cpu"`; None counts all.
     """
-    owners: list[KVCache | GrowableTensor | MemoryPool] = [*caches, *tensors, *pools]
+    takers: list[KVCache | GrowableTensor | MemoryPool] = [*_all(KVCache), *_all(GrowableTensor), *pools]
     stats = []
-    for owner in owners:
+    for owner in takers:
         if device is None or owner.device == _whole_device(device):
             with suppress(VmmkvError):  # closed, or the parent's
                 held = owner.stats()
@@ -82,6 +85,11 @@ def dump_snapshot(path: str | os.PathLike[str]) -> None:
         pickle.dump(memory_snapshot(), file, protocol=4)  # that page reads no later one
 
 
+def _all(kind: type[Kind]) -> list[Kind]:
+    """The caches, or the growable tensors, of this process."""
+    return [owner for owner in list(owners) if isinstance(owner, kind)]
+
+
 def _whole_device(device: str | torch.device) -> torch.device:
     """The device with its index."""
     device = torch.device(device)
@@ -89,7 +97,7 @@ def _whole_device(device: str | torch.device) -> torch.device:
 
 
 def _cache_segments() -> Iterator[dict[str, Any]]:
-    for cache in list(caches):
+    for cache in _all(KVCache):
         with suppress(VmmkvError):
             for mapped in cache.mapped_ranges():
                 name = f"sequence {mapped.owner}" if mapped.owner >= 0 else "surplus"
@@ -98,7 +106,7 @@ def _cache_segments() -> Iterator[dict[str, Any]]:
 
 
 def _tensor_segments() -> Iterator[dict[str, Any]]:
-    for tensor in list(tensors):
+    for tensor in _all(GrowableTensor):
         with suppress(VmmkvError):
             for mapped in tensor.mapped_ranges():
                 whose = {"filename": "GrowableTensor", "line": 0, "name": f"{list(tensor.shape)} {tensor.dtype}"}

@@ -6,6 +6,7 @@ call the memory system through the addresses of its C functions, and keep their 
 
 Invariants:
  1. `physical <= budget`, in bytes: the budget is debited before the first call, and credited for what is really gone.
+    Whoever lowers the budget meanwhile gets what was not taken.
  2. `allocate` returns a segment all of whose pages can be accessed, or 0 and has changed nothing.
  3. A page is unmapped only after all work on its device. What cannot be unmapped stays in the books.
  4. Nothing here is ever freed: torch may give back a segment at any time until the process has ended.
@@ -118,6 +119,17 @@ def _deallocate(books: int, address: int, nbytes: int) -> None:
         _give(state, books, size, 0, 0)
 
 
+@njit(types.int64(types.int64, types.int64), error_model="numpy")  # type: ignore[untyped-decorator]
+def _set_budget(books: int, budget: int) -> Any:
+    """Sets the budget, but not below what is taken; returns what it is now."""
+    state = carray(pointer(books), 1, STATE)[0]
+    call(state.pthread_mutex_lock, (books,))
+    state.budget = max(budget, state.physical)
+    now = state.budget
+    call(state.pthread_mutex_unlock, (books,))
+    return now
+
+
 class Allocator:
     """One memory pool's pair of functions, and its books. The process keeps all of it for ever.
 
@@ -142,7 +154,7 @@ class Allocator:
             self.state[name] = words[name]
         for name in _LIBC:
             self.state[name] = ctypes.cast(getattr(ctypes.CDLL(None), name), ctypes.c_void_p).value
-        books = records.ctypes.data
+        self._address = books = records.ctypes.data
 
         @cfunc(types.voidptr(types.int64, types.int32, types.voidptr))  # type: ignore[untyped-decorator]
         def allocate(size: int, device: int, stream: int) -> Any:
@@ -155,3 +167,18 @@ class Allocator:
         self.allocate: int = allocate.address
         self.deallocate: int = deallocate.address
         _kept.append((records, allocate, deallocate, _allocate, _deallocate, owner))
+
+    @property
+    def budget(self) -> int:
+        """Pages that it may take in all."""
+        return int(self.state["budget"]) // int(self.state["page_size"])
+
+    @property
+    def physical(self) -> int:
+        """Pages that it has taken."""
+        return int(self.state["physical"]) // int(self.state["page_size"])
+
+    def set_budget(self, pages: int) -> int:
+        """Sets the budget, or what is taken, if that is more; returns it. No allocation comes in between."""
+        page_size = int(self.state["page_size"])
+        return int(_set_budget(self._address, pages * page_size)) // page_size

@@ -6,15 +6,11 @@ invariants.
 
 from __future__ import annotations
 
-import functools
 import math
 import operator
-import os
-import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NoReturn
 
 import torch
@@ -23,11 +19,9 @@ from ..errors import (
     DeviceError,
     DriverError,
     DtypeError,
-    ForkError,
     LayoutError,
     ShapeError,
     StreamCaptureError,
-    UseAfterFreeError,
     VmmkvError,
 )
 from ..invariants import watch
@@ -36,8 +30,9 @@ from ..memory.budget import pages_within
 from ..memory.driver import Driver
 from ..memory.fence import Fence, check_stream
 from ..memory.monitor import operation
-from ..memory.pool import FramePool
-from ..space.arena import Arena, check_address_space, wait_for_device
+from ..memory.owner import Owner, check_pool_alone, owners
+from ..memory.pool import Account, FramePool
+from ..space.arena import Arena, check_address_space
 from ..space.change import Change
 from ..stats import MappedRange
 from ..tensors import check_dense, export_range
@@ -58,7 +53,7 @@ class GrowableTensorStats:
     used_bytes: int
 
 
-class GrowableTensor:
+class GrowableTensor(Owner):
     """A contiguous tensor that grows and shrinks in its first dimension, in place.
 
         history = GrowableTensor((1 << 30, 4096), torch.bfloat16)  # 8 TiB of addresses, no memory
@@ -85,6 +80,9 @@ class GrowableTensor:
         DeviceError: there is no such device.
     """
 
+    kind = "GrowableTensor"
+    """Among who lies on a pool."""
+
     def __init__(
         self,
         shape_max: Sequence[int],
@@ -96,8 +94,7 @@ class GrowableTensor:
         driver: Driver | None = None,
         pool: FramePool | None = None,
     ) -> None:
-        if pool is not None and (driver, device, page_size) != (None, None, None):
-            raise ValueError("give a pool, or driver, device and page_size; a pool has its own")
+        check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
         self.shape_max = torch.Size(whole_number("shape_max", size) for size in shape_max)
         self.dtype = torch.get_default_dtype() if dtype is None else dtype
         if not isinstance(self.dtype, torch.dtype):
@@ -105,48 +102,34 @@ class GrowableTensor:
         if not self.shape_max or min(self.shape_max) < 1:
             raise LayoutError(f"asked for shape_max={tuple(self.shape_max)}; each dimension is at least 1")
         self._row_bytes = math.prod(self.shape_max[1:]) * self.dtype.itemsize
-        self._owns_pool = pool is None
-        self.pool = pool = pool or FramePool(max_bytes, device=device, page_size=page_size, driver=driver)
-        """The physical memory that it lies on."""
-        pool.is_shared &= not self._owns_pool
-        self._driver = pool.driver
+        owns_pool = pool is None
+        pool = pool or FramePool(max_bytes, device=device, page_size=page_size, driver=driver)
+        super().__init__(pool, owns_pool)
         size = pool.page_size
         nbytes = -(-self.shape_max[0] * self._row_bytes // size) * size
         check_address_space(nbytes, f"shape_max={tuple(self.shape_max)} of {self.dtype}")
         self._length = 0
         self._fence = Fence()
         self._streams = {self._driver.current_stream()}
-        self._unusable: Callable[[], VmmkvError] | None = None
-        self._is_open = True
-        """The memory is ours to give back."""
-        self._open(nbytes, None if self._owns_pool else pages_within(pool, max_bytes))
+        self._open(nbytes, None if owns_pool else pages_within(pool, max_bytes))
         with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
             flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
             self._whole = flat[: self.shape_max[0] * self._row_bytes].view(self.dtype).view(self.shape_max)
-        tensors.add(self)
+        owners.add(self)
 
     @operation
     def _open(self, nbytes: int, limit: int | None) -> None:
         """Opens an account of so many pages, and reserves addresses."""
         if self.pool.is_debugged:
             watch(self.pool)
-        self._account = self.pool.open_account(self, limit)
-        try:
-            self._arena = Arena(self.pool, self._account, 1, nbytes)
-        except BaseException:
-            self.pool.close_account(self._account)
-            raise
-
-    @property
-    def device(self) -> torch.device:
-        """Where it is."""
-        return self._driver.device
+        self._account = Account(limit)
+        self._arena = Arena(self.pool, self._account, 1, nbytes)
+        self.pool.open_account(self._account, self)
 
     @property
     def tensor(self) -> torch.Tensor:
         """Its rows, `[length, *shape_max[1:]]`: a view, contiguous and zero-copy."""
-        if self._unusable:
-            raise self._unusable()
+        self.check_open()
         return self._whole[: self._length]
 
     @property
@@ -221,7 +204,7 @@ class GrowableTensor:
         frames = self.pool.frames
         before = frames.existing
         self.reclaim(self.pool.limit, wait=True)
-        frames.release(len(frames.free))
+        frames.release(frames.free_pages)
         return (before - frames.existing) * self.pool.page_size
 
     @property
@@ -233,12 +216,15 @@ class GrowableTensor:
         """Gives up to `count` pages behind its last row to others on its pool; returns how many."""
         if wait:
             self._fence.wait()
-        end = max(self._pages(self._length), self._arena.table.end[0] - count)
-        return self._arena.unmap_back(0, end) if self._fence.passed() else 0
+        return self._arena.unmap_back(0, self._pages(self._length), count) if self._fence.passed() else 0
 
     def sequences(self) -> tuple[int, int]:
         """None: it has rows, and these are no tokens."""
         return 0, 0
+
+    def known_tenants(self) -> set[int]:
+        """None: what it has is nobody's in particular."""
+        return set()
 
     def held(self) -> list[str]:
         """What of it is in use."""
@@ -251,7 +237,7 @@ class GrowableTensor:
         if self.pool.tenants and table.unclean(0, end, table.end[0], tenant=0):
             self._fence.wait()
             self._arena.unmap_back(0, end)
-        self._account.taken = len(self._arena.table.mapped_frames())
+        self._account.taken = len(self._arena.table.mapped_pages())
 
     @operation
     def stats(self) -> GrowableTensorStats:
@@ -267,31 +253,10 @@ class GrowableTensor:
         table = self._arena.table
         return [table.mapped_range(0, 0, self._length * self._row_bytes, 0)] if table.pages(0) else []
 
-    def close(self) -> None:
-        """Gives all memory back now, after all work on the device. To touch a view after this is a fault.
-
-        Garbage collection does the same when nobody holds it or its views any more.
-
-        Raises:
-            StreamCaptureError: a CUDA graph is being captured; nothing was closed.
-            DriverError: the device could not be waited for; nothing was closed.
-        """
-        monitor = self.pool.monitor
-        with monitor.changing, monitor.lock:
-            if not self._is_open:
-                return
-            monitor.check_outside("close", changing=True)
-            with monitor.inside:
-                wait_for_device(self._driver)
-                self._unusable = functools.partial(UseAfterFreeError, "this GrowableTensor was closed; make a new one")
-                self._length = 0
-                before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
-                self._arena.close()
-                self.pool.close_account(self._account)
-                if self._owns_pool:
-                    self.pool.frames.close()
-                monitor.is_dirty = before
-                self._is_open = False
+    def _give_back(self) -> None:
+        self._length = 0
+        self._arena.close()
+        self.pool.close_account(self._account)
 
     def _pages(self, length: int) -> int:
         return -(-length * self._row_bytes // self.pool.page_size)
@@ -307,12 +272,13 @@ class GrowableTensor:
         if end <= ready:
             return
         missing = max(end - old_end, 0)
+        pool.collect()
         pool.check_allowed(self._account, end)
         for wait in (False, True):
             if missing > pool.idle(self._account):
                 pool.reclaim_from_others(self._account, missing - pool.idle(self._account), wait=wait)
         supply = pool.take(self._account, missing)
-        change = Change(pool.calls, pool.frames.handles)
+        change = Change(pool.calls, pool.frames)
         arena.plan_growth(change, 0, end, supply)
         change.run()
         pool.pages_in_need += change.commit(pool)
@@ -333,45 +299,9 @@ class GrowableTensor:
         """Keeps the pages behind the last row until all work so far has finished."""
         self._fence |= Fence.after(self._driver, {self._driver.current_stream(), *self._streams})
 
-    def check_usable(self) -> None:
-        """Raises what forbids any use.
-
-        Raises:
-            UseAfterFreeError, InterruptedChangeError, ForkError: as in `KVCache.check_usable`.
-        """
-        if self._unusable:
-            raise self._unusable()
-        self.pool.check_usable()
-
-    def _after_fork(self) -> None:
-        self._is_open = False
-        self._unusable = functools.partial(
-            ForkError, "this GrowableTensor was made before fork(); its memory belongs to the parent"
-        )
-
     def __reduce__(self) -> NoReturn:
         raise TypeError("a GrowableTensor owns its memory and cannot be copied or pickled; clone its tensor")
 
     def __repr__(self) -> str:
         sizes = f"{list(self.shape)} of {list(self.shape_max)}"
         return f"<vmmkv.torch.GrowableTensor on {self.device}: {sizes}, {self.dtype}>"
-
-    def __enter__(self) -> GrowableTensor:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-tensors: weakref.WeakSet[GrowableTensor] = weakref.WeakSet()
-"""All of this process."""
-
-
-def _after_fork() -> None:
-    for tensor in list(tensors):
-        tensor._after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork)

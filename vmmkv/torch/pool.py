@@ -1,24 +1,35 @@
-"""A memory pool: what torch allocates in a `with` block lies on pages of ours, within a budget of ours."""
+"""A memory pool: what torch allocates in a `with` block lies on pages of ours, within a budget of ours or a share of a
+frame pool."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import DeviceError
+from ..errors import ArgumentError, DeviceError, VmmkvError
 from ..memory.budget import pages_within
+from ..memory.driver import NativeDriver
+from ..memory.owner import check_pool_alone
+from ..memory.pool import FramePool
+from .lease import Lease
 
 if TYPE_CHECKING:
     from .allocator import Allocator
 
 
-def memory_pool(max_bytes: float | str = "80%", device: str | torch.device = "cuda") -> MemoryPool:
+def memory_pool(
+    max_bytes: float | str = "80%",
+    device: str | torch.device | None = None,
+    *,
+    pool: FramePool | None = None,
+    guaranteed: float | str = 0,
+) -> MemoryPool:
     """Makes a memory pool for a CUDA device.
 
         with vmmkv.torch.memory_pool(max_bytes="8GiB") as pool:
@@ -26,25 +37,39 @@ def memory_pool(max_bytes: float | str = "80%", device: str | torch.device = "cu
         print(pool.stats())
 
     Args:
-        max_bytes: the budget: bytes, `"8GiB"`, or a share of the memory that is free now, `"80%"` or `0.8`. It is a
-            budget of its own: a `KVCache` beside it has another, and together they should fit the device.
-        device: `"cuda"` (torch's current device), `"cuda:1"`.
+        max_bytes: the budget: bytes, `"8GiB"`, or a share of the memory that is free now, `"80%"` or `0.8`. With a
+            `pool`, the most that it may have of that, and shares are of the pool.
+        device: `"cuda"` (torch's current device, where there is no `pool`), `"cuda:1"`.
+        pool: physical memory that caches and others may use as well. Without one it is a budget of its own: a `KVCache`
+            beside it has another, and together they should fit the device.
+        guaranteed: bytes of the pool, as in `max_bytes`, that it can have at any time.
 
     Raises:
         DeviceError: it is no CUDA device, or there is none.
-        BudgetError: the budget is no size, below one page, or larger than the device.
+        BudgetError: the budget is no size, below one page, or larger than the device; or so much cannot be guaranteed.
     """
-    if not str(device).startswith("cuda") or not torch.cuda.is_available():
+    check_pool_alone(pool, device=device)
+    if pool is None and guaranteed:
+        raise ValueError(f"asked for guaranteed={guaranteed!r} without a pool; it is a share of one: give pool=")
+    target = pool.device if pool is not None else "cuda" if device is None else device
+    if not str(target).startswith("cuda") or not torch.cuda.is_available():
         raise DeviceError(
-            f"asked for a memory pool on {device}; torch has memory pools on CUDA devices only, and sees "
+            f"asked for a memory pool on {target}; torch has memory pools on CUDA devices only, and sees "
             f"{torch.cuda.device_count()} of them. KVCache and GrowableTensor run on host memory, too"
         )
     from ..memory.driver.cuda import CudaDriver
     from .allocator import Allocator  # imports Numba, and compiles
 
-    driver = CudaDriver(torch.device(device))
-    budget = pages_within(driver, max_bytes)
-    return MemoryPool(driver.device, Allocator(driver.c_interface(), driver.page_size, budget, driver))
+    if pool is None:
+        driver = CudaDriver(torch.device(target))
+        budget = pages_within(driver, max_bytes)
+        return MemoryPool(driver.device, Allocator(driver.c_interface(), driver.page_size, budget, driver))
+    if not isinstance(pool.driver, NativeDriver):
+        raise ArgumentError(f"got {pool!r}, whose driver has no c_interface; torch calls that, and no Python")
+    limit = pages_within(pool, max_bytes)
+    promised = pages_within(pool, guaranteed) if guaranteed else 0
+    allocator = Allocator(pool.driver.c_interface(), pool.page_size, 0, pool.driver)
+    return MemoryPool(pool.device, allocator, Lease(pool, allocator, limit, promised))
 
 
 @dataclass(frozen=True)
@@ -53,11 +78,13 @@ class MemoryPoolStats:
 
     Attributes:
         budget_bytes: the most that it may take.
+        leased_bytes: the most that it may take now: what it has leased of a frame pool, or the budget.
         physical_bytes: what it takes now: segments that tensors lie in, and those that torch keeps for later.
         segments: pieces that torch has asked for and not given back.
     """
 
     budget_bytes: int
+    leased_bytes: int
     physical_bytes: int
     segments: int
 
@@ -67,8 +94,12 @@ class MemoryPool:
 
     In a `with` block, which may be entered again and again but by one thread at a time (`RuntimeError` otherwise),
     every tensor that this thread makes on the pool's device lies on pages like those of a `KVCache`, and counts
-    against the pool's budget. The pages are the pool's own: torch allocates under a lock under which no Python may
-    run, so it cannot ask a `FramePool`. Other threads, such as autograd's, allocate as ever.
+    against the pool's budget. Other threads, such as autograd's, allocate as ever.
+
+    torch allocates under a lock under which no Python may run, so it cannot ask a `FramePool` for each page. It has a
+    *lease* of one instead: on entering a block as much as `max_bytes` allows of what others do not use, which they
+    give back as for any growth; on leaving it, what torch has made of that. While the block runs, others can have what
+    torch has not made, but for what is `guaranteed`.
 
     torch's caching allocator works on top, with all of its accounts: small tensors share a segment, and segments
     whose tensors are gone are kept for later tensors of the pool. They go back to the system with `release`, or when
@@ -82,20 +113,25 @@ class MemoryPool:
     (`torch.multiprocessing`).
     """
 
-    def __init__(self, device: torch.device, allocator: Allocator) -> None:
+    def __init__(self, device: torch.device, allocator: Allocator, lease: Lease | None = None) -> None:
         self.device = device
         self._books = allocator.state
+        self._lease = lease
         self._torch_allocator: Any = torch._C._cuda_customAllocator(allocator.allocate, allocator.deallocate)
         self._mem_pools: list[torch.cuda.MemPool] = []
         self._busy = threading.Lock()
         self._block = ExitStack()
+        weakref.finalize(self, _end, self._mem_pools, lease).atexit = False
+        if lease:
+            lease.open()
         pools.add(self)
-        weakref.finalize(self, _end, self._mem_pools).atexit = False
 
     def __enter__(self) -> MemoryPool:
         global _blocks
         self._begin_use()
         try:
+            if self._lease:
+                self._lease.grow()
             with _lock:
                 _blocks += 1
                 self._block.callback(_leave_block)
@@ -105,8 +141,7 @@ class MemoryPool:
             self._books["refused"] = 0
             self._block.enter_context(torch.cuda.use_mem_pool(self._mem_pools[0], self.device))
         except BaseException:
-            self._block.close()
-            self._busy.release()
+            self._leave()
             raise
         return self
 
@@ -115,8 +150,14 @@ class MemoryPool:
     ) -> None:
         if isinstance(error, torch.OutOfMemoryError) and self._books["refused"]:
             error.add_note(self._refusal())
-        self._block.close()
-        self._busy.release()
+        self._leave()
+
+    def _leave(self) -> None:
+        """Ends a block, or what has begun of one."""
+        try:
+            self._block.close()
+        finally:
+            self._end_use()
 
     def release(self) -> int:
         """Gives segments without tensors back to the system, after all work on the device; returns their bytes.
@@ -135,29 +176,45 @@ class MemoryPool:
                     self._mem_pools.clear()
             return before - int(self._books["physical"])
         finally:
-            self._busy.release()
+            self._end_use()
 
     def stats(self) -> MemoryPoolStats:
         """A snapshot: bytes and segments."""
-        books = self._books
-        return MemoryPoolStats(*(int(books[name]) for name in ("budget", "physical", "segments")))
+        leased, physical, segments = (int(self._books[name]) for name in ("budget", "physical", "segments"))
+        budget = self._lease.limit * self._lease.pool.page_size if self._lease else leased
+        return MemoryPoolStats(budget, leased, physical, segments)
 
     def _begin_use(self) -> None:
         if not self._busy.acquire(blocking=False):
             raise RuntimeError(f"{self!r} is in a with block; make one pool per thread, and release it after the block")
 
+    def _end_use(self) -> None:
+        try:
+            if self._lease:
+                with suppress(VmmkvError):  # others can have what is not used at any time
+                    self._lease.shrink()
+        finally:
+            self._busy.release()
+
     def _refusal(self) -> str:
         """Why the last segment could not be had."""
-        import cuda.bindings.driver as cu
-
-        mib = {name: self._books[name] / 2**20 for name in ("refused", "physical", "budget")}
-        asked = f"vmmkv: torch asked this memory pool for a segment of {mib['refused']:.0f} MiB; "
+        stats, mib = self.stats(), 2**20
+        asked = f"vmmkv: torch asked this memory pool for a segment of {self._books['refused'] / mib:.0f} MiB; "
         if self._books["status"]:
+            import cuda.bindings.driver as cu
+
             return asked + f"the driver said {cu.CUresult(int(self._books['status'])).name}"
-        return asked + (
-            f"{mib['physical']:.0f} of its {mib['budget']:.0f} MiB are taken. torch keeps segments whose tensors are "
-            "gone: leave the block and call release(), or make the pool with a larger max_bytes"
+        advice = (
+            f"{stats.physical_bytes / mib:.0f} of its {stats.leased_bytes / mib:.0f} MiB are taken. torch keeps "
+            "segments whose tensors are gone: leave the block and call release(), or make the pool with a larger "
+            "max_bytes"
         )
+        if self._lease:
+            advice += (
+                f". That is what could be leased of {self._lease.pool!r}, and {stats.budget_bytes / mib:.0f} MiB are "
+                "the most: others keep what they use, and can have what nobody uses, but for what is guaranteed"
+            )
+        return asked + advice
 
     def __repr__(self) -> str:
         stats = self.stats()
@@ -181,8 +238,10 @@ def _can_end() -> bool:
     return not _blocks and not torch.cuda.is_current_stream_capturing()
 
 
-def _end(mem_pools: list[torch.cuda.MemPool]) -> None:
+def _end(mem_pools: list[torch.cuda.MemPool], lease: Lease | None = None) -> None:
     """Ends these, and those that wait, now or when that is possible; takes the last reference to them."""
+    if lease:
+        lease.end()
     with _lock:
         _ended.extend(mem_pools)
         mem_pools.clear()

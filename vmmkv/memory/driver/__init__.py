@@ -6,10 +6,10 @@ Each method is one call of the memory system, so that a test can make any one of
 
 The contract:
  1. `reserve` returns addresses that belong to nobody else and that fault on any access.
- 2. `create` returns a page of physical memory. It has no address. What it holds is nobody's secret: zeros, as far as
-    has been seen, but a driver need not promise that.
- 3. `map` puts a page under an address; an access still faults until `set_access`.
-    A page may be mapped at many addresses; they all see the same bytes.
+ 2. `create` returns physical memory, of a page or of several. It has no address. What it holds is nobody's secret:
+    zeros, as far as has been seen, but a driver need not promise that.
+ 3. `map` puts all of it under an address; an access still faults until `set_access`.
+    It may be mapped at many addresses; they all see the same bytes.
  4. `unmap` takes the pages away from an address range, wherever there are some; accesses fault again. The bytes
     stay in the pages until `release`, and a page mapped again elsewhere shows them there.
  5. A call either does what it says or raises `DriverError` and does nothing.
@@ -29,7 +29,7 @@ import torch
 from ...errors import ArgumentError, DeviceError, DriverError, ForkError, LayoutError
 
 Handle = NewType("Handle", int)
-"""A page's physical memory, as the memory system names it."""
+"""Physical memory of a page, or of several side by side, as the memory system names it."""
 
 DEFAULT_PAGE_SIZE = 2 << 20
 
@@ -74,20 +74,21 @@ class Driver(Protocol):
     def free(self, address: int, nbytes: int) -> None:
         """Gives a whole reserved range back; nothing may be mapped in it."""
 
-    def create(self) -> Handle:
-        """Makes one page. Raises `DriverOutOfMemoryError` when the device has none left."""
+    def create(self, pages: int = 1) -> Handle:
+        """Makes one piece of memory, of several pages side by side if asked. Raises `DriverOutOfMemoryError` when the
+        device has none left."""
 
     def release(self, handle: Handle) -> None:
-        """Gives a page's memory back; it may be mapped nowhere."""
+        """Gives a piece of memory back; it may be mapped nowhere."""
 
-    def map(self, address: int, handle: Handle) -> None:
-        """Puts a page under `address`, where nothing is mapped."""
+    def map(self, address: int, handle: Handle, pages: int = 1) -> None:
+        """Puts a piece of memory, which is of so many pages, under `address`, where nothing is mapped."""
 
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
         """Makes a range of mapped pages readable, and writable or read-only."""
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Takes the pages of a range away; where nothing is mapped it stays so."""
+        """Takes away what is mapped in a range, whole pieces; where nothing is mapped it stays so."""
 
     def fill(self, address: int, nbytes: int, value: int, stream: Any) -> None:
         """Sets bytes, in the order of a stream."""

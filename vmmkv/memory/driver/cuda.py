@@ -221,20 +221,20 @@ class CudaDriver:
     def free(self, address: int, nbytes: int) -> None:
         check("cuMemAddressFree", *cu.cuMemAddressFree(address, nbytes))
 
-    def create(self) -> Handle:
+    def create(self, pages: int = 1) -> Handle:
         check_process(self._process)
-        status, handle = cu.cuMemCreate(self.page_size, self._property, 0)
+        status, handle = cu.cuMemCreate(self.page_size * pages, self._property, 0)
         if status:
-            check("cuMemCreate", status, f"one page of {self.page_size} bytes on {self.device}")
+            check("cuMemCreate", status, f"{self.page_size * pages} bytes on {self.device}")
         return Handle(int(handle))
 
     def release(self, handle: Handle) -> None:
         check_process(self._process)
         check("cuMemRelease", *cu.cuMemRelease(handle))
 
-    def map(self, address: int, handle: Handle) -> None:
+    def map(self, address: int, handle: Handle, pages: int = 1) -> None:
         check_process(self._process)
-        (status,) = cu.cuMemMap(address, self.page_size, 0, handle, 0)
+        (status,) = cu.cuMemMap(address, self.page_size * pages, 0, handle, 0)
         if status:
             check("cuMemMap", status)
 

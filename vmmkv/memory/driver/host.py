@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import itertools
 import mmap
 import os
 import resource
 import sys
+import threading
 import weakref
 
 import torch
@@ -80,8 +80,12 @@ class HostDriver:
             raise DriverError("memfd_create", _name(error.errno), "no file for the pages could be made") from None
         # Not at exit, when there may be caches still: they would write to whichever file had the number next.
         weakref.finalize(self, _close, self._fd, self._process).atexit = False
-        self._ends = itertools.count(step=self.page_size)
-        self._holes: list[int] = []
+        self._end = 0
+        self._lock = threading.Lock()
+        self._holes: dict[int, list[int]] = {}
+        """By size in bytes: pieces of the file that nobody has."""
+        self._sizes: dict[int, int] = {}
+        """By handle: bytes of what is more than a page."""
 
     def enter_thread(self) -> None:
         pass
@@ -98,27 +102,34 @@ class HostDriver:
         return int(address)
 
     def free(self, address: int, nbytes: int) -> None:
-        self._check("munmap", self._libc.munmap(address, nbytes) == 0)
-        mappings.remove_range(address)
+        mappings.remove_range(address)  # before: right after it the addresses may be another thread's
+        if self._libc.munmap(address, nbytes):
+            mappings.add_range(address, nbytes)
+            self._check("munmap", False)
 
-    def create(self) -> Handle:
+    def create(self, pages: int = 1) -> Handle:
         check_process(self._process)
+        nbytes = pages * self.page_size
+        holes = self._holes.setdefault(nbytes, [])
         try:
-            offset = self._holes.pop()
+            offset = holes.pop()
         except IndexError:
-            offset = next(self._ends)
+            with self._lock:
+                offset, self._end = self._end, self._end + nbytes
         try:
             # Takes the memory now: a page that is only promised would kill the process when written.
-            os.posix_fallocate(self._fd, offset, self.page_size)
+            os.posix_fallocate(self._fd, offset, nbytes)
         except BaseException as error:
-            self._holes.append(offset)
+            holes.append(offset)
             if not isinstance(error, OSError):
                 raise
-            raise self._not_created(_name(error.errno)) from None
+            raise self._not_created(nbytes, _name(error.errno)) from None
+        if pages > 1:
+            self._sizes[offset] = nbytes
         return Handle(offset)
 
-    def _not_created(self, code: str) -> DriverError:
-        detail = f"the host has no memory left for a page of {self.page_size} bytes"
+    def _not_created(self, nbytes: int, code: str) -> DriverError:
+        detail = f"the host has no memory left for {nbytes} bytes"
         if code == "EFBIG":
             limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
             detail = f"no file, that of the pages included, may be longer than {limit} bytes; `ulimit -f` allows more"
@@ -127,17 +138,20 @@ class HostDriver:
     def release(self, handle: Handle) -> None:
         check_process(self._process)
         mode = FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
-        done = self._libc.fallocate(self._fd, mode, handle, self.page_size)
+        nbytes = self._sizes.get(handle, self.page_size)
+        done = self._libc.fallocate(self._fd, mode, handle, nbytes)
         self._check("fallocate", done == 0, "punching a hole into the memfd")
-        self._holes.append(handle)
+        self._sizes.pop(handle, None)
+        self._holes[nbytes].append(handle)
 
-    def map(self, address: int, handle: Handle) -> None:
+    def map(self, address: int, handle: Handle, pages: int = 1) -> None:
         check_process(self._process)
-        mappings.check()
+        mappings.check(pages)
         flags = mmap.MAP_SHARED | MAP_FIXED
-        at = self._libc.mmap(address, self.page_size, PROT_NONE, flags, self._fd, handle)
+        at = self._libc.mmap(address, self.page_size * pages, PROT_NONE, flags, self._fd, handle)
         self._check("mmap", at == address, limits.MAPPINGS_HINT)
-        mappings.add_page(address, self.page_size)
+        for page in range(pages):
+            mappings.add_page(address + page * self.page_size, self.page_size)
 
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
         # A forked child has no part in the pages: what it writes through a view it has kept must not reach them.

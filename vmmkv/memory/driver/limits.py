@@ -73,16 +73,16 @@ class Mappings:
         self._allowed = 0
         self._lock = threading.RLock()  # a finalizer may come in between in the same thread
 
-    def check(self) -> None:
-        """Raises `DriverError` unless a page, or a range, can be added.
+    def check(self, pages: int = 1) -> None:
+        """Raises `DriverError` unless pages side by side, or a range, can be added.
 
         What others have is counted again whenever ours have grown by as many as are spare.
         """
-        if self.own + 2 > self._allowed:
+        if self.own + pages + 1 > self._allowed:
             with self._lock:
-                self._allowed = self._count()
+                self._allowed = self._count(pages + 1)
 
-    def _count(self) -> int:
+    def _count(self, needed: int) -> int:
         """What `own` may grow to before it is time to count again."""
         limit = int(_read(MAX_MAPPINGS))
         starts = [int(line.split("-", 1)[0], 16) for line in _read("/proc/self/maps").splitlines()]
@@ -90,14 +90,14 @@ class Mappings:
         inside = sum(bisect_left(starts, first + size) - bisect_left(starts, first) for first, size in ranges)
         others, spare = len(starts) - inside, int(limit * SPARE)
         room = limit - spare - others - self.own
-        if room < 2:
+        if room < needed:
             raise DriverError(
                 "mmap",
                 "ENOMEM",
                 f"of the {limit} mappings that this process may have, pages take {self.own}, all else takes {others}, "
                 f"and {spare} are kept for it and for unmapping; {MAPPINGS_HINT}",
             )
-        return self.own + min(room, spare)
+        return self.own + max(min(room, spare), needed)
 
     def add_range(self, address: int, nbytes: int) -> None:
         """Counts a reserved range."""

@@ -1,0 +1,273 @@
+"""What gets slower with more rows and more pages, and what does not: the books alone, of up to a million pages.
+
+    python -m benchmarks.scale [--rows N]... [--rounds 21] [--json]
+
+A cache of 100, 10,000 and 100,000 rows, ten pages to a row: most of them live, some parked, some empty. Pages are
+numbers, as in `benchmarks.virtual`, so that only Python and numpy are timed, in microseconds of this thread on a
+processor. The mapper has no thread of its own here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import islice
+from statistics import median
+from time import thread_time_ns
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import typer
+
+from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError, Sequence
+from vmmkv.cli.options import JsonOutput
+from vmmkv.cli.output import console, errors, make_table, print_json
+from vmmkv.environment import environment
+from vmmkv.space.mapper import Mapper
+
+from .virtual import BookkeepingDriver
+
+Row = dict[str, Any]
+LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128)
+"""Of Llama-3.1-8B: a page holds 16 tokens."""
+PAGE = 16
+TOKENS, AHEAD, MOST = 8 * PAGE, 2 * PAGE, 64 * PAGE
+"""Of a sequence, mapped behind it, and of a row."""
+BATCH, CROSSING = 32, 4
+"""Sequences of a step, and those of them that begin a page in it."""
+AIM = 4.0
+"""At most so many times as long may a step take with a thousand times as many rows, which fit into no cache."""
+
+
+class Rested(Mapper):
+    """A mapper that works only when it is called."""
+
+    def ring(self) -> None:
+        pass
+
+
+class House(NamedTuple):
+    """A cache of many rows, and its live sequences: those that a measurement grows are the first and the last ones."""
+
+    cache: KVCache
+    mapper: Mapper
+    live: list[Sequence]
+
+    def fill_up(self) -> None:
+        """Leaves no page that nobody has."""
+        pool = self.cache.pool
+        pool.set_limit(pool.frames.taken * pool.page_size)
+
+    def map_ahead(self) -> None:
+        """All that there is to do for the mapper."""
+        while self.mapper.work():
+            pass
+
+
+def build(rows: int) -> House:
+    """Seven of ten rows are live, with a lookahead behind them; two are parked, one is empty."""
+    nbytes = rows * (TOKENS + AHEAD) // PAGE * BookkeepingDriver(0).page_size
+    pool = FramePool(nbytes, driver=BookkeepingDriver(nbytes))
+    pool.mapper = mapper = Rested(pool)
+    cache = KVCache(LAYOUT, rows, MOST, pool=pool, lookahead=AHEAD)
+    live = [cache.sequence(TOKENS + AHEAD) for _ in range(rows * 9 // 10)]
+    cache.free(live[rows * 7 // 10 :])
+    del live[rows * 7 // 10 :]
+    for sequence in live:
+        sequence.truncate(TOKENS)
+    return House(cache, mapper, live)
+
+
+def microseconds(operation: Callable[..., Any], *args: Any) -> float:
+    start = thread_time_ns()
+    operation(*args)
+    return (thread_time_ns() - start) / 1e3
+
+
+# ------------------------------------------------------------------ what is measured: a round at each `yield`
+
+
+def extend_within(house: House) -> Iterator[float]:
+    sequence = house.live[0]
+    while True:
+        yield microseconds(sequence.extend, 1)
+        sequence.truncate(TOKENS)
+
+
+def extend_many_within(house: House) -> Iterator[float]:
+    batch = house.live[:BATCH]
+    while True:
+        yield microseconds(house.cache.extend, batch, 1)
+        for sequence in batch:
+            sequence.truncate(TOKENS)
+
+
+def extend_onto_a_page(house: House) -> Iterator[float]:
+    sequence = house.live[0]
+    sequence.extend(AHEAD)
+    while True:
+        yield microseconds(sequence.extend, PAGE)
+
+
+def extend_many_onto_pages(house: House) -> Iterator[float]:
+    batch, counts = house.live[1 : 1 + BATCH], [PAGE] * CROSSING + [0] * (BATCH - CROSSING)
+    house.cache.extend(batch[:CROSSING], AHEAD)
+    while True:
+        yield microseconds(house.cache.extend, batch, counts)
+
+
+def shorten(house: House) -> Iterator[float]:
+    sequence = house.live[-1]
+    while True:
+        sequence.extend(AHEAD)
+        yield microseconds(sequence.truncate, TOKENS)
+
+
+def free(house: House) -> Iterator[float]:
+    while True:
+        yield microseconds(house.live.pop().free)
+        house.live.append(house.cache.sequence(TOKENS))
+
+
+def adopt(house: House) -> Iterator[float]:
+    while True:
+        house.live.pop().free()
+        yield microseconds(lambda: house.live.append(house.cache.sequence(TOKENS)))
+
+
+def ask_what_is_available(house: House) -> Iterator[float]:
+    while True:
+        yield microseconds(lambda: house.cache.available_pages)
+
+
+def ask_for_statistics(house: House) -> Iterator[float]:
+    while True:
+        yield microseconds(house.cache.stats)
+
+
+def map_nothing(house: House) -> Iterator[float]:
+    house.map_ahead()
+    while True:
+        yield microseconds(house.mapper.work)
+
+
+def map_for_some(house: House) -> Iterator[float]:
+    house.map_ahead()
+    batch = house.live[-CROSSING:]
+    while True:
+        house.cache.extend(batch, PAGE)
+        yield microseconds(house.map_ahead)
+
+
+def extend_onto_a_page_of_others(house: House) -> Iterator[float]:
+    sequence = house.live[BATCH + 1]
+    sequence.extend(AHEAD)
+    while True:
+        house.fill_up()
+        yield microseconds(sequence.extend, PAGE)
+
+
+def unmap_parked_rows(house: House) -> Iterator[float]:
+    while True:
+        house.fill_up()
+        yield microseconds(house.mapper.work)
+
+
+def find_no_page(house: House) -> Iterator[float]:
+    house.cache.trim()
+
+    def fail() -> None:
+        with suppress(OutOfPagesError):
+            sequence.extend(MOST - sequence.length)
+            raise AssertionError("there was memory")
+
+    sequence = house.live[-1]
+    while True:
+        house.fill_up()
+        yield microseconds(fail)
+
+
+OPERATIONS: dict[str, tuple[bool, Callable[[House], Iterator[float]]]] = {
+    "extend within its capacity": (True, extend_within),
+    f"extend {BATCH} sequences within theirs": (True, extend_many_within),
+    "truncate": (True, shorten),
+    "free": (True, free),
+    "start on a parked row": (True, adopt),
+    "available_pages": (True, ask_what_is_available),
+    "stats()": (False, ask_for_statistics),
+    "extend onto a page": (True, extend_onto_a_page),
+    f"extend {BATCH}, {CROSSING} of them onto a page": (True, extend_many_onto_pages),
+    "mapper, with nothing to do": (True, map_nothing),
+    f"mapper, {CROSSING} rows need a page": (True, map_for_some),
+    "extend onto a page that others give up": (True, extend_onto_a_page_of_others),
+    "mapper, one change that unmaps parked rows": (True, unmap_parked_rows),
+    "extend where no page is left": (True, find_no_page),
+}
+"""Whether it is on the path of a step of serving, and what measures it; in this order, as memory gets scarce."""
+
+
+def measure(rows: int, rounds: int) -> list[Row]:
+    """A row for each operation, on a cache of so many rows."""
+    house = build(rows)
+    found = []
+    for what, (on_a_step, operation) in OPERATIONS.items():
+        took = list(islice(operation(house), rounds))
+        found.append({"what": what, "on_a_step": on_a_step, "rows": rows, "us": median(took), "max_us": max(took)})
+    house.cache.check()
+    return found
+
+
+def main(
+    rows: Annotated[list[int] | None, typer.Option(min=100, help="Of a cache; from few to many.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, max=50, help="Of which the median is told.")] = 21,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure what grows with rows and pages."""
+    result: Row = {"environment": environment(torch.device("cpu")), "rounds": rounds, "measured": []}
+    for count in rows or (100, 10_000, 100_000):
+        with errors.status(f"{count:,} rows"):
+            result["measured"] += measure(count, rounds)
+    result["comparisons"] = compare(result)
+    if json_output:
+        print_json(result)
+    else:
+        show(result)
+
+
+def by_operation(result: Row) -> dict[str, list[Row]]:
+    """The rows of each operation, from few rows of a cache to many."""
+    found: dict[str, list[Row]] = {}
+    for row in result["measured"]:
+        found.setdefault(row["what"], []).append(row)
+    return found
+
+
+def compare(result: Row) -> list[Row]:
+    """How many times as long each operation takes with the most rows as with the fewest."""
+    comparisons = []
+    for what, rows in by_operation(result).items():
+        value = rows[-1]["us"] / rows[0]["us"]
+        aim = {"aim": f"<= {AIM:g}", "met": value <= AIM} if rows[0]["on_a_step"] else {}
+        comparisons.append({"what": what, "value": value} | aim)
+    return comparisons
+
+
+def table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns, and a line for each operation."""
+    cases = by_operation(result)
+    sizes = [f"{row['rows']:,} rows, µs" for row in next(iter(cases.values()))]
+    lines = []
+    for comparison, (what, rows) in zip(result["comparisons"], cases.items()):
+        verdict = {True: "yes", False: "no"}.get(comparison.get("met"), "")
+        lines.append((what, *(f"{row['us']:,.1f}" for row in rows), f"{comparison['value']:.1f}", verdict))
+    return ("", *sizes, "times as long", f"at most {AIM:g}"), lines
+
+
+def show(result: Row) -> None:
+    """Prints a line for each operation."""
+    columns, lines = table(result)
+    console.print(make_table("Books alone, ten pages to a row", columns, lines))
+
+
+if __name__ == "__main__":
+    typer.run(main)

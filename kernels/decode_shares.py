@@ -1,0 +1,165 @@
+"""Equal shares of a decode step: which queries, and which tokens of them, a block of threads works on.
+
+The queries of a KV head are taken in octets, and a block works on a bundle of these at a time. The work of a sequence
+is laid out bundle by bundle, in units of 16 tokens, and that of all sequences end to end (see `ragged`): a share begins
+and ends anywhere, and is worked on in pieces of one sequence and bundle each.
+"""
+
+from __future__ import annotations
+
+from math import gcd
+from typing import Any, NamedTuple
+
+from numba import cuda
+
+from .addressing import first_token
+from .arithmetic import divide
+from .memory import load_i32
+from .ptx import inlined
+from .ragged import make_ragged
+
+WARPS = 4
+"""Of a block."""
+THREADS = 32 * WARPS
+UNIT = 16
+"""Tokens of a unit of work."""
+LEAST = 8
+"""Units of a share at least, so that short sequences are not cut to crumbs."""
+
+
+class Queries(NamedTuple):
+    """The queries of a sequence: those that share a KV head, of `group` heads and `q_len` tokens, in octets."""
+
+    group: int
+    """Query heads that share a KV head."""
+    q_len: int
+
+    @property
+    def per_head(self) -> int:
+        """Queries of a KV head."""
+        return self.group * self.q_len
+
+    @property
+    def octets_per_head(self) -> int:
+        return -(-self.per_head // 8)
+
+    @property
+    def per_octet(self) -> int:
+        return min(8, self.per_head)
+
+    @property
+    def octets(self) -> int:
+        """Of a bundle: a warp works on one of them."""
+        return gcd(WARPS, self.octets_per_head)
+
+    @property
+    def bundles_per_head(self) -> int:
+        return self.octets_per_head // self.octets
+
+    @property
+    def per_bundle(self) -> int:
+        return self.octets * self.per_octet
+
+    @property
+    def token_warps(self) -> int:
+        """Warps of a block that work on the same octet, and on different tokens."""
+        return WARPS // self.octets
+
+
+class Lengths(NamedTuple):
+    """What the amount of work follows from."""
+
+    seq_lens: int
+    starts: int
+    window: int
+    bundles: int
+    """Of a sequence."""
+
+
+class Share(NamedTuple):
+    """The units of a block of threads."""
+
+    size: int
+    """Units of every share, but for the last."""
+    begin: int
+    end: int
+    sequence: int
+    """The one it begins with."""
+    before: int
+    """Units of those before."""
+
+
+class Piece(NamedTuple):
+    """What a share has of one sequence and bundle. Units are counted over the whole batch."""
+
+    sequence: int
+    first: int
+    """The sequence's first token that its queries see."""
+    last: int
+    """Its last token."""
+    bundle: int
+    """The bundle's number in its sequence."""
+    bundle_begin: int
+    """The bundle's first unit, and the one that it ends before."""
+    bundle_end: int
+    begin: int
+    """The piece's first unit, and the one that it ends before."""
+    end: int
+    token: int
+    """The piece's first token, and the one that it ends before."""
+    token_end: int
+
+
+def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any]:
+    """Functions for kernels: this block's share, and the piece that a unit begins."""
+    q_len = queries.q_len
+
+    @inlined
+    def span(sequence: int, lengths: Lengths) -> tuple[int, int]:
+        """The first token that a sequence's queries see, and its length."""
+        length = load_i32(lengths.seq_lens + sequence * 4)
+        first = first_token(sequence, lengths.starts)
+        if windowed:
+            first = max(first, length - q_len + 1 - lengths.window)
+        return min(first, length), length
+
+    @inlined
+    def units_of(sequence: int, lengths: Lengths) -> int:
+        """An empty sequence has a unit as well: somebody must write its output."""
+        first, length = span(sequence, lengths)
+        return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.bundles
+
+    total, locate = make_ragged(units_of)
+
+    @inlined
+    def share_of_block(batch: int, lengths: Lengths, lane: int) -> Share:
+        """The lanes of a warp look together."""
+        units = total(batch, lengths, lane)
+        size = max(divide(units + cuda.gridDim.x - 1, cuda.gridDim.x), LEAST)
+        begin = cuda.blockIdx.x * size
+        sequence, before = locate(begin, batch, lengths, lane)
+        return Share(size, begin, min(begin + size, units), sequence, before)
+
+    @inlined
+    def piece_at(unit: int, end: int, sequence: int, before: int, lengths: Lengths) -> Piece:
+        """From a unit on, `end` at most; `before` are the units of the sequences before."""
+        first, length = span(sequence, lengths)
+        bundle_units = divide(units_of(sequence, lengths), lengths.bundles)
+        bundle = divide(unit - before, bundle_units)
+        begin = before + bundle * bundle_units
+        piece_end = min(begin + bundle_units, end)
+        origin = (first // UNIT - begin) * UNIT  # where unit 0 would lie
+        return Piece(
+            sequence=sequence,
+            first=first,
+            last=length - 1,
+            bundle=bundle,
+            bundle_begin=begin,
+            bundle_end=begin + bundle_units,
+            begin=unit,
+            end=piece_end,
+            token=origin + unit * UNIT,
+            token_end=min(origin + piece_end * UNIT, length) if first < length else 0,
+        )
+
+    return share_of_block, piece_at

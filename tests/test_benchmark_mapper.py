@@ -1,0 +1,77 @@
+"""The mapper's benchmark on the host: what it reports adds up, and it says what it left out."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from benchmarks import mapper, tables
+
+APP = Typer()
+APP.command()(mapper.main)
+TABLES = "mapper-decode", "mapper-launches", "mapper-prompts", "mapper-comparisons"
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
+    monkeypatch.setattr(mapper, "PROMPT_ROUNDS", 1)
+    monkeypatch.setattr(mapper, "RESTLESS_SECONDS", 0.05)
+    sizes = "--steps", "40", "--sequences", "8", "--launches", "5", "--rounds", "2"
+    done = CliRunner().invoke(APP, ["--device", "cpu", *sizes, "--json", *args])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    mapper.show(result)
+    for name in TABLES:
+        assert tables.TABLES[name].write(result).count("\n") >= 1
+    return result  # type: ignore[no-any-return]
+
+
+def test_it_compares_ways_to_have_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(monkeypatch)
+    rows = {row["way"]: row for row in result["decode"]}
+    assert list(rows) == list(mapper.WAYS)
+    assert [len(row["rounds"]) for row in rows.values()] == [2, 2, 1]
+    for row in rows.values():
+        assert min(row["rounds"]) <= row["seconds"] <= max(row["rounds"])
+    before, ahead, need = (rows[way] for way in mapper.WAYS)
+    assert (before["of_mapped_before"], before["extends_with_a_call"], before["steps_with_a_call"]) == (1, 0, 0)
+    assert before["pages_ahead"] == need["pages_ahead"] == 0 < ahead["pages_ahead"]
+    assert need["extends_with_a_call"] == pytest.approx(1 / 16, rel=0.5)  # a page holds 16 tokens
+    assert need["extends_with_a_call"] <= need["steps_with_a_call"] <= 1
+    assert [row["way"] for row in result["launching"]] == [mapper.MAPPED, mapper.AHEAD]
+    assert result["restless"]["pages_per_s"]["min"] > 0
+    for row in result["prompts"]:
+        assert 0 < row["min"] <= row["median"] <= row["max"]
+    assert [row["frames"] for row in result["prompts"]] == list(mapper.FRAMES) * 3
+    assert result["missed"] == []
+    assert not any("met" in row for row in result["comparisons"])  # there are no aims without a GPU
+
+
+def test_it_says_what_it_did_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = run(monkeypatch, "--budget-seconds", "0")
+    assert result["decode"] == result["launching"] == result["prompts"] == []
+    assert [name.split(", round 1")[0] for name in result["missed"]] == [
+        "prompts",
+        "decoding",
+        "decoding without a mapper",
+        "launching",
+        "launching beside a mapper that never rests",
+    ]
+
+
+def test_aims_are_for_gpus() -> None:
+    loops = [
+        {"way": way, "of_mapped_before": of, "extends_with_a_call": share, "steps_with_a_call": share}
+        for way, of, share in ((mapper.MAPPED, 1.0, 0.0), (mapper.AHEAD, 1.02, 0.0005))
+    ]
+    prompts = [
+        {"what": what, "frames": frames, "median": ms}
+        for what, ms in (("a", 1.9), ("b", 15.1), ("c", 3.0))
+        for frames in mapper.FRAMES
+    ]
+    result = {"environment": {"cuda_driver": "13.0"}, "decode": loops, "launching": loops, "restless": {}}
+    found = mapper.compare(result | {"prompts": prompts})
+    assert [row.get("met") for row in found] == [False, True, None, True, True, False, True]

@@ -1,0 +1,59 @@
+"""The benchmark of many rows: what it measures happens, and its table says what it found."""
+
+from __future__ import annotations
+
+import json
+from itertools import islice
+
+import pytest
+from typer import Typer
+from typer.testing import CliRunner
+
+from benchmarks import scale, tables
+
+
+def test_each_operation_does_what_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = scale.build(100)
+    pool, table = house.cache.pool, house.cache._rows.table
+    assert house.cache.stats().rows == {"live": 70, "parked": 20, "retired": 0, "empty": 10}
+    pages, surplus = 100 * 9 * 10 // 10, 20 * 10 + 70 * 2
+    assert pool.frames.taken == pages
+    assert house.cache.stats().pages["surplus"] == surplus
+
+    def rounds(operation: object) -> tuple[int, int]:
+        """Pages that were mapped in need, and ahead, in two rounds behind the first."""
+        measured = operation(house)  # type: ignore[operator]
+        next(measured)
+        before = pool.pages_in_need, house.mapper.pages
+        assert all(took > 0 for took in islice(measured, 2))
+        return pool.pages_in_need - before[0], house.mapper.pages - before[1]
+
+    nothing, crossing = (0, 0), 2 * scale.CROSSING
+    assert rounds(scale.extend_within) == rounds(scale.extend_many_within) == rounds(scale.shorten) == nothing
+    assert rounds(scale.free) == rounds(scale.adopt) == nothing
+    assert rounds(scale.extend_onto_a_page) == (2, 0)
+    assert rounds(scale.extend_many_onto_pages) == (crossing, 0)
+    assert rounds(scale.map_nothing) == nothing
+    assert rounds(scale.map_for_some) == (0, crossing)
+    parked = len(table.parked)
+    assert rounds(scale.unmap_parked_rows) == nothing
+    assert len(table.parked) < parked
+    assert rounds(scale.extend_onto_a_page_of_others) == (2, 0)
+    assert rounds(scale.find_no_page) == nothing
+
+
+def test_it_tells_what_grows() -> None:
+    app = Typer()
+    app.command()(scale.main)
+    done = CliRunner().invoke(app, ["--rows", "100", "--rows", "200", "--rounds", "3", "--json"])
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert [row["rows"] for row in result["measured"]] == [100] * len(scale.OPERATIONS) + [200] * len(scale.OPERATIONS)
+    assert [row["what"] for row in result["comparisons"]] == list(scale.OPERATIONS)
+    few, many = (row["us"] for row in result["measured"] if row["what"] == "free")
+    (value,) = (row["value"] for row in result["comparisons"] if row["what"] == "free")
+    assert value == many / few
+    scale.show(result)
+    text = tables.TABLES["scale-of-rows"].write(result)
+    assert text.count("\n") == 1 + len(scale.OPERATIONS)
+    assert "100 rows, µs" in text

@@ -1,0 +1,11 @@
+"""Events of KV cache reuse, for routers that send a request where its prefix lies: a bounded log and its encodings.
+
+`vllm` and `tensorrt_llm` say the same in the words of these engines; `publisher` sends it by ZeroMQ. `vllm` and
+`publisher` need the extra `vmmkv[events]`.
+"""
+
+from .chain import Blocks, Span
+from .kinds import Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .log import EventLog
+
+__all__ = ["Blocks", "Created", "Dropped", "Event", "EventLog", "Removed", "Span", "Stored", "Tier", "Updated"]

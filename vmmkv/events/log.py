@@ -1,0 +1,315 @@
+"""A bounded log of events: producers append under their own lock, a consumer drains when it likes.
+
+Invariants:
+ 1. To append hashes nothing, encodes nothing and waits for nobody but another append. Blocks are hashed by who drains.
+ 2. The log holds at most `max_events` records and `max_tokens` token ids, of its own; the oldest go first.
+ 3. Records are resolved in the order in which they were appended, one at a time: a block's hash needs its parent's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from itertools import islice
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from ..errors import ArgumentError, BudgetError, LayoutError, ShapeError
+from .chain import Root, Span
+from .kinds import TIERS, Created, Dropped, Event, Removed, Stored, Tier, Updated
+
+Record = tuple[int, Callable[[], Event | None]]
+"""Token ids that it holds, and what makes an event of it, if there is anything to tell."""
+
+
+class EventLog:
+    """What happened to reusable blocks, for one consumer: threads and tasks that drain the same log share the events.
+
+    A producer keeps the `Span` of what it stores, to say later which tokens are removed or have moved. Nobody hears of
+    a block before it is whole. What does not fit is dropped, the oldest first, and the consumer finds a `Dropped` in
+    its place. It does not hear of blocks again whose `Stored` was dropped, nor of those behind them, before they are
+    stored anew.
+
+    Methods may be called from several threads. In a forked child the log is empty.
+    """
+
+    def __init__(self, block_size: int = 16, *, max_events: int = 10_000, max_tokens: int = 1 << 22) -> None:
+        """Makes an empty log.
+
+        Args:
+            block_size: tokens in a block; routers have to be told the same number.
+            max_events: the most events that are kept for a consumer.
+            max_tokens: the most token ids that they hold, 8 bytes each.
+
+        Raises:
+            LayoutError: `block_size` is not positive.
+            BudgetError: a bound is not positive.
+        """
+        if block_size < 1:
+            raise LayoutError(f"blocks of {block_size} tokens; they need at least one")
+        if max_events < 1 or max_tokens < 1:
+            raise BudgetError(f"max_events={max_events}, max_tokens={max_tokens}: a log has to hold something")
+        self.block_size = block_size
+        self.max_events, self.max_tokens = max_events, max_tokens
+        self._closed = False
+        self._reset()
+        _logs.add(self)
+
+    def _reset(self) -> None:
+        self._changed = threading.Condition()  # reentrant: a finalizer may append in the middle of anything
+        self._draining = threading.Lock()
+        self._records: deque[Record] = deque()
+        self._tokens = 0
+        self._dropped = self._missed = 0  # in all, and since the consumer was told
+        self._untold = 0  # taken by a call that has not returned
+
+    @property
+    def dropped(self) -> int:
+        """How many events did not fit and were dropped."""
+        return self._dropped
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will come than what is there."""
+        return self._closed
+
+    def close(self) -> None:
+        """Ends the log: what is appended from now on is ignored, and who waits is woken. The rest can be drained."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    # Producers.
+
+    def root(self, salt: str | None = None, adapter: str | int | None = None) -> Span:
+        """The empty beginning of all sequences of a tenant and an adapter. Two roots of the same are the same.
+
+        Raises:
+            ArgumentError: a salt that is no text, or an adapter that is neither a name nor a number.
+        """
+        text = f"{salt}{adapter}"
+        is_number = isinstance(adapter, int) and 0 <= adapter < 1 << 63
+        if (
+            not isinstance(salt, str | None)
+            or not (isinstance(adapter, str | None) or is_number)
+            or text.encode(errors="ignore").decode() != text
+        ):
+            raise ArgumentError(
+                f"salt={salt!r}, adapter={adapter!r}: a salt is text, an adapter a name or a number from 0 on"
+            )
+        return Span(Root(salt, adapter, self.block_size), None, 0, 0)
+
+    def created(self, device_blocks: int, host_blocks: int = 0) -> None:
+        """Tells that a cache has been made, with room for so many blocks in each tier. It is empty."""
+        at = time.time()
+        self._append(lambda: Created(at, device_blocks, host_blocks))
+
+    def stored(self, parent: Span, start: int, ids: ArrayLike, *, tier: Tier = "device", priority: int = 35) -> Span:
+        """Tells that tokens can be reused from now on, and returns the span that they are.
+
+        Args:
+            parent: the span, or the root, that they continue.
+            start: the position of the first of them, within `parent` or right behind it.
+            ids: their token ids, and before them those back to the beginning of the block in which `start` lies: the
+                first of `ids` is that of token `start - start % block_size`. The log makes a copy.
+            tier: where they lie.
+            priority: how long they are to be kept.
+
+        Raises:
+            ShapeError: `ids` do not reach beyond `start`, or `start` is not in or behind `parent`.
+            ArgumentError: `ids` are not whole numbers of 32 bits, or there is no such tier.
+        """
+        at = time.time()
+        ids, stop = self._ids(start, ids)
+        _check_tiers(tier)
+        if parent.root.block_size != self.block_size or not parent.start <= start <= parent.stop:
+            raise ShapeError(f"in blocks of {self.block_size}, a span from token {start} on cannot continue {parent}")
+        span = Span(parent.root, parent, start, stop)
+
+        def event() -> Event | None:
+            blocks = span.store(ids)
+            return Stored(at, blocks, tier, priority) if blocks else None
+
+        self._append(event, len(ids))
+        return span
+
+    def removed(self, span: Span, start: int, *, tier: Tier = "device") -> None:
+        """Tells that the tokens of a span from `start` on are gone, from the tier in which they lay.
+
+        Spans that continue it there have to go first. What lay in two tiers takes two calls, the later tokens first.
+
+        Raises:
+            ShapeError: the span has no such token, not any more.
+            ArgumentError: there is no such tier.
+        """
+        at = time.time()
+        _check_tiers(tier)
+        self._check(span, start, start + 1)
+        span.stop = start
+
+        def event() -> Event | None:
+            hashes = span.remove(start)
+            return Removed(at, hashes, tier) if hashes else None
+
+        self._append(event)
+
+    def updated(
+        self,
+        span: Span,
+        start: int,
+        ids: ArrayLike,
+        *,
+        tier: tuple[Tier, Tier] | None = None,
+        priority: tuple[int, int] | None = None,
+    ) -> None:
+        """Tells that tokens of a span have moved, or are kept at another priority. A block is where its last token is.
+
+        Args:
+            span: of the tokens.
+            start: the position of the first of them.
+            ids: as those of `stored`, up to the last of them.
+            tier: where they lay, and where they lie now.
+            priority: the old one, and the new one.
+
+        Raises:
+            ShapeError: the span has no such tokens.
+            ArgumentError: `ids` are not whole numbers of 32 bits, or there is no such tier.
+        """
+        at = time.time()
+        ids, stop = self._ids(start, ids)
+        _check_tiers(*(tier or ()))
+        self._check(span, start, stop)
+
+        def event() -> Event | None:
+            blocks = span.blocks(start, ids)
+            return Updated(at, blocks, tier, priority) if blocks else None
+
+        self._append(event, len(ids))
+
+    def _ids(self, start: int, ids: ArrayLike) -> tuple[NDArray[np.int64], int]:
+        """A copy of token ids, and the position behind the last one."""
+        array = np.array(ids)
+        if array.dtype.kind not in "iu" or (array.size and not 0 <= array.min() <= array.max() < 1 << 32):
+            raise ArgumentError(f"token ids of type {array.dtype}; routers read whole numbers from 0 to 2**32 - 1")
+        begin = start - start % self.block_size
+        if start < 0 or array.ndim != 1 or begin + len(array) <= start:
+            raise ShapeError(
+                f"ids of shape {list(array.shape)} from token {begin} on, where a block begins, do not reach beyond "
+                f"token {start}"
+            )
+        return array.astype(np.int64, copy=False), begin + len(array)
+
+    def _check(self, span: Span, start: int, stop: int) -> None:
+        if span.root.block_size != self.block_size or not span.start <= start < stop <= span.stop:
+            raise ShapeError(f"tokens {start} to {stop - 1}, in blocks of {self.block_size}, are not all in {span}")
+
+    def _append(self, event: Callable[[], Event | None], tokens: int = 0) -> None:
+        record = tokens, event
+        with self._changed:
+            if self._closed:
+                return
+            # An interruption comes after a call: what is counted is counted before.
+            self._tokens += tokens
+            self._records.append(record)
+            while len(self._records) > self.max_events or self._tokens > self.max_tokens:
+                self._tokens -= self._records[0][0]
+                self._dropped += 1
+                self._missed += 1
+                self._records.popleft()
+            self._changed.notify_all()
+
+    # Consumers.
+
+    def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
+        """Takes what is in the log, the oldest first.
+
+        Args:
+            timeout: how many seconds to wait if there is nothing; None waits until there is, or until the log is
+                closed.
+            most: how many events to take, all by default.
+
+        Returns:
+            The events; none after the timeout, or where the log is closed and nothing is left.
+
+        Raises:
+            BudgetError: `most` is not positive.
+        """
+        if most is not None and most < 1:
+            raise BudgetError(f"at most {most} events; ask for one or more, or for all by None")
+        end = None if timeout is None else time.monotonic() + timeout
+        while True:
+            closed = self._closed
+            with self._draining:
+                with self._changed:
+                    self._missed += self._untold  # an interruption took them
+                    self._untold = 0
+                events = list(islice(self._resolved(), most))
+                self._untold = 0
+            left = None if end is None else end - time.monotonic()
+            if events or closed or (left is not None and left <= 0):
+                return events
+            self._wait(left)
+
+    async def __aiter__(self) -> AsyncIterator[Event]:
+        """Events as they come, until the log is closed. Who stops half-way leaves the others in the log."""
+        given_up = threading.Event()
+        try:
+            while True:
+                closed = self._closed
+                while events := self.events(most=1):
+                    yield events[0]
+                if closed:
+                    return
+                await asyncio.to_thread(self._wait, None, given_up)
+        finally:
+            with self._changed:
+                given_up.set()
+                self._changed.notify_all()
+
+    def _wait(self, timeout: float | None, given_up: threading.Event | None = None) -> None:
+        """Waits until there is something, or will never be, or nobody wants it any more."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._records or self._missed or self._closed or (given_up and given_up.is_set()), timeout
+            )
+
+    def _resolved(self) -> Iterator[Event]:
+        """Takes records and makes them events; those that were dropped come before all that are left."""
+        while True:
+            with self._changed:
+                if missed := self._missed:
+                    self._untold += missed
+                    self._missed = 0
+                elif self._records:
+                    tokens, make = self._records[0]
+                    self._untold += 1
+                    self._tokens -= tokens
+                    self._records.popleft()
+                else:
+                    return
+            event = Dropped(time.time(), missed) if missed else make()
+            if event:
+                yield event
+
+
+def _check_tiers(*tiers: Tier) -> None:
+    if not set(tiers) <= set(TIERS):
+        raise ArgumentError(f"tier {' to '.join(map(repr, tiers))}: there are {' and '.join(TIERS)}")
+
+
+_logs: weakref.WeakSet[EventLog] = weakref.WeakSet()
+
+
+def _after_fork() -> None:
+    """In a forked child: who held a lock is not there, and what happened is the parent's to tell."""
+    for log in _logs:
+        log._reset()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,93 @@
+"""Events in TensorRT-LLM's words: the dictionaries that its `get_kv_cache_events` returns, which Dynamo reads.
+
+`KVCacheEventSerializer` in TensorRT-LLM's `tensorrt_llm/_utils.py` is the schema.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .chain import Blocks
+from .kinds import Created, Dropped, Event, Removed, Stored, Tier, Updated
+
+CACHE_LEVEL: dict[Tier, int] = {"device": 0, "host": 1}
+HASH_ALGORITHM = "vmmkv_sha256_64"
+"""None of TensorRT-LLM's: who computes hashes, and compares, has to know this one."""
+
+
+class Encoder:
+    """Makes dictionaries, and numbers them: ids are missing where events were dropped."""
+
+    def __init__(self, window_size: int, attention_dp_rank: int | None = None) -> None:
+        """Begins at id 0.
+
+        Args:
+            window_size: how many tokens attention looks back: `max_seq_len` without a window.
+            attention_dp_rank: whose events they are, where attention runs in several ranks.
+        """
+        self._common: dict[str, Any] = {"window_size": window_size, "hash_algo": HASH_ALGORITHM}
+        if attention_dp_rank is not None:
+            self._common["attention_dp_rank"] = attention_dp_rank
+        self._next_id = 0
+
+    def encode(self, events: Iterable[Event]) -> list[dict[str, Any]]:
+        """Makes dictionaries of events, in order; `Updated` becomes one for each block."""
+        encoded = []
+        for event in events:
+            if isinstance(event, Dropped):
+                self._next_id += event.count
+            for data in _data(event):
+                encoded.append({"event_id": self._next_id, "data": data} | self._common)
+                self._next_id += 1
+        return encoded
+
+
+def _data(event: Event) -> Iterator[dict[str, Any]]:
+    match event:
+        case Created():
+            yield {"type": "created", "num_blocks_per_cache_level": [event.device_blocks, event.host_blocks]}
+        case Stored():
+            yield _stored(event)
+        case Removed():
+            yield {"type": "removed", "block_hashes": list(event.hashes)}
+        case Updated():
+            levels = event.tier and (CACHE_LEVEL[event.tier[0]], CACHE_LEVEL[event.tier[1]])
+            for block_hash in event.blocks.hashes:
+                yield {
+                    "type": "updated",
+                    "block_hash": block_hash,
+                    "cache_level": _difference(levels),
+                    "priority": _difference(event.priority),
+                }
+
+
+def _stored(event: Stored) -> dict[str, Any]:
+    blocks = event.blocks
+    stored = {
+        "type": "stored",
+        "parent_hash": blocks.parent,
+        "blocks": [
+            {
+                "type": "stored_block",
+                "block_hash": block_hash,
+                "tokens": tokens,
+                "cache_level": CACHE_LEVEL[event.tier],
+                "priority": event.priority,
+                "mm_keys": [],
+                "cache_salt": blocks.salt,
+            }
+            for block_hash, tokens in zip(blocks.hashes, _tokens(blocks))
+        ],
+    }
+    # TensorRT-LLM itself does not say it; Dynamo reads it from here.
+    return stored if blocks.adapter is None else stored | {"lora_name": str(blocks.adapter)}
+
+
+def _tokens(blocks: Blocks) -> Iterator[list[dict[str, Any]]]:
+    for ids in blocks.ids.reshape(-1, blocks.size).tolist():
+        yield [{"type": "unique_token", "token_id": each, "token_extra_id": 0} for each in ids]
+
+
+def _difference(values: tuple[int, int] | None) -> dict[str, Any] | None:
+    return values and {"type": "event_diff", "old_value": values[0], "new_value": values[1]}

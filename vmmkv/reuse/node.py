@@ -1,0 +1,143 @@
+"""A node of a prefix tree: tokens that follow its parent's, and the pages that become whole within them.
+
+All tokens of a node were used together, are locked together and are kept alike: where that differs it is cut in two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from math import inf
+
+import numpy as np
+import numpy.typing as npt
+
+from .retention import DEFAULT_PRIORITY
+
+Ids = npt.NDArray[np.int64]
+
+
+class Node:
+    """Tokens `[begin, end)` of a path."""
+
+    __slots__ = ("begin", "children", "expires", "holders", "ids", "locks", "pages", "parent", "priority", "used")
+
+    def __init__(self, parent: Node | None, begin: int, ids: Ids, pages: list[list[int]]) -> None:
+        self.parent = parent
+        """None of a root, and of a node that is not in a tree any more."""
+        self.begin = begin
+        self.ids = ids
+        self.pages = pages
+        """By arena the numbers of the pages that become whole with a token of this node, in their order."""
+        self.children: dict[int, Node] = {}
+        """By their first token; the one below which something came last comes last."""
+        self.holders = 0
+        """Locks of exactly this node."""
+        self.locks = 0
+        """Locks of this node and of all below it."""
+        self.used = 0
+        """When it was used last: a number that grows with each use of the tree."""
+        self.priority = DEFAULT_PRIORITY
+        self.expires = inf
+        """When its priority is the default again."""
+
+    @property
+    def end(self) -> int:
+        return self.begin + len(self.ids)
+
+    @property
+    def num_pages(self) -> int:
+        return sum(map(len, self.pages))
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it is a leaf that nobody uses."""
+        return not self.children and not self.locks and self.parent is not None
+
+    @property
+    def kept(self) -> tuple[int, int, float]:
+        """All that says how long it is to be kept."""
+        return self.used, self.priority, self.expires
+
+    def priority_at(self, now: float) -> int:
+        return self.priority if now < self.expires else DEFAULT_PRIORITY
+
+    def path(self) -> Iterator[Node]:
+        """Itself and all above it, but for the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def common(self, ids: Ids) -> int:
+        """How many of its tokens these ids begin with."""
+        mine = self.ids if len(self.ids) <= len(ids) else self.ids[: len(ids)]
+        differs = mine != ids[: len(mine)]
+        first = int(differs.argmax())
+        return first if differs[first] else len(mine)
+
+    def come_last(self) -> None:
+        """Takes the last place among its parent's children, as all above it do among theirs."""
+        for node in self.path():
+            assert node.parent is not None
+            first = node.ids.item(0)
+            node.parent.children.pop(first, None)
+            node.parent.children[first] = node
+
+    def cut(self, at: int, pages: list[int]) -> Node:
+        """Makes a node of its own of the tokens before `at`, in which so many pages become whole, by arena. This one
+        stays what is behind them, and whoever holds it still does."""
+        assert self.parent is not None
+        tokens = at - self.begin
+        upper = Node(self.parent, self.begin, owned(self.ids[:tokens]), [of[:n] for of, n in zip(self.pages, pages)])
+        upper.locks, upper.used, upper.priority, upper.expires = self.locks, self.used, self.priority, self.expires
+        self.parent.children[upper.ids.item(0)] = upper
+        self.parent, self.begin, self.ids = upper, at, owned(self.ids[tokens:])
+        self.pages = [of[n:] for of, n in zip(self.pages, pages)]
+        upper.children[self.ids.item(0)] = self
+        return upper
+
+    def join(self) -> bool:
+        """Lets its only child have its tokens and pages, if nobody holds it, and it is to be kept like the child or has
+        no pages to be kept. Returns whether it did."""
+        if self.parent is None or len(self.children) != 1 or self.holders:
+            return False
+        (child,) = self.children.values()
+        if self.num_pages and self.kept != child.kept:
+            return False
+        child.begin, child.ids = self.begin, np.concatenate([self.ids, child.ids])
+        child.pages = [mine + its for mine, its in zip(self.pages, child.pages)]
+        child.parent, self.parent = self.parent, None
+        child.parent.children[child.ids.item(0)] = child
+        self.children = {}
+        return True
+
+    def shorten(self, end: int) -> None:
+        """Drops the tokens from `end` on; their pages are gone already."""
+        self.ids = owned(self.ids[: end - self.begin])
+
+    def detach(self) -> Node:
+        """Leaves the tree; returns what was its parent."""
+        assert self.parent is not None
+        del self.parent.children[self.ids.item(0)]
+        parent, self.parent = self.parent, None
+        return parent
+
+
+class Root(Node):
+    """Where the paths of a key begin: no tokens.
+
+    Args:
+        key: whose they are.
+        arenas: how many there are.
+    """
+
+    __slots__ = ("key",)
+
+    def __init__(self, key: Hashable, arenas: int) -> None:
+        super().__init__(None, 0, np.empty(0, np.int64), [[] for _ in range(arenas)])
+        self.key = key
+
+
+def owned(ids: Ids) -> Ids:
+    """Ids that do not keep alive more than twice the memory that they take."""
+    return ids.copy() if ids.base is not None and ids.base.nbytes > 2 * ids.nbytes else ids

@@ -1,0 +1,81 @@
+"""Who gives pages up next: leaves by priority, those with the same by their last use.
+
+Two heaps, whose entries may be out of date and are then passed over: a leaf that is used, locked or given children
+leaves its entries where they are, and has a new one when it is a leaf that nobody uses again. The second heap is of
+priorities that will fall back to the default, or rise to it.
+"""
+
+from __future__ import annotations
+
+from heapq import heapify, heappop, heappush
+from itertools import count
+from math import inf
+
+from .node import Node
+
+SMALL = 64
+"""Entries that are never too many."""
+
+Ranked = tuple[int, int, int, Node]
+"""Priority, last use, and a number of its own, so that no two nodes are compared."""
+Expiring = tuple[float, int, int, Node]
+"""When its priority ends, last use, number."""
+
+
+class EvictionOrder:
+    """The leaves of a tree that nobody uses."""
+
+    def __init__(self) -> None:
+        self._ranked: list[Ranked] = []
+        self._expiring: list[Expiring] = []
+        self._numbers = count()
+        self._most = SMALL
+
+    def offer(self, node: Node, now: float) -> None:
+        """Takes a node up, if it is a leaf that nobody uses; to be called whenever it has become one, or was used."""
+        if not node.is_evictable:
+            return
+        number = next(self._numbers)
+        heappush(self._ranked, (node.priority_at(now), node.used, number, node))
+        if now < node.expires < inf:
+            heappush(self._expiring, (node.expires, node.used, number, node))
+        if len(self._ranked) + len(self._expiring) > self._most:
+            self._drop_outdated(now)
+
+    def pop(self, now: float) -> Node | None:
+        """Takes away the leaf that gives pages up first."""
+        self._expire(now)
+        while self._ranked:
+            entry = heappop(self._ranked)
+            if _is_current(entry, now):
+                return entry[-1]
+        return None
+
+    def leaves(self, now: float) -> set[Node]:
+        """All that have their place."""
+        expired = {entry[-1] for entry in self._expiring if _will_expire(entry) and entry[0] <= now}
+        return {entry[-1] for entry in self._ranked if _is_current(entry, now)} | expired
+
+    def _expire(self, now: float) -> None:
+        while self._expiring and self._expiring[0][0] <= now:
+            entry = heappop(self._expiring)
+            if _will_expire(entry):
+                self.offer(entry[-1], now)
+
+    def _drop_outdated(self, now: float) -> None:
+        """Its cost is spread over the offers since the last time."""
+        self._ranked = [entry for entry in self._ranked if _is_current(entry, now)]
+        self._expiring = [entry for entry in self._expiring if _will_expire(entry)]
+        heapify(self._ranked)
+        heapify(self._expiring)
+        self._most = SMALL + 2 * (len(self._ranked) + len(self._expiring))
+
+
+def _is_current(entry: Ranked, now: float) -> bool:
+    priority, used, _, node = entry
+    return node.is_evictable and used == node.used and priority == node.priority_at(now)
+
+
+def _will_expire(entry: Expiring) -> bool:
+    expires, used, _, node = entry
+    return node.is_evictable and used == node.used and expires == node.expires

@@ -1,0 +1,168 @@
+"""Growing: what maps the pages that rows claim, for all of them or for none.
+
+The plan says which pages are missing, the supply comes from wherever frames can be had, one change maps them, they are
+cleaned where that is promised, and whatever fails takes all of it back.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from ..errors import DriverError, StreamCaptureError
+from ..memory.frames import Supply
+from ..memory.pool import Account, FramePool
+from ..space.arena import Arena
+from ..space.change import Change
+from . import policy
+from .books import Books
+from .cleaning import Cleaner, Growth
+from .reclaiming import Reclaimer
+
+
+class Growing:
+    """See above.
+
+    Args:
+        pool: where frames come from and go to.
+        account: what the cache may have of it.
+        books: what its rows hold.
+        reclaimer: gives pages.
+        cleaner: fills them.
+    """
+
+    def __init__(self, pool: FramePool, account: Account, books: Books, reclaimer: Reclaimer, cleaner: Cleaner) -> None:
+        self._pool, self._account, self._books = pool, account, books
+        self._reclaimer, self._cleaner = reclaimer, cleaner
+        self._table, self._driver = books.table, pool.driver
+        self.pages = 0
+        """Pages that were mapped."""
+
+    def make_room(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> None:
+        """Maps the pages that tokens `[start, length)` of rows lie in. What rows hold is as before.
+
+        Args:
+            claims: of all that grow: the pages of one are no surplus for another.
+            needing: those of them that may need pages.
+
+        Raises:
+            OutOfPagesError: the budget, or the device, cannot supply the pages.
+            DriverError: a driver call failed.
+            StreamCaptureError: pages have to be zeroed, or waited for, while a CUDA graph is captured.
+                In all cases nothing has changed.
+        """
+        self._books.claims = claims
+        try:
+            with self._pool.ranges.growth:
+                self._map(needing)
+        finally:
+            self._books.claims = {}
+
+    def _map(self, rows: list[int]) -> None:
+        """Maps, and zeroes where that is asked for, what rows claim, or changes nothing."""
+        plan = self._plan(rows)
+        supply = Supply([], [])
+        zeroing = False
+        try:
+            if self._books.rules.zero_tail and plan:
+                self._wait_for_readers(rows)
+            missing = sum([growth.pages for growth in plan])
+            if missing:
+                supply = self._reclaimer.supply(missing, sum([growth.large for growth in plan]))
+                self.pages += missing
+                self._pool.pages_in_need += missing
+            self._run(plan, supply)
+            begun = self._cleaner.begun(rows)
+            if begun or self._pool.tenants:
+                zeroing = True
+                self._cleaner.clean(begun, plan)
+            if self._books.rules.zero_tail:
+                for row in rows:
+                    self._fill_tails(row)
+        except BaseException:
+            self._undo(rows, plan, supply, zeroing)
+            raise
+
+    def _plan(self, rows: list[int]) -> list[Growth]:
+        """What rows are to get for their claims."""
+        plan = []
+        rules = self._books.rules
+        for row in rows:
+            start, length = self._books.claims[row]
+            for (arena, _), span in zip(self._books.ranges, self._books.spans(start, length)):
+                table = arena.table
+                reaches = table.reaches(row, span.first)
+                pages = max(span.end - (table.end[row] if reaches else span.first), 0)
+                large = policy.large_frames(pages, start) if rules.large else 0
+                if not reaches or span.end > table.ready[row]:
+                    plan.append(Growth(arena, row, span, pages, large, table.ready[row]))
+        return plan
+
+    def _run(self, plan: list[Growth], supply: Supply) -> None:
+        """Makes one change of a plan.
+
+        Raises:
+            DriverError: a call failed. What was mapped before it is in the books.
+        """
+        for arena, row, span, *_ in plan:
+            self._begin(arena, row, span.first)
+            if self._books.rules.zero_tail:
+                arena.make_way(row, span.end)
+        change = Change(self._pool.calls, self._pool.frames)
+        for growth in plan:
+            growth.arena.plan_growth(change, growth.row, growth.span.end, supply, growth.large)
+        change.run()
+        change.commit(self._pool)
+        change.check()
+
+    def _begin(self, arena: Arena, row: int, first: int) -> None:
+        """Makes a row without tokens begin at page `first`, where its pages do not reach there."""
+        table = arena.table
+        if not table.reaches(row, first):
+            self._table.fences[row].wait()
+            arena.unmap_back(row, 0)
+            table.begin_at(row, first)
+
+    def _undo(self, rows: list[int], plan: list[Growth], supply: Supply, zeroing: bool) -> None:
+        """Takes a growth back. Pages that cannot be unmapped, or not yet, stay in the books as surplus."""
+        self._books.claims = {}
+        fence = None
+        if zeroing:
+            with suppress(StreamCaptureError):  # which has refused the first memset already
+                fence = self._table.fence_after(self._driver, rows)
+        for arena, *_ in plan:
+            with suppress(DriverError):
+                arena.table.settle()
+        self._pool.give(self._account, supply.large + supply.single)
+        if fence and not self._books.rules.zero_tail and not self._pool.tenants:
+            for row in rows:
+                self._table.fences[row] |= fence
+        else:
+            if fence:
+                fence.wait()  # who reads all that is mapped must not see these pages, so they cannot stay until later
+            for arena, row, *_, ready in plan:
+                with suppress(DriverError):
+                    arena.unmap_back(row, ready)
+        for row in rows:
+            if not self._table.length[row]:
+                for arena, _ in self._books.ranges:
+                    if not arena.table.pages(row):
+                        arena.table.begin_at(row, 0)
+            elif self._books.rules.zero_tail:
+                with suppress(DriverError, StreamCaptureError):
+                    self._fill_tails(row)
+            self._books.retire_front(row)
+            self._books.refresh(row)
+
+    def _wait_for_readers(self, rows: list[int]) -> None:
+        """Waits for work that may read rows to their very end, behind which something will be unmapped."""
+        fence = self._table.fence_after(self._driver, rows)
+        for row in rows:
+            fence = self._table.fences[row] | fence
+        fence.wait()
+
+    def _fill_tails(self, row: int) -> None:
+        """Makes a row readable to its end in every arena."""
+        for arena, _ in self._books.ranges:
+            if arena.table.ready[row] < arena.table.end[row]:
+                self._wait_for_readers([row])
+            arena.fill_tail(row, *self._books.zero_frames)
