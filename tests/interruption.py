@@ -91,6 +91,7 @@ def interrupted_after(operation: Callable[[], object], seconds: float) -> bool:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGALRM, ring)
+    gc.disable()  # as above
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         operation()
@@ -98,5 +99,6 @@ def interrupted_after(operation: Callable[[], object], seconds: float) -> bool:
     except KeyboardInterrupt:
         return True
     finally:
+        gc.enable()
         signal.signal(signal.SIGALRM, before)
     return False

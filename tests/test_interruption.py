@@ -121,6 +121,7 @@ def test_an_interruption_while_a_failure_is_made_good(make_cache, device: str) -
         books(cache, driver)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # one in a finalizer ends there
 @pytest.mark.parametrize("device", ["cpu"])
 def test_interruptions_at_any_moment(make_cache, device: str) -> None:
     """By a real signal, which comes when it likes."""
