@@ -492,7 +492,7 @@ class FramePool:
                 self.ended_leases.remove((account, lessee))
 
     def _forget_first(self) -> None:
-        """Ends the first entry of what was left behind, whose frames are free. What could not be unmapped comes again."""
+        """Ends the first entry of what was left behind, whose frames are free. What is still mapped comes again."""
         table, account, _ = self.left_behind[0]
         if not table.mapped_pages():
             with suppress(ValueError):
