@@ -72,6 +72,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.zero = self.driver.handles.copy()
         self.compared = -1
         self.live: list[Model] = []
+        self.has_forked = False
         self.addresses = [self.cache.kv(layer)[0].data_ptr() for layer in range(3)]
 
     # ------------------------------------------------------------------ the model
@@ -153,10 +154,11 @@ class CacheMachine(RuleBasedStateMachine):
             assert armed
             return False
         except vmmkv.VmmkvError as error:
-            if type(error) is not expected and not (armed and isinstance(error, vmmkv.OutOfPagesError)):
+            is_full = isinstance(error, vmmkv.OutOfPagesError) and (armed or self.has_forked)
+            if type(error) is not expected and not is_full:
                 raise
             return False
-        assert expected is None
+        assert expected is None or (expected is vmmkv.OutOfPagesError and self.has_forked)
         return True
 
     def survives(self) -> bool:
@@ -204,6 +206,19 @@ class CacheMachine(RuleBasedStateMachine):
         counts = {index: data.draw(st.sampled_from([0, 1, 1, 1, 5, 20])) for index in chosen}
         sequences = [self.live[index].sequence for index in counts]
         self.grow(counts, lambda: self.cache.extend(sequences, list(counts.values())))
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), count=st.integers(0, 2))
+    def fork(self, data: st.DataObject, count: int) -> None:
+        parent = self.live[data.draw(st.integers(0, len(self.live) - 1))]
+        expected = vmmkv.OutOfRowsError if len(self.live) + count > ROWS else None
+        self.has_forked = True
+        made: list[vmmkv.Sequence] = []
+        fork = lambda: made.extend(self.cache.fork_many(parent.sequence, count))  # noqa: E731
+        if self.outcome(fork, expected, lambda: bool(made)):
+            for _ in range(len(made)):
+                content = parent.content.clone()
+                self.live.append(Model(made.pop(), content, parent.start, parent.length, self.driver.failures))
 
     @precondition(lambda self: any(not model.length for model in self.live))
     @rule(tokens=st.integers(0, MAX_SEQ_LEN), before=st.integers(0, MAX_SEQ_LEN))
@@ -300,17 +315,20 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check()
         stats = self.cache.stats()
         pages = {address: handle for address, handle in self.driver.mapped.items() if handle not in self.zero}
-        assert stats.pages["used"] + stats.pages["surplus"] == len(pages)
+        places = Counter(pages.values())
+        assert stats.pages["used"] + stats.pages["surplus"] == sum(self.driver.sizes[handle] for handle in places)
         assert sum(stats.pages.values()) == self.driver.num_pages
         assert stats.physical_bytes == self.driver.num_pages * self.driver.page_size <= stats.budget_bytes
         assert self.cache.available_pages == self.budget - stats.pages["used"] - self.bound()
         assert stats.tokens == sum(model.length - model.start for model in self.live)
         assert stats.rows["live"] == len(self.live)
-        count = Counter(pages.values())
-        assert all(count[handle] == self.driver.sizes[handle] for handle in count), "one page at two addresses"
+        assert all(places[handle] % self.driver.sizes[handle] == 0 for handle in places), "a frame is mapped in part"
+        count = Counter(pages[address] for address in self.driver.writable)
+        assert all(count[handle] <= self.driver.sizes[handle] for handle in count), "one page can be written in two rows"
         assert self.driver.writable <= pages.keys(), "the zero page can be written"
         assert (self.cache.page_map() == vmmkv.ZERO_PAGE).sum() == len(self.zero) == self.zero_tail
-        assert (self.cache.page_map() >= 0).sum() == stats.pages["used"]
+        page_map = self.cache.page_map()
+        assert ((page_map >= 0) | (page_map == vmmkv.SHARED_PAGE)).sum() == stats.pages["used"]
         if self.device == "cpu":
             assert os.fstat(self.driver.inner._fd).st_blocks * 512 == stats.physical_bytes
             if self.compared != self.driver.changes:  # looking takes longer than most operations

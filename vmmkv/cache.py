@@ -226,12 +226,44 @@ class KVCache(Owner):
     def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
         whose = self.pool.tenant_number(tenant)
-        row, number = self._rows.pick(max(tokens, expected_tokens), whose), next(self._numbers)
-        sequence = Sequence(self, self._rows, number, row)
-        self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, (row, number))
-        self._rows.take(row, number, tokens, expected_tokens, whose)  # from here on somebody will free it
+        sequence = self._new_sequence(self._rows.pick(max(tokens, expected_tokens), whose))
+        self._rows.take(
+            sequence.index, sequence.number, tokens, expected_tokens, whose
+        )  # from here on somebody frees it
         self._rows.ring()
         return sequence
+
+    def _new_sequence(self, row: int) -> Sequence:
+        """A sequence for a picked row, which it has not yet."""
+        sequence = Sequence(self, self._rows, next(self._numbers), row)
+        key = row, sequence.number
+        self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
+        return sequence
+
+    def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
+        """Starts sequences that begin with all tokens of another: see `Sequence.fork`. All of them or none.
+
+        Raises:
+            OutOfRowsError: there are not as many rows.
+            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in `Sequence.fork`.
+            TypeError, ValueError: it is no sequence of this cache, or no such number.
+        """
+        (parent,) = self._batch([sequence])
+        return self._fork(parent, check_tokens(count))
+
+    @operation
+    def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
+        self._rows.release_abandoned()
+        row = parent.row
+        children: list[Sequence] = []
+        for _ in range(count):
+            child = self._new_sequence(self._rows.pick_empty())
+            self._rows.begin(child.index, child.number, like=row)  # from here on somebody will free it
+            children.append(child)
+        if children:
+            self._rows.sharing.fork(row, [child.index for child in children])
+            self._rows.ring()
+        return children
 
     def extend(
         self,
@@ -452,7 +484,9 @@ class KVCache(Owner):
             physical_bytes=sum(pages.values()) * size,
             tokens=tokens,
             token_bytes=tokens * self.layout.token_bytes,
-            waste=1 - tokens * self.layout.token_bytes / (used * size) if used else 0.0,
+            waste=max(1 - (tokens * self.layout.token_bytes / size - rows.books.duplicates) / used, 0.0)
+            if used
+            else 0.0,
             pages=pages,
             rows=table.counts(),
             pages_created=pool.frames.made,
@@ -468,7 +502,7 @@ class KVCache(Owner):
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
         """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
-        or `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or `OTHERS_PAGE`.
+        or `SHARED_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or `OTHERS_PAGE`.
 
         A large frame belongs to a sequence as a whole, as soon as one of its tokens lies in it."""
         self._rows.release_abandoned()

@@ -8,6 +8,7 @@ from collections import Counter
 import numpy as np
 
 from .errors import InvariantError
+from .memory.frames import LARGE
 from .memory.pool import FramePool
 from .rows.rows import Rows
 
@@ -48,7 +49,12 @@ def check_pool(pool: FramePool) -> None:
     exist = set(np.flatnonzero(frames.handles >= 0).tolist())
     free = set(frames.in_pages([*frames.free, *frames.free_large]).tolist())
     ensure(pool.room >= 0, f"{frames.existing} pages exist and {pool.leased} are leased; the limit is {pool.limit}")
-    ensure(all(count == 1 for count in mapped.values()), "a page is mapped twice")
+    for page, count in mapped.items():
+        first = page // LARGE * LARGE if frames.is_large[page] else page
+        ensure(
+            frames.shares[first] == count - 1, f"page {page} is mapped {count} times, {frames.shares[first] + 1} known"
+        )
+    ensure(not frames.shares[: frames.numbers][[*free]].any(), "a free page is shared")
     ensure(len(free) == frames.free_pages, "a page is free twice")
     ensure(not free & tails, "the zero page is free")
     ensure(not free & mapped.keys(), "a free page is mapped")
@@ -73,8 +79,11 @@ def check_rows(rows: Rows) -> None:
         InvariantError: one is broken; the message says which.
     """
     table = rows.table
-    mapped = sum(len(arena.table.mapped_pages()) for arena, _ in rows.ranges)
+    mapped = sum(len({*arena.table.mapped_pages()}) for arena in rows.arenas)
     ensure(rows.account.taken == mapped, f"the account has {rows.account.taken} pages, {mapped} are mapped")
+    live = table.live_rows().tolist()
+    used = {(index, page) for row in live for index, (_, pages) in enumerate(rows.pages(row)) for page in pages}
+    ensure(rows.used_pages == len(used), f"{rows.used_pages} pages are said to be used, {len(used)} are")
     states = table.counts()
     ensure(sum(states.values()) == table.num_rows, f"rows by state {states} are not {table.num_rows} in all")
     owners = Counter(table.owners[table.live_rows()].tolist())
@@ -96,6 +105,9 @@ def check_rows(rows: Rows) -> None:
             pages = arena.table
             first, ready, end, tail = (of[row] for of in (pages.first, pages.ready, pages.end, pages.tail))
             ensure(first <= ready <= end, f"row {row}: first, ready, end out of order")
+            ensure(pages.own[row] <= end, f"row {row} shares pages that it has not")
+            alone = rows.pool.frames.shares[pages.frames_in(row, max(pages.own[row], first), end)]
+            ensure(not alone.any(), f"row {row} may write to a page that others have, too")
             tails = end <= tail <= pages.tail_ready[row] <= pages.limit
             ensure(tails, f"row {row}: end, tail, tail_ready, limit out of order")
             ensure(bool(rows.zero_frames) or tail == pages.limit, f"row {row} has a tail")

@@ -113,6 +113,22 @@ class Sequence:
         self._rows.grow_one(self.index, length)
         self._rows.ring()
 
+    def fork(self) -> Sequence:
+        """Starts a sequence that begins with all tokens of this one. Full pages are shared: both read the same memory,
+        and neither writes there; what does not fill a page is copied, and so are large frames that are not full.
+
+        It belongs to the current stream, behind all work on this one so far. Both may grow, be truncated and be freed
+        in any order. Views of the new one are read-only where pages are shared: to write there is a fault.
+
+        Raises:
+            OutOfRowsError: `max_sequences` sequences are alive.
+            OutOfPagesError, DriverError: there is no memory for what is copied, or a call failed. There is no new
+                sequence then.
+            StreamCaptureError: a CUDA graph is being captured.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        return self.cache.fork_many(self, 1)[0]
+
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle."""
         self._truncate(operator.index(tokens))

@@ -1,6 +1,8 @@
 """The frame table: every piece of physical memory that a pool has, by the numbers of its pages.
 
     vacant --create--> free --take--> taken --give--> free --release--> vacant
+                                       | share ^
+                                       +-------+  once more to be given
 
 A frame is of one page, or large: of `LARGE` pages, whose numbers are next to each other and begin at a multiple of
 `LARGE`. It is named by the first of them.
@@ -8,7 +10,8 @@ A frame is of one page, or large: of `LARGE` pages, whose numbers are next to ea
 Invariants:
  1. `handles[page]` is the driver's handle of the frame that a page is part of, `VACANT` where there is none; except
     while `Calls.in_doubt`: who is interrupted then (Ctrl-C) cannot know whether the driver has made or released one.
- 2. A frame that exists is either free or taken, and whoever took it maps it, unmaps it, and then gives it back.
+ 2. A frame that exists is either free or taken, and whoever took it maps it, unmaps it, and then gives it back. One
+    that is shared is mapped in several places, of one holder, and free when each of them has given it.
  3. `is_large[page]` says what a page is part of, or would be if it existed: it is written before `handles`.
  4. All other books follow from that and from who has taken what: `settle` works them out.
 """
@@ -114,6 +117,12 @@ class Frames:
         """By page: whether it is part of a large frame."""
         self.has_large = False
         """Whether there has ever been one."""
+        self.shares = np.zeros(0, np.int32)
+        """By frame: in how many places it is, beyond the first."""
+        self.has_shared = False
+        """Whether there has ever been one in several."""
+        self.users = np.zeros(0, np.int32)
+        """By page: how many sequences use it, of those who may share it."""
         self.uses = np.zeros(0, np.int64)
         """By page: how often it has left a sequence since it was made."""
         self.tenants = np.zeros(0, np.int32)
@@ -186,16 +195,23 @@ class Frames:
         return Supply(_pop(self.free_large, large), _pop(self.free, single))
 
     def give(self, frames: Collection[int]) -> int:
-        """Takes frames back, which must be mapped nowhere; returns their pages."""
+        """Takes frames back, from where they are not any more; returns the pages of those that are nowhere else."""
         before = self.taken
         for frame in frames:
-            if self.is_large[frame]:
+            if self.has_shared and self.shares[frame]:
+                self.shares[frame] -= 1
+            elif self.is_large[frame]:
                 self.free_large.append(frame)
                 self.taken -= LARGE
             else:
                 self.free.append(frame)
                 self.taken -= 1
         return before - self.taken
+
+    def share(self, frames: Collection[int]) -> None:
+        """Says that frames are in one place more."""
+        self.has_shared = True
+        np.add.at(self.shares, list(frames), 1)
 
     def make(self, count: int, pages: int = 1) -> None:
         """Makes frames of so many pages, which are free then.
@@ -277,14 +293,20 @@ class Frames:
         self.uses[numbers], self.tenants[numbers] = 0, UNKNOWN
 
     def settle(self, taken: Iterable[int]) -> None:
-        """Works out anew, after an interruption, which frames are free: all that exist but those of pages `taken`."""
+        """Works out anew, after an interruption, which frames are free: all that exist but those of pages `taken`.
+
+        Args:
+            taken: pages, once for each place where they are.
+        """
         exists = self.handles != VACANT
         vacant = ~exists.reshape(-1, LARGE).any(axis=1)
         self._vacant_large = (np.flatnonzero(vacant)[::-1] * LARGE).tolist()
         self._vacant = np.flatnonzero(~exists & ~np.repeat(vacant, LARGE)).tolist()
         self.uses[: len(exists)][~exists], self.tenants[: len(exists)][~exists] = 0, UNKNOWN
-        is_free = exists.copy()
-        is_free[list(taken)] = False
+        places = np.bincount(np.fromiter(taken, np.int64), minlength=len(exists))
+        self.shares[: len(exists)] = np.maximum(places - 1, 0)
+        self.users[:] = 0
+        is_free = exists & (places == 0)
         is_large = self.is_large[: len(exists)]  # who was interrupted may have added numbers to it alone
         self.free = np.flatnonzero(is_free & ~is_large).tolist()
         self.free_large = (np.flatnonzero((is_free & is_large)[::LARGE]) * LARGE).tolist()
@@ -323,6 +345,8 @@ class Frames:
         first = len(self.handles)
         more = -(-max(missing * LARGE, min(first, self.limit - first)) // LARGE) * LARGE
         self.uses = np.concatenate([self.uses[:first], np.zeros(more, np.int64)])
+        self.shares = np.concatenate([self.shares[:first], np.zeros(more, np.int32)])
+        self.users = np.concatenate([self.users[:first], np.zeros(more, np.int32)])
         self.tenants = np.concatenate([self.tenants[:first], np.full(more, UNKNOWN, np.int32)])
         self.is_large = np.concatenate([self.is_large[:first], np.zeros(more, np.bool_)])
         self.handles = np.concatenate([self.handles, np.full(more, VACANT)])

@@ -59,7 +59,7 @@ class Table(Protocol):
         """Tells frames how often they were used."""
 
     def mapped_pages(self) -> Collection[int]:
-        """The pages of those that are mapped."""
+        """The pages of those that are mapped, once for each place."""
 
     def settle(self) -> None:
         """Makes the table right after an interruption: what may or may not be mapped is unmapped."""
@@ -511,13 +511,13 @@ class FramePool:
                     self._forget_first()  # what lies in no table will be free
                 for table in self.tables:
                     table.settle()
-                self.frames.settle({page for table in self.tables for page in table.mapped_pages()})
+                self.frames.settle(page for table in self.tables for page in table.mapped_pages())
                 for account in list(self.accounts):
                     if (holder := account.holder()) is not None:
                         holder.recover()
                     else:
                         of_it = [table for table in self.tables if table.account is account]
-                        account.taken = sum(len(table.mapped_pages()) for table in of_it)
+                        account.taken = sum(len({*table.mapped_pages()}) for table in of_it)
                         self.close_account(account)
                 self._unusable = None
 

@@ -65,6 +65,8 @@ class Books:
         self.page_size = page_size
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
+        self.duplicates = 0
+        """How many pages too many come of counting the pages of each live row, where several use the same."""
         self.zero_frames: list[int] = []
         """The one frame of all tails, where there are any."""
         self.records = [record for _, record in ranges]
@@ -112,6 +114,35 @@ class Books:
             leaving += [(arena, begin, stop) for begin, stop in ((first, front_end), (back_first, end)) if begin < stop]
         return leaving
 
+    def leave(self, row: int, leaving: list[tuple[Arena, int, int]]) -> int:
+        """Counts that a sequence leaves pages; returns how many."""
+        count = 0
+        for arena, begin, end in leaving:
+            count += end - begin
+            arena.table.count_use(row, begin, end)
+            if arena.table.is_shared(row):
+                self.duplicates -= arena.table.leave(row, begin, end)
+        return count
+
+    def use(self, row: int) -> None:
+        """Counts a live row among the users of its pages, after an interruption."""
+        for (arena, _), span in zip(self.ranges, self.used(row)):
+            if arena.table.is_shared(row):
+                self.duplicates += arena.table.use(row, *span)
+
+    def is_whole(self, row: int) -> bool:
+        """Whether all tokens of a row lie in pages that are accessible."""
+        return all(
+            first >= end or (arena.table.reaches(row, first) and end <= arena.table.ready[row])
+            for (arena, _), (first, end) in zip(
+                self.ranges, policy.spans(*self.extent(row), self.records, self.page_size)
+            )
+        )
+
+    def is_shared(self, row: int) -> bool:
+        """Whether pages of a row may lie in others, too."""
+        return any(arena.table.is_shared(row) for arena, _ in self.ranges)
+
     def has_pages(self, row: int) -> bool:
         """Whether anything is mapped in a row."""
         return any(arena.table.pages(row) for arena, _ in self.ranges)
@@ -145,7 +176,7 @@ class Books:
 
     @property
     def used_pages(self) -> int:
-        """Pages that hold tokens of live sequences, or are about to, in whole frames."""
+        """Pages that hold tokens of live sequences, or are about to, in whole frames; each once."""
         live, extents = self.live_extents()
         spans = policy.page_spans(extents, self.records, self.page_size, self.rules.overread)
         used = 0
@@ -155,7 +186,7 @@ class Books:
                 held = first < end
                 used += arena.table.ragged_pages(live[held], first[held], before=True)
                 used += arena.table.ragged_pages(live[held], end[held], before=False)
-        return used
+        return used - self.duplicates
 
     def bound_pages(self) -> int:
         """Pages that hold no tokens, and yet nobody else's: those behind rows that may be read to their very end."""
@@ -185,6 +216,7 @@ class Books:
             elif rules.cleans and live:
                 used = length + rules.overread if length else 0
                 end = min(end, -(-used * record // size))  # behind are another's bytes
+            whole &= not table.is_shared(row) or table.own[row] <= length * record // size  # may be written behind it
             capacity = min(capacity, max(end * size // record - rules.overread, 0))
         if live and not whole:
             capacity = length  # so that the next growth repairs it
@@ -213,7 +245,7 @@ class Books:
             table.empty.append(row)
             return
         self.refresh(row)
-        if all(arena.table.first[row] == 0 for arena, _ in self.ranges):
+        if all(arena.table.first[row] == 0 for arena, _ in self.ranges) and not self.is_shared(row):
             table.parked.put(row, table.capacity[row])
         else:
             table.parked.remove(row)

@@ -80,8 +80,10 @@ class Cleaner:
         try:
             self._table.fences[row].order(own)
             for arena, begin, end in leaving:
+                begin = max(begin, arena.table.own[row])  # others may read what is before it
                 address, nbytes = arena.table.address_of(row, begin), (end - begin) * self._books.page_size
-                self._driver.fill(address, nbytes, POISON, own)
+                if nbytes > 0:
+                    self._driver.fill(address, nbytes, POISON, own)
             self._table.fences[row] |= Fence.after(self._driver, [own])
         except DriverError:  # the sequence has left them all the same
             with suppress(DriverError):
@@ -101,6 +103,6 @@ class Cleaner:
         for (arena, _), (first, end), (_, used_end) in zip(books.ranges, books.touched(row), books.spans(0, old_end)):
             if books.rules.zero_tail and not old_end and books.extent(row)[1]:
                 end = arena.table.ready[row]  # a dense kernel reads all that the row has adopted
-            first = max(first, used_end)
+            first = max(first, used_end, arena.table.own[row])
             if end > first:
                 yield arena.table.address_of(row, first), (end - first) * self._books.page_size

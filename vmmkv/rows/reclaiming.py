@@ -63,8 +63,11 @@ class Reclaimer:
                     if wait:
                         self._table.fences[row].wait()
                     if self._table.fences[row].passed():
-                        reclaimed += self._plan(change, row, count - reclaimed, keep)
-                        changed.append(row)
+                        if self._books.is_shared(row):
+                            reclaimed += self._unmap_shared(row, keep)
+                        else:
+                            reclaimed += self._plan(change, row, count - reclaimed, keep)
+                            changed.append(row)
                     if reclaimed >= count:
                         break
             except VmmkvError:
@@ -72,6 +75,12 @@ class Reclaimer:
                 raise
             self._run(change, changed)
         return reclaimed
+
+    def _unmap_shared(self, row: int, keep: int) -> int:
+        """Unmaps the surplus pages of a row; returns how many of them lay in no other."""
+        before = self._pool.frames.taken
+        self.unmap_surplus(row, keep)
+        return before - self._pool.frames.taken
 
     def unmap_surplus(self, row: int, keep: int = 0) -> None:
         """Unmaps the surplus pages of one row, whose fence has passed; none of its first `keep` tokens."""

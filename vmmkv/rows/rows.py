@@ -36,6 +36,7 @@ from .books import Books, Rules
 from .cleaning import Cleaner
 from .growing import Growing
 from .reclaiming import Reclaimer
+from .sharing import Sharing
 from .table import NOBODY, RowTable
 
 FREE_PAGE = -1
@@ -52,6 +53,8 @@ OTHERS_PAGE = -5
 LOOKAHEAD_PAGE = -6
 """In `KVCache.page_map`: the page holds no token, and is mapped behind a live sequence that will soon need it, as
 `lookahead` and `expected_tokens` say. Others can have it all the same: `stats()` counts it as surplus."""
+SHARED_PAGE = -7
+"""In `KVCache.page_map`: the page holds tokens of several sequences, which were forked."""
 
 
 class Rows:
@@ -75,6 +78,8 @@ class Rows:
     """Where pages come from."""
     growing: Growing
     """What maps them."""
+    sharing: Sharing
+    """What has several lie on the same pages."""
 
     def __init__(self, pool: FramePool, num_rows: int, rules: Rules) -> None:
         self.pool, self.table, self.rules = pool, RowTable(num_rows), rules
@@ -106,6 +111,7 @@ class Rows:
         self.reclaimer = Reclaimer(self.pool, account, self.books)
         self._cleaner = Cleaner(self.pool, self.books)
         self.growing = Growing(self.pool, account, self.books, self.reclaimer, self._cleaner)
+        self.sharing = Sharing(self.pool, account, self.books, self.reclaimer, self.growing)
         self.pool.open_account(account, self)
         if self.rules.zero_tail:
             try:
@@ -127,6 +133,12 @@ class Rows:
         return self.books.ranges
 
     @property
+    def arenas(self) -> list[Arena]:
+        """All of them, also the one of no sequence."""
+        staging = self.sharing.staging
+        return [arena for arena, _ in self.ranges] + ([staging] if staging else [])
+
+    @property
     def zero_frames(self) -> list[int]:
         """The one frame of all tails, where there are any."""
         return self.books.zero_frames
@@ -134,7 +146,7 @@ class Rows:
     def close(self) -> None:
         """Ends all sequences and unmaps everything, in whatever state the driver is; all work must have finished."""
         self.table.owners[:] = NOBODY
-        for arena, _ in self.ranges:
+        for arena in self.arenas:
             arena.close()
         self.pool.close_account(self.account)
 
@@ -154,10 +166,13 @@ class Rows:
         pages[frames.in_pages([*frames.free, *frames.free_large])] = FREE_PAGE
         pages[self.zero_frames] = ZERO_PAGE
         for row in range(self.table.num_rows):
-            for (arena, _), used, wanted in zip(self.ranges, self.books.used(row), self.books.wanted(row)):
+            for (arena, _), wanted in zip(self.ranges, self.books.wanted(row)):
                 pages[arena.table.pages_in(row)] = SURPLUS_PAGE
                 pages[arena.table.pages_in(row, *wanted)] = LOOKAHEAD_PAGE
+        for row in self.table.live:
+            for (arena, _), used in zip(self.ranges, self.books.used(row)):
                 pages[arena.table.pages_in(row, *used)] = self.table.owner[row]
+        pages[frames.users[: len(pages)] > 1] = SHARED_PAGE
         return pages
 
     def sequences(self) -> tuple[int, int]:
@@ -210,6 +225,7 @@ class Rows:
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`."""
         self.release_abandoned()
+        self.sharing.clear()
         return self.reclaimer.reclaim(count, wait=wait)
 
     # ------------------------------------------------------------------ taking and leaving rows
@@ -254,6 +270,23 @@ class Rows:
     def _has_idle(self, tokens: int) -> bool:
         """Whether there is memory for so many tokens that nobody needs to give up."""
         return sum(end for _, end in self.books.spans(0, tokens)) <= self.pool.idle(self.account)
+
+    def pick_empty(self) -> int:
+        """Takes a row without pages off the lists.
+
+        Raises:
+            OutOfRowsError: all rows are live.
+            DriverError: what is on the row that is picked could not be unmapped; the row is back on the lists.
+        """
+        return self.pick(0, NOBODY)
+
+    def begin(self, row: int, owner: int, like: int) -> None:
+        """Gives a row without pages to a new sequence, which is to have tokens of that of another row."""
+        table = self.table
+        table.own(row, owner, self._driver.current_stream(), table.expected[like], table.tenant[like])
+        if self.pool.is_debugged:
+            self.origins[row] = debugging.caller()
+        self.books.refresh(row)
 
     def take(self, row: int, owner: int, tokens: int, expected: int = 0, tenant: int = 0) -> None:
         """Gives a picked row to a new sequence, with room for `tokens` tokens.
@@ -307,7 +340,7 @@ class Rows:
         for row in rows:
             self.table.fences[row] |= fence
             own, leaving = self.table.own_streams[row], self.books.leaving(row, 0, 0)
-            self._count_uses(leaving, row)
+            self.page_uses += self.books.leave(row, leaving)
             self.books.vacate(row)
             self._cleaner.spoil(row, own, leaving)  # last: who is interrupted before still has the tokens
 
@@ -333,10 +366,13 @@ class Rows:
         table = self.table
         parked, retired = list(table.parked), list(table.retired)
         table.parked, table.retired, table.live, table.empty = type(table.parked)(), {}, {}, []
-        self.account.taken = sum(len(arena.table.mapped_pages()) for arena, _ in self.ranges)
+        self.account.taken = sum(len({*arena.table.mapped_pages()}) for arena in self.arenas)
+        self.books.duplicates = 0
+        self.sharing.clear()
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
-            if table.is_live(row):
+            if table.is_live(row) and self.books.is_whole(row):
                 table.live[row] = None
+                self.books.use(row)
                 if self.rules.cleans or self.pool.tenants:
                     self._forget_unclean(row)
                 self.books.retire_front(row)
@@ -372,6 +408,7 @@ class Rows:
         needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]
         extents = np.stack([table.starts[rows] if starts is None else starts, lengths], axis=1)
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
+        self.sharing.make_own(needing.tolist())
         self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
         for row in needing.tolist():
@@ -380,6 +417,7 @@ class Rows:
 
     def grow_one(self, row: int, length: int) -> None:
         """`grow` for one row, without arrays."""
+        self.sharing.make_own([row])
         self.growing.make_room({row: (self.table.start[row], length)}, [row])
         self.table.length[row] = length
         self.books.refresh(row)
@@ -393,16 +431,12 @@ class Rows:
         leaving = self.books.leaving(row, start, length)
         if leaving:
             self.table.fences[row] |= self.table.fence_after(self._driver, [row])
-            self._count_uses(leaving, row)
+            self.page_uses += self.books.leave(row, leaving)
         self.table.extents[row] = start, length
         self.books.retire_front(row)
+        if self.books.is_shared(row):
+            self.books.refresh(row)  # it may not write where others read
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)
-
-    def _count_uses(self, leaving: list[tuple[Arena, int, int]], row: int) -> None:
-        """Counts pages that leave the sequence that they are part of."""
-        for arena, begin, end in leaving:
-            self.page_uses += end - begin
-            arena.table.count_use(row, begin, end)
 
     def ring(self) -> None:
         """Has pages mapped ahead, where that is wanted."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome, Step
+from ..memory.calls import MAP, SET_ACCESS, SET_READ_ACCESS, UNMAP, VACANT, Calls, Outcome, Step
 from ..memory.frames import LARGE, Frames
 from ..memory.pool import FramePool
 from .page_table import PageTable, Run
@@ -52,7 +52,7 @@ class Change:
         table.doubt.append(run)
         self._unmap_steps.append((UNMAP, *table.range_of(run), VACANT))
 
-    def map(self, table: PageTable, run: Run, frames: list[int], ready: int) -> None:
+    def map(self, table: PageTable, run: Run, frames: list[int], ready: int, *, writable: bool = True) -> None:
         """Plans to put frames behind what a row has, and to make the row accessible up to page `ready`."""
         self._placements.append(Placement(table, run, frames, ready))
         table.doubt.append(run)
@@ -62,7 +62,8 @@ class Change:
             nbytes = size * LARGE if is_large[frame] else size
             self._map_steps.append((MAP, address, nbytes, handles[frame]))
             address += nbytes
-        self._access_steps.append((SET_ACCESS, *table.range_of(Run(run.row, table.ready[run.row], ready)), VACANT))
+        kind = SET_ACCESS if writable else SET_READ_ACCESS
+        self._access_steps.append((kind, *table.range_of(Run(run.row, table.ready[run.row], ready)), VACANT))
 
     def run(self) -> None:
         """Makes the calls, until one fails."""
@@ -76,7 +77,8 @@ class Change:
         done = max(done - len(self._unmaps), 0)
         pages = 0
         for table, run, frames, _ in self._placements:
-            pages += table.put(run, frames[:done])
+            if done:
+                pages += table.put(run, frames[:done])
             if done < len(frames):
                 pool.give(table.account, frames[done:])
             done = max(done - len(frames), 0)

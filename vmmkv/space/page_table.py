@@ -8,9 +8,11 @@ Invariants:
  1. The mapped pages of a row are consecutive: `[first, end)` in pages from the row's address, and `memory[row, page]`
     is the number of what lies there. Only `[first, ready)` may be accessed; `ready` is `end` except after a failure
     that could not be undone. A large frame is mapped whole: all three lie between frames.
- 2. A row's tail is one shared page, mapped read-only from page `tail` to the row's end. It may be read from
+ 2. Pages `[first, own)` of a row may lie in others, too, and are read-only there but in one at most: who is to write to
+    one has to have it for its own. All others lie here alone. `own` lies between frames.
+ 3. A row's tail is one shared page, mapped read-only from page `tail` to the row's end. It may be read from
     `tail_ready` on, which is `tail` except after a failure that could not be undone.
- 3. The arrays say what the driver has mapped, except for `doubt`: ranges that are just being mapped or unmapped. Who
+ 4. The arrays say what the driver has mapped, except for `doubt`: ranges that are just being mapped or unmapped. Who
     is interrupted then (Ctrl-C) cannot know how far it came: `settle` unmaps them, and so makes the table right.
 """
 
@@ -70,9 +72,9 @@ class PageTable:
         self.address, self.num_rows, self.limit, self._stride = address, num_rows, limit, stride
         self.memory: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
         """By row and page, where something is mapped: the number of the page of physical memory."""
-        columns = np.zeros((5, num_rows), np.int64)
-        columns[3:] = limit
-        self.first, self.end, self.ready, self.tail, self.tail_ready = (column.data for column in columns)
+        columns = np.zeros((6, num_rows), np.int64)
+        columns[4:] = limit
+        self.first, self.end, self.ready, self.own, self.tail, self.tail_ready = (column.data for column in columns)
         self.firsts, self.ends, self.readies = columns[:3]
         """`first`, `end` and `ready`, for many rows at once."""
         self.doubt: list[Run] = []
@@ -96,6 +98,10 @@ class PageTable:
     def reaches(self, row: int, page: int) -> bool:
         """Whether what is mapped begins at a page, or before, and leads up to it."""
         return self.first[row] <= page <= self.end[row]
+
+    def is_shared(self, row: int) -> bool:
+        """Whether pages of a row may lie in others, too."""
+        return self.own[row] > self.first[row]
 
     def has_hole(self, row: int) -> bool:
         """Whether there are pages from `first` to the row's end that may not be read."""
@@ -168,6 +174,24 @@ class PageTable:
             for begin, end in self._left.pop(each, ()):
                 self._frames.uses[self.pages_in(each, begin, end)] += 1
 
+    def frames_in(self, row: int, begin: int, end: int) -> list[int]:
+        """The frames on pages `[begin, end)` of a row, which lie between frames."""
+        return self._frames.of_pages(self.pages_in(row, begin, end))
+
+    def use(self, row: int, begin: int, end: int) -> int:
+        """Counts a sequence among the users of those of its pages that may be shared; returns how many had some."""
+        users = self._frames.users
+        pages = self.pages_in(row, begin, min(end, self.own[row]))
+        users[pages] += 1
+        return int((users[pages] > 1).sum())
+
+    def leave(self, row: int, begin: int, end: int) -> int:
+        """Counts it among them no more; returns how many pages have others still."""
+        users = self._frames.users
+        pages = self.pages_in(row, begin, min(end, self.own[row]))
+        users[pages] -= 1
+        return int((users[pages] > 0).sum())
+
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
         is_single = len(frames) == run.end - run.begin
@@ -185,12 +209,14 @@ class PageTable:
             self.first[row] = max(end, self.first[row])
         else:
             self.end[row] = max(min(begin, self.end[row]), self.first[row])
+            self.own[row] = min(self.own[row], self.end[row])
         self.ready[row] = max(min(self.ready[row], self.end[row]), self.first[row])
         return frames
 
     def begin_at(self, row: int, page: int) -> None:
         """Makes a row without pages begin at a page."""
         self.first[row] = self.end[row] = self.ready[row] = page
+        self.own[row] = 0
 
     def settle(self) -> None:
         """Makes the table right after an interruption.
