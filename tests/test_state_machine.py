@@ -116,7 +116,18 @@ class CacheMachine(RuleBasedStateMachine):
         return count
 
     def bound(self) -> int:
-        return sum(self.bound_pages(model, model.length) for model in self.live)
+        """Pages behind sequences, each once, that hold no token of another."""
+        bound, used, driver = set(), set(), self.driver
+        for model in self.live if self.zero_tail else []:
+            for arena, record in self.cache._rows.ranges if model.length else ():
+                base, row = arena.table.address_of(model.sequence.row, 0), model.sequence.row
+                used_end = base + -(-model.length * record // driver.page_size) * driver.page_size
+                for page in range(base, base + arena.table.end[row] * driver.page_size, driver.page_size):
+                    if page >= used_end:
+                        bound.add(driver.mapped.get(page))
+                    elif page >= base + model.start * record // driver.page_size * driver.page_size:
+                        used.add(driver.mapped.get(page))
+        return len(bound - used - {None})
 
     def partial_pages(self, token: int) -> int:
         return sum(token * record % self.driver.page_size > 0 for record in self.layout.record_bytes)

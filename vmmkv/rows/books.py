@@ -193,11 +193,14 @@ class Books:
         if not self.rules.zero_tail:
             return 0
         bound = 0
+        shared: set[tuple[int, int]] = set()
         for row in {*self.table.live, *self.claims}:
             if (self.claims.get(row) or self.table.extents[row])[1]:
-                for (arena, _), (_, end) in zip(self.ranges, self.used(row)):
-                    bound += max(arena.table.end[row] - max(end, arena.table.first[row]), 0)
-        return bound
+                for index, ((arena, _), (_, end)) in enumerate(zip(self.ranges, self.used(row))):
+                    begin, own = max(end, arena.table.first[row]), arena.table.own[row]
+                    bound += max(arena.table.end[row] - max(begin, own), 0)
+                    shared.update((index, page) for page in arena.table.unused_in(row, begin, own))
+        return bound + len(shared)
 
     def refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
@@ -246,6 +249,7 @@ class Books:
             return
         self.refresh(row)
         if all(arena.table.first[row] == 0 for arena, _ in self.ranges) and not self.is_shared(row):
+            table.retired.pop(row, None)
             table.parked.put(row, table.capacity[row])
         else:
             table.parked.remove(row)
