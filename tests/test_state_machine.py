@@ -335,7 +335,9 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.rows["live"] == len(self.live)
         assert all(places[handle] % self.driver.sizes[handle] == 0 for handle in places), "a frame is mapped in part"
         count = Counter(pages[address] for address in self.driver.writable)
-        assert all(count[handle] <= self.driver.sizes[handle] for handle in count), "one page can be written in two rows"
+        assert all(count[handle] <= self.driver.sizes[handle] for handle in count), (
+            "one page can be written in two rows"
+        )
         assert self.driver.writable <= pages.keys(), "the zero page can be written"
         assert (self.cache.page_map() == vmmkv.ZERO_PAGE).sum() == len(self.zero) == self.zero_tail
         page_map = self.cache.page_map()

@@ -92,7 +92,7 @@ class Sharing:
         books, change = self._books, Change(self._pool.calls, self._pool.frames)
         for (arena, _), (first, split) in zip(books.ranges, splits):
             if first < split:
-                self._mark(arena, row, split)
+                self._mark(arena, row, first, split)
                 for child in children:
                     if books.rules.zero_tail:
                         arena.make_way(child, split)
@@ -114,13 +114,13 @@ class Sharing:
                 self._unshare(child)
             raise
 
-    def _mark(self, arena: Arena, row: int, split: int) -> None:
-        """Writes down that pages of a live row may lie in others from now on."""
+    def _mark(self, arena: Arena, row: int, first: int, split: int) -> None:
+        """Writes down that pages of a live row, of which it uses those from `first` on, may lie in others from now on."""
         table = arena.table
         before = table.own[row]
         if split > before:
             table.own[row] = split
-            self._books.duplicates += table.use(row, before, split)
+            self._books.duplicates += table.use(row, max(before, first), split)
 
     def _copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> None:
         if begin < end:
