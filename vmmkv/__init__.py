@@ -45,8 +45,8 @@ __version__ = "0.1.0"
 __all__ = [
     "FREE_PAGE",
     "LOOKAHEAD_PAGE",
-    "SHARED_PAGE",
     "OTHERS_PAGE",
+    "SHARED_PAGE",
     "SURPLUS_PAGE",
     "VACANT_PAGE",
     "ZERO_PAGE",

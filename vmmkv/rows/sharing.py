@@ -115,7 +115,7 @@ class Sharing:
             raise
 
     def _mark(self, arena: Arena, row: int, first: int, split: int) -> None:
-        """Writes down that pages of a live row, of which it uses those from `first` on, may lie in others from now on."""
+        """Writes down that pages of a live row, which uses those from `first` on, may lie in others from now on."""
         table = arena.table
         before = table.own[row]
         if split > before:
