@@ -225,11 +225,11 @@ class KVCache(Owner):
     @operation
     def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
-        whose = self.pool.tenant_number(tenant)
-        row, number = self._rows.pick(max(tokens, expected_tokens), whose), next(self._numbers)
+        whose, stream = self.pool.tenant_number(tenant), self._driver.current_stream()
+        row, number = self._rows.pick(max(tokens, expected_tokens), stream, whose), next(self._numbers)
         sequence = Sequence(self, self._rows, number, row)
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, (row, number))
-        self._rows.take(row, number, tokens, expected_tokens, whose)  # from here on somebody will free it
+        self._rows.take(row, number, tokens, expected_tokens, stream, whose)  # from here on somebody will free it
         self._rows.ring()
         return sequence
 

@@ -40,6 +40,8 @@ class Outcome:
         done: how many succeeded, the first ones.
     """
 
+    __slots__ = "_error", "done"
+
     def __init__(self, done: int, error: DriverError | None = None) -> None:
         self.done = done
         self._error = error

@@ -84,17 +84,16 @@ class Growing:
 
     def _plan(self, rows: list[int]) -> list[Growth]:
         """What rows are to get for their claims."""
-        plan = []
-        rules = self._books.rules
+        plan, books = [], self._books
         for row in rows:
-            start, length = self._books.claims[row]
-            for (arena, _), span in zip(self._books.ranges, self._books.spans(start, length)):
+            start, length = books.claims[row]
+            for (arena, _), (first, end) in zip(books.ranges, books.spans(start, length)):
                 table = arena.table
-                reaches = table.reaches(row, span.first)
-                pages = max(span.end - (table.end[row] if reaches else span.first), 0)
-                large = policy.large_frames(pages, start) if rules.large else 0
-                if not reaches or span.end > table.ready[row]:
-                    plan.append(Growth(arena, row, span, pages, large, table.ready[row]))
+                reaches, ready = table.reaches(row, first), table.ready[row]
+                if end > ready or not reaches:
+                    pages = max(end - (table.end[row] if reaches else first), 0)
+                    large = policy.large_frames(pages, start) if books.rules.large else 0
+                    plan.append(Growth(arena, row, first, end, pages, large, ready))
         return plan
 
     def _run(self, plan: list[Growth], supply: Supply) -> None:
@@ -103,13 +102,13 @@ class Growing:
         Raises:
             DriverError: a call failed. What was mapped before it is in the books.
         """
-        for arena, row, span, *_ in plan:
-            self._begin(arena, row, span.first)
+        for arena, row, first, end, *_ in plan:
+            self._begin(arena, row, first)
             if self._books.rules.zero_tail:
-                arena.make_way(row, span.end)
+                arena.make_way(row, end)
         change = Change(self._pool.calls, self._pool.frames)
-        for growth in plan:
-            growth.arena.plan_growth(change, growth.row, growth.span.end, supply, growth.large)
+        for arena, row, _, end, _, large, _ in plan:
+            arena.plan_growth(change, row, end, supply, large)
         change.run()
         change.commit(self._pool)
         change.check()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +16,13 @@ import numpy.typing as npt
 from ..memory.frames import LARGE
 from .table import RowTable
 
-
-class Span(NamedTuple):
-    """Pages `[first, end)` of a row."""
-
-    first: int
-    end: int
+Span = tuple[int, int]
+"""Pages `[first, end)` of a row."""
 
 
 def spans(start: int, length: int, records: Sequence[int], page_size: int) -> list[Span]:
     """Per arena the pages that tokens `[start, length)` lie in; `records` are bytes of a token."""
-    return [Span(start * record // page_size, -(-length * record // page_size)) for record in records]
+    return [(start * record // page_size, -(-length * record // page_size)) for record in records]
 
 
 def page_spans(

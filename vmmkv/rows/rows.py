@@ -214,15 +214,16 @@ class Rows:
 
     # ------------------------------------------------------------------ taking and leaving rows
 
-    def pick(self, tokens: int, tenant: int = 0) -> int:
-        """Takes a row off the lists, for a sequence of so many tokens; what another tenant had there is unmapped.
+    def pick(self, tokens: int, stream: Any, tenant: int) -> int:
+        """Takes a row off the lists, for a sequence of so many tokens on a stream; what another tenant had there is
+        unmapped.
 
         Raises:
             OutOfRowsError: all rows are live.
             DriverError: what is there could not be unmapped, or waited for; the row is back on the lists.
         """
         table = self.table
-        row = table.pick(tokens, self._driver.current_stream(), tenant, functools.partial(self._fits, tokens))
+        row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
         if row is None:
             row = next(row for row in table.retired if not table.is_live(row))
         try:
@@ -231,7 +232,7 @@ class Rows:
                 self.reclaimer.unmap_surplus(row)
                 if row in table.empty:
                     table.empty.remove(row)
-            elif not table.fences[row].passed_for(self._driver.current_stream()):
+            elif not table.fences[row].passed_for(stream):
                 table.fences[row].wait()
         except VmmkvError:
             table.forget(row)
@@ -247,16 +248,15 @@ class Rows:
         """Arenas in which so many tokens would end within a frame of a row, and the page where that frame begins."""
         if not self.rules.large:
             return []
-        ends = [(arena, end) for (arena, _), (_, end) in zip(self.ranges, self.books.spans(0, tokens))]
-        begins = [(arena, arena.table.frame_begin(row, end), end) for arena, end in ends]
-        return [(arena, begin) for arena, begin, end in begins if begin < end]
+        ends = zip(self.ranges, self.books.spans(0, tokens))
+        return [(arena, begin) for (arena, _), (_, end) in ends if (begin := arena.table.frame_begin(row, end)) < end]
 
     def _has_idle(self, tokens: int) -> bool:
         """Whether there is memory for so many tokens that nobody needs to give up."""
         return sum(end for _, end in self.books.spans(0, tokens)) <= self.pool.idle(self.account)
 
-    def take(self, row: int, owner: int, tokens: int, expected: int = 0, tenant: int = 0) -> None:
-        """Gives a picked row to a new sequence, with room for `tokens` tokens.
+    def take(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> None:
+        """Gives a picked row to a new sequence on a stream, with room for `tokens` tokens.
 
         Its pages for tokens that are `expected` are reclaimed after those of idle parked rows.
 
@@ -264,13 +264,14 @@ class Rows:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
         """
         adopted = self.books.has_pages(row)
-        self.table.own(row, owner, self._driver.current_stream(), expected, tenant)
+        self.table.own(row, owner, stream, expected, tenant)
         if self.pool.is_debugged:
             self.origins[row] = debugging.caller()
         self.books.refresh(row)
         try:
-            if self.table.fences[row].passed():
-                for arena, page in self._ragged(row, max(tokens, expected)):
+            ragged = self._ragged(row, max(tokens, expected)) if adopted else []
+            if ragged and self.table.fences[row].passed():
+                for arena, page in ragged:
                     arena.unmap_back(row, page)
                 self.books.refresh(row)
             if tokens and self.rules.zero_tail:
@@ -375,7 +376,8 @@ class Rows:
         self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
         for row in needing.tolist():
-            self.books.retire_front(row)
+            if starts is not None:  # what the row had in front of them is nobody's
+                self.books.retire_front(row)
             self.books.refresh(row)
 
     def grow_one(self, row: int, length: int) -> None:

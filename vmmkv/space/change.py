@@ -9,21 +9,13 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome, Step
 from ..memory.frames import LARGE, Frames
 from ..memory.pool import FramePool
 from .page_table import PageTable, Run
 
-
-class Placement(NamedTuple):
-    """Frames that are put behind what a row has, which is accessible then up to page `ready`."""
-
-    table: PageTable
-    run: Run
-    frames: list[int]
-    ready: int
+Placement = tuple[PageTable, Run, list[int], int]
+"""Frames that are put behind what a row has, and the page up to which the row is accessible then."""
 
 
 class Change:
@@ -42,7 +34,7 @@ class Change:
         self._unmap_steps: list[Step] = []
         self._map_steps: list[Step] = []
         self._access_steps: list[Step] = []
-        self._outcome = Outcome(0)
+        self._outcome: Outcome
 
     def unmap(self, table: PageTable, run: Run) -> None:
         """Plans to unmap the front or the back of a row. From now on it may not be used."""
@@ -54,15 +46,16 @@ class Change:
 
     def map(self, table: PageTable, run: Run, frames: list[int], ready: int) -> None:
         """Plans to put frames behind what a row has, and to make the row accessible up to page `ready`."""
-        self._placements.append(Placement(table, run, frames, ready))
+        self._placements.append((table, run, frames, ready))
         table.doubt.append(run)
-        is_large, handles = self._frames.is_large, self._frames.handles
-        address, size = table.address_of(run.row, run.begin), table.page_size
+        row, size, begin = run.row, table.page_size, table.ready[run.row]
+        is_large, handles = self._frames.is_large.data, self._frames.handles.data
+        address = table.address_of(row, run.begin)
         for frame in frames:
             nbytes = size * LARGE if is_large[frame] else size
             self._map_steps.append((MAP, address, nbytes, handles[frame]))
             address += nbytes
-        self._access_steps.append((SET_ACCESS, *table.range_of(Run(run.row, table.ready[run.row], ready)), VACANT))
+        self._access_steps.append((SET_ACCESS, table.address_of(row, begin), (ready - begin) * size, VACANT))
 
     def run(self) -> None:
         """Makes the calls, until one fails."""
@@ -82,9 +75,7 @@ class Change:
             done = max(done - len(frames), 0)
         for table, run, _, ready in self._placements[:done]:
             table.ready[run.row] = ready
-        for table, run in self._unmaps:
-            table.doubt.remove(run)
-        for table, run, *_ in self._placements:
+        for table, run in self._runs():
             table.doubt.remove(run)
         return pages
 
@@ -100,8 +91,11 @@ class Change:
 
     def rows_of(self, table: PageTable) -> set[int]:
         """The rows of a table that it changes."""
-        runs = [*self._unmaps, *((each.table, each.run) for each in self._placements)]
-        return {run.row for each, run in runs if each is table}
+        return {run.row for each, run in self._runs() if each is table}
+
+    def _runs(self) -> list[tuple[PageTable, Run]]:
+        """What it unmaps and maps, where."""
+        return self._unmaps + [(table, run) for table, run, *_ in self._placements]
 
     def check(self) -> None:
         """Raises why it ended early, if it did.

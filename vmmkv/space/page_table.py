@@ -170,11 +170,12 @@ class PageTable:
 
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
-        is_single = len(frames) == run.end - run.begin
-        pages = frames if is_single else self._frames.in_pages(frames)
-        self.memory[run.row, run.begin : run.begin + len(pages)] = pages
-        self.end[run.row] = run.begin + len(pages)
-        return len(pages)
+        row, begin, end, _ = run
+        pages = frames if len(frames) == end - begin else self._frames.in_pages(frames)
+        end = begin + len(pages)
+        self.memory[row, begin:end] = pages
+        self.end[row] = end
+        return end - begin
 
     def take_off(self, run: Run) -> list[int]:
         """Writes down that the front or the back of a row is mapped no more; returns its frames."""
