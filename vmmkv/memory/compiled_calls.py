@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from .calls import MAP, METHODS, SET_ACCESS, UNMAP, VACANT, Handles, Outcome, Step
+from .calls import MAP, METHODS, SET_ACCESS, UNMAP, VACANT, Handles, Outcome, Steps
 from .driver import NativeDriver
 from .meter import NAMES, Meter
 from .native import at, call, word
@@ -131,6 +131,6 @@ class CompiledCalls:
         done, status = _release(self._words, handles, np.array(frames, np.int64), pages, self._spent_on_release)
         return Outcome(done, self.driver.error("release", status) if status else None)
 
-    def run(self, steps: Sequence[Step]) -> Outcome:
-        done, status = _run(self._words, np.array(steps, np.int64).ravel(), self.meter.spent)
-        return Outcome(done, self.driver.error(METHODS[steps[done][0]], status) if status else None)
+    def run(self, steps: Steps) -> Outcome:
+        done, status = _run(self._words, np.array(steps, np.int64), self.meter.spent)
+        return Outcome(done, self.driver.error(METHODS[steps[done * 4]], status) if status else None)

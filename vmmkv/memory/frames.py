@@ -176,9 +176,8 @@ class Frames:
             self._make_large(large - len(self.free_large), len(self.free) - pages + large * LARGE, limit)
             large = min(large, len(self.free_large))
         single = pages - large * LARGE
-        missing = single - len(self.free)
-        if missing > 0:
-            self.make(min(missing, limit - self.existing))
+        if single > len(self.free):
+            self.make(min(single - len(self.free), limit - self.existing))
             while single > len(self.free):
                 self.break_up(self._calls)
         self.taken += pages

@@ -65,9 +65,11 @@ class Growing:
         try:
             if self._books.rules.zero_tail and plan:
                 self._wait_for_readers(rows)
-            missing = sum([growth.pages for growth in plan])
+            missing = large = 0
+            for *_, pages, large_frames, _ in plan:
+                missing, large = missing + pages, large + large_frames
             if missing:
-                supply = self._reclaimer.supply(missing, sum([growth.large for growth in plan]))
+                supply = self._reclaimer.supply(missing, large)
                 self.pages += missing
                 self._pool.pages_in_need += missing
             self._run(plan, supply)
@@ -108,7 +110,7 @@ class Growing:
                 arena.make_way(row, end)
         change = Change(self._pool.calls, self._pool.frames)
         for arena, row, _, end, _, large, _ in plan:
-            arena.plan_growth(change, row, end, supply, large)
+            change.map(arena.table, row, end, supply, large)
         change.run()
         change.commit(self._pool)
         change.check()

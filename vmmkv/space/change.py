@@ -9,8 +9,8 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 
 from __future__ import annotations
 
-from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome, Step
-from ..memory.frames import LARGE, Frames
+from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome
+from ..memory.frames import LARGE, Frames, Supply
 from ..memory.pool import FramePool
 from .page_table import PageTable, Run
 
@@ -31,9 +31,9 @@ class Change:
         self._frames = frames
         self._unmaps: list[tuple[PageTable, Run]] = []
         self._placements: list[Placement] = []
-        self._unmap_steps: list[Step] = []
-        self._map_steps: list[Step] = []
-        self._access_steps: list[Step] = []
+        self._unmap_steps: list[int] = []
+        self._map_steps: list[int] = []
+        self._access_steps: list[int] = []
         self._outcome: Outcome
 
     def unmap(self, table: PageTable, run: Run) -> None:
@@ -42,20 +42,25 @@ class Change:
         if not run.is_front:
             table.ready[run.row] = max(min(table.ready[run.row], run.begin), table.first[run.row])
         table.doubt.append(run)
-        self._unmap_steps.append((UNMAP, *table.range_of(run), VACANT))
+        self._unmap_steps += (UNMAP, *table.range_of(run), VACANT)
 
-    def map(self, table: PageTable, run: Run, frames: list[int], ready: int) -> None:
-        """Plans to put frames behind what a row has, and to make the row accessible up to page `ready`."""
-        self._placements.append((table, run, frames, ready))
+    def map(self, table: PageTable, row: int, end: int, supply: Supply, large: int = 0) -> None:
+        """Plans to make a row accessible up to page `end`, with frames from `supply` behind what it has, up to so many
+        large ones first."""
+        begin, ready, size = table.end[row], table.ready[row], table.page_size
+        if end <= ready:
+            return
+        run = Run(row, begin, max(begin, end))
+        frames = supply.pop(run.end - begin, large)
+        self._placements.append((table, run, frames, end))
         table.doubt.append(run)
-        row, size, begin = run.row, table.page_size, table.ready[run.row]
         is_large, handles = self._frames.is_large.data, self._frames.handles.data
-        address = table.address_of(row, run.begin)
+        address = table.address_of(row, begin)
+        self._access_steps += (SET_ACCESS, address - (begin - ready) * size, (end - ready) * size, VACANT)
         for frame in frames:
             nbytes = size * LARGE if is_large[frame] else size
-            self._map_steps.append((MAP, address, nbytes, handles[frame]))
+            self._map_steps += (MAP, address, nbytes, handles[frame])
             address += nbytes
-        self._access_steps.append((SET_ACCESS, table.address_of(row, begin), (ready - begin) * size, VACANT))
 
     def run(self) -> None:
         """Makes the calls, until one fails."""
@@ -73,16 +78,18 @@ class Change:
             if done < len(frames):
                 pool.give(table.account, frames[done:])
             done = max(done - len(frames), 0)
-        for table, run, _, ready in self._placements[:done]:
-            table.ready[run.row] = ready
-        for table, run in self._runs():
+        for number, (table, run, _, ready) in enumerate(self._placements):
+            if number < done:
+                table.ready[run.row] = ready
+            table.doubt.remove(run)
+        for table, run in self._unmaps:
             table.doubt.remove(run)
         return pages
 
     @property
     def frames(self) -> int:
         """How many it maps."""
-        return len(self._map_steps)
+        return len(self._map_steps) // 4
 
     @property
     def is_empty(self) -> bool:
@@ -91,11 +98,8 @@ class Change:
 
     def rows_of(self, table: PageTable) -> set[int]:
         """The rows of a table that it changes."""
-        return {run.row for each, run in self._runs() if each is table}
-
-    def _runs(self) -> list[tuple[PageTable, Run]]:
-        """What it unmaps and maps, where."""
-        return self._unmaps + [(table, run) for table, run, *_ in self._placements]
+        runs = [*self._unmaps, *((each, run) for each, run, *_ in self._placements)]
+        return {run.row for each, run in runs if each is table}
 
     def check(self) -> None:
         """Raises why it ended early, if it did.

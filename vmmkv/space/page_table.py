@@ -70,11 +70,12 @@ class PageTable:
         self.address, self.num_rows, self.limit, self._stride = address, num_rows, limit, stride
         self.memory: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
         """By row and page, where something is mapped: the number of the page of physical memory."""
+        self._places = self.memory.reshape(-1).data
         columns = np.zeros((5, num_rows), np.int64)
         columns[3:] = limit
         self.first, self.end, self.ready, self.tail, self.tail_ready = (column.data for column in columns)
-        self.firsts, self.ends, self.readies = columns[:3]
-        """`first`, `end` and `ready`, for many rows at once."""
+        self.firsts, self.ends = columns[:2]
+        """`first` and `end`, for many rows at once."""
         self.doubt: list[Run] = []
         self.tail_frames: list[int] = []
         """The one behind all tails, where there are any."""
@@ -166,16 +167,16 @@ class PageTable:
         """Tells the frames of a row, or of all, how often they were used."""
         for each in [row] if row is not None else list(self._left):
             for begin, end in self._left.pop(each, ()):
-                self._frames.uses[self.pages_in(each, begin, end)] += 1
+                np.add.at(self._frames.uses, self.pages_in(each, begin, end), 1)
 
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
         row, begin, end, _ = run
         pages = frames if len(frames) == end - begin else self._frames.in_pages(frames)
-        end = begin + len(pages)
-        self.memory[row, begin:end] = pages
-        self.end[row] = end
-        return end - begin
+        for place, page in enumerate(pages, row * self.limit + begin):
+            self._places[place] = page
+        self.end[row] = begin + len(pages)
+        return len(pages)
 
     def take_off(self, run: Run) -> list[int]:
         """Writes down that the front or the back of a row is mapped no more; returns its frames."""
