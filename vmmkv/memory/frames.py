@@ -94,8 +94,6 @@ class Supply(NamedTuple):
 
     def pop(self, pages: int, large: int) -> list[int]:
         """Frames of so many pages in all, up to `large` large ones first."""
-        if not large:
-            return _pop(self.single, pages)
         count = min(large, len(self.large))
         return _pop(self.large, count) + _pop(self.single, pages - count * LARGE)
 
@@ -327,7 +325,8 @@ class Frames:
 
 def _pop(numbers: list[int], count: int) -> list[int]:
     """The last ones of a list, which it has no more."""
-    end = len(numbers) - count
-    popped = numbers[end:]
-    del numbers[end:]
+    if not count:
+        return []
+    popped = numbers[-count:]
+    del numbers[-count:]
     return popped

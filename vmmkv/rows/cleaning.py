@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import DriverError, StreamCaptureError
 from ..memory.fence import Fence, wait_for_device
@@ -20,17 +20,9 @@ POISON = 0xFF
 """Bytes that are no number in any floating-point format, of 1, 2 or 4 bytes."""
 
 
-class Growth(NamedTuple):
-    """Pages `[first, end)` that a row is to have in one arena: so many more, in so many large frames and single ones;
-    `ready` is the end of those that could be used before."""
-
-    arena: Arena
-    row: int
-    first: int
-    end: int
-    pages: int
-    large: int
-    ready: int
+Growth = tuple[Arena, int, int, int, int, int, int]
+"""Pages that a row is to have in one arena: the row, their first and end; how many of them are missing, and in how many
+large frames they may be; and the end of those that could be used before."""
 
 
 class Cleaner:

@@ -86,7 +86,8 @@ class Growing:
 
     def _plan(self, rows: list[int]) -> list[Growth]:
         """What rows are to get for their claims."""
-        plan, books = [], self._books
+        plan: list[Growth] = []
+        books = self._books
         for row in rows:
             start, length = books.claims[row]
             for (arena, _), (first, end) in zip(books.ranges, books.spans(start, length)):
@@ -95,7 +96,7 @@ class Growing:
                 if end > ready or not reaches:
                     pages = max(end - (table.end[row] if reaches else first), 0)
                     large = policy.large_frames(pages, start) if books.rules.large else 0
-                    plan.append(Growth(arena, row, first, end, pages, large, ready))
+                    plan.append((arena, row, first, end, pages, large, ready))
         return plan
 
     def _run(self, plan: list[Growth], supply: Supply) -> None:
@@ -105,7 +106,8 @@ class Growing:
             DriverError: a call failed. What was mapped before it is in the books.
         """
         for arena, row, first, end, *_ in plan:
-            self._begin(arena, row, first)
+            if not arena.table.reaches(row, first):
+                self._begin(arena, row, first)
             if self._books.rules.zero_tail:
                 arena.make_way(row, end)
         change = Change(self._pool.calls, self._pool.frames)
@@ -116,12 +118,10 @@ class Growing:
         change.check()
 
     def _begin(self, arena: Arena, row: int, first: int) -> None:
-        """Makes a row without tokens begin at page `first`, where its pages do not reach there."""
-        table = arena.table
-        if not table.reaches(row, first):
-            self._table.fences[row].wait()
-            arena.unmap_back(row, 0)
-            table.begin_at(row, first)
+        """Makes a row without tokens begin at page `first`, where its pages do not reach."""
+        self._table.fences[row].wait()
+        arena.unmap_back(row, 0)
+        arena.table.begin_at(row, first)
 
     def _undo(self, rows: list[int], plan: list[Growth], supply: Supply, zeroing: bool) -> None:
         """Takes a growth back. Pages that cannot be unmapped, or not yet, stay in the books as surplus."""
