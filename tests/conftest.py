@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -100,6 +101,14 @@ def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
         return vmmkv.KVCache(layout, max_sequences, max_seq_len, driver=driver, **options)
 
     return make
+
+
+def soon(condition: Callable[[], object]) -> None:
+    """Waits for what another thread or process is about to do, on however slow a machine."""
+    until = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < until, "it has not come to that"
+        time.sleep(0.001)
 
 
 @functools.cache

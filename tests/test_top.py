@@ -6,15 +6,14 @@ import json
 import os
 import subprocess
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
 import torch
-from conftest import run_python
+from conftest import run_python, soon
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -46,14 +45,6 @@ def shown(pool: vmmkv.FramePool) -> dict[str, Any]:
     assert record["pid"] == os.getpid()
     (found,) = (each for each in record["pools"] if each["number"] == pool.number)
     return found
-
-
-def soon(condition: Callable[[], bool]) -> None:
-    """Waits for what another thread or process is about to do."""
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
 
 
 def publishing(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
