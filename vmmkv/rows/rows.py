@@ -241,15 +241,16 @@ class Rows:
         return row
 
     def _fits(self, tokens: int, row: int) -> bool:
-        """Whether so many tokens would end where a frame of a parked row ends, or the rest of it can go."""
-        return not self._ragged(row, tokens) or self.table.fences[row].passed() or not self._has_idle(tokens)
+        """Whether no large frame of a parked row would reach beyond so many tokens, or those that do can go."""
+        return not self._beyond(row, tokens) or self.table.fences[row].passed() or not self._has_idle(tokens)
 
-    def _ragged(self, row: int, tokens: int) -> list[tuple[Arena, int]]:
-        """Arenas in which so many tokens would end within a frame of a row, and the page where that frame begins."""
+    def _beyond(self, row: int, tokens: int) -> list[tuple[Arena, int]]:
+        """Arenas in which large frames of a row reach beyond so many tokens, and the page where these begin."""
         if not self.rules.large:
             return []
         ends = zip(self.ranges, self.books.spans(0, tokens))
-        return [(arena, begin) for (arena, _), (_, end) in ends if (begin := arena.table.frame_begin(row, end)) < end]
+        begins = [(arena, arena.table.large_beyond(row, end)) for (arena, _), (_, end) in ends]
+        return [(arena, begin) for arena, begin in begins if begin < arena.table.end[row]]
 
     def _has_idle(self, tokens: int) -> bool:
         """Whether there is memory for so many tokens that nobody needs to give up."""
@@ -269,9 +270,9 @@ class Rows:
             self.origins[row] = debugging.caller()
         self.books.refresh(row)
         try:
-            ragged = self._ragged(row, max(tokens, expected)) if adopted else []
-            if ragged and self.table.fences[row].passed():
-                for arena, page in ragged:
+            beyond = self._beyond(row, max(tokens, expected)) if adopted else []
+            if beyond and self.table.fences[row].passed():
+                for arena, page in beyond:
                     arena.unmap_back(row, page)
                 self.books.refresh(row)
             if tokens and self.rules.zero_tail:

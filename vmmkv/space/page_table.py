@@ -116,6 +116,14 @@ class PageTable:
         inside = self._inside(row, page)
         return page - inside + LARGE if inside else page
 
+    def large_beyond(self, row: int, page: int) -> int:
+        """Where the first large frame begins that reaches beyond a page; where the row's pages end, if none does."""
+        if not self._frames.has_large or page >= self.end[row]:
+            return self.end[row]
+        begin = self.frame_begin(row, page)
+        large = np.flatnonzero(self._frames.is_large[self.pages_in(row, begin)])
+        return begin + int(large[0]) if len(large) else self.end[row]
+
     def _inside(self, row: int, page: int) -> int:
         """Pages of the frame on a page that lie in front of it."""
         if not self._frames.has_large or not self.first[row] < page < self.end[row]:
