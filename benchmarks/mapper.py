@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from math import inf
 from statistics import median
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -255,9 +255,11 @@ def restless(bench: Bench, rounds: int) -> Row:
                 if not busy:
                     alone.append(launches_a_second(bench, work, lambda: False))
                     continue
-                batch = [cache.sequence(expected_tokens=tokens) for _ in range(count)]
                 before, began = mapper.pages, perf_counter()
+                batch = [cache.sequence(expected_tokens=tokens) for _ in range(count)]
                 end = before + pages // 20 * 19
+                while mapper.pages == before and perf_counter() < bench.deadline:  # until it is at work
+                    sleep(1e-4)
                 beside.append(launches_a_second(bench, work, lambda end=end: mapper.pages >= end))
                 rates.append((mapper.pages - before) / (perf_counter() - began))
                 cache.free(batch)

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,15 +17,18 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import Phase, settings
+from hypothesis import HealthCheck, Phase, settings
 
 import vmmkv
 from vmmkv.memory.driver import Driver, open_driver
 
+SLOWNESS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+"""What is said of a machine, and of bad luck, is no failure."""
 # `pytest --hypothesis-profile=long tests/test_state_machine.py` runs over 200,000 operations.
-settings.register_profile("default", deadline=None)
-settings.register_profile("quick", deadline=None, max_examples=50, phases=[Phase.generate])
-settings.register_profile("long", deadline=None, max_examples=2500, stateful_step_count=100)
+CALM = settings(deadline=None, suppress_health_check=SLOWNESS)
+settings.register_profile("default", CALM)
+settings.register_profile("quick", CALM, max_examples=50, phases=[Phase.generate])
+settings.register_profile("long", CALM, max_examples=2500, stateful_step_count=100)
 
 if not torch.cuda.is_available():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # kernels run in Numba's simulator, on host memory
@@ -100,6 +104,14 @@ def make_cache(device: str) -> Callable[..., vmmkv.KVCache]:
         return vmmkv.KVCache(layout, max_sequences, max_seq_len, driver=driver, **options)
 
     return make
+
+
+def soon(condition: Callable[[], object]) -> None:
+    """Waits for what another thread or process is about to do, on however slow a machine."""
+    until = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < until, "it has not come to that"
+        time.sleep(0.001)
 
 
 @functools.cache

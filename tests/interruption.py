@@ -87,18 +87,22 @@ def interrupted(operation: Callable[[], object], line: int) -> int | None:
 def interrupted_after(operation: Callable[[], object], seconds: float) -> bool:
     """Runs an operation and interrupts it by a real signal, which comes at whatever moment; returns whether it came."""
 
-    def ring(*_: object) -> None:
-        raise KeyboardInterrupt
+    is_over = False
 
-    before = signal.signal(signal.SIGALRM, ring)
+    def ring(*_: object) -> None:
+        if not is_over:
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, ring)  # it stays: a signal that comes late, to another thread, ends no process
     gc.disable()  # as above
     try:
         signal.setitimer(signal.ITIMER_REAL, seconds)
         operation()
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        is_over = True
     except KeyboardInterrupt:
         return True
     finally:
+        is_over = True  # also of what has failed: nothing is to hide that
+        signal.setitimer(signal.ITIMER_REAL, 0)
         gc.enable()
-        signal.signal(signal.SIGALRM, before)
     return False

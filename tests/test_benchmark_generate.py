@@ -134,7 +134,7 @@ def test_a_contender_that_fails_costs_its_own_cells_only(
 
     monkeypatch.setattr(VmmCache, "update", fail)
     plan = replace(CPU, batches=(("tiny", 1),), prompts=(16,))
-    cells = run(plan, torch.device("cpu"), layers=1, budget_seconds=60)["cells"]
+    cells = run(plan, torch.device("cpu"), layers=1, budget_seconds=600)["cells"]
     for cell in cells:
         if cell["compiled"]:
             assert cell["status"] == "not run"
@@ -155,7 +155,7 @@ def test_a_cache_that_loses_tokens_is_found_out(monkeypatch: pytest.MonkeyPatch)
         return (k[:, :, half:], v[:, :, half:]) if args[0].shape[2] == 1 else (k, v)
 
     monkeypatch.setattr(VmmCache, "update", forgetful)
-    wrong = wrong_cells(run(CPU, torch.device("cpu"), layers=2, budget_seconds=60))
+    wrong = wrong_cells(run(CPU, torch.device("cpu"), layers=2, budget_seconds=600))
     vmm = [cell for cell in CPU.cells() if cell.contender.cache is VmmCache and not cell.contender.compiled]
     assert [cell["contender"] for cell in wrong] == [cell.contender.name for cell in vmm]
 

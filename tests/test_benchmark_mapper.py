@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from math import inf
 from typing import Any
 
 import pytest
+from conftest import soon
 from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import mapper, tables
+from vmmkv.memory.driver import open_driver
 
 APP = Typer()
 APP.command()(mapper.main)
@@ -38,7 +41,8 @@ def test_it_compares_ways_to_have_pages(monkeypatch: pytest.MonkeyPatch) -> None
         assert min(row["rounds"]) <= row["seconds"] <= max(row["rounds"])
     before, ahead, need = (rows[way] for way in mapper.WAYS)
     assert (before["of_mapped_before"], before["extends_with_a_call"], before["steps_with_a_call"]) == (1, 0, 0)
-    assert before["pages_ahead"] == need["pages_ahead"] == 0 < ahead["pages_ahead"]
+    # Steps take no time on the host: it is up to the machine whether the mapper comes to anything in between.
+    assert before["pages_ahead"] == need["pages_ahead"] == 0 <= ahead["pages_ahead"]
     assert need["extends_with_a_call"] == pytest.approx(1 / 16, rel=0.5)  # a page holds 16 tokens
     assert need["extends_with_a_call"] <= need["steps_with_a_call"] <= 1
     assert [row["way"] for row in result["launching"]] == [mapper.MAPPED, mapper.AHEAD]
@@ -48,6 +52,17 @@ def test_it_compares_ways_to_have_pages(monkeypatch: pytest.MonkeyPatch) -> None
     assert [row["frames"] for row in result["prompts"]] == list(mapper.FRAMES) * 3
     assert result["missed"] == []
     assert not any("met" in row for row in result["comparisons"])  # there are no aims without a GPU
+
+
+@pytest.mark.parametrize("way", mapper.WAYS)
+def test_one_way_has_a_mapper(way: str) -> None:
+    driver = open_driver("cpu", 16 * mapper.SMALL.token_bytes)
+    bench = mapper.Bench(driver, mapper.SMALL, lookahead=32, deadline=inf, missed=[])
+    with mapper.growing(bench, way, sequences=8, steps=40) as (cache, _):
+        if way == mapper.AHEAD:
+            soon(lambda: cache.stats().pages_mapped["ahead"] > 0)
+        else:
+            assert cache.pool.mapper is None
 
 
 def test_it_says_what_it_did_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,9 @@ def life(library: CLibrary, calls: Any, faults: list[tuple[str, int]]) -> list[A
         except DriverError as error:
             seen.append(str(error))
 
+    def run(steps: list[tuple[int, ...]]) -> None:
+        note(calls.run([*chain.from_iterable(steps)]))
+
     sizes = {3: 1, 0: 1, 7: 1, 8: 4, 12: 4}
     note(calls.create(handles, [3, 0, 7], 1))
     note(calls.create(handles, [8, 12], 4))
@@ -91,14 +95,14 @@ def life(library: CLibrary, calls: Any, faults: list[tuple[str, int]]) -> list[A
     places = dict(zip(made, np.cumsum([1, *(sizes[frame] for frame in made)]).tolist()))
     ranges = [(address + place * size, sizes[frame] * size) for frame, place in places.items()]
     maps = [(MAP, *each, handles[frame]) for each, frame in zip(ranges, made)]
-    note(calls.run([*maps, *((SET_READ_ACCESS, *each, VACANT) for each in ranges)]))
+    run([*maps, *((SET_READ_ACCESS, *each, VACANT) for each in ranges)])
     there = [each for each in ranges if each[0] in library.mapped]
-    note(calls.run([(SET_ACCESS, *each, VACANT) for each in there[1:]]))
+    run([(SET_ACCESS, *each, VACANT) for each in there[1:]])
     seen += [len(library.accessible), len(library.writable)]
-    note(calls.run([*((UNMAP, *each, VACANT) for each in there), *maps[:1]]))
+    run([*((UNMAP, *each, VACANT) for each in there), *maps[:1]])
     library.heal()
     library.unmaps_anything = True
-    note(calls.run([(UNMAP, address, 16 * size, VACANT)]))
+    run([(UNMAP, address, 16 * size, VACANT)])
     library.fail("release", 1)
     for pages in (1, 4):
         note(calls.release(handles, [frame for frame in made if sizes[frame] == pages], pages))

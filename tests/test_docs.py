@@ -23,7 +23,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     site = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    build = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    build = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
     assert build.returncode == 0, build.stderr
     return site
 

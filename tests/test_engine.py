@@ -191,7 +191,7 @@ def check_room(kv: PagedKV | VmmKV, rows: np.ndarray, tokens: np.ndarray, blocks
 @pytest.mark.parametrize("backend", ["vmm", "paged"])
 def test_a_full_pool_preempts_the_last_and_the_tokens_stay_the_same(backend: str) -> None:
     model = tiny_model()
-    prompts, outputs = random_requests(4, 16, 64)
+    prompts, outputs = random_requests(4, 16, 96)  # all start at once, and four times 48 tokens are more than fit
     roomy, tight = (Engine(model, backend, blocks * 16 * 512, 4, 160, 1000) for blocks in (100, 9))  # 512 bytes a token
     for engine in (roomy, tight):
         run = engine.run(prompts, outputs)

@@ -486,7 +486,7 @@ def test_threads_lose_nothing() -> None:
     for thread in threads:
         thread.join()
     log.close()
-    consumer.join(timeout=60)
+    consumer.join(timeout=300)
     assert not consumer.is_alive()
     assert log.dropped == 0
     for number in range(producers):
@@ -501,7 +501,7 @@ def test_closing_wakes_all_and_keeps_the_rest() -> None:
         thread.start()
     log.close()
     for thread in waiting:
-        thread.join(timeout=60)
+        thread.join(timeout=300)
     assert results == [[], [], []]
     log = EventLog(1)
     log.stored(log.root(), 0, [1])
@@ -546,7 +546,7 @@ def test_who_is_cancelled_leaves_nobody_waiting() -> None:
         await asyncio.sleep(0)
         waiting.cancel()
 
-    rescue = threading.Timer(30, log.close)
+    rescue = threading.Timer(300, log.close)
     rescue.start()
     asyncio.run(main())
     rescue.cancel()
@@ -562,7 +562,7 @@ def test_a_forked_child_starts_empty() -> None:
         from vmmkv.events import EventLog
         assert not {"msgspec", "zmq"} & set(sys.modules)
         from vmmkv.events.publisher import EventPublisher
-        signal.alarm(60)
+        signal.alarm(300)
         sys.setswitchinterval(1e-5)
         log, over = EventLog(1, max_events=50), threading.Event()
         publisher = EventPublisher(EventLog(1), "tcp://127.0.0.1:*", replay_endpoint="tcp://127.0.0.1:*")

@@ -104,6 +104,23 @@ def test_who_adopts_one_and_would_end_in_it_has_single_pages_there() -> None:
     assert len({driver.mapped[sequence.k(0)[at].data_ptr() // 4096 * 4096] for at in range(LARGE * TOKENS)}) == 1
 
 
+@pytest.mark.parametrize("_", range(10))
+def test_who_adopts_them_and_grows_wastes_no_more_than_the_last_page(_: int) -> None:
+    """Also who ends in front of one, and grows into it."""
+    cache, driver = make()
+    first = cache.sequence(random.randint(0, 2 * LARGE) * TOKENS)
+    while first.length < 4 * LARGE * TOKENS:  # single frames and large ones behind each other
+        first.extend(random.choice([1, LARGE, LARGE + 1]) * TOKENS)
+    first.free()
+    sequence = cache.sequence(random.randint(1, 3 * LARGE) * TOKENS - random.choice([0, 0, 1]))
+    assert cache.stats().adoptions == 1
+    for _ in range(2 * LARGE):
+        assert used(cache) == -(-sequence.length // TOKENS)
+        sequence.extend(random.randint(1, TOKENS))
+    assert has_memory(sequence, driver)
+    cache.check()
+
+
 def test_frames_are_converted_where_only_others_are_free() -> None:
     cache, driver = make(pages=2 * LARGE)
     short = [cache.sequence(TOKENS) for _ in range(2 * LARGE)]

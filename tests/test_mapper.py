@@ -12,7 +12,7 @@ from textwrap import dedent
 
 import pytest
 import torch
-from conftest import run_python, small_driver
+from conftest import run_python, small_driver, soon
 from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,14 +53,6 @@ def make(pages: int = 60, **options: object) -> tuple[vmmkv.KVCache, BusyDriver,
 def work(mapper: Mapper) -> None:
     while mapper.work():
         pass
-
-
-def soon(condition: Callable[[], bool]) -> None:
-    """Waits for what another thread is about to do."""
-    until = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.001)
 
 
 def test_what_was_mapped_ahead_needs_no_driver_call() -> None:
@@ -280,11 +272,12 @@ def test_threads_beside_the_mapper() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "somebody waits for ever"
     assert not failures, failures
     cache.check()
-    assert cache.stats().pages_mapped["ahead"] > 0
+    with cache.sequence(1):
+        soon(lambda: cache.stats().pages_mapped["ahead"] > 0)
     cache.close()
 
 

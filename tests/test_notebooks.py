@@ -26,7 +26,9 @@ def test_notebook_runs(path: Path, device: str) -> None:
     # No folders of kernels: those of a user could name another Python. What is left is the one that runs this test.
     kernel = AsyncKernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[]))
     environment = os.environ | ({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {})
-    client = NotebookClient(notebook, km=kernel, timeout=300, resources={"metadata": {"path": str(ROOT)}})
+    client = NotebookClient(
+        notebook, km=kernel, timeout=1200, startup_timeout=600, resources={"metadata": {"path": str(ROOT)}}
+    )
     notebook.cells.append(nbformat.v4.new_code_cell("import sys, torch; sys.executable, torch.cuda.is_available()"))
     client.execute(env=environment)
     assert notebook.cells[-1].outputs[0].data["text/plain"] == repr((sys.executable, device == "cuda"))

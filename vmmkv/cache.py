@@ -225,11 +225,10 @@ class KVCache(Owner):
     @operation
     def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
-        whose = self.pool.tenant_number(tenant)
-        sequence = self._new_sequence(self._rows.pick(max(tokens, expected_tokens), whose))
-        self._rows.take(
-            sequence.index, sequence.number, tokens, expected_tokens, whose
-        )  # from here on somebody frees it
+        whose, stream = self.pool.tenant_number(tenant), self._driver.current_stream()
+        sequence = self._new_sequence(self._rows.pick(max(tokens, expected_tokens), stream, whose))
+        row, number = sequence.index, sequence.number
+        self._rows.take(row, number, tokens, expected_tokens, stream, whose)  # from here on somebody will free it
         self._rows.ring()
         return sequence
 

@@ -47,7 +47,7 @@ def check_pool(pool: FramePool) -> None:
     tails = {frame for table in pool.tables for frame in table.tail_frames}
     mapped = Counter(page for table in pool.tables for page in table.mapped_pages())
     exist = set(np.flatnonzero(frames.handles >= 0).tolist())
-    free = set(frames.in_pages([*frames.free, *frames.free_large]).tolist())
+    free = set(frames.in_pages([*frames.free, *frames.free_large]))
     ensure(pool.room >= 0, f"{frames.existing} pages exist and {pool.leased} are leased; the limit is {pool.limit}")
     for page, count in mapped.items():
         first = page // LARGE * LARGE if frames.is_large[page] else page

@@ -29,8 +29,9 @@ METHODS = (*NAMES[:3], "set_access")
 """By kind: the method of the driver."""
 
 
-Step = tuple[int, int, int, int]
-"""One call that changes what is mapped: kind, address, bytes, and the handle of what is put there, or `VACANT`."""
+Steps = Sequence[int]
+"""Calls that change what is mapped, four numbers each: kind, address, bytes, and the handle of what is put there, or
+`VACANT`."""
 
 
 class Outcome:
@@ -39,6 +40,8 @@ class Outcome:
     Attributes:
         done: how many succeeded, the first ones.
     """
+
+    __slots__ = "_error", "done"
 
     def __init__(self, done: int, error: DriverError | None = None) -> None:
         self.done = done
@@ -71,7 +74,7 @@ class Calls(Protocol):
     def release(self, handles: Handles, frames: Sequence[int], pages: int) -> Outcome:
         """Gives frames of so many pages back; `VACANT` becomes their handle."""
 
-    def run(self, steps: Sequence[Step]) -> Outcome:
+    def run(self, steps: Steps) -> Outcome:
         """Makes steps, one after another."""
 
 
@@ -114,9 +117,9 @@ class LoopedCalls:
 
         return self._each("release", release, frames)
 
-    def run(self, steps: Sequence[Step]) -> Outcome:
+    def run(self, steps: Steps) -> Outcome:
         done = 0
-        for method, some in groupby(steps, lambda step: METHODS[step[0]]):
+        for method, some in groupby(zip(*[iter(steps)] * 4), lambda step: METHODS[step[0]]):
             outcome = self._each(method, self._make, list(some))
             done += outcome.done
             if not outcome:
@@ -124,7 +127,7 @@ class LoopedCalls:
                 return outcome
         return Outcome(done)
 
-    def _make(self, step: Step) -> None:
+    def _make(self, step: Steps) -> None:
         kind, address, nbytes, handle = step
         if kind == UNMAP:
             self.driver.unmap(address, nbytes)

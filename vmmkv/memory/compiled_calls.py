@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from numba import njit
 
-from .calls import MAP, METHODS, SET_ACCESS, UNMAP, VACANT, Handles, Outcome, Step
+from .calls import MAP, METHODS, SET_ACCESS, UNMAP, VACANT, Handles, Outcome, Steps
 from .driver import NativeDriver
 from .meter import NAMES, Meter
 from .native import at, call, word
@@ -111,6 +111,8 @@ class CompiledCalls:
 
     def __init__(self, driver: NativeDriver, meter: Meter) -> None:
         self.driver, self.meter = driver, meter
+        self._page_size = driver.page_size
+        self._spent_on_create, self._spent_on_release = (meter.spent[NAMES.index(name)] for name in WORDS[:2])
         interface = driver.c_interface()
         self._time = np.zeros(2, np.int64)  # a `timespec`
         clock = ctypes.cast(ctypes.CDLL(None).clock_gettime, ctypes.c_void_p).value or 0
@@ -121,18 +123,14 @@ class CompiledCalls:
         self.run([])
 
     def create(self, handles: Handles, frames: Sequence[int], pages: int) -> Outcome:
-        new, spent = np.array(frames, np.int64), self.meter.spent[NAMES.index("create")]
-        done, status = _create(self._words, handles, new, pages, pages * self.driver.page_size, spent)
-        return self._outcome("create", done, status)
+        new, nbytes = np.array(frames, np.int64), pages * self._page_size
+        done, status = _create(self._words, handles, new, pages, nbytes, self._spent_on_create)
+        return Outcome(done, self.driver.error("create", status) if status else None)
 
     def release(self, handles: Handles, frames: Sequence[int], pages: int) -> Outcome:
-        old, spent = np.array(frames, np.int64), self.meter.spent[NAMES.index("release")]
-        done, status = _release(self._words, handles, old, pages, spent)
-        return self._outcome("release", done, status)
+        done, status = _release(self._words, handles, np.array(frames, np.int64), pages, self._spent_on_release)
+        return Outcome(done, self.driver.error("release", status) if status else None)
 
-    def run(self, steps: Sequence[Step]) -> Outcome:
-        done, status = _run(self._words, np.array(steps, np.int64).ravel(), self.meter.spent)
-        return self._outcome(METHODS[steps[done][0]] if status else "", done, status)
-
-    def _outcome(self, name: str, done: int, status: int) -> Outcome:
-        return Outcome(done, self.driver.error(name, status) if status else None)
+    def run(self, steps: Steps) -> Outcome:
+        done, status = _run(self._words, np.array(steps, np.int64), self.meter.spent)
+        return Outcome(done, self.driver.error(METHODS[steps[done * 4]], status) if status else None)

@@ -157,13 +157,10 @@ class Frames:
         """Numbers of those whose bytes there may be somewhere."""
         return set(self.tenants[: len(self.handles)][self.handles != VACANT].tolist())
 
-    def in_pages(self, frames: npt.ArrayLike) -> npt.NDArray[np.int64]:
+    def in_pages(self, frames: Iterable[int]) -> list[int]:
         """The numbers of all pages of frames, in order."""
-        first = np.asarray(frames, np.int64)
-        pages = np.where(self.is_large[first], LARGE, 1)
-        inside = np.arange(pages.sum()) - np.repeat(pages.cumsum() - pages, pages)
-        numbers: npt.NDArray[np.int64] = np.repeat(first, pages) + inside
-        return numbers
+        is_large = self.is_large.data
+        return [page for frame in frames for page in range(frame, frame + (LARGE if is_large[frame] else 1))]
 
     def of_pages(self, pages: npt.NDArray[np.integer]) -> list[int]:
         """The frames that pages are part of, of each of which all pages are named."""
@@ -186,9 +183,8 @@ class Frames:
             self._make_large(large - len(self.free_large), len(self.free) - pages + large * LARGE, limit)
             large = min(large, len(self.free_large))
         single = pages - large * LARGE
-        missing = single - len(self.free)
-        if missing > 0:
-            self.make(min(missing, limit - self.existing))
+        if single > len(self.free):
+            self.make(min(single - len(self.free), limit - self.existing))
             while single > len(self.free):
                 self.break_up(self._calls)
         self.taken += pages
@@ -213,18 +209,15 @@ class Frames:
         self.has_shared = True
         np.add.at(self.shares, list(frames), 1)
 
-    def make(self, count: int, pages: int = 1) -> None:
-        """Makes frames of so many pages, which are free then.
+    def make(self, count: int, pages: int = 1, calls: Calls | None = None) -> None:
+        """Makes frames of so many pages, which are free then; by other calls than its own, where that is asked for.
 
         Raises:
             DriverError: one could not be made; those before it are there.
         """
-        self._make(self._calls, count, pages)
-
-    def _make(self, calls: Calls, count: int, pages: int) -> None:
         if count > 0:
             new = self.plan(count, pages)
-            outcome = calls.create(self.handles, new, pages)
+            outcome = (calls or self._calls).create(self.handles, new, pages)
             self.commit(new, outcome.done, pages)
             outcome.check()
 
@@ -244,15 +237,18 @@ class Frames:
             DriverError: it could not be released, or they could not be made.
         """
         self._release(calls, 1, LARGE)
-        self._make(calls, LARGE, 1)
+        self.make(LARGE, calls=calls)
 
     def plan(self, count: int, pages: int = 1) -> list[int]:
         """Numbers for frames of so many pages that are about to be made."""
-        self._see_to_numbers(count, pages)
-        new = _pop(self._lists(pages)[1], count)
+        _, vacant = self._lists(pages)
+        if count > len(vacant):
+            self._add_numbers(count - len(vacant), pages)
+        new = _pop(vacant, count)
         if pages > 1 or self.has_large:
             self.has_large = True
-            self.is_large[np.add.outer(new, np.arange(pages))] = pages > 1
+            for frame in new:
+                self.is_large[frame : frame + pages] = pages > 1
         self.numbers = max(self.numbers, max(new) + pages)
         return new
 
@@ -328,11 +324,9 @@ class Frames:
         """Of frames of so many pages: the free ones, and numbers for more."""
         return (self.free, self._vacant) if pages == 1 else (self.free_large, self._vacant_large)
 
-    def _see_to_numbers(self, count: int, pages: int) -> None:
-        """Sees to it that there are numbers for so many frames more."""
-        missing = -(-(count - len(self._lists(pages)[1])) * pages // LARGE)  # large frames, or numbers of such
-        if missing <= 0:
-            return
+    def _add_numbers(self, count: int, pages: int) -> None:
+        """Adds numbers for at least so many frames."""
+        missing = -(-count * pages // LARGE)  # large frames, or numbers of such
         self._grow(missing if pages > 1 else missing - len(self._vacant_large))
         if pages == 1:
             split = _pop(self._vacant_large, missing)
@@ -355,7 +349,8 @@ class Frames:
 
 def _pop(numbers: list[int], count: int) -> list[int]:
     """The last ones of a list, which it has no more."""
-    end = len(numbers) - count
-    popped = numbers[end:]
-    del numbers[end:]
+    if not count:
+        return []
+    popped = numbers[-count:]
+    del numbers[-count:]
     return popped

@@ -257,7 +257,7 @@ class FramePool:
     @property
     def leased(self) -> int:
         """Pages that lessees have made, or may make."""
-        return sum(account.taken for account in self.accounts if account.is_lease)
+        return sum([account.taken for account in self.accounts if account.is_lease])
 
     @property
     def physical(self) -> int:

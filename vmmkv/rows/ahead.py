@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
@@ -54,15 +52,13 @@ class Ahead:
 
     def _needs(self) -> Iterator[tuple[Arena, int, int, int]]:
         """Arenas, rows, where their pages end, and the page up to which they are to be mapped; the neediest first."""
-        rows, tokens = policy.growing(self._table, self._reach(), self._books.rules.max_seq_len)
-        extents = np.stack([self._table.starts[rows], tokens], axis=1)
-        spans = policy.page_spans(extents, self._books.records, self._books.page_size, self._books.rules.overread)
-        for (arena, _), (first, end) in zip(self._books.ranges, spans):
-            table = arena.table
-            ends = table.ends[rows]
-            needy = (table.firsts[rows] <= first) & (first <= ends) & (table.readies[rows] == ends) & (ends < end)
-            for row, begin, stop in zip(rows[needy].tolist(), ends[needy].tolist(), end[needy].tolist()):
-                yield arena, row, begin, stop
+        books = self._books
+        rows, tokens = policy.growing(self._table, self._reach(), books.rules.max_seq_len)
+        for row, length in zip(rows.tolist(), tokens.tolist()):
+            for (arena, _), (first, end) in zip(books.ranges, books.spans(self._table.start[row], length)):
+                table = arena.table
+                if table.reaches(row, first) and table.ready[row] == table.end[row] < end:
+                    yield arena, row, table.end[row], end
 
     def _reach(self) -> int:
         """Tokens ahead of each row: the lookahead, but a quarter of a page where there is not enough for all, so that
@@ -90,7 +86,7 @@ class Ahead:
             if (pool.frames.tenants[pool.frames.in_pages(taken)] != self._table.tenant[row]).any():
                 pool.give(self._account, taken)
                 return
-        arena.plan_growth(change, row, table.end[row] + large * LARGE + single, supply, large)
+        change.map(table, row, table.end[row] + large * LARGE + single, supply, large)
 
     def plan_release(self, change: Change, pages: int) -> int:
         """Plans to unmap up to so many pages of parked rows that nothing may touch, oldest first; returns how many."""

@@ -10,6 +10,7 @@ Nothing here maps, unmaps or touches memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -44,7 +45,7 @@ class Rules:
     large: bool = False
     poison: bool = False
 
-    @property
+    @cached_property
     def cleans(self) -> bool:
         """Whether pages are filled before a sequence has them, so that what lies behind its end is not its own."""
         return self.scrub or self.zero_tail or self.poison
@@ -99,8 +100,8 @@ class Books:
             return spans
         tables = [arena.table for arena, _ in self.ranges]
         return [
-            Span(table.frame_begin(row, span.first), table.frame_end(row, span.end)) if span.first < span.end else span
-            for table, span in zip(tables, spans)
+            (table.frame_begin(row, first), table.frame_end(row, end)) if first < end else (first, end)
+            for table, (first, end) in zip(tables, spans)
         ]
 
     def leaving(self, row: int, start: int, length: int) -> list[tuple[Arena, int, int]]:
@@ -204,8 +205,8 @@ class Books:
 
     def refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
-        live, (start, length) = self.table.is_live(row), self.extent(row)
-        rules, size = self.rules, self.page_size
+        rows, rules, size = self.table, self.rules, self.page_size
+        live, (start, length) = rows.is_live(row), self.extent(row)
         capacity = rules.max_seq_len
         whole = True
         for arena, record in self.ranges:
@@ -223,8 +224,8 @@ class Books:
             capacity = min(capacity, max(end * size // record - rules.overread, 0))
         if live and not whole:
             capacity = length  # so that the next growth repairs it
-        self.table.capacity[row] = capacity
-        self.table.wake[row] = capacity - self.rules.lookahead // 2 if live else capacity
+        rows.capacity[row] = capacity
+        rows.wake[row] = capacity - rules.lookahead // 2 if live else capacity
 
     def retire_front(self, row: int) -> None:
         """Notes whether a live row has pages in front of its first token: nobody will ever use them there."""

@@ -8,29 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import DriverError, StreamCaptureError
 from ..memory.fence import Fence, wait_for_device
 from ..memory.pool import FramePool
 from ..space.arena import Arena
 from .books import Books
-from .policy import Span
 
 POISON = 0xFF
 """Bytes that are no number in any floating-point format, of 1, 2 or 4 bytes."""
 
 
-class Growth(NamedTuple):
-    """Pages that a row is to have in one arena: so many more, in so many large frames and single ones; `ready` is the
-    end of those that could be used before."""
-
-    arena: Arena
-    row: int
-    span: Span
-    pages: int
-    large: int
-    ready: int
+Growth = tuple[Arena, int, int, int, int, int, int]
+"""Pages that a row is to have in one arena: the row, their first and end; how many of them are missing, and in how many
+large frames they may be; and the end of those that could be used before."""
 
 
 class Cleaner:
@@ -58,9 +50,9 @@ class Cleaner:
         of what their sequences do with them."""
         own_streams = set()
         unclean = [(row, each) for row in rows for each in self._unclean(row)]
-        for arena, row, span, *_, ready in plan if self._pool.tenants else ():
+        for arena, row, _, end, *_, ready in plan if self._pool.tenants else ():
             tenant = self._table.tenant[row]
-            unclean += [(row, each) for each in arena.table.unclean(row, ready, span.end, tenant)]
+            unclean += [(row, each) for each in arena.table.unclean(row, ready, end, tenant)]
         for row, (address, nbytes) in unclean:
             own = self._table.own_streams[row]
             self._table.fences[row].order(own)  # who had the pages before may still read them
@@ -69,8 +61,8 @@ class Cleaner:
         current = self._driver.current_stream()
         for own in own_streams - {current}:
             self._driver.record(own).wait(current)  # what is written there next must not be zeroed
-        for arena, row, span, *_, ready in plan:
-            arena.table.belong(row, ready, span.end, self._table.tenant[row])
+        for arena, row, _, end, *_, ready in plan:
+            arena.table.belong(row, ready, end, self._table.tenant[row])
 
     def spoil(self, row: int, own: Any, leaving: list[tuple[Arena, int, int]]) -> None:
         """Fills the pages that a sequence has left, where that is wanted, in order behind the row's fence, on the

@@ -65,9 +65,11 @@ class Growing:
         try:
             if self._books.rules.zero_tail and plan:
                 self._wait_for_readers(rows)
-            missing = sum([growth.pages for growth in plan])
+            missing = large = 0
+            for *_, pages, large_frames, _ in plan:
+                missing, large = missing + pages, large + large_frames
             if missing:
-                supply = self._reclaimer.supply(missing, sum([growth.large for growth in plan]))
+                supply = self._reclaimer.supply(missing, large)
                 self.pages += missing
                 self._pool.pages_in_need += missing
             self._run(plan, supply)
@@ -84,17 +86,17 @@ class Growing:
 
     def _plan(self, rows: list[int]) -> list[Growth]:
         """What rows are to get for their claims."""
-        plan = []
-        rules = self._books.rules
+        plan: list[Growth] = []
+        books = self._books
         for row in rows:
-            start, length = self._books.claims[row]
-            for (arena, _), span in zip(self._books.ranges, self._books.spans(start, length)):
+            start, length = books.claims[row]
+            for (arena, _), (first, end) in zip(books.ranges, books.spans(start, length)):
                 table = arena.table
-                reaches = table.reaches(row, span.first)
-                pages = max(span.end - (table.end[row] if reaches else span.first), 0)
-                large = policy.large_frames(pages, start) if rules.large else 0
-                if not reaches or span.end > table.ready[row]:
-                    plan.append(Growth(arena, row, span, pages, large, table.ready[row]))
+                reaches, ready = table.reaches(row, first), table.ready[row]
+                if end > ready or not reaches:
+                    pages = max(end - (table.end[row] if reaches else first), 0)
+                    large = policy.large_frames(pages, start) if books.rules.large else 0
+                    plan.append((arena, row, first, end, pages, large, ready))
         return plan
 
     def _run(self, plan: list[Growth], supply: Supply) -> None:
@@ -103,24 +105,23 @@ class Growing:
         Raises:
             DriverError: a call failed. What was mapped before it is in the books.
         """
-        for arena, row, span, *_ in plan:
-            self._begin(arena, row, span.first)
+        for arena, row, first, end, *_ in plan:
+            if not arena.table.reaches(row, first):
+                self._begin(arena, row, first)
             if self._books.rules.zero_tail:
-                arena.make_way(row, span.end)
+                arena.make_way(row, end)
         change = Change(self._pool.calls, self._pool.frames)
-        for growth in plan:
-            growth.arena.plan_growth(change, growth.row, growth.span.end, supply, growth.large)
+        for arena, row, _, end, _, large, _ in plan:
+            change.map(arena.table, row, end, supply, large)
         change.run()
         change.commit(self._pool)
         change.check()
 
     def _begin(self, arena: Arena, row: int, first: int) -> None:
-        """Makes a row without tokens begin at page `first`, where its pages do not reach there."""
-        table = arena.table
-        if not table.reaches(row, first):
-            self._table.fences[row].wait()
-            arena.unmap_back(row, 0)
-            table.begin_at(row, first)
+        """Makes a row without tokens begin at page `first`, where its pages do not reach."""
+        self._table.fences[row].wait()
+        arena.unmap_back(row, 0)
+        arena.table.begin_at(row, first)
 
     def _undo(self, rows: list[int], plan: list[Growth], supply: Supply, zeroing: bool) -> None:
         """Takes a growth back. Pages that cannot be unmapped, or not yet, stay in the books as surplus."""

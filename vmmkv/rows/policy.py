@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import repeat
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,17 +16,13 @@ import numpy.typing as npt
 from ..memory.frames import LARGE
 from .table import RowTable
 
-
-class Span(NamedTuple):
-    """Pages `[first, end)` of a row."""
-
-    first: int
-    end: int
+Span = tuple[int, int]
+"""Pages `[first, end)` of a row."""
 
 
 def spans(start: int, length: int, records: Sequence[int], page_size: int) -> list[Span]:
     """Per arena the pages that tokens `[start, length)` lie in; `records` are bytes of a token."""
-    return [Span(start * record // page_size, -(-length * record // page_size)) for record in records]
+    return [(start * record // page_size, -(-length * record // page_size)) for record in records]
 
 
 def page_spans(
@@ -50,8 +45,9 @@ def large_frames(pages: int, start: int) -> int:
     What they cost comes later. A large frame is used, and mapped, as a whole:
      1. A sequence that is truncated into one keeps it until it grows or ends: up to `LARGE - 1` pages of each arena.
         One whose front is given back keeps the one that its first token lies in.
-     2. Who adopts a row, and would end within one, has it unmapped and gets single pages there. Where work may still
-        touch it another row is taken; only where no memory is idle, or no other row, it is kept, as in 1.
+     2. Who adopts a row, and would end within one, or in front of one, has it unmapped, and what lies behind it, and
+        gets single pages there. Where work may still touch it another row is taken; only where no memory is idle, or no
+        other row, it is kept, as in 1.
      3. Where it takes frames of one size, and only the others are free, and no more memory may be taken, the driver
         releases them and makes those: `LARGE` calls of the one kind and one of the other.
     """

@@ -230,15 +230,16 @@ class Rows:
 
     # ------------------------------------------------------------------ taking and leaving rows
 
-    def pick(self, tokens: int, tenant: int = 0) -> int:
-        """Takes a row off the lists, for a sequence of so many tokens; what another tenant had there is unmapped.
+    def pick(self, tokens: int, stream: Any, tenant: int) -> int:
+        """Takes a row off the lists, for a sequence of so many tokens on a stream; what another tenant had there is
+        unmapped.
 
         Raises:
             OutOfRowsError: all rows are live.
             DriverError: what is there could not be unmapped, or waited for; the row is back on the lists.
         """
         table = self.table
-        row = table.pick(tokens, self._driver.current_stream(), tenant, functools.partial(self._fits, tokens))
+        row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
         if row is None:
             row = next(row for row in table.retired if not table.is_live(row))
         try:
@@ -247,7 +248,7 @@ class Rows:
                 self.reclaimer.unmap_surplus(row)
                 if row in table.empty:
                     table.empty.remove(row)
-            elif not table.fences[row].passed_for(self._driver.current_stream()):
+            elif not table.fences[row].passed_for(stream):
                 table.fences[row].wait()
         except VmmkvError:
             table.forget(row)
@@ -256,16 +257,16 @@ class Rows:
         return row
 
     def _fits(self, tokens: int, row: int) -> bool:
-        """Whether so many tokens would end where a frame of a parked row ends, or the rest of it can go."""
-        return not self._ragged(row, tokens) or self.table.fences[row].passed() or not self._has_idle(tokens)
+        """Whether no large frame of a parked row would reach beyond so many tokens, or those that do can go."""
+        return not self._beyond(row, tokens) or self.table.fences[row].passed() or not self._has_idle(tokens)
 
-    def _ragged(self, row: int, tokens: int) -> list[tuple[Arena, int]]:
-        """Arenas in which so many tokens would end within a frame of a row, and the page where that frame begins."""
+    def _beyond(self, row: int, tokens: int) -> list[tuple[Arena, int]]:
+        """Arenas in which large frames of a row reach beyond so many tokens, and the page where these begin."""
         if not self.rules.large:
             return []
-        ends = [(arena, end) for (arena, _), (_, end) in zip(self.ranges, self.books.spans(0, tokens))]
-        begins = [(arena, arena.table.frame_begin(row, end), end) for arena, end in ends]
-        return [(arena, begin) for arena, begin, end in begins if begin < end]
+        ends = zip(self.ranges, self.books.spans(0, tokens))
+        begins = [(arena, arena.table.large_beyond(row, end)) for (arena, _), (_, end) in ends]
+        return [(arena, begin) for arena, begin in begins if begin < arena.table.end[row]]
 
     def _has_idle(self, tokens: int) -> bool:
         """Whether there is memory for so many tokens that nobody needs to give up."""
@@ -278,7 +279,7 @@ class Rows:
             OutOfRowsError: all rows are live.
             DriverError: what is on the row that is picked could not be unmapped; the row is back on the lists.
         """
-        return self.pick(0, NOBODY)
+        return self.pick(0, self._driver.current_stream(), NOBODY)
 
     def begin(self, row: int, owner: int, like: int) -> None:
         """Gives a row without pages to a new sequence, which is to have tokens of that of another row."""
@@ -288,8 +289,8 @@ class Rows:
             self.origins[row] = debugging.caller()
         self.books.refresh(row)
 
-    def take(self, row: int, owner: int, tokens: int, expected: int = 0, tenant: int = 0) -> None:
-        """Gives a picked row to a new sequence, with room for `tokens` tokens.
+    def take(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> None:
+        """Gives a picked row to a new sequence on a stream, with room for `tokens` tokens.
 
         Its pages for tokens that are `expected` are reclaimed after those of idle parked rows.
 
@@ -297,13 +298,14 @@ class Rows:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
         """
         adopted = self.books.has_pages(row)
-        self.table.own(row, owner, self._driver.current_stream(), expected, tenant)
+        self.table.own(row, owner, stream, expected, tenant)
         if self.pool.is_debugged:
             self.origins[row] = debugging.caller()
         self.books.refresh(row)
         try:
-            if self.table.fences[row].passed():
-                for arena, page in self._ragged(row, max(tokens, expected)):
+            beyond = self._beyond(row, max(tokens, expected)) if adopted else []
+            if beyond and self.table.fences[row].passed():
+                for arena, page in beyond:
                     arena.unmap_back(row, page)
                 self.books.refresh(row)
             if tokens and self.rules.zero_tail:
@@ -412,7 +414,8 @@ class Rows:
         self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
         for row in needing.tolist():
-            self.books.retire_front(row)
+            if starts is not None:  # what the row had in front of them is nobody's
+                self.books.retire_front(row)
             self.books.refresh(row)
 
     def grow_one(self, row: int, length: int) -> None:

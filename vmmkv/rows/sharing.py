@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ..errors import DriverError
-from ..memory.calls import SET_ACCESS, VACANT
+from ..memory.calls import SET_ACCESS, SET_READ_ACCESS, VACANT
 from ..memory.fence import Fence
 from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
@@ -100,7 +100,7 @@ class Sharing:
                     arena.table.own[child] = split
                     frames = arena.table.frames_in(row, first, split)
                     self._pool.frames.share(frames)
-                    change.map(arena.table, Run(child, first, split), frames, split, writable=False)
+                    change.place(arena.table, Run(child, first, split), frames, split, kind=SET_READ_ACCESS)
         change.run()
         change.commit(self._pool)
         for (arena, _), (first, split) in zip(books.ranges, splits):
@@ -147,11 +147,11 @@ class Sharing:
         if not self._pool.frames.has_shared:
             return
         for row in rows:
-            for (arena, record), used in zip(self._books.ranges, self._books.used(row)):
+            for (arena, record), (_, used_end) in zip(self._books.ranges, self._books.used(row)):
                 nbytes = self._table.length[row] * record
                 page = arena.table.frame_begin(row, nbytes // self._books.page_size)
                 if page < arena.table.own[row]:
-                    part = Run(row, page, max(used.end, page))
+                    part = Run(row, page, max(used_end, page))
                     self._make_own(arena, part, nbytes - page * self._books.page_size)
 
     def _make_own(self, arena: Arena, part: Run, nbytes: int) -> None:
@@ -160,7 +160,7 @@ class Sharing:
         table, row = arena.table, part.row
         if not self._pool.frames.shares[table.frames_in(row, part.begin, table.own[row])].any():
             run = Run(row, part.begin, table.own[row])
-            self._pool.calls.run([(SET_ACCESS, *table.range_of(run), VACANT)]).check()
+            self._pool.calls.run([SET_ACCESS, *table.range_of(run), VACANT]).check()
             self._books.duplicates -= table.leave(row, part.begin, part.end)
             table.own[row] = part.begin
         else:
@@ -176,7 +176,7 @@ class Sharing:
         pages = part.end - part.begin
         supply = self._reclaimer.supply(pages, 0)
         change = Change(self._pool.calls, self._pool.frames)
-        staging.plan_growth(change, 0, pages, supply)
+        change.map(staging.table, 0, pages, supply)
         change.run()
         change.commit(self._pool)
         try:
@@ -208,7 +208,7 @@ class Sharing:
             change.unmap(self.staging.table, Run(0, 0, len(copies)))
         change.unmap(table, Run(row, page, table.end[row]))
         if copies:
-            change.map(table, Run(row, page, page + len(copies)), copies, page + len(copies))
+            change.place(table, Run(row, page, page + len(copies)), copies, page + len(copies))
         change.run()
         change.commit(self._pool)
         try:
@@ -233,7 +233,7 @@ class Sharing:
             self._pool.frames.share(shared)
             table.own[row] = own
             change = Change(self._pool.calls, self._pool.frames)
-            change.map(table, Run(row, part.begin, own), shared, own, writable=False)
+            change.place(table, Run(row, part.begin, own), shared, own, kind=SET_READ_ACCESS)
             change.run()
             change.commit(self._pool)
             table.own[row] = min(own, table.end[row])

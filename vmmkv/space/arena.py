@@ -14,6 +14,7 @@ import os
 import weakref
 from collections import deque
 from contextlib import suppress
+from itertools import chain
 from time import perf_counter_ns
 
 from ..errors import DriverError, LayoutError, VmmkvError
@@ -67,14 +68,6 @@ class Arena:
             table.tail[row], table.tail_ready[row] = end, max(end, table.tail_ready[row])
             table.doubt.remove(run)
 
-    def plan_growth(self, change: Change, row: int, end: int, supply: Supply, large: int = 0) -> None:
-        """Plans to extend a row's mapped pages up to page `end`, with frames from `supply`, up to so many large ones
-        first."""
-        table = self.table
-        if end > table.ready[row]:
-            run = Run(row, table.end[row], max(end, table.end[row]))
-            change.map(table, run, supply.pop(run.end - run.begin, large), end)
-
     def plan_back(self, change: Change, row: int, end: int, count: int | None = None) -> int:
         """Plans to unmap a row's frames behind page `end`; returns their pages.
 
@@ -124,11 +117,12 @@ class Arena:
         pages = range(old_tail - 1, end - 1, -1)  # downwards: what is mapped reaches the row's end
         handle = int(self.pool.frames.handles[frame])
         table.doubt.append(run := Run(row, end, old_tail))
-        outcome = calls.run([(MAP, table.address_of(row, page), self.page_size, handle) for page in pages])
+        steps = [(MAP, table.address_of(row, page), self.page_size, handle) for page in pages]
+        outcome = calls.run([*chain.from_iterable(steps)])
         table.tail[row] = old_tail - outcome.done
         table.doubt.remove(run)
         outcome.check()
-        calls.run([(SET_READ_ACCESS, *table.range_of(Run(row, end, table.tail_ready[row])), VACANT)]).check()
+        calls.run([SET_READ_ACCESS, *table.range_of(Run(row, end, table.tail_ready[row])), VACANT]).check()
         table.tail_ready[row] = end
 
     def zero(self, frame: int) -> None:
@@ -138,7 +132,7 @@ class Arena:
             StreamCaptureError: a CUDA graph is being captured.
         """
         change = Change(self.pool.calls, self.pool.frames)
-        self.plan_growth(change, 0, 1, Supply([], [frame]))
+        change.map(self.table, 0, 1, Supply([], [frame]))
         change.run()
         change.commit(self.pool)
         change.check()
@@ -157,7 +151,7 @@ class Arena:
     def _unmap(self, run: Run) -> None:
         """Unmaps pages; the caller writes it down, and ends the doubt."""
         self.table.doubt.append(run)
-        outcome = self.pool.calls.run([(UNMAP, *self.table.range_of(run), VACANT)])
+        outcome = self.pool.calls.run([UNMAP, *self.table.range_of(run), VACANT])
         if not outcome:
             self.table.doubt.remove(run)
         outcome.check()

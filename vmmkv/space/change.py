@@ -9,21 +9,13 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-from ..memory.calls import MAP, SET_ACCESS, SET_READ_ACCESS, UNMAP, VACANT, Calls, Outcome, Step
-from ..memory.frames import LARGE, Frames
+from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome
+from ..memory.frames import LARGE, Frames, Supply
 from ..memory.pool import FramePool
 from .page_table import PageTable, Run
 
-
-class Placement(NamedTuple):
-    """Frames that are put behind what a row has, which is accessible then up to page `ready`."""
-
-    table: PageTable
-    run: Run
-    frames: list[int]
-    ready: int
+Placement = tuple[PageTable, Run, list[int], int]
+"""Frames that are put behind what a row has, and the page up to which the row is accessible then."""
 
 
 class Change:
@@ -39,10 +31,10 @@ class Change:
         self._frames = frames
         self._unmaps: list[tuple[PageTable, Run]] = []
         self._placements: list[Placement] = []
-        self._unmap_steps: list[Step] = []
-        self._map_steps: list[Step] = []
-        self._access_steps: list[Step] = []
-        self._outcome = Outcome(0)
+        self._unmap_steps: list[int] = []
+        self._map_steps: list[int] = []
+        self._access_steps: list[int] = []
+        self._outcome: Outcome
 
     def unmap(self, table: PageTable, run: Run) -> None:
         """Plans to unmap the front or the back of a row. From now on it may not be used."""
@@ -50,20 +42,28 @@ class Change:
         if not run.is_front:
             table.ready[run.row] = max(min(table.ready[run.row], run.begin), table.first[run.row])
         table.doubt.append(run)
-        self._unmap_steps.append((UNMAP, *table.range_of(run), VACANT))
+        self._unmap_steps += (UNMAP, *table.range_of(run), VACANT)
 
-    def map(self, table: PageTable, run: Run, frames: list[int], ready: int, *, writable: bool = True) -> None:
-        """Plans to put frames behind what a row has, and to make the row accessible up to page `ready`."""
-        self._placements.append(Placement(table, run, frames, ready))
+    def map(self, table: PageTable, row: int, end: int, supply: Supply, large: int = 0) -> None:
+        """Plans to make a row accessible up to page `end`, with frames from `supply` behind what it has, up to so many
+        large ones first."""
+        begin = table.end[row]
+        if end > table.ready[row]:
+            run = Run(row, begin, max(begin, end))
+            self.place(table, run, supply.pop(run.end - begin, large), end)
+
+    def place(self, table: PageTable, run: Run, frames: list[int], end: int, *, kind: int = SET_ACCESS) -> None:
+        """Plans to put frames behind what a row has, and to make it accessible up to page `end`."""
+        row, begin, ready, size = run.row, run.begin, table.ready[run.row], table.page_size
+        self._placements.append((table, run, frames, end))
         table.doubt.append(run)
-        is_large, handles = self._frames.is_large, self._frames.handles
-        address, size = table.address_of(run.row, run.begin), table.page_size
+        is_large, handles = self._frames.is_large.data, self._frames.handles.data
+        address = table.address_of(row, begin)
+        self._access_steps += (kind, address - (begin - ready) * size, (end - ready) * size, VACANT)
         for frame in frames:
             nbytes = size * LARGE if is_large[frame] else size
-            self._map_steps.append((MAP, address, nbytes, handles[frame]))
+            self._map_steps += (MAP, address, nbytes, handles[frame])
             address += nbytes
-        kind = SET_ACCESS if writable else SET_READ_ACCESS
-        self._access_steps.append((kind, *table.range_of(Run(run.row, table.ready[run.row], ready)), VACANT))
 
     def run(self) -> None:
         """Makes the calls, until one fails."""
@@ -82,18 +82,18 @@ class Change:
             if done < len(frames):
                 pool.give(table.account, frames[done:])
             done = max(done - len(frames), 0)
-        for table, run, _, ready in self._placements[:done]:
-            table.ready[run.row] = ready
-        for table, run in self._unmaps:
+        for number, (table, run, _, ready) in enumerate(self._placements):
+            if number < done:
+                table.ready[run.row] = ready
             table.doubt.remove(run)
-        for table, run, *_ in self._placements:
+        for table, run in self._unmaps:
             table.doubt.remove(run)
         return pages
 
     @property
     def frames(self) -> int:
         """How many it maps."""
-        return len(self._map_steps)
+        return len(self._map_steps) // 4
 
     @property
     def is_empty(self) -> bool:
@@ -102,7 +102,7 @@ class Change:
 
     def rows_of(self, table: PageTable) -> set[int]:
         """The rows of a table that it changes."""
-        runs = [*self._unmaps, *((each.table, each.run) for each in self._placements)]
+        runs = [*self._unmaps, *((each, run) for each, run, *_ in self._placements)]
         return {run.row for each, run in runs if each is table}
 
     def check(self) -> None:

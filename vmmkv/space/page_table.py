@@ -72,11 +72,12 @@ class PageTable:
         self.address, self.num_rows, self.limit, self._stride = address, num_rows, limit, stride
         self.memory: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
         """By row and page, where something is mapped: the number of the page of physical memory."""
+        self._places = self.memory.reshape(-1).data
         columns = np.zeros((6, num_rows), np.int64)
         columns[4:] = limit
         self.first, self.end, self.ready, self.own, self.tail, self.tail_ready = (column.data for column in columns)
-        self.firsts, self.ends, self.readies = columns[:3]
-        """`first`, `end` and `ready`, for many rows at once."""
+        self.firsts, self.ends = columns[:2]
+        """`first` and `end`, for many rows at once."""
         self.doubt: list[Run] = []
         self.tail_frames: list[int] = []
         """The one behind all tails, where there are any."""
@@ -120,6 +121,14 @@ class PageTable:
         """Where it ends."""
         inside = self._inside(row, page)
         return page - inside + LARGE if inside else page
+
+    def large_beyond(self, row: int, page: int) -> int:
+        """Where the first large frame begins that reaches beyond a page; where the row's pages end, if none does."""
+        if not self._frames.has_large or page >= self.end[row]:
+            return self.end[row]
+        begin = self.frame_begin(row, page)
+        large = np.flatnonzero(self._frames.is_large[self.pages_in(row, begin)])
+        return begin + int(large[0]) if len(large) else self.end[row]
 
     def _inside(self, row: int, page: int) -> int:
         """Pages of the frame on a page that lie in front of it."""
@@ -172,7 +181,7 @@ class PageTable:
         """Tells the frames of a row, or of all, how often they were used."""
         for each in [row] if row is not None else list(self._left):
             for begin, end in self._left.pop(each, ()):
-                self._frames.uses[self.pages_in(each, begin, end)] += 1
+                np.add.at(self._frames.uses, self.pages_in(each, begin, end), 1)
 
     def frames_in(self, row: int, begin: int, end: int) -> list[int]:
         """The frames on pages `[begin, end)` of a row, which lie between frames."""
@@ -199,10 +208,11 @@ class PageTable:
 
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
-        is_single = len(frames) == run.end - run.begin
-        pages = frames if is_single else self._frames.in_pages(frames)
-        self.memory[run.row, run.begin : run.begin + len(pages)] = pages
-        self.end[run.row] = run.begin + len(pages)
+        row, begin, end, _ = run
+        pages = frames if len(frames) == end - begin else self._frames.in_pages(frames)
+        for place, page in enumerate(pages, row * self.limit + begin):
+            self._places[place] = page
+        self.end[row] = begin + len(pages)
         return len(pages)
 
     def take_off(self, run: Run) -> list[int]:

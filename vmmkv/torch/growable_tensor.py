@@ -279,7 +279,7 @@ class GrowableTensor(Owner):
                 pool.reclaim_from_others(self._account, missing - pool.idle(self._account), wait=wait)
         supply = pool.take(self._account, missing)
         change = Change(pool.calls, pool.frames)
-        arena.plan_growth(change, 0, end, supply)
+        change.map(arena.table, 0, end, supply)
         change.run()
         pool.pages_in_need += change.commit(pool)
         try:
