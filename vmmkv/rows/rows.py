@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,12 +29,12 @@ from ..errors import StreamCaptureError, VmmkvError
 from ..memory import debugging
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
-from . import policy
 from .ahead import Ahead
 from .books import Books, Rules
 from .cleaning import Cleaner
 from .growing import Growing
 from .reclaiming import Reclaimer
+from .shelf import Shelf
 from .table import NOBODY, RowTable
 
 FREE_PAGE = -1
@@ -51,6 +51,9 @@ OTHERS_PAGE = -5
 LOOKAHEAD_PAGE = -6
 """In `KVCache.page_map`: the page holds no token, and is mapped behind a live sequence that will soon need it, as
 `lookahead` and `expected_tokens` say. Others can have it all the same: `stats()` counts it as surplus."""
+
+MANY = 64
+"""Rows whose pages are counted even where nobody asks, so that who asks does not wait for more."""
 
 
 class Rows:
@@ -161,8 +164,7 @@ class Rows:
 
     def sequences(self) -> tuple[int, int]:
         """Live sequences, and their tokens."""
-        rows = self.table.live_rows()
-        return len(rows), int((self.table.lengths[rows] - self.table.starts[rows]).sum())
+        return len(self.table.live), self.table.tokens
 
     def known_tenants(self) -> set[int]:
         """Numbers of tenants that have rows, or had them last."""
@@ -199,12 +201,12 @@ class Rows:
     @property
     def available_pages(self) -> int:
         """Pages that can be had, but for those behind live rows that work on the GPU may still read."""
-        live = self.table.lengths[self.table.live_rows()]
-        fenced = 0
-        if not self.rules.zero_tail:
-            long = policy.tails(self.table, live, self.books.page_tokens)
-            fenced = sum(self.books.surplus(row) for row in long if not self.table.fences[row].passed())
-        return self.pool.allowed(self.account) - self.kept_pages - fenced
+        kept, table = self.kept_pages, self.table
+        for row in list(table.fenced):
+            if not table.is_live(row) or table.fences[row].passed():
+                del table.fenced[row]
+        fenced = sum(self.books.surplus(row) for row in table.fenced if row in table.spare)
+        return self.pool.allowed(self.account) - kept - fenced
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`."""
@@ -223,13 +225,12 @@ class Rows:
         table = self.table
         row = table.pick(tokens, self._driver.current_stream(), tenant, functools.partial(self._fits, tokens))
         if row is None:
-            row = next(row for row in table.retired if not table.is_live(row))
+            row = next(iter(table.retired))
         try:
             if table.tenant[row] != tenant or row in table.retired:
                 table.fences[row].wait()
                 self.reclaimer.unmap_surplus(row)
-                if row in table.empty:
-                    table.empty.remove(row)
+                table.empty.pop(row, None)
             elif not table.fences[row].passed_for(self._driver.current_stream()):
                 table.fences[row].wait()
         except VmmkvError:
@@ -304,7 +305,7 @@ class Rows:
             return
         fence = self.table.fence_after(self._driver, rows)
         for row in rows:
-            self.table.fences[row] |= fence
+            self.table.fence(row, fence)
             self._leave(row, self.books.leaving(row, 0, 0))
             self.books.vacate(row)
 
@@ -312,6 +313,8 @@ class Rows:
         """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
         free_waiting()
         self.pool.collect()
+        if len(self.table.stirred) >= MANY:
+            self.books.catch_up()
         if not self.abandoned:
             return
         references = list(self.abandoned)
@@ -326,12 +329,14 @@ class Rows:
         """Makes the books right after an interruption: what follows from other books is worked out anew."""
         self.books.claims = {}
         table = self.table
-        parked, retired = list(table.parked), list(table.retired)
-        table.parked, table.retired, table.live, table.empty = type(table.parked)(), {}, {}, []
+        parked, retired = list(table.parked), [*table.retired, *table.fronts]
+        table.parked, table.spare, table.retired, table.fronts = Shelf(), Shelf(), OrderedDict(), OrderedDict()
+        table.live, table.empty, table.needy, table.fenced = {}, {}, {}, {}
+        self.books.forget_counts()
         self.account.taken = sum(len(arena.table.mapped_pages()) for arena, _ in self.ranges)
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
             if table.is_live(row):
-                table.live[row] = None
+                table.live[row] = table.fenced[row] = None
                 if self.rules.cleans or self.pool.tenants:
                     self._forget_unclean(row)
                 self.books.retire_front(row)
@@ -341,7 +346,7 @@ class Rows:
 
     def _forget_unclean(self, row: int) -> None:
         """After an interruption: fences what may be being cleaned in a live row, and unmaps what another tenant had."""
-        self.table.fences[row] |= self.table.fence_after(self._driver, [row])
+        self.table.fence(row, self.table.fence_after(self._driver, [row]))
         for (arena, _), (_, end) in zip(self.ranges, self.books.used(row)):
             if arena.table.unclean(row, end, arena.table.end[row], self.table.tenant[row]) and self.pool.tenants:
                 self.table.fences[row].wait()
@@ -369,6 +374,7 @@ class Rows:
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
         self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
+        table.stirred.update(claims)  # those that need no page begin to use some, too
         for row in needing.tolist():
             self.books.retire_front(row)
             self.books.refresh(row)
@@ -387,9 +393,10 @@ class Rows:
         """
         leaving = self.books.leaving(row, start, length)
         if leaving:
-            self.table.fences[row] |= self.table.fence_after(self._driver, [row])
+            self.table.fence(row, self.table.fence_after(self._driver, [row]))
             self._leave(row, leaving)
         self.table.extents[row] = start, length
+        self.table.stir(row)
         self.books.retire_front(row)
 
     def _leave(self, row: int, leaving: list[tuple[Arena, int, int]]) -> None:
