@@ -233,7 +233,8 @@ OPERATIONS: dict[str, tuple[bool, Callable[[House], Iterator[float]]]] = {
     "extend where no page is left": (True, find_no_page),
     f"mapper, {BATCH} rows have no lookahead left": (True, map_for_many),
 }
-"""Whether it is on the path of a step of serving, and what measures it; in this order, as memory gets scarce, and is there again."""
+"""Whether it is on the path of a step of serving, and what measures it; in this order, as memory gets scarce, and is
+there again."""
 
 
 def measure(rows: int, rounds: int) -> list[Row]:

@@ -50,7 +50,9 @@ def test_it_tells_what_grows() -> None:
     done = CliRunner().invoke(app, ["--rows", "1000", "--rows", "2000", "--rounds", "3", "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert [row["rows"] for row in result["measured"]] == [1000] * len(scale.OPERATIONS) + [2000] * len(scale.OPERATIONS)
+    assert [row["rows"] for row in result["measured"]] == [1000] * len(scale.OPERATIONS) + [2000] * len(
+        scale.OPERATIONS
+    )
     assert [row["what"] for row in result["comparisons"]] == list(scale.OPERATIONS)
     few, many = (row["us"] for row in result["measured"] if row["what"] == "free")
     (value,) = (row["value"] for row in result["comparisons"] if row["what"] == "free")

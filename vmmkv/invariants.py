@@ -120,6 +120,8 @@ def check_counts(rows: Rows) -> None:
     used, bound, parked = books.used_pages, books.bound_pages(), books.parked_pages
     counted = books.pages_used(live, table.extents[live])
     ensure(used == counted, f"{used} pages are said to be used, {counted} are")
+    room = np.stack([table.starts[live], np.maximum(table.lengths[live], table.brinks[live])], axis=1)
+    ensure(used == books.pages_used(live, room), "a row's brink is in a page that it does not use")
     ensure(table.tokens == sum(table.length[row] - table.start[row] for row in live.tolist()), "tokens without a row")
     behind_all = 0
     mapped = len(rows.zero_frames)
@@ -136,11 +138,9 @@ def check_counts(rows: Rows) -> None:
         ensure(row not in table.spare or table.spare.size(row) == tail, f"row {row} has a tail of {tail} pages")
         is_needy = length > table.wake[row] or table.expected[row] > table.capacity[row]
         ensure(not (rules.lookahead and is_needy) or row in table.needy, f"row {row} is needy, and nobody knows")
-        ensure(table.fences[row].passed() or row in table.fenced, f"row {row} has a fence, and nobody knows")
+        ensure(row in table.fenced or not table.fences[row].is_pending, f"row {row} has a fence, and nobody knows")
         brink = table.brink[row]
         ensure(length <= brink or row in table.stirred, f"row {row} has passed {brink=}, and nobody knows")
-        same = books.pages_used(np.array([row]), np.array([[table.start[row], max(brink, length)]]))
-        ensure(same == books.pages_used(np.array([row]), table.extents[[row]]), f"row {row}: {brink=} is another page's")
         ensure(table.alert[row] <= min(brink, table.wake[row]), f"row {row}: its alert comes late")
     ensure(bound == behind_all, f"{bound} pages are said to be bound, {behind_all} are")
     ensure(parked == rows.account.taken - mapped, f"{parked} pages are said to be parked, {mapped} are not")

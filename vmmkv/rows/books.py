@@ -13,6 +13,7 @@ Nothing here maps, unmaps or touches memory.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import add, sub
 from typing import NamedTuple
 
 import numpy as np
@@ -80,6 +81,9 @@ class Books:
     def __init__(self, table: RowTable, ranges: list[tuple[Arena, int]], page_size: int, rules: Rules) -> None:
         self.table, self.ranges, self.rules = table, ranges, rules
         self.page_size = page_size
+        self._counts: list[Count]
+        """By row."""
+        self._totals: Count
         self.forget_counts()
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
@@ -111,7 +115,7 @@ class Books:
         return self._whole_frames(row, self.spans(self.table.start[row], tokens))
 
     def _whole_frames(self, row: int, spans: list[Span]) -> list[Span]:
-        if not self.rules.large:
+        if not self.rules.large or not self.ranges[0][0].pool.frames.has_large:
             return spans
         tables = [arena.table for arena, _ in self.ranges]
         return [
@@ -158,34 +162,36 @@ class Books:
 
     def _count(self, row: int) -> None:
         """Counts a row's pages, and says what others may have of them."""
-        table, brink, tail = self.table, self.rules.max_seq_len, 0
-        count = NOTHING
-        if table.is_live(row):  # what it holds, not what it claims
-            start, length, expected = table.start[row], table.length[row], table.expected[row]
-            count = self._counted(row, start, length)
-            for (arena, record), (_, end), (_, kept) in zip(
-                self.ranges, self._whole_frames(row, self.spans(start, length)), self.spans(start, expected)
-            ):
-                brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
-                tail += max(arena.table.end[row] - max(end, kept, arena.table.first[row]), 0)
+        table, count, brink, tail = self.table, NOTHING, self.rules.max_seq_len, 0
+        if table.is_live(row):
+            count, brink, tail = self._look(row, table.start[row], table.length[row])
         if count.spare:
             table.spare.put(row, tail)
         else:
             table.spare.remove(row)
         table.brink[row] = brink
         table.alert[row] = min(brink, table.wake[row])
-        self._totals = Count(*(total + new - old for total, new, old in zip(self._totals, count, self._counts[row])))
-        self._counts[row] = count
+        before, self._counts[row] = self._counts[row], count
+        if count != before:
+            self._totals = Count(*map(add, self._totals, map(sub, count, before)))
 
-    def _counted(self, row: int, start: int, length: int) -> Count:
-        """Counts the pages of a live row that keeps tokens `[start, length)`."""
-        used = mapped = behind = 0
-        for (arena, _), (first, end) in zip(self.ranges, self._whole_frames(row, self.spans(start, length))):
+    def _look(self, row: int, start: int, length: int) -> tuple[Count, int, int]:
+        """The pages of a live row that keeps tokens `[start, length)`; the tokens that those it uses have room for; and
+        how many are behind those that it expects to use."""
+        used = mapped = behind = tail = 0
+        brink, expected = self.rules.max_seq_len, self.table.expected[row]
+        expected += self.rules.overread if expected else 0
+        spans = self._whole_frames(row, self.spans(start, length))
+        for (arena, record), (first, end) in zip(self.ranges, spans):
+            row_first, row_end = arena.table.first[row], arena.table.end[row]
             used += end - first
-            mapped += arena.table.pages(row)
-            behind += max(arena.table.end[row] - max(end, arena.table.first[row]), 0)
+            mapped += row_end - row_first
+            behind += max(row_end - max(end, row_first), 0)
+            expected_end = -(-expected * record // self.page_size)
+            tail += max(row_end - max(end, row_first, expected_end), 0)
+            brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
         is_bound = self.rules.zero_tail and length > 0
-        return Count(used, mapped, 0 if is_bound else behind, behind if is_bound else 0)
+        return Count(used, mapped, 0 if is_bound else behind, behind if is_bound else 0), brink, tail
 
     def forget_counts(self) -> None:
         """Begins to count, with rows that have nothing or are about to be refreshed."""
@@ -225,7 +231,7 @@ class Books:
         if not self.rules.zero_tail:
             return 0
         self.catch_up()
-        claimed = [self._counted(row, *extent).bound - self._counts[row].bound for row, extent in self.claims.items()]
+        claimed = [self._look(row, *extent)[0].bound - self._counts[row].bound for row, extent in self.claims.items()]
         return self._totals.bound + sum(claimed)
 
     def refresh(self, row: int) -> None:

@@ -56,6 +56,8 @@ class Growing:
                 self._map(needing)
         finally:
             self._books.claims = {}
+            for row in needing:  # also where undoing has failed
+                self._table.stir(row)
 
     def _map(self, rows: list[int]) -> None:
         """Maps, and zeroes where that is asked for, what rows claim, or changes nothing."""

@@ -202,11 +202,11 @@ class Rows:
     def available_pages(self) -> int:
         """Pages that can be had, but for those behind live rows that work on the GPU may still read."""
         kept, table = self.kept_pages, self.table
-        for row in list(table.fenced):
-            if not table.is_live(row) or table.fences[row].passed():
-                del table.fenced[row]
-        fenced = sum(self.books.surplus(row) for row in table.fenced if row in table.spare)
-        return self.pool.allowed(self.account) - kept - fenced
+        if table.fenced:
+            fenced = [row for row in table.fenced if table.is_live(row) and not table.fences[row].passed()]
+            table.fenced = dict.fromkeys(fenced)
+        fenced_pages = sum(self.books.surplus(row) for row in table.fenced if row in table.spare)
+        return self.pool.allowed(self.account) - kept - fenced_pages
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`."""
@@ -305,7 +305,7 @@ class Rows:
             return
         fence = self.table.fence_after(self._driver, rows)
         for row in rows:
-            self.table.fence(row, fence)
+            self.table.fences[row] |= fence
             self._leave(row, self.books.leaving(row, 0, 0))
             self.books.vacate(row)
 
@@ -374,7 +374,7 @@ class Rows:
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
         self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
-        table.stirred.update(claims)  # those that need no page begin to use some, too
+        table.stirred.update(dict.fromkeys(rows[lengths > table.alerts[rows]].tolist()))
         for row in needing.tolist():
             self.books.retire_front(row)
             self.books.refresh(row)

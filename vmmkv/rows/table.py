@@ -144,7 +144,8 @@ class RowTable:
         self.tenant[row] = tenant
         self.own_streams[row] = stream
         self.expected[row] = expected
-        self.fenced[row] = None
+        if self.fences[row].is_pending:
+            self.fenced[row] = None
         self.live[row] = None
         self.owner[row] = owner
 
