@@ -82,7 +82,7 @@ class Cleaner:
             for arena, begin, end in leaving:
                 address, nbytes = arena.table.address_of(row, begin), (end - begin) * self._books.page_size
                 self._driver.fill(address, nbytes, POISON, own)
-        self._table.fences[row] |= Fence.after(self._driver, [own])
+        self._table.fence(row, Fence.after(self._driver, [own]))
 
     def _is_captured(self, rows: list[int]) -> bool:
         """Whether a graph is being captured, where nothing can be filled."""

@@ -305,7 +305,7 @@ class Rows:
             return
         fence = self.table.fence_after(self._driver, rows)
         for row in rows:
-            self.table.fences[row] |= fence
+            self.table.fence(row, fence)
             self._leave(row, self.books.leaving(row, 0, 0))
             self.books.vacate(row)
 

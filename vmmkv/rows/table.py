@@ -154,6 +154,7 @@ class RowTable:
         self.owner[row] = NOBODY
         self.live.pop(row, None)
         self.fronts.pop(row, None)
+        self.fenced.pop(row, None)
         self.extents[row] = self.expected[row] = 0
         self.streams[row].clear()
         self.own_streams[row] = None
