@@ -48,6 +48,8 @@ from .ranges import Ranges
 class Table(Protocol):
     """Where frames are mapped."""
 
+    account: Account
+    """Whose they are."""
     tail_frames: list[int]
     """Those of them that lie behind rows, of one page."""
     doubt: list[Any]
@@ -292,6 +294,13 @@ class FramePool:
                 available=self._promised(),
             )
         self._shrink_to(limit - self.leased)
+        if self.frames.existing + self.leased > limit:  # a lessee has made more meanwhile
+            raise OutOfPagesError(
+                f"asked for a limit of {limit} pages of {self.page_size} bytes; {self.frames.existing + self.leased} "
+                "are in use by now. Free or truncate sequences first",
+                requested=limit,
+                available=self.frames.existing + self.leased,
+            )
         self.limit = limit
 
     def memory_info(self) -> tuple[int, int]:
@@ -374,9 +383,11 @@ class FramePool:
             self.accounts.append(account)
 
     def close_account(self, account: Account) -> None:
-        """Ends an account whose holder has given everything back."""
-        with suppress(ValueError):
-            self.accounts.remove(account)
+        """Ends an account. What its holder has, and could not unmap, counts until it is given back all the same."""
+        account.holder, account.guaranteed = _nobody, 0
+        if not account.taken:
+            with suppress(ValueError):
+                self.accounts.remove(account)
 
     # ------------------------------------------------------------------ for holders, inside of their operations
 
@@ -470,7 +481,8 @@ class FramePool:
     def collect(self) -> None:
         """Takes back what was left behind by holders that are gone."""
         while self.left_behind:
-            self.frames.give(self.left_behind[0][2])
+            _, account, frames = self.left_behind[0]
+            self.give(account, frames)
             self._forget_first()
         for account, lessee in self.ended_leases.copy():
             account.guaranteed = 0
@@ -480,10 +492,11 @@ class FramePool:
                 self.ended_leases.remove((account, lessee))
 
     def _forget_first(self) -> None:
-        """Ends the first entry of what was left behind, whose frames are free."""
+        """Ends the first entry of what was left behind, whose frames are free. What could not be unmapped comes again."""
         table, account, _ = self.left_behind[0]
-        with suppress(ValueError):
-            self.tables.remove(table)
+        if not table.mapped_pages():
+            with suppress(ValueError):
+                self.tables.remove(table)
         self.close_account(account)
         self.left_behind.popleft()
 
@@ -502,6 +515,10 @@ class FramePool:
                 for account in list(self.accounts):
                     if (holder := account.holder()) is not None:
                         holder.recover()
+                    else:
+                        of_it = [table for table in self.tables if table.account is account]
+                        account.taken = sum(len(table.mapped_pages()) for table in of_it)
+                        self.close_account(account)
                 self._unusable = None
 
     def check_usable(self) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import DriverError, StreamCaptureError
-from ..memory.fence import Fence
+from ..memory.fence import Fence, wait_for_device
 from ..memory.pool import FramePool
 from ..space.arena import Arena
 from .books import Books
@@ -72,17 +72,20 @@ class Cleaner:
         for arena, row, span, *_, ready in plan:
             arena.table.belong(row, ready, span.end, self._table.tenant[row])
 
-    def spoil(self, row: int, leaving: list[tuple[Arena, int, int]]) -> None:
-        """Fills the pages that a sequence leaves, where that is wanted, in order behind the row's fence."""
+    def spoil(self, row: int, own: Any, leaving: list[tuple[Arena, int, int]]) -> None:
+        """Fills the pages that a sequence has left, where that is wanted, in order behind the row's fence, on the
+        stream that it was made on."""
         if not leaving or not self._books.rules.poison:
             return
-        own = self._table.own_streams[row]
-        self._table.fences[row].order(own)
-        with suppress(DriverError):
+        try:
+            self._table.fences[row].order(own)
             for arena, begin, end in leaving:
                 address, nbytes = arena.table.address_of(row, begin), (end - begin) * self._books.page_size
                 self._driver.fill(address, nbytes, POISON, own)
-        self._table.fence(row, Fence.after(self._driver, [own]))
+            self._table.fence(row, Fence.after(self._driver, [own]))
+        except DriverError:  # the sequence has left them all the same
+            with suppress(DriverError):
+                wait_for_device(self._driver)  # for fills that no fence knows
 
     def _is_captured(self, rows: list[int]) -> bool:
         """Whether a graph is being captured, where nothing can be filled."""

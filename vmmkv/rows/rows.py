@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from ..errors import StreamCaptureError, VmmkvError
 from ..memory import debugging
+from ..memory.fence import wait_for_device
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
 from .ahead import Ahead
@@ -306,8 +307,10 @@ class Rows:
         fence = self.table.fence_after(self._driver, rows)
         for row in rows:
             self.table.fence(row, fence)
-            self._leave(row, self.books.leaving(row, 0, 0))
+            own, leaving = self.table.own_streams[row], self.books.leaving(row, 0, 0)
+            self._count_uses(leaving, row)
             self.books.vacate(row)
+            self._cleaner.spoil(row, own, leaving)  # last: who is interrupted before still has the tokens
 
     def release_abandoned(self) -> None:
         """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
@@ -327,6 +330,8 @@ class Rows:
 
     def recover(self) -> None:
         """Makes the books right after an interruption: what follows from other books is worked out anew."""
+        if self.rules.poison:
+            wait_for_device(self._driver)  # for what was being filled, which no fence may know
         self.books.claims = {}
         table = self.table
         parked, retired = list(table.parked), [*table.retired, *table.fronts]
@@ -345,7 +350,7 @@ class Rows:
                 self.books.vacate(row)
 
     def _forget_unclean(self, row: int) -> None:
-        """After an interruption: fences what may be being cleaned in a live row, and unmaps what another tenant had."""
+        """After an interruption: fences what may be being filled in a live row, and unmaps what another tenant had."""
         self.table.fence(row, self.table.fence_after(self._driver, [row]))
         for (arena, _), (_, end) in zip(self.ranges, self.books.used(row)):
             if arena.table.unclean(row, end, arena.table.end[row], self.table.tenant[row]) and self.pool.tenants:
@@ -394,17 +399,17 @@ class Rows:
         leaving = self.books.leaving(row, start, length)
         if leaving:
             self.table.fence(row, self.table.fence_after(self._driver, [row]))
-            self._leave(row, leaving)
+            self._count_uses(leaving, row)
         self.table.extents[row] = start, length
         self.table.stir(row)
         self.books.retire_front(row)
+        self._cleaner.spoil(row, self.table.own_streams[row], leaving)
 
-    def _leave(self, row: int, leaving: list[tuple[Arena, int, int]]) -> None:
-        """Counts, and spoils where that is wanted, pages that leave the sequence that they are part of."""
+    def _count_uses(self, leaving: list[tuple[Arena, int, int]], row: int) -> None:
+        """Counts pages that leave the sequence that they are part of."""
         for arena, begin, end in leaving:
             self.page_uses += end - begin
             arena.table.count_use(row, begin, end)
-        self._cleaner.spoil(row, leaving)
 
     def ring(self) -> None:
         """Has pages mapped ahead, where that is wanted."""

@@ -174,7 +174,7 @@ def check_address_space(nbytes: int, asked: str) -> None:
 
 
 _waiting: deque[tuple[FramePool, Account, PageTable, int, int]] = deque()
-"""Ranges of arenas that are gone, and whose work could not be waited for then: during a graph capture, say."""
+"""Ranges of arenas that are gone, and could not be unmapped then, or not all of them: during a graph capture, say."""
 
 
 def free_waiting() -> None:
@@ -193,5 +193,8 @@ def _free_range(pool: FramePool, account: Account, table: PageTable, nbytes: int
         _waiting.append((pool, account, table, nbytes, owner))
         return
     pool.left_behind.append((table, account, table.unmap_all()))
+    if table.mapped_pages():
+        _waiting.append((pool, account, table, nbytes, owner))
+        return
     with suppress(DriverError):
         pool.driver.free(table.address, nbytes)

@@ -17,7 +17,7 @@ import weakref
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 
-from ..errors import DriverError, VmmkvError
+from ..errors import DriverError, DriverOutOfMemoryError, VmmkvError
 from ..memory.frames import LARGE
 from ..memory.meter import Meter
 from ..memory.pool import FramePool, make_calls
@@ -72,6 +72,8 @@ class Mapper:
         self._bell = threading.Lock()
         self._bell.acquire()
         self._is_over = False
+        self._is_full = False
+        """Whether the device had no memory for a frame when it was last asked, since it was rung for."""
         self._thread: threading.Thread | None = None
         weakref.finalize(pool, self.stop)  # at the end of the interpreter, too
 
@@ -88,9 +90,9 @@ class Mapper:
     def stop(self) -> None:
         """Ends the thread, and waits for it."""
         self._is_over = True
+        with suppress(RuntimeError):
+            self._bell.release()
         if self._thread is not None and self._thread is not threading.current_thread():
-            with suppress(RuntimeError):
-                self._bell.release()
             self._thread.join()
 
     def forget(self) -> None:
@@ -100,6 +102,7 @@ class Mapper:
     def wait(self) -> bool:
         """Waits until it is rung for; False when there is nothing left to do, ever."""
         self._bell.acquire()
+        self._is_full = False
         return not self._is_over
 
     def work(self) -> bool:
@@ -137,7 +140,8 @@ class Mapper:
                     if _must_break_up(pool, lack):
                         pool.frames.break_up(self._calls)
                         return True
-                    new, pages = _plan_frames(pool, lack)
+                    if not self._is_full:
+                        new, pages = _plan_frames(pool, lack)
                     if not new:
                         _plan_release(pool, holders, change, lack)
         if new:
@@ -157,7 +161,10 @@ class Mapper:
                 return
             with pool.monitor.working():
                 pool.frames.commit(new, outcome.done, pages)
-        outcome.check()
+        try:
+            outcome.check()
+        except DriverOutOfMemoryError as error:  # what parked rows have may still be had
+            self._is_full, self.error = True, str(error)
 
     def _run(self, pool: FramePool, holders: list[Grower], change: Change) -> None:
         """Runs a planned change."""
