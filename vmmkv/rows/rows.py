@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,12 +30,12 @@ from ..memory import debugging
 from ..memory.fence import wait_for_device
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
-from . import policy
 from .ahead import Ahead
 from .books import Books, Rules
 from .cleaning import Cleaner
 from .growing import Growing
 from .reclaiming import Reclaimer
+from .shelf import Shelf
 from .table import NOBODY, RowTable
 
 FREE_PAGE = -1
@@ -52,6 +52,9 @@ OTHERS_PAGE = -5
 LOOKAHEAD_PAGE = -6
 """In `KVCache.page_map`: the page holds no token, and is mapped behind a live sequence that will soon need it, as
 `lookahead` and `expected_tokens` say. Others can have it all the same: `stats()` counts it as surplus."""
+
+MANY = 64
+"""Rows whose pages are counted even where nobody asks, so that who asks does not wait for more."""
 
 
 class Rows:
@@ -162,8 +165,7 @@ class Rows:
 
     def sequences(self) -> tuple[int, int]:
         """Live sequences, and their tokens."""
-        rows = self.table.live_rows()
-        return len(rows), int((self.table.lengths[rows] - self.table.starts[rows]).sum())
+        return len(self.table.live), self.table.tokens
 
     def known_tenants(self) -> set[int]:
         """Numbers of tenants that have rows, or had them last."""
@@ -200,12 +202,12 @@ class Rows:
     @property
     def available_pages(self) -> int:
         """Pages that can be had, but for those behind live rows that work on the GPU may still read."""
-        live = self.table.lengths[self.table.live_rows()]
-        fenced = 0
-        if not self.rules.zero_tail:
-            long = policy.tails(self.table, live, self.books.page_tokens)
-            fenced = sum(self.books.surplus(row) for row in long if not self.table.fences[row].passed())
-        return self.pool.allowed(self.account) - self.kept_pages - fenced
+        kept, table = self.kept_pages, self.table
+        if table.fenced:
+            fenced = [row for row in table.fenced if table.is_live(row) and not table.fences[row].passed()]
+            table.fenced = dict.fromkeys(fenced)
+        fenced_pages = sum(self.books.surplus(row) for row in table.fenced if row in table.spare)
+        return self.pool.allowed(self.account) - kept - fenced_pages
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`."""
@@ -225,13 +227,12 @@ class Rows:
         table = self.table
         row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
         if row is None:
-            row = next(row for row in table.retired if not table.is_live(row))
+            row = next(iter(table.retired))
         try:
             if table.tenant[row] != tenant or row in table.retired:
                 table.fences[row].wait()
                 self.reclaimer.unmap_surplus(row)
-                if row in table.empty:
-                    table.empty.remove(row)
+                table.empty.pop(row, None)
             elif not table.fences[row].passed_for(stream):
                 table.fences[row].wait()
         except VmmkvError:
@@ -307,7 +308,7 @@ class Rows:
             return
         fence = self.table.fence_after(self._driver, rows)
         for row in rows:
-            self.table.fences[row] |= fence
+            self.table.fence(row, fence)
             own, leaving = self.table.own_streams[row], self.books.leaving(row, 0, 0)
             self._count_uses(leaving, row)
             self.books.vacate(row)
@@ -317,6 +318,8 @@ class Rows:
         """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
         free_waiting()
         self.pool.collect()
+        if len(self.table.stirred) >= MANY:
+            self.books.catch_up()
         if not self.abandoned:
             return
         references = list(self.abandoned)
@@ -333,12 +336,14 @@ class Rows:
             wait_for_device(self._driver)  # for what was being filled, which no fence may know
         self.books.claims = {}
         table = self.table
-        parked, retired = list(table.parked), list(table.retired)
-        table.parked, table.retired, table.live, table.empty = type(table.parked)(), {}, {}, []
+        parked, retired = list(table.parked), [*table.retired, *table.fronts]
+        table.parked, table.spare, table.retired, table.fronts = Shelf(), Shelf(), OrderedDict(), OrderedDict()
+        table.live, table.empty, table.needy, table.fenced = {}, {}, {}, {}
+        self.books.forget_counts()
         self.account.taken = sum(len(arena.table.mapped_pages()) for arena, _ in self.ranges)
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
             if table.is_live(row):
-                table.live[row] = None
+                table.live[row] = table.fenced[row] = None
                 if self.rules.cleans or self.pool.tenants:
                     self._forget_unclean(row)
                 self.books.retire_front(row)
@@ -348,7 +353,7 @@ class Rows:
 
     def _forget_unclean(self, row: int) -> None:
         """After an interruption: fences what may be being filled in a live row, and unmaps what another tenant had."""
-        self.table.fences[row] |= self.table.fence_after(self._driver, [row])
+        self.table.fence(row, self.table.fence_after(self._driver, [row]))
         for (arena, _), (_, end) in zip(self.ranges, self.books.used(row)):
             if arena.table.unclean(row, end, arena.table.end[row], self.table.tenant[row]) and self.pool.tenants:
                 self.table.fences[row].wait()
@@ -376,6 +381,7 @@ class Rows:
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
         self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
+        table.stirred.update(dict.fromkeys(rows[lengths > table.alerts[rows]].tolist()))
         for row in needing.tolist():
             if starts is not None:  # what the row had in front of them is nobody's
                 self.books.retire_front(row)
@@ -395,9 +401,10 @@ class Rows:
         """
         leaving = self.books.leaving(row, start, length)
         if leaving:
-            self.table.fences[row] |= self.table.fence_after(self._driver, [row])
+            self.table.fence(row, self.table.fence_after(self._driver, [row]))
             self._count_uses(leaving, row)
         self.table.extents[row] = start, length
+        self.table.stir(row)
         self.books.retire_front(row)
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)
 
