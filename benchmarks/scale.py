@@ -2,7 +2,7 @@
 
     python -m benchmarks.scale [--rows N]... [--rounds 21] [--json]
 
-A cache of 100, 10,000 and 100,000 rows, ten pages to a row: most of them live, some parked, some empty. Pages are
+A cache of 1,000, 10,000 and 100,000 rows, ten pages to a row: most of them live, some parked, some empty. Pages are
 numbers, as in `benchmarks.virtual`, so that only Python and numpy are timed, in microseconds of this thread on a
 processor. The mapper has no thread of its own here.
 """
@@ -31,12 +31,12 @@ Row = dict[str, Any]
 LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128)
 """Of Llama-3.1-8B: a page holds 16 tokens."""
 PAGE = 16
-TOKENS, AHEAD, MOST = 8 * PAGE, 2 * PAGE, 64 * PAGE
+TOKENS, AHEAD, MOST = 8 * PAGE, 2 * PAGE, 256 * PAGE
 """Of a sequence, mapped behind it, and of a row."""
-BATCH, CROSSING = 32, 4
+BATCH, CROSSING = 256, 16
 """Sequences of a step, and those of them that begin a page in it."""
 AIM = 4.0
-"""At most so many times as long may a step take with a thousand times as many rows, which fit into no cache."""
+"""At most so many times as long may a step take with a hundred times as many rows, which fit into no cache."""
 
 
 class Rested(Mapper):
@@ -66,7 +66,8 @@ class House(NamedTuple):
 
 def build(rows: int) -> House:
     """Seven of ten rows are live, with a lookahead behind them; two are parked, one is empty."""
-    nbytes = rows * (TOKENS + AHEAD) // PAGE * BookkeepingDriver(0).page_size
+    pages = rows * (TOKENS + AHEAD) // PAGE + BATCH * MOST // PAGE
+    nbytes = pages * BookkeepingDriver(0).page_size
     pool = FramePool(nbytes, driver=BookkeepingDriver(nbytes))
     pool.mapper = mapper = Rested(pool)
     cache = KVCache(LAYOUT, rows, MOST, pool=pool, lookahead=AHEAD)
@@ -135,6 +136,14 @@ def adopt(house: House) -> Iterator[float]:
         yield microseconds(lambda: house.live.append(house.cache.sequence(TOKENS)))
 
 
+def adopt_one_after_another(house: House) -> Iterator[float]:
+    parked = house.cache.stats().rows["parked"]
+    adopted = [house.cache.sequence(TOKENS) for _ in range(parked // 2)]
+    for _ in range(parked // 4):
+        yield microseconds(lambda: adopted.append(house.cache.sequence(TOKENS)))
+    house.cache.free(adopted)
+
+
 def ask_what_is_available(house: House) -> Iterator[float]:
     while True:
         yield microseconds(lambda: house.cache.available_pages)
@@ -152,10 +161,18 @@ def map_nothing(house: House) -> Iterator[float]:
 
 
 def map_for_some(house: House) -> Iterator[float]:
+    yield from map_for(house, house.live[-CROSSING:])
+
+
+def map_for_many(house: House) -> Iterator[float]:
+    house.cache.pool.set_limit(house.cache.pool.driver.memory_info()[1])
+    yield from map_for(house, house.live[-BATCH:])
+
+
+def map_for(house: House, batch: list[Sequence]) -> Iterator[float]:
     house.map_ahead()
-    batch = house.live[-CROSSING:]
     while True:
-        house.cache.extend(batch, PAGE)
+        house.cache.extend(batch, AHEAD)
         yield microseconds(house.map_ahead)
 
 
@@ -171,6 +188,16 @@ def unmap_parked_rows(house: House) -> Iterator[float]:
     while True:
         house.fill_up()
         yield microseconds(house.mapper.work)
+
+
+def extend_onto_the_last_page(house: House) -> Iterator[float]:
+    house.cache.trim()
+    house.fill_up()
+    sequence, other = house.live[BATCH + 1], house.live[-1]
+    while True:
+        other.truncate(other.length - PAGE)
+        yield microseconds(sequence.extend, PAGE)
+        sequence, other = other, sequence
 
 
 def find_no_page(house: House) -> Iterator[float]:
@@ -193,17 +220,21 @@ OPERATIONS: dict[str, tuple[bool, Callable[[House], Iterator[float]]]] = {
     "truncate": (True, shorten),
     "free": (True, free),
     "start on a parked row": (True, adopt),
+    "start on parked rows, one after another": (True, adopt_one_after_another),
     "available_pages": (True, ask_what_is_available),
     "stats()": (False, ask_for_statistics),
     "extend onto a page": (True, extend_onto_a_page),
     f"extend {BATCH}, {CROSSING} of them onto a page": (True, extend_many_onto_pages),
     "mapper, with nothing to do": (True, map_nothing),
-    f"mapper, {CROSSING} rows need a page": (True, map_for_some),
+    f"mapper, {CROSSING} rows have no lookahead left": (True, map_for_some),
     "extend onto a page that others give up": (True, extend_onto_a_page_of_others),
     "mapper, one change that unmaps parked rows": (True, unmap_parked_rows),
+    "extend onto the last page that there is": (True, extend_onto_the_last_page),
     "extend where no page is left": (True, find_no_page),
+    f"mapper, {BATCH} rows have no lookahead left": (True, map_for_many),
 }
-"""Whether it is on the path of a step of serving, and what measures it; in this order, as memory gets scarce."""
+"""Whether it is on the path of a step of serving, and what measures it; in this order, as memory gets scarce, and is
+there again."""
 
 
 def measure(rows: int, rounds: int) -> list[Row]:
@@ -218,13 +249,13 @@ def measure(rows: int, rounds: int) -> list[Row]:
 
 
 def main(
-    rows: Annotated[list[int] | None, typer.Option(min=100, help="Of a cache; from few to many.")] = None,
+    rows: Annotated[list[int] | None, typer.Option(min=1000, help="Of a cache; from few to many.")] = None,
     rounds: Annotated[int, typer.Option(min=1, max=50, help="Of which the median is told.")] = 21,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what grows with rows and pages."""
     result: Row = {"environment": environment(torch.device("cpu")), "rounds": rounds, "measured": []}
-    for count in rows or (100, 10_000, 100_000):
+    for count in rows or (1000, 10_000, 100_000):
         with errors.status(f"{count:,} rows"):
             result["measured"] += measure(count, rounds)
     result["comparisons"] = compare(result)

@@ -13,10 +13,10 @@ from benchmarks import scale, tables
 
 
 def test_each_operation_does_what_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    house = scale.build(100)
+    house = scale.build(1000)
     pool, table = house.cache.pool, house.cache._rows.table
-    assert house.cache.stats().rows == {"live": 70, "parked": 20, "retired": 0, "empty": 10}
-    pages, surplus = 100 * 9 * 10 // 10, 20 * 10 + 70 * 2
+    assert house.cache.stats().rows == {"live": 700, "parked": 200, "retired": 0, "empty": 100}
+    pages, surplus = 1000 * 9 * 10 // 10, 200 * 10 + 700 * 2
     assert pool.frames.taken == pages
     assert house.cache.stats().pages["surplus"] == surplus
 
@@ -30,25 +30,29 @@ def test_each_operation_does_what_it_is_called(monkeypatch: pytest.MonkeyPatch) 
 
     nothing, crossing = (0, 0), 2 * scale.CROSSING
     assert rounds(scale.extend_within) == rounds(scale.extend_many_within) == rounds(scale.shorten) == nothing
-    assert rounds(scale.free) == rounds(scale.adopt) == nothing
+    assert rounds(scale.free) == rounds(scale.adopt) == rounds(scale.adopt_one_after_another) == nothing
     assert rounds(scale.extend_onto_a_page) == (2, 0)
     assert rounds(scale.extend_many_onto_pages) == (crossing, 0)
     assert rounds(scale.map_nothing) == nothing
-    assert rounds(scale.map_for_some) == (0, crossing)
+    assert rounds(scale.map_for_some) == (0, 2 * crossing)
     parked = len(table.parked)
     assert rounds(scale.unmap_parked_rows) == nothing
     assert len(table.parked) < parked
     assert rounds(scale.extend_onto_a_page_of_others) == (2, 0)
+    assert rounds(scale.extend_onto_the_last_page) == (2, 0)
     assert rounds(scale.find_no_page) == nothing
+    assert rounds(scale.map_for_many) == (0, 4 * scale.BATCH)
 
 
 def test_it_tells_what_grows() -> None:
     app = Typer()
     app.command()(scale.main)
-    done = CliRunner().invoke(app, ["--rows", "100", "--rows", "200", "--rounds", "3", "--json"])
+    done = CliRunner().invoke(app, ["--rows", "1000", "--rows", "2000", "--rounds", "3", "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert [row["rows"] for row in result["measured"]] == [100] * len(scale.OPERATIONS) + [200] * len(scale.OPERATIONS)
+    assert [row["rows"] for row in result["measured"]] == [1000] * len(scale.OPERATIONS) + [2000] * len(
+        scale.OPERATIONS
+    )
     assert [row["what"] for row in result["comparisons"]] == list(scale.OPERATIONS)
     few, many = (row["us"] for row in result["measured"] if row["what"] == "free")
     (value,) = (row["value"] for row in result["comparisons"] if row["what"] == "free")
@@ -56,4 +60,4 @@ def test_it_tells_what_grows() -> None:
     scale.show(result)
     text = tables.TABLES["scale-of-rows"].write(result)
     assert text.count("\n") == 1 + len(scale.OPERATIONS)
-    assert "100 rows, µs" in text
+    assert "1,000 rows, µs" in text

@@ -306,9 +306,12 @@ class KVCache(Owner):
                 alive = table.owners[index] == numbers
                 within = not monitor.is_dirty and bool(((lengths <= table.capacities[index]) & alive).all())
                 if within:
+                    alarming = lengths > table.alerts[index]
+                    if alarming.any():
+                        table.stirred.update(dict.fromkeys(index[alarming].tolist()))
+                        if self.pool.mapper and bool((lengths > table.wakes[index]).any()):
+                            self.pool.mapper.ring()
                     table.lengths[index] = lengths
-                    if self.pool.mapper and bool((lengths > table.wakes[index]).any()):
-                        self.pool.mapper.ring()
         return within
 
     @operation
@@ -466,8 +469,7 @@ class KVCache(Owner):
         self._rows.release_abandoned()
         rows, pool, table = self._rows, self.pool, self._rows.table
         size = self.page_size
-        extents = table.extents[table.live_rows()]
-        tokens = int((extents[:, 1] - extents[:, 0]).sum())
+        tokens = table.tokens
         used = rows.used_pages
         uses = rows.page_uses + used
         pages = {

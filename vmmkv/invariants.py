@@ -88,15 +88,16 @@ def check_rows(rows: Rows) -> None:
     ensure(sum(states.values()) == table.num_rows, f"rows by state {states} are not {table.num_rows} in all")
     owners = Counter(table.owners[table.live_rows()].tolist())
     ensure(all(count == 1 for count in owners.values()), "a sequence has two rows")
-    empty = set(table.empty)
-    ensure(len(empty) == len(table.empty), "a row is empty twice")
+    empty = table.empty
+    check_counts(rows)
     for row in range(table.num_rows):
         start, length, capacity = table.start[row], table.length[row], table.capacity[row]
         live = table.is_live(row)
         ensure(live == (row in table.live), f"row {row} is live, and is not")
         listed = (row in table.parked) + (row in empty) + (row in table.retired)
         ensure(listed <= 1, f"row {row} is on several lists")
-        ensure(not (live and (row in table.parked or row in empty)), f"live row {row} is up for adoption")
+        ensure(not (live and listed), f"live row {row} is up for adoption")
+        ensure(live or row not in table.fronts, f"row {row} has a front, and no sequence")
         ensure(live or listed == 1, f"row {row} is lost")
         ensure(live or length == 0, f"row {row} has {length} tokens and no sequence")
         ordered = start <= length <= capacity <= rows.max_seq_len
@@ -118,3 +119,44 @@ def check_rows(rows: Rows) -> None:
                 ensure(not pages.pages(row) and first == 0, f"empty row {row} has pages")
             if row in table.parked:
                 ensure(first == 0, f"parked row {row} has a hole in front")
+
+
+def check_counts(rows: Rows) -> None:
+    """Checks what is counted, and kept on lists, so that nobody has to look at all rows, against a look at all rows.
+
+    Raises:
+        InvariantError: something differs; the message says what.
+    """
+    table, books, rules = rows.table, rows.books, rows.rules
+    live = table.live_rows()
+    used, bound, parked = books.used_pages, books.bound_pages(), books.parked_pages
+    counted = books.pages_used(live, table.extents[live])
+    used += books.duplicates
+    ensure(used == counted, f"{used} pages are said to be used, row by row, {counted} are")
+    room = np.stack([table.starts[live], np.maximum(table.lengths[live], table.brinks[live])], axis=1)
+    ensure(used == books.pages_used(live, room), "a row's brink is in a page that it does not use")
+    ensure(table.tokens == sum(table.length[row] - table.start[row] for row in live.tolist()), "tokens without a row")
+    behind_all = 0
+    mapped = len(rows.zero_frames)
+    for row in live.tolist():
+        length, kept = table.length[row], books.spans(table.start[row], max(table.length[row], table.expected[row]))
+        tables = [arena.table for arena, _ in rows.ranges]
+        ends = [max(end, each.first[row]) for each, (_, end) in zip(tables, books.used(row))]
+        behind = sum(max(each.end[row] - end, 0) for each, end in zip(tables, ends))
+        tail = sum(max(each.end[row] - max(end, kept_end), 0) for each, end, (_, kept_end) in zip(tables, ends, kept))
+        is_bound = rules.zero_tail and length > 0
+        behind_all += behind * is_bound
+        mapped += sum(each.pages(row) for each in tables)
+        ensure((row in table.spare) == (behind > 0 and not is_bound), f"row {row} has {behind} pages behind it")
+        ensure(row not in table.spare or table.spare.size(row) == tail, f"row {row} has a tail of {tail} pages")
+        is_needy = length > table.wake[row] or table.expected[row] > table.capacity[row]
+        ensure(not (rules.lookahead and is_needy) or row in table.needy, f"row {row} is needy, and nobody knows")
+        ensure(row in table.fenced or not table.fences[row].is_pending, f"row {row} has a fence, and nobody knows")
+        brink = table.brink[row]
+        ensure(length <= brink or row in table.stirred, f"row {row} has passed {brink=}, and nobody knows")
+        ensure(table.alert[row] <= min(brink, table.wake[row]), f"row {row}: its alert comes late")
+    ensure(bound == behind_all, f"{bound} pages are said to be bound, {behind_all} are")
+    ensure(parked == rows.account.taken - mapped, f"{parked} pages are said to be parked, {mapped} are not")
+    ensure(all(table.is_live(row) for row in table.spare), "pages behind a row that nobody has")
+    for row in table.parked:
+        ensure(table.parked.size(row) == table.capacity[row], f"parked row {row} has another capacity")

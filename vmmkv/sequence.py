@@ -96,12 +96,14 @@ class Sequence:
         tokens = check_tokens(tokens)
         row, table, pool = self.index, self._rows.table, self._rows.pool
         monitor = pool.monitor
-        with monitor.lock:  # in which nothing is called: no signal handler comes between
+        with monitor.lock:  # in which nothing is called but the bell: no signal handler comes between
             length = table.length[row] + tokens
             if length <= table.capacity[row] and table.owner[row] == self.number and not monitor.is_dirty:
+                if length > table.alert[row]:
+                    table.stirred[row] = None
+                    if pool.mapper and length > table.wake[row]:
+                        pool.mapper.ring()
                 table.length[row] = length
-                if length > table.wake[row] and pool.mapper:
-                    pool.mapper.ring()
                 return
         self._extend(tokens)
 

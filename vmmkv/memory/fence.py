@@ -46,6 +46,11 @@ class Fence:
         """
         return cls({stream: driver.record(stream) for stream in streams})
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether it had not passed when somebody last asked. Asks nobody."""
+        return bool(self._events)
+
     def passed(self) -> bool:
         """Whether all of that work has finished. Does not wait."""
         if self._events:  # asked of every row with a tail, and few have any

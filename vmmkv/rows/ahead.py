@@ -35,6 +35,7 @@ class Ahead:
 
     def plan_ahead(self, change: Change, frames: int) -> Lack:
         """Plans to map up to so many frames ahead, of those that are free; returns what lacks of them."""
+        self._books.catch_up()
         lack_large = lack_single = 0
         for arena, row, begin, end in self._needs():
             room = frames - change.frames - lack_large - lack_single
@@ -66,7 +67,7 @@ class Ahead:
         books, live = self._books, len(self._table.live)
         pages = live * sum(end for _, end in policy.spans(0, self.lookahead, books.records, books.page_size))
         idle = self._pool.idle(self._account)
-        is_tight = idle < pages and idle + books.parked_pages(pages - idle) < pages
+        is_tight = idle < pages and idle + books.parked_pages < pages
         return min(-(-books.page_tokens // 4), self.lookahead) if is_tight else self.lookahead
 
     def _available(self, pages: int, wanted: int, frames: int) -> tuple[int, int]:

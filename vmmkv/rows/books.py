@@ -4,6 +4,9 @@ A page is *used* when tokens of a live sequence lie in it, or in another page of
 *surplus*: parked and retired rows, tails behind a truncated or adopted sequence, lookahead, fronts before `start`.
 Surplus pages cost nothing to use again where they are and are unmapped only when somebody else needs them.
 
+Pages are counted by row, and in all. Rows that have changed since are counted again when somebody asks (`catch_up`), so
+that to grow within a row's capacity takes one comparison with its alert, and no question looks at all rows.
+
 Nothing here maps, unmaps or touches memory.
 """
 
@@ -11,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add, sub
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +56,19 @@ class Rules:
         return self.scrub or self.zero_tail or self.poison
 
 
+class Count(NamedTuple):
+    """Pages of a live row, or of all: that are used, that are mapped, and behind those that are used, that others can
+    have, and that they cannot."""
+
+    used: int
+    mapped: int
+    spare: int
+    bound: int
+
+
+NOTHING = Count(0, 0, 0, 0)
+
+
 class Books:
     """See above.
 
@@ -64,6 +82,10 @@ class Books:
     def __init__(self, table: RowTable, ranges: list[tuple[Arena, int]], page_size: int, rules: Rules) -> None:
         self.table, self.ranges, self.rules = table, ranges, rules
         self.page_size = page_size
+        self._counts: list[Count]
+        """By row."""
+        self._totals: Count
+        self.forget_counts()
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
         self.duplicates = 0
@@ -96,7 +118,7 @@ class Books:
         return self._whole_frames(row, self.spans(self.table.start[row], tokens))
 
     def _whole_frames(self, row: int, spans: list[Span]) -> list[Span]:
-        if not self.rules.large:
+        if not self.rules.large or not self.ranges[0][0].pool.frames.has_large:
             return spans
         tables = [arena.table for arena, _ in self.ranges]
         return [
@@ -156,52 +178,94 @@ class Books:
             surplus += table.pages(row) - max(min(end, table.end[row]) - max(first, table.first[row]), 0)
         return surplus
 
-    def parked_pages(self, enough: int) -> int:
-        """Pages of parked rows, counted up to `enough`: what is usually there to be reclaimed."""
-        count = 0
-        for row in self.table.parked:
-            for arena, _ in self.ranges:
-                count += arena.table.pages(row)
-            if count >= enough:
-                break
-        return count
+    # ------------------------------------------------------------------ counts, kept of rows that have changed since
 
-    def live_extents(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Live rows, and by row the first token that it keeps and its end: now, or as soon as there is room."""
-        live = self.table.live_rows()
-        extents = self.table.extents[live]
-        if self.claims:
-            order = np.argsort(live)
-            extents[order[np.searchsorted(live, list(self.claims), sorter=order)]] = list(self.claims.values())
-        return live, extents
+    def catch_up(self) -> None:
+        """Counts the pages of rows that have changed since, and says which of them are needy."""
+        table = self.table
+        for row in table.stirred:
+            if table.length[row] > table.brink[row]:
+                self._count(row)
+            if self.rules.lookahead and (
+                table.length[row] > table.wake[row] or table.expected[row] > table.capacity[row]
+            ):
+                table.needy[row] = None
+        table.stirred.clear()
+
+    def _count(self, row: int) -> None:
+        """Counts a row's pages, and says what others may have of them."""
+        table, count, brink, tail = self.table, NOTHING, self.rules.max_seq_len, 0
+        if table.is_live(row):
+            count, brink, tail = self._look(row, table.start[row], table.length[row])
+        if count.spare:
+            table.spare.put(row, tail)
+        else:
+            table.spare.remove(row)
+        table.brink[row] = brink
+        table.alert[row] = min(brink, table.wake[row])
+        before, self._counts[row] = self._counts[row], count
+        if count != before:
+            self._totals = Count(*map(add, self._totals, map(sub, count, before)))
+
+    def _look(self, row: int, start: int, length: int) -> tuple[Count, int, int]:
+        """The pages of a live row that keeps tokens `[start, length)`; the tokens that those it uses have room for; and
+        how many are behind those that it expects to use."""
+        used = mapped = behind = tail = 0
+        brink, expected = self.rules.max_seq_len, self.table.expected[row]
+        expected += self.rules.overread if expected else 0
+        spans = self._whole_frames(row, self.spans(start, length))
+        for (arena, record), (first, end) in zip(self.ranges, spans):
+            row_first, row_end = arena.table.first[row], arena.table.end[row]
+            used += end - first
+            mapped += row_end - row_first
+            behind += max(row_end - max(end, row_first), 0)
+            expected_end = -(-expected * record // self.page_size)
+            tail += max(row_end - max(end, row_first, expected_end), 0)
+            brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
+        is_bound = self.rules.zero_tail and length > 0
+        return Count(used, mapped, 0 if is_bound else behind, behind if is_bound else 0), brink, tail
+
+    def forget_counts(self) -> None:
+        """Begins to count, with rows that have nothing or are about to be refreshed."""
+        self._counts, self._totals = [NOTHING] * self.table.num_rows, NOTHING
+
+    @property
+    def parked_pages(self) -> int:
+        """Pages of rows that nobody has: what is usually there to be reclaimed."""
+        self.catch_up()
+        arena, _ = self.ranges[0]
+        return arena.account.taken - len(self.zero_frames) - self._totals.mapped
 
     @property
     def used_pages(self) -> int:
         """Pages that hold tokens of live sequences, or are about to, in whole frames; each once."""
-        live, extents = self.live_extents()
-        spans = policy.page_spans(extents, self.records, self.page_size, self.rules.overread)
+        self.catch_up()
+        used = self._totals.used - self.duplicates
+        if self.claims:
+            rows, extents = np.array(list(self.claims)), np.array(list(self.claims.values()))
+            used += self.pages_used(rows, extents) - sum([self._counts[row].used for row in self.claims])
+        return used
+
+    def pages_used(self, rows: npt.NDArray[np.int64], extents: npt.NDArray[np.int64]) -> int:
+        """Pages that tokens lie in, or would, in whole frames, row by row; `extents` are starts and lengths,
+        `[rows, 2]`."""
         used = 0
+        spans = policy.page_spans(extents, self.records, self.page_size, self.rules.overread)
         for (arena, _), (first, end) in zip(self.ranges, spans):
             used += int((end - first).sum())
             if self.rules.large:
                 held = first < end
-                used += arena.table.ragged_pages(live[held], first[held], before=True)
-                used += arena.table.ragged_pages(live[held], end[held], before=False)
-        return used - self.duplicates
+                used += arena.table.ragged_pages(rows[held], first[held], before=True)
+                used += arena.table.ragged_pages(rows[held], end[held], before=False)
+        return used
 
     def bound_pages(self) -> int:
         """Pages that hold no tokens, and yet nobody else's: those behind rows that may be read to their very end."""
         if not self.rules.zero_tail:
             return 0
-        bound = 0
-        shared: set[tuple[int, int]] = set()
-        for row in {*self.table.live, *self.claims}:
-            if (self.claims.get(row) or self.table.extents[row])[1]:
-                for index, ((arena, _), (_, end)) in enumerate(zip(self.ranges, self.used(row))):
-                    begin, own = max(end, arena.table.first[row]), arena.table.own[row]
-                    bound += max(arena.table.end[row] - max(begin, own), 0)
-                    shared.update((index, page) for page in arena.table.unused_in(row, begin, own))
-        return bound + len(shared)
+        self.catch_up()
+        claimed = [self._look(row, *extent)[0].bound - self._counts[row].bound for row, extent in self.claims.items()]
+        return self._totals.bound + sum(claimed)
 
     def refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
@@ -225,7 +289,8 @@ class Books:
         if live and not whole:
             capacity = length  # so that the next growth repairs it
         rows.capacity[row] = capacity
-        rows.wake[row] = capacity - rules.lookahead // 2 if live else capacity
+        rows.wake[row] = rows.alert[row] = capacity - rules.lookahead // 2 if live else capacity
+        rows.stir(row)
 
     def retire_front(self, row: int) -> None:
         """Notes whether a live row has pages in front of its first token: nobody will ever use them there."""
@@ -233,9 +298,9 @@ class Books:
             arena.table.first[row] < min(first, arena.table.end[row])
             for (arena, _), (first, _) in zip(self.ranges, self.used(row))
         ):
-            self.table.retired[row] = None
+            self.table.fronts[row] = None
         else:
-            self.table.retired.pop(row, None)
+            self.table.fronts.pop(row, None)
 
     def settle(self, row: int) -> None:
         """Works out what a row without a sequence is good for: to be adopted, or empty, or nothing."""
@@ -246,7 +311,7 @@ class Books:
             self.refresh(row)
             table.parked.remove(row)
             table.retired.pop(row, None)
-            table.empty.append(row)
+            table.empty[row] = None
             return
         self.refresh(row)
         if all(arena.table.first[row] == 0 for arena, _ in self.ranges) and not self.is_shared(row):

@@ -76,7 +76,7 @@ class Cleaner:
                 address, nbytes = arena.table.address_of(row, begin), (end - begin) * self._books.page_size
                 if nbytes > 0:
                     self._driver.fill(address, nbytes, POISON, own)
-            self._table.fences[row] |= Fence.after(self._driver, [own])
+            self._table.fence(row, Fence.after(self._driver, [own]))
         except DriverError:  # the sequence has left them all the same
             with suppress(DriverError):
                 wait_for_device(self._driver)  # for fills that no fence knows

@@ -56,6 +56,8 @@ class Growing:
                 self._map(needing)
         finally:
             self._books.claims = {}
+            for row in needing:  # also where undoing has failed
+                self._table.stir(row)
 
     def _map(self, rows: list[int]) -> None:
         """Maps, and zeroes where that is asked for, what rows claim, or changes nothing."""
@@ -136,7 +138,7 @@ class Growing:
         self._pool.give(self._account, supply.large + supply.single)
         if fence and not self._books.rules.zero_tail and not self._pool.tenants:
             for row in rows:
-                self._table.fences[row] |= fence
+                self._table.fence(row, fence)
         else:
             if fence:
                 fence.wait()  # who reads all that is mapped must not see these pages, so they cannot stay until later

@@ -7,13 +7,14 @@ least likely to be. What a sequence said that it will need comes last.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
 
 from ..memory.frames import LARGE
+from .shelf import each_of
 from .table import RowTable
 
 Span = tuple[int, int]
@@ -56,40 +57,22 @@ def large_frames(pages: int, start: int) -> int:
 
 def retired(table: RowTable, max_seq_len: int) -> Iterator[tuple[int, int]]:
     """Retired rows, all of whose pages may go, and live rows with pages in front, which keep all others."""
-    for row in list(table.retired):
-        yield row, max_seq_len if table.is_live(row) else 0
+    yield from zip(each_of(table.retired), repeat(0))
+    yield from zip(each_of(table.fronts), repeat(max_seq_len))
 
 
-def tails(table: RowTable, beyond: npt.NDArray[np.int64], least: int) -> list[int]:
-    """Live rows with room for at least so many tokens `beyond` those that each keeps; the longest tail first.
-
-    Args:
-        beyond: by live row, in the order of `table.live_rows()`.
-    """
-    rows = table.live_rows()
-    tail = table.capacities[rows] - beyond
-    chosen = np.flatnonzero(tail >= least)
-    return rows[chosen[np.argsort(-tail[chosen], kind="stable")]].tolist()  # type: ignore[no-any-return]
-
-
-def victims(
-    table: RowTable, lengths: npt.NDArray[np.int64], least: int, max_seq_len: int, dense: bool
-) -> Iterator[tuple[int, int]]:
+def victims(table: RowTable, max_seq_len: int, dense: bool, claimed: Container[int]) -> Iterator[tuple[int, int]]:
     """Rows that may have pages to give, and the tokens whose pages they keep; what is missed least comes first.
 
     Args:
-        lengths: by live row, what it holds or is about to, in tokens.
-        least: tokens of a page.
         dense: live rows that hold tokens may be read to their very end, so nothing behind them goes.
+        claimed: rows that are about to hold more.
     """
     yield from retired(table, max_seq_len)
-    live = table.live_rows()
     if not dense:
-        long = tails(table, np.maximum(lengths, table.expectations[live]), least)
-        yield from zip(long, table.expectations[long].tolist())
+        yield from ((row, table.expected[row]) for row in table.spare.largest())
     yield from zip(table.parked.oldest(), repeat(0))
-    # With `scrub` no capacity shows a tail.
-    yield from zip(live[lengths == 0].tolist() if dense else live.tolist(), repeat(0))
+    yield from ((row, 0) for row in table.spare.oldest() if not dense or row not in claimed)
 
 
 def wanted(table: RowTable, rows: npt.NDArray[np.int64], ahead: int, max_seq_len: int) -> npt.NDArray[np.int64]:
@@ -106,10 +89,12 @@ def growing(table: RowTable, ahead: int, max_seq_len: int) -> tuple[npt.NDArray[
     Args:
         ahead: tokens that are to be mapped behind each row's length.
     """
-    rows = table.live_rows()
+    rows = np.fromiter(table.needy, np.int64, len(table.needy))
     lengths, expected, capacities = table.lengths[rows], table.expectations[rows], table.capacities[rows]
-    tokens = wanted(table, rows, ahead, max_seq_len)
     is_awake = (lengths > table.wakes[rows]) | (expected > capacities)
+    if not is_awake.all():
+        table.needy = dict.fromkeys(rows[is_awake].tolist())
+    tokens = wanted(table, rows, ahead, max_seq_len)
     needy = np.flatnonzero(is_awake & (tokens > capacities))
     needy = needy[np.argsort((capacities - lengths)[needy], kind="stable")]
     return rows[needy], tokens[needy]

@@ -42,11 +42,9 @@ class Reclaimer:
 
     def _victims(self) -> Iterator[tuple[int, int]]:
         """Rows that may have pages to give, and the tokens whose pages they keep."""
-        _, extents = self._books.live_extents()
-        lengths = extents[:, 1]
-        return policy.victims(
-            self._table, lengths, self._books.page_tokens, self._books.rules.max_seq_len, self._books.rules.zero_tail
-        )
+        self._books.catch_up()
+        rules = self._books.rules
+        return policy.victims(self._table, rules.max_seq_len, rules.zero_tail, self._books.claims)
 
     def _reclaim_from(self, rows: Iterable[tuple[int, int]], count: int, wait: bool = False) -> int:
         """`reclaim`, from rows in this order."""
@@ -127,7 +125,7 @@ class Reclaimer:
         """Frames of `count` pages, up to so many large ones among them: free ones, then retired ones, then new ones,
         and under pressure any surplus."""
         pool = self._pool
-        if self._table.retired and count > (free := pool.frames.free_pages):
+        if (self._table.retired or self._table.fronts) and count > (free := pool.frames.free_pages):
             self._reclaim_from(policy.retired(self._table, self._books.rules.max_seq_len), count - free)
         if count > pool.idle(self._account):
             self._press(count)
@@ -150,7 +148,7 @@ class Reclaimer:
             return count - (pool.frames.free_pages if cause else pool.idle(self._account))
 
         lacking = missing()
-        if self._books.parked_pages(lacking) < lacking:
+        if self._books.parked_pages < lacking:
             self._check_allowed(count, cause)
         self.reclaim(lacking + self.spare)
         for wait in (False, True):

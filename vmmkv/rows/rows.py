@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -30,13 +30,13 @@ from ..memory import debugging
 from ..memory.fence import wait_for_device
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
-from . import policy
 from .ahead import Ahead
 from .books import Books, Rules
 from .cleaning import Cleaner
 from .growing import Growing
 from .reclaiming import Reclaimer
 from .sharing import Sharing
+from .shelf import Shelf
 from .table import NOBODY, RowTable
 
 FREE_PAGE = -1
@@ -55,6 +55,9 @@ LOOKAHEAD_PAGE = -6
 `lookahead` and `expected_tokens` say. Others can have it all the same: `stats()` counts it as surplus."""
 SHARED_PAGE = -7
 """In `KVCache.page_map`: the page holds tokens of several sequences, which were forked."""
+
+MANY = 64
+"""Rows whose pages are counted even where nobody asks, so that who asks does not wait for more."""
 
 
 class Rows:
@@ -177,8 +180,7 @@ class Rows:
 
     def sequences(self) -> tuple[int, int]:
         """Live sequences, and their tokens."""
-        rows = self.table.live_rows()
-        return len(rows), int((self.table.lengths[rows] - self.table.starts[rows]).sum())
+        return len(self.table.live), self.table.tokens
 
     def known_tenants(self) -> set[int]:
         """Numbers of tenants that have rows, or had them last."""
@@ -215,12 +217,12 @@ class Rows:
     @property
     def available_pages(self) -> int:
         """Pages that can be had, but for those behind live rows that work on the GPU may still read."""
-        live = self.table.lengths[self.table.live_rows()]
-        fenced = 0
-        if not self.rules.zero_tail:
-            long = policy.tails(self.table, live, self.books.page_tokens)
-            fenced = sum(self.books.surplus(row) for row in long if not self.table.fences[row].passed())
-        return self.pool.allowed(self.account) - self.kept_pages - fenced
+        kept, table = self.kept_pages, self.table
+        if table.fenced:
+            fenced = [row for row in table.fenced if table.is_live(row) and not table.fences[row].passed()]
+            table.fenced = dict.fromkeys(fenced)
+        fenced_pages = sum(self.books.surplus(row) for row in table.fenced if row in table.spare)
+        return self.pool.allowed(self.account) - kept - fenced_pages
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`."""
@@ -241,13 +243,12 @@ class Rows:
         table = self.table
         row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
         if row is None:
-            row = next(row for row in table.retired if not table.is_live(row))
+            row = next(iter(table.retired))
         try:
             if table.tenant[row] != tenant or row in table.retired:
                 table.fences[row].wait()
                 self.reclaimer.unmap_surplus(row)
-                if row in table.empty:
-                    table.empty.remove(row)
+                table.empty.pop(row, None)
             elif not table.fences[row].passed_for(stream):
                 table.fences[row].wait()
         except VmmkvError:
@@ -340,7 +341,7 @@ class Rows:
             return
         fence = self.table.fence_after(self._driver, rows)
         for row in rows:
-            self.table.fences[row] |= fence
+            self.table.fence(row, fence)
             own, leaving = self.table.own_streams[row], self.books.leaving(row, 0, 0)
             self.page_uses += self.books.leave(row, leaving)
             self.books.vacate(row)
@@ -350,6 +351,8 @@ class Rows:
         """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
         free_waiting()
         self.pool.collect()
+        if len(self.table.stirred) >= MANY:
+            self.books.catch_up()
         if not self.abandoned:
             return
         references = list(self.abandoned)
@@ -366,14 +369,16 @@ class Rows:
             wait_for_device(self._driver)  # for what was being filled, which no fence may know
         self.books.claims = {}
         table = self.table
-        parked, retired = list(table.parked), list(table.retired)
-        table.parked, table.retired, table.live, table.empty = type(table.parked)(), {}, {}, []
+        parked, retired = list(table.parked), [*table.retired, *table.fronts]
+        table.parked, table.spare, table.retired, table.fronts = Shelf(), Shelf(), OrderedDict(), OrderedDict()
+        table.live, table.empty, table.needy, table.fenced = {}, {}, {}, {}
+        self.books.forget_counts()
         self.account.taken = sum(len({*arena.table.mapped_pages()}) for arena in self.arenas)
         self.books.duplicates = 0
         self.sharing.clear()
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
             if table.is_live(row) and self.books.is_whole(row):
-                table.live[row] = None
+                table.live[row] = table.fenced[row] = None
                 self.books.use(row)
                 if self.rules.cleans or self.pool.tenants:
                     self._forget_unclean(row)
@@ -384,7 +389,7 @@ class Rows:
 
     def _forget_unclean(self, row: int) -> None:
         """After an interruption: fences what may be being filled in a live row, and unmaps what another tenant had."""
-        self.table.fences[row] |= self.table.fence_after(self._driver, [row])
+        self.table.fence(row, self.table.fence_after(self._driver, [row]))
         for (arena, _), (_, end) in zip(self.ranges, self.books.used(row)):
             if arena.table.unclean(row, end, arena.table.end[row], self.table.tenant[row]) and self.pool.tenants:
                 self.table.fences[row].wait()
@@ -413,6 +418,7 @@ class Rows:
         self.sharing.make_own(needing.tolist())
         self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
+        table.stirred.update(dict.fromkeys(rows[lengths > table.alerts[rows]].tolist()))
         for row in needing.tolist():
             if starts is not None:  # what the row had in front of them is nobody's
                 self.books.retire_front(row)
@@ -433,9 +439,10 @@ class Rows:
         """
         leaving = self.books.leaving(row, start, length)
         if leaving:
-            self.table.fences[row] |= self.table.fence_after(self._driver, [row])
+            self.table.fence(row, self.table.fence_after(self._driver, [row]))
             self.page_uses += self.books.leave(row, leaving)
         self.table.extents[row] = start, length
+        self.table.stir(row)
         self.books.retire_front(row)
         if self.books.is_shared(row):
             self.books.refresh(row)  # it may not write where others read

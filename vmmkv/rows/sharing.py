@@ -65,7 +65,7 @@ class Sharing:
                 for (arena, record), (_, split) in zip(self._books.ranges, splits):
                     begin = max(split * self._books.page_size, extent[0] * record)
                     self._copy(arena, row, child, begin, extent[1] * record)
-            table.fences[row] |= Fence.after(self._driver, [current])
+            table.fence(row, Fence.after(self._driver, [current]))
         except BaseException:
             for child in children:
                 self._unshare(child)
@@ -134,6 +134,7 @@ class Sharing:
             self._books.duplicates -= table.leave(child, table.first[child], table.own[child])
             with suppress(DriverError):
                 arena.unmap_back(child, 0)
+        self._books.refresh(child)
 
     # ------------------------------------------------------------------ having it alone
 
@@ -219,6 +220,7 @@ class Sharing:
             else:
                 self._put_back(arena, part, shared, own)
             self._books.duplicates += table.use(row, page, used_end)
+            self._books.refresh(row)
             if table.ready[row] < used_end:
                 self._lose(row)
             raise

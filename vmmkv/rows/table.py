@@ -15,6 +15,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any
@@ -25,10 +26,12 @@ import numpy.typing as npt
 from ..errors import OutOfRowsError
 from ..memory.driver import Driver
 from ..memory.fence import Fence
-from .parking import Parking
+from .shelf import Shelf
 
 NOBODY = -1
 """The owner of a row without a sequence."""
+UNCOUNTED = -1
+"""The brink of a row whose pages are to be counted."""
 MAX_TRIES = 100
 """Fences of parked rows that are looked at, to find one that fits and need not be waited for."""
 
@@ -54,14 +57,31 @@ class RowTable:
         self.wakes = np.zeros(num_rows, np.int64)
         """By row: the tokens from which on more is to be mapped ahead."""
         self.wake = self.wakes.data
+        self.brinks = np.full(num_rows, UNCOUNTED, np.int64)
+        """By row: the tokens that the pages have room for which it used when they were counted."""
+        self.brink = self.brinks.data
+        self.alerts = np.full(num_rows, UNCOUNTED, np.int64)
+        """By row: the tokens to which it grows, and nothing follows from it: up to its wake and its brink."""
+        self.alert = self.alerts.data
         self.tenants = np.zeros(num_rows, np.int32)
         """By row: whose bytes its pages hold, also when nobody has it; numbers of `Tenants`."""
         self.tenant = self.tenants.data
         self.live: dict[int, None] = {}
-        self.parked = Parking()
-        self.retired: dict[int, None] = {}
-        """Also live rows whose front was given back; oldest first."""
-        self.empty = list(range(num_rows - 1, -1, -1))
+        self.parked = Shelf()
+        """By their capacities."""
+        self.retired: OrderedDict[int, None] = OrderedDict()
+        """Oldest first."""
+        self.fronts: OrderedDict[int, None] = OrderedDict()
+        """Live rows with pages in front of what they keep; oldest first."""
+        self.empty = dict.fromkeys(range(num_rows - 1, -1, -1))
+        self.spare = Shelf()
+        """Live rows with pages behind what they hold, by how many of those they do not expect to need."""
+        self.stirred: dict[int, None] = {}
+        """Rows that have passed their alerts, or whose pages have changed, since pages were counted."""
+        self.needy: dict[int, None] = {}
+        """Rows that may need pages ahead, and others that did."""
+        self.fenced: dict[int, None] = {}
+        """Live rows whose fences may not have passed, and others that were."""
         self.fences = [Fence() for _ in range(num_rows)]
         self.own_streams: list[Any] = [None] * num_rows
         """By row: the stream that its sequence was made on."""
@@ -74,7 +94,12 @@ class RowTable:
 
     def live_rows(self) -> npt.NDArray[np.int64]:
         """Rows that sequences have."""
-        return np.fromiter(self.live, np.int64, len(self.live))
+        return np.flatnonzero(self.owners != NOBODY)
+
+    @property
+    def tokens(self) -> int:
+        """Those of all sequences."""
+        return int(self.lengths.sum() - self.starts.sum())
 
     def counts(self) -> dict[str, int]:
         """Rows by state."""
@@ -97,7 +122,7 @@ class RowTable:
                 self.parked.remove(row)
                 return row
         if self.empty:
-            return self.empty.pop()
+            return self.empty.popitem()[0]
         for row in self.parked:
             self.parked.remove(row)
             return row
@@ -112,14 +137,15 @@ class RowTable:
         """Takes a row that nobody has off the lists."""
         self.parked.remove(row)
         self.retired.pop(row, None)
-        if row in self.empty:
-            self.empty.remove(row)
+        self.empty.pop(row, None)
 
     def own(self, row: int, owner: int, stream: Any, expected: int, tenant: int) -> None:
         """Gives a picked row to a sequence."""
         self.tenant[row] = tenant
         self.own_streams[row] = stream
         self.expected[row] = expected
+        if self.fences[row].is_pending:
+            self.fenced[row] = None
         self.live[row] = None
         self.owner[row] = owner
 
@@ -127,10 +153,21 @@ class RowTable:
         """Takes a row from its sequence; it is on no list then."""
         self.owner[row] = NOBODY
         self.live.pop(row, None)
-        self.retired.pop(row, None)
+        self.fronts.pop(row, None)
+        self.fenced.pop(row, None)
         self.extents[row] = self.expected[row] = 0
         self.streams[row].clear()
         self.own_streams[row] = None
+
+    def stir(self, row: int) -> None:
+        """Has a row's pages counted anew."""
+        self.stirred[row] = None
+        self.brink[row] = UNCOUNTED
+
+    def fence(self, row: int, fence: Fence) -> None:
+        """Keeps what leaves a row until a fence has passed, too."""
+        self.fences[row] |= fence
+        self.fenced[row] = None
 
     def fence_after(self, driver: Driver, rows: Iterable[int]) -> Fence:
         """A fence after all work on rows so far, and on the current stream."""

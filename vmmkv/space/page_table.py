@@ -201,11 +201,6 @@ class PageTable:
         users[pages] -= 1
         return int((users[pages] > 0).sum())
 
-    def unused_in(self, row: int, begin: int, end: int) -> list[int]:
-        """Of pages `[begin, end)` of a row, which may be shared, those that nobody uses."""
-        pages = self.pages_in(row, begin, end)
-        return pages[self._frames.users[pages] == 0].tolist()  # type: ignore[no-any-return]
-
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
         row, begin, end, _ = run
