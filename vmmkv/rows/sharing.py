@@ -169,6 +169,7 @@ class Sharing:
             copies = self._copies(arena, part, nbytes, fence) if part.begin < part.end else []
             fence.wait()
             self._replace(arena, part, copies)
+        self._books.retire_front(row)
         self._books.refresh(row)
 
     def _copies(self, arena: Arena, part: Run, nbytes: int, fence: Fence) -> list[int]:
