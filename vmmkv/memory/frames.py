@@ -301,6 +301,7 @@ class Frames:
         self.uses[: len(exists)][~exists], self.tenants[: len(exists)][~exists] = 0, UNKNOWN
         places = np.bincount(np.fromiter(taken, np.int64), minlength=len(exists))
         self.shares[: len(exists)] = np.maximum(places - 1, 0)
+        self.shares.reshape(-1, LARGE)[self.is_large.reshape(-1, LARGE)[:, 0], 1:] = 0  # by frame, not by page
         self.users[:] = 0
         is_free = exists & (places == 0)
         is_large = self.is_large[: len(exists)]  # who was interrupted may have added numbers to it alone
