@@ -6,6 +6,7 @@ import random
 import re
 import runpy
 from collections.abc import Callable, Iterator
+from math import ceil, floor
 from typing import NamedTuple
 from xml.etree import ElementTree
 
@@ -15,7 +16,7 @@ from conftest import ROOT, small_driver
 from faulty import FaultyDriver
 
 import vmmkv
-from vmmkv.picture import MAX_PAGES, MAX_ROWS
+from vmmkv.picture import MAX_NAMED, MAX_PAGES, MAX_ROWS
 from vmmkv.svg import WIDTH, colour
 from vmmkv.torch import GrowableTensor
 
@@ -33,11 +34,13 @@ LARGE_FRAMES = {"lookahead": 20, "large_frames": True, "max_seq_len": 240, "page
 
 
 class Square(NamedTuple):
-    """What a square says and looks like: the entry in the page map, which part is filled, the first and the last page
-    of the large frame if it is in one, and whether nothing parts it from the next one."""
+    """What a square says and looks like: the sequence whose colour it has, or the entry in the page map; who is said to
+    share it; which part is filled, the first and the last page of the large frame if it is in one, and whether nothing
+    parts it from the next one."""
 
     page: int
     owner: int
+    sharers: list[int]
     part: float
     frame: tuple[int, int] | None
     is_joined: bool
@@ -51,20 +54,29 @@ def squares(picture: str, where: str) -> Iterator[list[Square]]:
 
 
 def square(drawn: ElementTree.Element, following: ElementTree.Element | None) -> Square:
-    page, begin, end, state, number = re.fullmatch(
-        r"page (\d+)(?:, in the large frame (\d+) to (\d+))?: (?:(free|surplus|lookahead|given back).*|sequence (\d+))",
+    page, begin, end, state, number, shared = re.fullmatch(
+        r"page (\d+)(?:, in the large frame (\d+) to (\d+))?: "
+        r"(?:(free|surplus|lookahead|given back).*|sequence (\d+)|shared by sequences (\d.*))",
         drawn.findtext(f"{SVG}title") or "",
     ).groups()
     boxes = drawn.findall(f"{SVG}rect")
     left, width = (float(boxes[0].get(key)) for key in ("x", "width"))
     right = next((float(box.get("x")) for box in (following or ())[1:2]), None)
-    if number:
-        colours = {box.get(key) for box in boxes for key in ("fill", "stroke")} - {None, "none"}
-        assert colours == {colour(int(number))}
+    colours = {box.get(key) for box in boxes for key in ("fill", "stroke")} - {None, "none"}
+    sharers = [int(each) for each in shared.split(" and ")[0].split(", ")] if shared else []
+    if shared:
+        owner = next((each for each in range(200) if colours == {colour(each)}), vmmkv.SHARED_PAGE)
+        assert owner >= 0 or colours == {"currentColor"}
+        assert owner in (*sharers, vmmkv.SHARED_PAGE) or "more" in shared
+    else:
+        owner = int(number) if number else STATES[state]
+        assert colours == {colour(owner)} or not number
+    assert (drawn.find(f"{SVG}path") is not None) == (shared is not None and owner >= 0)
     return Square(
         int(page),
-        int(number) if number else STATES[state],
-        float(boxes[-1].get("width")) / width if number else 0.0,
+        owner,
+        sharers,
+        float(boxes[-1].get("width")) / width if owner >= 0 else 0.0,
         (int(begin), int(end)) if begin else None,
         left + width == right,
     )
@@ -84,16 +96,19 @@ def make_observed(make_cache: Callable[..., vmmkv.KVCache], device: str, **optio
 
 
 class Page(NamedTuple):
-    """What is to be drawn of a mapped page: its frame, and its entry in the page map."""
+    """What is to be drawn of a mapped page: its frame, its entry in the page map, who shares it, and whose it is drawn
+    as, or else that entry."""
 
     frame: int
+    entry: int
+    sharers: list[int]
     owner: int
 
 
 def change(cache: vmmkv.KVCache, live: dict[vmmkv.Sequence, int]) -> None:
     """One random operation; `live` are the sequences, and the tokens that they expect."""
     sequence = random.choice(list(live)) if live else None
-    operations = ["start", "start", "extend", "extend", "truncate", "release", "free", "trim", "map ahead"]
+    operations = ["start", "start", "fork", "extend", "extend", "truncate", "release", "free", "trim", "map ahead"]
     operation = random.choice(operations)
     some = cache.max_seq_len * 2 // 3
     try:
@@ -105,6 +120,8 @@ def change(cache: vmmkv.KVCache, live: dict[vmmkv.Sequence, int]) -> None:
         elif operation == "map ahead":
             while cache.pool.mapper and cache.pool.mapper.work():
                 pass
+        elif sequence and operation == "fork":
+            live.update(dict.fromkeys(cache.fork_many(sequence, random.randint(1, 2)), live[sequence]))
         elif sequence and operation == "extend":
             sequence.extend(random.randint(0, some // 2))
         elif sequence and operation == "truncate":
@@ -121,7 +138,9 @@ def change(cache: vmmkv.KVCache, live: dict[vmmkv.Sequence, int]) -> None:
 def pages_by_row(cache: vmmkv.KVCache, live: dict[vmmkv.Sequence, int], lookahead: int) -> dict[int, list[Page]]:
     """What there is to be drawn of each row, in the order of addresses, by what the driver was told."""
     sequences = {sequence.row: sequence for sequence in live}
-    by_row: dict[int, list[Page]] = {}
+    mapped: dict[int, list[int]] = {}
+    users: dict[int, set[int]] = {}
+    ahead: set[int] = set()
     for run in cache.mapped_ranges():
         arenas = [cache.range(index) for index in range(len(cache.layout.record_bytes))]
         index, arena = next(
@@ -130,18 +149,26 @@ def pages_by_row(cache: vmmkv.KVCache, live: dict[vmmkv.Sequence, int], lookahea
         row = arena.data_ptr() + run.row * (arena.nbytes // cache.max_sequences)
         addresses = range(run.address, run.address + run.nbytes, cache.page_size)
         frames = [cache.pool.driver.mapped[address] for address in addresses]
-        used, ahead = set(), set()
+        mapped.setdefault(run.row, []).extend(frames)
         if (sequence := sequences.get(run.row)) is not None:
             record, length = cache.layout.record_bytes[index], sequence.length
             wanted = min(max(length + lookahead, live[sequence]), cache.max_seq_len) if length or live[sequence] else 0
             begin = row + sequence.start * record // cache.page_size * cache.page_size
-            for tokens, touched in ((length, used), (wanted, ahead)):
-                end = row + tokens * record
-                touched.update(frame for frame, address in zip(frames, addresses) if begin <= address < end)
-        for frame in frames:
-            mapped = vmmkv.LOOKAHEAD_PAGE if frame in ahead else vmmkv.SURPLUS_PAGE
-            by_row.setdefault(run.row, []).append(Page(frame, sequences[run.row].number if frame in used else mapped))
-    return by_row
+            for frame, address in zip(frames, addresses):
+                if begin <= address < row + length * record:
+                    users.setdefault(frame, set()).add(sequence.number)
+                if begin <= address < row + wanted * record:
+                    ahead.add(frame)
+
+    def page(frame: int, row: int) -> Page:
+        numbers = sorted(users.get(frame, ()))
+        entry = vmmkv.LOOKAHEAD_PAGE if frame in ahead else vmmkv.SURPLUS_PAGE
+        if numbers:
+            entry = numbers[0] if len(numbers) == 1 else vmmkv.SHARED_PAGE
+        own = sequences[row].number if row in sequences else None
+        return Page(frame, entry, numbers if len(numbers) > 1 else [], own if own in numbers else entry)
+
+    return {row: [page(frame, row) for frame in frames] for row, frames in mapped.items()}
 
 
 @pytest.mark.parametrize(
@@ -174,14 +201,16 @@ def test_every_page_is_drawn_once_with_its_owner(
         for line, row in zip(drawn, order):
             followers = [*mapped[row][1:], None]
             for each, page, follower in zip(line, mapped[row], followers):
-                assert owners[each.page] == page.owner
+                assert owners[each.page] == page.entry
+                assert each.sharers == page.sharers
                 assert (each.frame is not None) == (sizes[page.frame] > 1)
                 assert each.is_joined == (follower is not None and follower.frame == page.frame)
                 assert each.frame is None or each.frame[0] <= each.page <= each.frame[1]
         for sequence in live:
-            own = drawn_pages(sequence._repr_html_(), "row")
-            assert [owner for _, owner in own] == [page.owner for page in mapped.get(sequence.row, [])]
-            assert all(owners[page] == owner for page, owner in own)
+            own = [each for line in squares(sequence._repr_html_(), "row") for each in line]
+            expected = mapped.get(sequence.row, [])
+            assert [(each.owner, each.sharers) for each in own] == [(page.owner, page.sharers) for page in expected]
+            assert [owners[each.page] for each in own] == [page.entry for page in expected]
 
 
 def test_large_frames_and_what_is_mapped_ahead_are_drawn_so(
@@ -199,6 +228,26 @@ def test_large_frames_and_what_is_mapped_ahead_are_drawn_so(
     assert sum(each.is_joined for each in line) == (mapped - used) // 16 * 15
     assert f"{(mapped - used) // 16} large frame" in cache._repr_html_()
     assert f"{mapped - used} lookahead" in cache._repr_html_()
+
+
+def test_what_forks_share_is_drawn_so(make_cache: Callable[..., vmmkv.KVCache]) -> None:
+    count = random.randint(MAX_NAMED + 1, 2 * MAX_NAMED)
+    cache = make_cache(max_sequences=1 + count, pages=200)
+    parent = cache.sequence(random.randint(12, 90))
+    full, all_pages = (pages(parent.length * cache.layout.token_bytes / cache.page_size) for pages in (floor, ceil))
+    family = [parent, *cache.fork_many(parent, count)]
+    for line, sequence in zip(squares(cache._repr_html_(), "row"), family):
+        assert [each.owner for each in line] == [sequence.number] * all_pages
+        assert [each.sharers for each in line] == [
+            [each.number for each in family[:MAX_NAMED]] if index < full else [] for index in range(all_pages)
+        ]
+    (physical,) = squares(cache._repr_html_(), "physical")
+    assert sum(each.owner == vmmkv.SHARED_PAGE for each in physical) == full
+    for picture in (cache._repr_html_(), family[-1]._repr_html_()):
+        assert picture.count(f" and {count + 1 - MAX_NAMED} more<") >= full
+        assert f">{full} shared by several sequences" in picture
+    cache.free(family[1:])
+    assert "shared by" not in cache._repr_html_()
 
 
 def test_what_is_filled_is_tokens(make_cache: Callable[..., vmmkv.KVCache]) -> None:

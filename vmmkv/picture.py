@@ -1,7 +1,7 @@
 """Who has which page: what caches and sequences show of themselves in Jupyter.
 
 A square is a page, and squares that are joined are one large frame. Its colour is the sequence that it belongs to, and
-the filled part holds tokens.
+the filled part holds tokens. A stripe runs through pages that several sequences share; each has them in its own colour.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 import numpy as np
 
 from .memory.frames import LARGE
-from .rows.rows import FREE_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE, Rows
+from .rows.rows import FREE_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SHARED_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE, Rows
 from .stats import CacheStats
-from .svg import WIDTH, Drawing, colour, named, rectangle
+from .svg import WIDTH, Drawing, colour, named, rectangle, stripe
 
 CELL = 12
 """Pixels from one square to the next; a sequence's are three times as wide."""
@@ -26,8 +26,11 @@ MAX_PAGES = 1024
 """Squares drawn of physical pages, or of a sequence; with more pages a square stands for several."""
 MAX_ROWS = 16
 """Rows of a cache, or ranges of a sequence, that are drawn."""
+MAX_NAMED = 8
+"""Sequences that are named of those that share a page."""
 
 STATES = {
+    SHARED_PAGE: ("shared by several sequences, whose rows have a stripe there", 'fill="currentColor"'),
     SURPLUS_PAGE: ("surplus: mapped, to be adopted or reclaimed", 'fill="#888" fill-opacity=".5"'),
     LOOKAHEAD_PAGE: ("lookahead: mapped for tokens to come", 'fill="#888" fill-opacity=".5" stroke="#888"'),
     FREE_PAGE: ("free", 'fill="none" stroke="#888"'),
@@ -35,16 +38,17 @@ STATES = {
     ZERO_PAGE: ("zeros, behind every row", 'fill="none" stroke="#888" stroke-width="2"'),
     VACANT_PAGE: ("given back", 'fill="none" stroke="#888" stroke-dasharray="1 3"'),
 }
-"""What a page is that belongs to no sequence, and how it looks."""
+"""What a page is that belongs to no sequence, or to several, and how it looks."""
 
 
 class Page(NamedTuple):
-    """A page to be drawn: its number, its entry in the page map, the first page of its frame if that is a large one,
-    and which part of it holds tokens."""
+    """A page to be drawn: its number; whose it is, or else its entry in the page map; the first page of its frame if
+    that is a large one; the sequences that share it; and which part of it holds tokens."""
 
     number: int
     owner: int
     frame: int | None
+    sharers: Sequence[int] = ()
     begin: float = 0.0
     end: float = 1.0
 
@@ -55,6 +59,10 @@ class Page(NamedTuple):
     def __str__(self) -> str:
         frame = "" if self.frame is None else f", in the large frame {self.frame} to {self.frame + LARGE - 1}"
         what = f"sequence {self.owner}" if self.owner >= 0 else STATES[self.owner][0]
+        if self.sharers:
+            more = len(self.sharers) - MAX_NAMED
+            what = f"shared by sequences {', '.join(map(str, self.sharers[:MAX_NAMED]))}"
+            what += f" and {more:,} more" if more > 0 else ""
         return f"page {self.number}{frame}: {what}"
 
 
@@ -68,28 +76,40 @@ class PageMap:
         self._frames = np.where(is_large, numbers - numbers % LARGE, -1)
         self.large = int(is_large.sum()) // LARGE
         """How many large frames there are."""
+        self._sharers = self._find_sharers()
+
+    def _find_sharers(self) -> dict[int, list[int]]:
+        """By shared page: the numbers of the sequences that share it."""
+        table = self._rows.table
+        sharers: dict[int, list[int]] = {page: [] for page in np.flatnonzero(self._owners == SHARED_PAGE).tolist()}
+        for row in sorted(table.live, key=table.owner.__getitem__) if sharers else ():
+            for _, used in self._rows.pages(row):
+                for page in sharers.keys() & used:
+                    sharers[page].append(table.owner[row])
+        return sharers
 
     def __len__(self) -> int:
         return len(self._owners)
 
-    def page(self, number: int, begin: float = 0.0, end: float = 1.0) -> Page:
-        """A page by its number, of which a part holds tokens."""
-        frame = int(self._frames[number])
-        return Page(number, int(self._owners[number]), None if frame < 0 else frame, begin, end)
+    def page(self, number: int, begin: float = 0.0, end: float = 1.0, viewer: int = SHARED_PAGE) -> Page:
+        """A page by its number, of which a part holds tokens; of those who share it, seen by one."""
+        frame, sharers = int(self._frames[number]), self._sharers.get(number, ())
+        owner = viewer if viewer in sharers else int(self._owners[number])
+        return Page(number, owner, None if frame < 0 else frame, sharers, begin, end)
 
     def counts(self) -> dict[int, int]:
-        """How many pages there are by state, of those that belong to no sequence."""
+        """How many pages there are by state, of those that do not belong to one sequence."""
         return {state: int((self._owners == state).sum()) for state in STATES}
 
     def by_range(self, row: int) -> list[list[Page]]:
         """A row's mapped pages in the order of addresses, for each range."""
-        by_range = []
+        by_range, viewer = [], self._rows.table.owner[row]
         for arena, record in self._rows.ranges:
             table, size = arena.table, arena.page_size
             first, last = (tokens * record / size for tokens in self._rows.table.extents[row].tolist())
             by_range.append(
                 [
-                    self.page(page, min(max(first - index, 0), 1), min(max(last - index, 0), 1))
+                    self.page(page, min(max(first - index, 0), 1), min(max(last - index, 0), 1), viewer)
                     for index, page in enumerate(table.pages_in(row).tolist(), table.first[row])
                 ]
             )
@@ -133,7 +153,7 @@ def draw_sequence(rows: Rows, row: int) -> str:
     start, length = rows.table.start[row], rows.table.length[row]
     by_range = PageMap(rows).by_range(row)
     mapped = list(chain(*by_range))
-    used = [page for page in mapped if page.owner >= 0]
+    used = [page for page in mapped if page.owner == rows.table.owner[row]]
     waste = 1 - sum(page.end - page.begin for page in used) / len(used) if used else 0.0
     drawing = Drawing()
     drawing.text(
@@ -152,7 +172,8 @@ def draw_sequence(rows: Rows, row: int) -> str:
         name = f"range {index}, token {token:,}" if len(rows.ranges) > 1 else f"token {token:,}"
         _squares(drawing, pages[::step], (COLUMNS - LABEL) // 3, label=name, wide=True)
     _say_what_is_left(drawing, len(rows.ranges), "range")
-    _legend(drawing, {state: sum(page.owner == state for page in mapped) for state in STATES})
+    states = [SHARED_PAGE if page.sharers else page.owner for page in mapped]
+    _legend(drawing, {state: states.count(state) for state in STATES})
     return drawing.svg()
 
 
@@ -180,11 +201,12 @@ def _square(page: Page, x: int, y: int, width: int) -> str:
         return rectangle(x, y, width, height, STATES[page.owner][1])
     fill, part = colour(page.owner), page.end - page.begin
     outline = rectangle(x, y, width, height, f'fill="none" stroke="{fill}"') if part < 1 else ""
-    return outline + rectangle(x + width * page.begin, y, width * part, height, f'fill="{fill}"')
+    filled = rectangle(x + width * page.begin, y, width * part, height, f'fill="{fill}"')
+    return outline + filled + (stripe(x, y, width, height) if page.sharers else "")
 
 
 def _legend(drawing: Drawing, counts: dict[int, int]) -> None:
-    """How the pages look that belong to no sequence, and how many there are."""
+    """How the pages look that do not belong to one sequence, and how many there are."""
     drawing.legend((STATES[state][1], f"{count:,} {STATES[state][0]}") for state, count in counts.items() if count)
 
 

@@ -25,6 +25,11 @@ def rectangle(x: float, y: float, width: float, height: float, looks: str) -> st
     return f'<rect x="{x:.4g}" y="{y:.6g}" width="{width:.4g}" height="{height:g}" {looks}/>'
 
 
+def stripe(x: float, y: float, width: float, height: float) -> str:
+    """A line along the middle of a rectangle."""
+    return f'<path d="M{x:.4g} {y + height / 2:.6g}h{width:.4g}" stroke="currentColor" stroke-width="2"/>'
+
+
 def named(what: str, shape: str) -> str:
     """A shape that says what it is to who points at it."""
     return f"<g><title>{escape(what)}</title>{shape}</g>"

@@ -169,8 +169,10 @@ class Rows:
         pages[frames.in_pages([*frames.free, *frames.free_large])] = FREE_PAGE
         pages[self.zero_frames] = ZERO_PAGE
         for row in range(self.table.num_rows):
-            for (arena, _), wanted in zip(self.ranges, self.books.wanted(row)):
+            for arena, _ in self.ranges:
                 pages[arena.table.pages_in(row)] = SURPLUS_PAGE
+        for row in self.table.live:  # one after another: a page may lie in several rows
+            for (arena, _), wanted in zip(self.ranges, self.books.wanted(row)):
                 pages[arena.table.pages_in(row, *wanted)] = LOOKAHEAD_PAGE
         for row in self.table.live:
             for (arena, _), used in zip(self.ranges, self.books.used(row)):
