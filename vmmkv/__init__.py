@@ -36,6 +36,7 @@ from .errors import (
 from .layout import KVLayout, LayerLayout
 from .memory.pool import FramePool, FramePoolStats
 from .publication import publish, unpublish
+from .reuse.retention import Retention
 from .rows.rows import FREE_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SHARED_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
 from .sequence import Sequence
 from .stats import CacheStats, CallStats
@@ -76,6 +77,7 @@ __all__ = [
     "OutOfRangeError",
     "OutOfRowsError",
     "ReleasedTokensError",
+    "Retention",
     "RetentionError",
     "Sequence",
     "SequenceTooLongError",

@@ -19,6 +19,7 @@ from .errors import (
     BusyError,
     LayoutError,
     LeakWarning,
+    UnsupportedError,
     VmmkvError,
 )
 from .invariants import check_pool, check_rows, watch
@@ -29,6 +30,8 @@ from .memory.monitor import bookkeeping, operation
 from .memory.owner import Owner, check_pool_alone, owners
 from .memory.pool import Account, FramePool
 from .picture import draw_cache
+from .reuse.node import Ids
+from .reuse.prefixes import Prefixes, ids_of
 from .rows.books import Rules
 from .rows.rows import Rows
 from .sequence import Sequence, check_length, check_tokens
@@ -198,14 +201,33 @@ class KVCache(Owner):
         """Bytes of a page."""
         return self._driver.page_size
 
-    def sequence(self, tokens: int = 0, *, expected_tokens: int = 0, tenant: Hashable = None) -> Sequence:
-        """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one.
+    def sequence(
+        self,
+        tokens: int = 0,
+        *,
+        token_ids: npt.ArrayLike | None = None,
+        salt: Hashable = None,
+        adapter: Hashable = None,
+        reuse: bool = True,
+        expected_tokens: int = 0,
+        tenant: Hashable = None,
+    ) -> Sequence:
+        """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one; or of given
+        tokens, which begins with K and V that others have made known.
 
         It belongs to the current stream: order work on other streams behind it, and name them with
         `Sequence.record_stream`. Without tokens it takes no memory.
 
         Args:
             tokens: that there is room for at once, on the parked row that fits them best.
+            token_ids: instead of `tokens`: what the sequence begins with, `[tokens]` whole numbers. The first
+                `Sequence.cached_tokens` of them hold K and V already, as `Sequence.commit` has made them known: on the
+                row of a sequence that has ended, where one holds all that is known, otherwise shared page by page, and
+                copied where a page holds other tokens as well. The last token is never among them: it has to be
+                computed for what comes after it.
+            salt: what is known under one salt is never seen under another.
+            adapter: of the model, which K and V depend on; as `salt`.
+            reuse: False neither begins with what is known nor leaves anything.
             expected_tokens: that it will soon have in all, where they come in chunks: finds the parked row that fits
                 best, and takes pages for others from there only where no others are idle. With a lookahead the mapper
                 maps them ahead, as far as memory is idle; nothing here waits for it.
@@ -218,13 +240,33 @@ class KVCache(Owner):
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
                 new sequence then.
         """
+        ids = None
+        if token_ids is not None:
+            ids = ids_of(token_ids)
+            tokens = self._check_ids(ids, tokens)
         for count in (tokens, expected_tokens):
             check_length(check_tokens(count), self.max_seq_len)
-        return self._sequence(tokens, expected_tokens, tenant)
+        if ids is None or not reuse:
+            return self._sequence(tokens, expected_tokens, tenant)
+        return self._sequence_of(ids, salt, adapter, expected_tokens, tenant)
+
+    def _check_ids(self, ids: Ids, tokens: int) -> int:
+        """How many tokens these are, where they can be reused."""
+        if tokens:
+            raise ArgumentError(f"got tokens={tokens!r} and {len(ids)} token_ids; give one of them")
+        if self._rows.rules.zero_tail:
+            raise UnsupportedError(
+                "asked for token_ids with zero_tail, which promises zeros behind sequences; make the cache without it"
+            )
+        return len(ids)
 
     @operation
     def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
+        return self._take(tokens, expected_tokens, tenant)
+
+    def _take(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
+        """A sequence on a row that is free, and whose pages nobody else has."""
         whose, stream = self.pool.tenant_number(tenant), self._driver.current_stream()
         sequence = self._new_sequence(self._rows.pick(max(tokens, expected_tokens), stream, whose))
         row, number = sequence.index, sequence.number
@@ -237,6 +279,27 @@ class KVCache(Owner):
         sequence = Sequence(self, self._rows, next(self._numbers), row)
         key = row, sequence.number
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
+        return sequence
+
+    def _prefixes(self) -> Prefixes:
+        """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
+        keeper = self._rows.keeper
+        return keeper if isinstance(keeper, Prefixes) else Prefixes(self._rows)
+
+    @operation
+    def _sequence_of(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> Sequence:
+        self._rows.release_abandoned()
+        whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
+        key = salt, adapter, whose
+        hit = prefixes.find(key, ids)
+        if not hit.tokens:
+            sequence = self._take(len(ids), expected, tenant)
+            sequence.key = key
+            return sequence
+        sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
+        sequence.key, sequence.cached_tokens = key, hit.tokens
+        prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+        self._rows.ring()
         return sequence
 
     def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
@@ -257,10 +320,15 @@ class KVCache(Owner):
         children: list[Sequence] = []
         for _ in range(count):
             child = self._new_sequence(self._rows.pick_empty())
-            self._rows.begin(child.index, child.number, like=row)  # from here on somebody will free it
+            table = self._rows.table
+            self._rows.begin(child.index, child.number, table.expected[row], table.tenant[row])
+            child.key = parent.key
             children.append(child)
         if children:
-            self._rows.sharing.fork(row, [child.index for child in children])
+            index = [child.index for child in children]
+            self._rows.sharing.fork(row, index)
+            if self._rows.keeper:
+                self._rows.keeper.inherit(row, index)
             self._rows.ring()
         return children
 

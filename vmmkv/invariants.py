@@ -79,7 +79,9 @@ def check_rows(rows: Rows) -> None:
         InvariantError: one is broken; the message says which.
     """
     table = rows.table
-    mapped = sum(len({*arena.table.mapped_pages()}) for arena in rows.arenas)
+    mapped = len(rows.frames_taken())
+    if rows.keeper:
+        rows.keeper.check()
     ensure(rows.account.taken == mapped, f"the account has {rows.account.taken} pages, {mapped} are mapped")
     live = table.live_rows().tolist()
     used = {(index, page) for row in live for index, (_, pages) in enumerate(rows.pages(row)) for page in pages}
@@ -94,7 +96,7 @@ def check_rows(rows: Rows) -> None:
         start, length, capacity = table.start[row], table.length[row], table.capacity[row]
         live = table.is_live(row)
         ensure(live == (row in table.live), f"row {row} is live, and is not")
-        listed = (row in table.parked) + (row in empty) + (row in table.retired)
+        listed = (row in table.parked) + (row in empty) + (row in table.retired) + (row in table.kept)
         ensure(listed <= 1, f"row {row} is on several lists")
         ensure(not (live and listed), f"live row {row} is up for adoption")
         ensure(live or row not in table.fronts, f"row {row} has a front, and no sequence")
@@ -117,7 +119,7 @@ def check_rows(rows: Rows) -> None:
                 ensure(ready * arena.page_size >= capacity * record, f"row {row}: {capacity=} is not mapped")
             if row in empty:
                 ensure(not pages.pages(row) and first == 0, f"empty row {row} has pages")
-            if row in table.parked:
+            if row in table.parked or row in table.kept:
                 ensure(first == 0, f"parked row {row} has a hole in front")
 
 

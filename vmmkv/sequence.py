@@ -5,12 +5,15 @@ from __future__ import annotations
 import html
 import operator
 import warnings
+from collections.abc import Hashable, Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+import numpy.typing as npt
 import torch
 
 from .errors import (
+    ArgumentError,
     DeviceError,
     DtypeError,
     SequenceTooLongError,
@@ -24,6 +27,9 @@ from .memory.fence import check_stream
 from .memory.monitor import bookkeeping, operation
 from .memory.pool import FramePool
 from .picture import draw_sequence
+from .reuse.node import Ids
+from .reuse.prefixes import Prefixes, ids_of
+from .reuse.retention import Retention
 from .rows.rows import Rows
 from .tensors import check_dense
 
@@ -41,7 +47,7 @@ class Sequence:
     books.
     """
 
-    __slots__ = ("__weakref__", "_rows", "cache", "index", "number")
+    __slots__ = ("__weakref__", "_rows", "cache", "cached_tokens", "index", "key", "number")
 
     cache: KVCache
     """The cache that it belongs to."""
@@ -52,6 +58,10 @@ class Sequence:
 
     def __init__(self, cache: KVCache, rows: Rows, number: int, row: int) -> None:
         self.cache, self._rows, self.number, self.index = cache, rows, number, row
+        self.cached_tokens = 0
+        """Tokens that held K and V when it began."""
+        self.key: Hashable = None
+        """What its tokens are known under, where they are: salt, adapter and tenant."""
 
     @property
     def pool(self) -> FramePool:
@@ -130,6 +140,30 @@ class Sequence:
             UseAfterFreeError: the sequence or its cache is gone.
         """
         return self.cache.fork_many(self, 1)[0]
+
+    def commit(self, token_ids: npt.ArrayLike, *, retention: Iterable[Retention] = ()) -> None:
+        """Makes K and V of its first tokens known to sequences that begin with the same: as far as they fill pages, and
+        for who takes its row whole also the rest. Their K and V must have been written, on streams that it knows.
+
+        Args:
+            token_ids: of all of its tokens from the first on, or fewer: those that were computed.
+            retention: how long they are to be kept, once nobody uses them; otherwise the least recently used go first.
+
+        Raises:
+            ArgumentError: it has not as many tokens, or was started without `token_ids`, or with `reuse=False`.
+            ValueError: it is known to hold other tokens.
+            UnsupportedError: its first tokens were given back.
+            RetentionError: ranges overlap.
+            StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
+        """
+        self._commit(ids_of(token_ids), retention)
+
+    @bookkeeping
+    def _commit(self, ids: Ids, retention: Iterable[Retention]) -> None:
+        keeper = self._rows.keeper
+        if self.key is None or not isinstance(keeper, Prefixes):
+            raise ArgumentError(f"{self!r} was started without token_ids, or not for reuse; give cache.sequence() some")
+        keeper.commit(self.index, self.key, ids, retention)
 
     def truncate(self, tokens: int) -> None:
         """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle."""

@@ -204,6 +204,10 @@ class Frames:
                 self.taken -= 1
         return before - self.taken
 
+    def frame_of(self, page: int) -> int:
+        """The frame that a page is part of."""
+        return page // LARGE * LARGE if self.is_large[page] else page
+
     def share(self, frames: Collection[int]) -> None:
         """Says that frames are in one place more."""
         self.has_shared = True

@@ -311,9 +311,12 @@ class Books:
             self.refresh(row)
             table.parked.remove(row)
             table.retired.pop(row, None)
+            table.kept.pop(row, None)
             table.empty[row] = None
             return
         self.refresh(row)
+        if row in table.kept:
+            return
         if all(arena.table.first[row] == 0 for arena, _ in self.ranges) and not self.is_shared(row):
             table.retired.pop(row, None)
             table.parked.put(row, table.capacity[row])

@@ -6,7 +6,7 @@ idle ones first, and what has to be waited for last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from ..errors import DriverOutOfMemoryError, OutOfPagesError, VmmkvError
 from ..memory.frames import Supply
@@ -15,6 +15,11 @@ from ..space.arena import free_waiting
 from ..space.change import Change
 from . import policy
 from .books import Books
+
+
+def _nothing(pages: int) -> int:
+    """Evicts nothing: there is nothing kept."""
+    return 0
 
 
 class Reclaimer:
@@ -31,6 +36,8 @@ class Reclaimer:
         # A live row's zero tail grows with each page that is taken from it.
         self.spare = 0 if books.rules.zero_tail else min(pool.limit // 512, 64)
         """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
+        self.evict: Callable[[int], int] = _nothing
+        """Gives up what is only kept for sequences to come, until so many pages are free; returns how many are."""
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Unmaps frames of `count` surplus pages, as far as there are any, and gives them to the pool; returns how many
@@ -38,7 +45,8 @@ class Reclaimer:
 
         Takes those that no work on the device may touch, unless it is to wait for it.
         """
-        return self._reclaim_from(self._victims(), count, wait)
+        reclaimed = self._reclaim_from(self._victims(), count, wait)
+        return reclaimed + self.evict(count - reclaimed) if reclaimed < count else reclaimed
 
     def _victims(self) -> Iterator[tuple[int, int]]:
         """Rows that may have pages to give, and the tokens whose pages they keep."""

@@ -20,7 +20,7 @@ import functools
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +60,31 @@ MANY = 64
 """Rows whose pages are counted even where nobody asks, so that who asks does not wait for more."""
 
 
+class Keeper(Protocol):
+    """Who knows what rows hold, and keeps it for sequences that begin alike."""
+
+    def leave(self, row: int) -> bool:
+        """Says that a row's sequence has ended; returns whether the row is to be kept."""
+
+    def shorten(self, row: int, tokens: int) -> None:
+        """Says that a live row holds its first tokens only."""
+
+    def inherit(self, row: int, children: list[int]) -> None:
+        """Says that rows hold what another holds."""
+
+    def give_up(self, row: int) -> None:
+        """Has a kept row be one that nobody can adopt."""
+
+    def reset(self) -> None:
+        """Forgets all, after an interruption."""
+
+    def close(self) -> None:
+        """Gives all up, with the cache."""
+
+    def check(self) -> None:
+        """Raises `InvariantError` where its books are wrong."""
+
+
 class Rows:
     """See above.
 
@@ -95,6 +120,8 @@ class Rows:
         """Rows, and the numbers of their sequences, that were left behind without `free`."""
         self.origins: dict[int, str] = {}
         """With debugging, by row: who has started its sequence."""
+        self.keeper: Keeper | None = None
+        """Who keeps rows and pages for sequences that begin alike, where somebody does."""
         self._driver = pool.driver
 
     def open(self, account: Account, ranges: Iterable[tuple[int, int]]) -> None:
@@ -141,6 +168,11 @@ class Rows:
         staging = self.sharing.staging
         return [arena for arena, _ in self.ranges] + ([staging] if staging else [])
 
+    def frames_taken(self) -> set[int]:
+        """The pages that the cache has, wherever they are: on rows, behind them, or kept."""
+        tables = [table for table in self.pool.tables if table.account is self.account]
+        return {page for table in tables for page in table.mapped_pages()}
+
     @property
     def zero_frames(self) -> list[int]:
         """The one frame of all tails, where there are any."""
@@ -149,6 +181,8 @@ class Rows:
     def close(self) -> None:
         """Ends all sequences and unmaps everything, in whatever state the driver is; all work must have finished."""
         self.table.owners[:] = NOBODY
+        if self.keeper:
+            self.keeper.close()
         for arena in self.arenas:
             arena.close()
         self.pool.close_account(self.account)
@@ -245,6 +279,8 @@ class Rows:
         table = self.table
         row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
         if row is None:
+            if self.keeper and not table.retired:
+                self.keeper.give_up(next(iter(table.kept)))
             row = next(iter(table.retired))
         try:
             if table.tenant[row] != tenant or row in table.retired:
@@ -284,13 +320,21 @@ class Rows:
         """
         return self.pick(0, self._driver.current_stream(), NOBODY)
 
-    def begin(self, row: int, owner: int, like: int) -> None:
-        """Gives a row without pages to a new sequence, which is to have tokens of that of another row."""
-        table = self.table
-        table.own(row, owner, self._driver.current_stream(), table.expected[like], table.tenant[like])
+    def begin(self, row: int, owner: int, expected: int, tenant: int) -> None:
+        """Gives a row to a new sequence on the current stream, which is to have tokens that there are already."""
+        self.table.own(row, owner, self._driver.current_stream(), expected, tenant)
         if self.pool.is_debugged:
             self.origins[row] = debugging.caller()
         self.books.refresh(row)
+
+    def adopt(self, row: int, owner: int, tokens: int, expected: int, tenant: int) -> None:
+        """Gives a kept row to a new sequence, which has its first tokens then."""
+        self.table.kept.pop(row)
+        self.begin(row, owner, expected, tenant)
+        self.table.length[row] = tokens
+        self.books.use(row)
+        self.books.refresh(row)
+        self.adoptions += 1
 
     def take(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> None:
         """Gives a picked row to a new sequence on a stream, with room for `tokens` tokens.
@@ -345,6 +389,8 @@ class Rows:
         for row in rows:
             self.table.fence(row, fence)
             own, leaving = self.table.own_streams[row], self.books.leaving(row, 0, 0)
+            if self.keeper and self.keeper.leave(row):
+                self.table.kept[row] = None
             self.page_uses += self.books.leave(row, leaving)
             self.books.vacate(row)
             self._cleaner.spoil(row, own, leaving)  # last: who is interrupted before still has the tokens
@@ -373,9 +419,11 @@ class Rows:
         table = self.table
         parked, retired = list(table.parked), [*table.retired, *table.fronts]
         table.parked, table.spare, table.retired, table.fronts = Shelf(), Shelf(), OrderedDict(), OrderedDict()
-        table.live, table.empty, table.needy, table.fenced = {}, {}, {}, {}
+        table.live, table.empty, table.needy, table.fenced, table.kept = {}, {}, {}, {}, OrderedDict()
         self.books.forget_counts()
-        self.account.taken = sum(len({*arena.table.mapped_pages()}) for arena in self.arenas)
+        if self.keeper:
+            self.keeper.reset()
+        self.account.taken = len(self.frames_taken())
         self.books.duplicates = 0
         self.sharing.clear()
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
@@ -446,6 +494,8 @@ class Rows:
         self.table.extents[row] = start, length
         self.table.stir(row)
         self.books.retire_front(row)
+        if self.keeper:
+            self.keeper.shorten(row, length)
         if self.books.is_shared(row):
             self.books.refresh(row)  # it may not write where others read
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)

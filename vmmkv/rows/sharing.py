@@ -44,7 +44,9 @@ class Sharing:
         self._reclaimer, self._growing = reclaimer, growing
         self._table, self._driver = books.table, pool.driver
         self.staging: Arena | None = None
-        """Where a page is while it is copied to take another's place: of one row, made when it is needed."""
+        """Where frames are that are copied to, or from, and lie on no row then: of one row, made when it is needed."""
+        self._staged = Fence()
+        """Passes when all has been copied from there."""
 
     # ------------------------------------------------------------------ having the same
 
@@ -92,7 +94,7 @@ class Sharing:
         books, change = self._books, Change(self._pool.calls, self._pool.frames)
         for (arena, _), (first, split) in zip(books.ranges, splits):
             if first < split:
-                self._mark(arena, row, first, split)
+                self.mark(arena, row, first, split)
                 for child in children:
                     if books.rules.zero_tail:
                         arena.make_way(child, split)
@@ -101,20 +103,28 @@ class Sharing:
                     frames = arena.table.frames_in(row, first, split)
                     self._pool.frames.share(frames)
                     change.place(arena.table, Run(child, first, split), frames, split, kind=SET_READ_ACCESS)
+        self._run_shared(change, children, [split for _, split in splits])
+
+    def _run_shared(self, change: Change, rows: list[int], splits: list[int]) -> None:
+        """Runs a change that maps what rows share, up to a page of each range, or takes it back.
+
+        Raises:
+            DriverError: a call failed.
+        """
         change.run()
         change.commit(self._pool)
-        for (arena, _), (first, split) in zip(books.ranges, splits):
-            for child in children:
-                arena.table.own[child] = min(arena.table.own[child], arena.table.end[child])
-                books.duplicates += arena.table.use(child, first, split)
+        for (arena, _), split in zip(self._books.ranges, splits):
+            for row in rows:
+                arena.table.own[row] = min(arena.table.own[row], arena.table.end[row])
+                self._books.duplicates += arena.table.use(row, 0, split)
         try:
             change.check()
         except DriverError:
-            for child in children:
-                self._unshare(child)
+            for row in rows:
+                self._unshare(row)
             raise
 
-    def _mark(self, arena: Arena, row: int, first: int, split: int) -> None:
+    def mark(self, arena: Arena, row: int, first: int, split: int) -> None:
         """Writes down that pages of a live row, which uses those from `first` on, may lie in others from now on."""
         table = arena.table
         before = table.own[row]
@@ -150,8 +160,9 @@ class Sharing:
         for row in rows:
             for (arena, record), (_, used_end) in zip(self._books.ranges, self._books.used(row)):
                 nbytes = self._table.length[row] * record
-                page = arena.table.frame_begin(row, nbytes // self._books.page_size)
+                page = nbytes // self._books.page_size
                 if page < arena.table.own[row]:
+                    page = arena.table.frame_begin(row, page)
                     part = Run(row, page, max(used_end, page))
                     self._make_own(arena, part, nbytes - page * self._books.page_size)
 
@@ -248,14 +259,109 @@ class Sharing:
         self._books.vacate(row)
 
     def _stage(self) -> Arena:
-        """The staging row, empty: as long as a large frame, and what is read behind a sequence's end."""
+        """The staging row, empty: as long as two large frames for each range, and what is read behind a sequence's
+        end."""
         self.clear()
         if self.staging is None:
             size, overread = self._books.page_size, self._books.rules.overread * max(self._books.records)
-            self.staging = Arena(self._pool, self._account, 1, (LARGE + 2 + overread // size) * size)
+            pages = 2 * LARGE * len(self._books.ranges) + 2 + overread // size
+            self.staging = Arena(self._pool, self._account, 1, pages * size)
         return self.staging
 
     def clear(self) -> None:
-        """Gives back what a failure has left in the staging row."""
-        if self.staging:
+        """Gives back what has been copied from the staging row, or what a failure has left there."""
+        if self.staging and self.staging.table.end[0]:
+            self._staged.wait()
             self.staging.unmap_back(0, 0)
+
+    # ------------------------------------------------------------------ having what was kept
+
+    def reach(self, numbers: list[int]) -> tuple[list[int], int, int]:
+        """What of pages, by number, a row can begin with: the frames that can be mapped whole, one after another; how
+        many of the pages these are; and how many there are behind them in one frame more, to be copied."""
+        pool, count, frames, split = self._pool.frames, len(numbers), [], 0
+        if not pool.has_large:
+            return numbers, count, 0
+        while split < count:
+            page = numbers[split]
+            if not pool.is_large[page]:
+                split += 1
+            elif page % LARGE == 0 and split + LARGE <= count and numbers[split + LARGE - 1] == page + LARGE - 1:
+                split += LARGE
+            else:
+                break
+            frames.append(page)
+        rest = 0
+        while split + rest < count and numbers[split + rest] == numbers[split] + rest and rest < LARGE:
+            rest += 1
+        return frames, split, rest
+
+    def lay(self, row: int, tokens: int, length: int, pages: list[list[int]], partial: list[int | None]) -> None:
+        """Gives a row without pages its first tokens, from pages that are kept, and room for all of its tokens.
+
+        Args:
+            tokens: so many are there.
+            length: so many there is to be room for.
+            pages: by range the numbers of the pages that hold nothing else, all within `reach`.
+            partial: by range the number of the one that holds the rest of them; None where there is no rest.
+
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row has no tokens then.
+        """
+        books, pool, change = self._books, self._pool, Change(self._pool.calls, self._pool.frames)
+        reaches = [self.reach(numbers) for numbers in pages]
+        sources = self._show(reaches, pages, partial)
+        for (arena, _), (frames, split, _) in zip(books.ranges, reaches):
+            if split:
+                arena.table.begin_at(row, 0)
+                arena.table.own[row] = split
+                pool.frames.share(frames)
+                change.place(arena.table, Run(row, 0, split), frames, split, kind=SET_READ_ACCESS)
+        self._run_shared(change, [row], [split for _, split, _ in reaches])
+        try:
+            self._growing.make_room({row: (0, length)}, [row])
+            for (arena, record), (_, split, _), source in zip(books.ranges, reaches, sources):
+                begin = split * books.page_size
+                for address, nbytes in source:
+                    nbytes = min(nbytes, tokens * record - begin)
+                    self._driver.copy(arena.table.address_of(row, 0) + begin, address, nbytes)
+                    begin += nbytes
+            self._staged = Fence.after(self._driver, [self._driver.current_stream()])
+        except BaseException:
+            self._unshare(row)
+            raise
+        self._table.length[row] = length
+        books.refresh(row)
+
+    def _show(
+        self, reaches: list[tuple[list[int], int, int]], pages: list[list[int]], partial: list[int | None]
+    ) -> list[list[tuple[int, int]]]:
+        """Maps the frames that are to be copied from in the staging row, read-only; returns by range the addresses and
+        bytes of what to copy, in order."""
+        sources: list[list[tuple[int, int]]] = []
+        frames, size, staging = self._pool.frames, self._books.page_size, self._stage()
+        placed: dict[int, int] = {}
+        end = 0
+        for (_, split, rest), numbers, last in zip(reaches, pages, partial):
+            wanted = [(numbers[split], rest)] if rest else []
+            wanted += [(last, 1)] if last is not None else []
+            for page, _ in wanted:
+                frame = frames.frame_of(page)
+                if frame not in placed:
+                    placed[frame] = end
+                    end += LARGE if frames.is_large[frame] else 1
+            sources.append(
+                [
+                    (staging.table.address_of(0, placed[frame] + page - frame), count * size)
+                    for page, count in wanted
+                    for frame in [frames.frame_of(page)]
+                ]
+            )
+        if placed:
+            change = Change(self._pool.calls, frames)
+            frames.share(list(placed))
+            change.place(staging.table, Run(0, 0, end), list(placed), end, kind=SET_READ_ACCESS)
+            change.run()
+            change.commit(self._pool)
+            change.check()
+        return sources

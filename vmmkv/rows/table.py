@@ -71,6 +71,8 @@ class RowTable:
         """By their capacities."""
         self.retired: OrderedDict[int, None] = OrderedDict()
         """Oldest first."""
+        self.kept: OrderedDict[int, None] = OrderedDict()
+        """Rows that nobody has, for those who begin with the same tokens; oldest first."""
         self.fronts: OrderedDict[int, None] = OrderedDict()
         """Live rows with pages in front of what they keep; oldest first."""
         self.empty = dict.fromkeys(range(num_rows - 1, -1, -1))
@@ -103,7 +105,7 @@ class RowTable:
 
     def counts(self) -> dict[str, int]:
         """Rows by state."""
-        live, parked, empty = len(self.live), len(self.parked), len(self.empty)
+        live, parked, empty = len(self.live), len(self.parked) + len(self.kept), len(self.empty)
         return {"live": live, "parked": parked, "retired": self.num_rows - live - parked - empty, "empty": empty}
 
     def pick(self, tokens: int, stream: Any, tenant: int, fits: Callable[[int], bool]) -> int | None:

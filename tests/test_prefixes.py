@@ -1,0 +1,274 @@
+"""Sequences that begin with tokens that are there already: right K and V, of nobody else, and as many as there are.
+
+K and V of a token stand for all that they depend on: salt, adapter, tenant and all ids up to it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from conftest import small_driver
+from faulty import FaultyDriver
+
+import vmmkv
+
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
+RANGES = vmmkv.KVLayout(3, [2, 1, 2], 24, torch.float32, layers_per_range=1)  # records that do not divide pages
+
+
+class World:
+    """A cache, and what each sequence should hold."""
+
+    def __init__(self, random: Random, pages: int, layout: vmmkv.KVLayout, **options: Any) -> None:
+        self.random = random
+        self.driver = FaultyDriver(small_driver("cpu"))
+        self.cache = vmmkv.KVCache(
+            layout, 6, 200, max_bytes=pages * self.driver.page_size, driver=self.driver, **options
+        )
+        self.ids: dict[vmmkv.Sequence, list[int]] = {}
+        self.keys: dict[vmmkv.Sequence, tuple[Any, ...]] = {}
+        self.known: dict[tuple[Any, ...], list[list[int]]] = {}
+
+    def value(self, key: tuple[Any, ...], ids: list[int]) -> float:
+        """What K and V of the last of these tokens are."""
+        digest = hashlib.blake2b(repr((key, ids)).encode(), digest_size=3).digest()
+        return float(int.from_bytes(digest, "little"))
+
+    def write(self, sequence: vmmkv.Sequence, begin: int) -> None:
+        """Computes tokens from one on."""
+        ids = self.ids[sequence]
+        for token in range(begin, len(ids)):
+            value = self.value(self.keys[sequence], ids[: token + 1])
+            for layer in range(self.cache.layout.num_layers):
+                for offset, states in enumerate((sequence.k(layer), sequence.v(layer))):
+                    states[token] = value + layer + offset / 2
+
+    def check(self) -> None:
+        self.cache.check()
+        for sequence, ids in self.ids.items():
+            self.read(sequence, len(ids))
+
+    def read(self, sequence: vmmkv.Sequence, end: int) -> None:
+        """Looks whether the first tokens of a sequence are its own."""
+        ids = self.ids[sequence]
+        expected = torch.tensor([self.value(self.keys[sequence], ids[: token + 1]) for token in range(end)])
+        for layer in range(self.cache.layout.num_layers):
+            for offset, states in enumerate((sequence.k(layer), sequence.v(layer))):
+                assert (states[:end] == (expected + layer + offset / 2)[:, None, None]).all(), "another's K and V"
+
+    def whole(self, tokens: int) -> int:
+        """Of so many tokens those that lie in pages that they fill, in all ranges."""
+        size = self.cache.page_size
+        return min(tokens * record // size * size // record for record in self.cache.layout.record_bytes)
+
+    def most(self, key: tuple[Any, ...], ids: list[int]) -> int:
+        """How many tokens of a new sequence have been made known in whole pages."""
+        best = 0
+        for known in self.known.get(key, []):
+            readable, common = self.whole(len(known)), 0
+            while common < min(readable, len(ids) - 1) and known[common] == ids[common]:
+                common += 1
+            best = max(best, common)
+        return best
+
+    def start(self, ids: list[int], key: tuple[Any, ...] = (None, None, None), reuse: bool = True) -> vmmkv.Sequence:
+        salt, adapter, tenant = key
+        sequence = self.cache.sequence(
+            token_ids=np.array(ids, np.int64), salt=salt, adapter=adapter, tenant=tenant, reuse=reuse
+        )
+        assert sequence.length == len(ids)
+        assert sequence.cached_tokens < max(len(ids), 1)
+        self.ids[sequence], self.keys[sequence] = list(ids), key
+        self.read(sequence, sequence.cached_tokens)
+        self.write(sequence, sequence.cached_tokens)
+        return sequence
+
+    def commit(self, sequence: vmmkv.Sequence, tokens: int | None = None) -> None:
+        ids = self.ids[sequence][:tokens]
+        sequence.commit(np.array(ids, np.int64))
+        self.known.setdefault(self.keys[sequence], []).append(ids)
+
+    def free(self, sequence: vmmkv.Sequence) -> None:
+        sequence.free()
+        del self.ids[sequence], self.keys[sequence]
+
+
+def prompt(world: World, vocabulary: int = 2) -> list[int]:
+    """Ids that often begin like others."""
+    random = world.random
+    known = [ids for lists in world.known.values() for ids in lists] or [[]]
+    begin = random.choice(known)
+    begin = begin[: random.choice([len(begin), random.randint(0, len(begin))])]
+    return (begin + [random.randrange(vocabulary) for _ in range(random.randint(1, 60))])[:150]
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"large_frames": False}, {"overread": 5}], ids=str)
+@pytest.mark.parametrize("pages", [60, 2000], ids=["tight", "plenty"])
+def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, Any], pages: int) -> None:
+    """Everybody reads what is theirs; with memory for all, and one range, everything known is found."""
+    seed = Random().randrange(1 << 32)
+    print(f"{seed=}")
+    random = Random(seed)
+    world = World(random, pages, layout, **options)
+    keys = [(None, None, None), ("salt", None, None), (None, 7, None), (None, None, "tenant")]
+    for _ in range(60):
+        live = list(world.ids)
+        what = random.random()
+        try:
+            if what < 0.45 or not live:
+                key, ids = random.choice(keys), prompt(world)
+                reuse = random.random() < 0.9
+                most = world.most(key, ids) if reuse else 0
+                sequence = world.start(ids, key, reuse)
+                assert reuse or not sequence.cached_tokens
+                if pages > 1000 and layout is LAYOUT:
+                    assert sequence.cached_tokens >= most
+                if reuse and random.random() < 0.8:
+                    world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
+            elif what < 0.6:
+                sequence = random.choice(live)
+                new = [random.randrange(2) for _ in range(random.randint(1, 20))]
+                before = len(world.ids[sequence])
+                sequence.extend(len(new))
+                world.ids[sequence] += new
+                world.write(sequence, before)
+                if sequence.key and random.random() < 0.7:
+                    world.commit(sequence)
+            elif what < 0.7:
+                sequence = random.choice(live)
+                tokens = random.randint(0, sequence.length)
+                sequence.truncate(tokens)
+                del world.ids[sequence][tokens:]
+            elif what < 0.78:
+                parent = random.choice(live)
+                child = parent.fork()
+                world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+            elif what < 0.97:
+                world.free(random.choice(live))
+            else:
+                world.cache.trim()
+                world.known.clear()
+        except (vmmkv.OutOfPagesError, vmmkv.OutOfRowsError):
+            assert pages < 1000 or len(live) == 6
+            for sequence in live:
+                world.free(sequence)
+        world.check()
+    world.cache.close()
+    assert not world.driver.mapped
+    assert not world.driver.handles
+
+
+def make(pages: int = 200, **options: Any) -> World:
+    return World(Random(), pages, LAYOUT, **options)
+
+
+def changes(world: World) -> int:
+    return world.driver.changes
+
+
+def test_a_chat_goes_on_on_its_own_row_without_a_driver_call() -> None:
+    world = make()
+    first = world.start([1] * 21)
+    world.commit(first)
+    first.extend(9)
+    world.ids[first] += [2] * 9
+    world.write(first, 21)
+    world.commit(first)
+    row, ids = first.row, world.ids[first]
+    world.free(first)
+    before = changes(world)
+    second = world.start([*ids, 3, 3])
+    assert (second.row, second.cached_tokens) == (row, 30)
+    assert changes(world) == before
+    world.check()
+
+
+def test_what_begins_alike_shares_pages_while_both_live() -> None:
+    world = make(large_frames=False)
+    first = world.start([1] * 40)
+    world.commit(first)
+    used = world.cache.stats().pages["used"]
+    second = world.start([1] * 40 + [2])
+    assert second.cached_tokens == 40
+    assert world.cache.stats().pages["used"] == used + 1
+    assert (world.cache.page_map() == vmmkv.SHARED_PAGE).sum() == used
+    world.check()
+
+
+def test_the_page_in_which_two_part_is_copied() -> None:
+    world = make()
+    first = world.start([1] * 32)
+    world.commit(first)
+    second = world.start([1] * 21 + [2] * 9)
+    assert second.cached_tokens == 21
+    world.check()
+
+
+@pytest.mark.parametrize("other", [("salt", None, None), (None, "adapter", None), (None, None, "tenant")])
+def test_others_see_nothing(other: tuple[Any, ...]) -> None:
+    world = make()
+    world.commit(world.start([1] * 40))
+    assert world.start([1] * 40, other).cached_tokens == 0
+    assert world.start([1] * 40, reuse=False).cached_tokens == 0
+    world.check()
+
+
+def test_what_nobody_committed_is_not_known() -> None:
+    world = make()
+    world.free(world.start([1] * 40))
+    assert world.start([1] * 40).cached_tokens == 0
+
+
+def test_the_least_needed_goes_first() -> None:
+    world = make(pages=20, large_frames=False)
+    for first, priority in ((1, 50), (2, 35), (3, 35)):
+        sequence = world.start([first] * 40)
+        sequence.commit(np.full(40, first), retention=[vmmkv.Retention(priority=priority)])
+        world.free(sequence)
+    world.free(world.start([4] * 72))  # 9 of 20 pages: 15 are known, so 4 of the second go
+    assert world.start([1] * 40).cached_tokens == 39
+    assert world.start([2] * 40).cached_tokens < 32
+    world.check()
+
+
+def test_what_is_used_is_never_evicted() -> None:
+    world = make(pages=20, large_frames=False)
+    kept = world.start([1] * 80)
+    world.commit(kept)
+    with pytest.raises(vmmkv.OutOfPagesError):
+        world.start([2] * 96)
+    assert kept.length == 80
+    assert world.start([1] * 81).cached_tokens == 80
+    world.check()
+
+
+def test_misuse() -> None:
+    world = make()
+    sequence = world.start([1] * 20)
+    with pytest.raises(vmmkv.ArgumentError, match="commit 21 tokens"):
+        sequence.commit(np.ones(21, np.int64))
+    sequence.commit(np.ones(20, np.int64))
+    with pytest.raises(ValueError, match="other token ids"):
+        sequence.commit(np.zeros(20, np.int64))
+    with pytest.raises(vmmkv.DtypeError):
+        sequence.commit(np.ones(20))
+    with pytest.raises(vmmkv.ShapeError):
+        world.cache.sequence(token_ids=np.ones((2, 2), np.int64))
+    with pytest.raises(vmmkv.ArgumentError, match="give one of them"):
+        world.cache.sequence(3, token_ids=[1])
+    with pytest.raises(vmmkv.ArgumentError, match="without token_ids"):
+        world.cache.sequence(3).commit([1])
+    with pytest.raises(vmmkv.ArgumentError, match="reuse"):
+        world.start([1] * 3, reuse=False).commit([1])
+    sequence.release_before(9)
+    with pytest.raises(vmmkv.UnsupportedError, match="release_before"):
+        sequence.commit(np.ones(20, np.int64))
+    with pytest.raises(vmmkv.UnsupportedError, match="zero_tail"):
+        make(zero_tail=True).cache.sequence(token_ids=[1])
+    world.cache.check()

@@ -1,0 +1,353 @@
+"""Prefixes of one cache: which sequences begin with tokens that are there already, and what they begin on.
+
+Pages whose tokens were made known (`commit`) are held by the prefix tree, mapped somewhere or nowhere, until they are
+evicted. A new sequence that begins with such tokens
+
+ 1. adopts the row of a freed one, where that holds all that is known of it: no driver call;
+ 2. otherwise has the frames mapped in a row of its own, read-only, and what does not fill a frame copied.
+
+Invariants:
+ 1. A frame that holds a page of the tree is held here, as one place more where it is.
+ 2. A live row's committed pages are locked in the tree: what is used is never evicted.
+ 3. `kept` rows belong to nobody, are whole from their first page on, and hold what their chain says.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import ArgumentError, InvariantError, UnsupportedError, VmmkvError
+from ..memory.fence import Fence
+from ..memory.frames import LARGE
+from ..memory.pool import Account, FramePool
+from ..rows.rows import Rows
+from .lookup import token_ids
+from .node import Ids, Node
+from .retention import Retention
+from .tree import Match, Page, PrefixTree
+
+
+class Chain(NamedTuple):
+    """What a row is known to hold: the tokens of these ids. While it is live `node` is locked; while it is kept, `last`
+    is the number of its last page that the tree knows, in the first arena."""
+
+    key: Hashable
+    ids: Ids
+    node: Node | None
+    last: int = -1
+
+
+class Hit(NamedTuple):
+    """What a new sequence can begin with: so many tokens, on a kept row or on what the tree knows."""
+
+    tokens: int
+    row: int | None
+    match: Match
+
+
+class Held:
+    """The frames of the tree, as the pool's tables say where frames are."""
+
+    def __init__(self, pool: FramePool, account: Account) -> None:
+        self._pool, self.account = pool, account
+        self.tail_frames: list[int] = []
+        self.doubt: list[Any] = []
+        self._pages: Counter[int] = Counter()
+        """By frame, how many of its pages the tree knows."""
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Holds the frames of pages that have become known."""
+        frames = self._pool.frames
+        for frame, count in Counter(map(frames.frame_of, pages)).items():
+            if frame not in self._pages:
+                frames.share([frame])
+            self._pages[frame] += count
+
+    def drop(self, pages: Iterable[int]) -> None:
+        """Gives up the frames of pages that are known no more, if they were the last ones there."""
+        for frame, count in Counter(map(self._pool.frames.frame_of, pages)).items():
+            self._pages[frame] -= count
+            if not self._pages[frame]:
+                del self._pages[frame]
+                self._pool.give(self.account, [frame])
+
+    def known_pages(self, pages: set[int]) -> set[int]:
+        """Of pages those that are held, where these are all that are."""
+        counts = Counter(map(self._pool.frames.frame_of, pages))
+        return pages if counts == self._pages else set()
+
+    def tell_uses(self) -> None:
+        """Does nothing: who maps frames counts."""
+
+    def mapped_pages(self) -> list[int]:
+        """The pages of the frames that are held."""
+        return self._pool.frames.in_pages(list(self._pages))
+
+    def settle(self) -> None:
+        """Holds nothing, after an interruption: nobody can trust the tree then."""
+        self._pages.clear()
+
+    def leave_behind(self) -> None:
+        """Leaves all frames to the pool, for its next operation: the cache is gone."""
+        frames = list(self._pages)
+        self._pages.clear()
+        self._pool.left_behind.append((self, self.account, frames))
+
+
+class Prefixes:
+    """See above.
+
+    Args:
+        rows: the rows of the cache.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows, self._table, self._books, self._pool = rows, rows.table, rows.books, rows.pool
+        self._tree = self._new_tree()
+        self._chains: dict[int, Chain] = {}
+        """By row, live or kept."""
+        self._last: dict[int, int] = {}
+        """Kept rows, by the last page that the tree knows of each."""
+        self._written = Fence()
+        """Passes when all that is known has been written."""
+        self._held = Held(rows.pool, rows.account)
+        rows.pool.tables.append(self._held)
+        rows.keeper, rows.reclaimer.evict = self, self.evict
+        weakref.finalize(self, self._held.leave_behind).atexit = False
+
+    def _new_tree(self) -> PrefixTree:
+        return PrefixTree(self._books.page_size, self._books.records)
+
+    @property
+    def pages(self) -> int:
+        """How many are known."""
+        return self._tree.pages
+
+    # ------------------------------------------------------------------ beginning with what is there
+
+    def find(self, key: Hashable, ids: Ids) -> Hit:
+        """What a sequence of these ids can begin with: at most all of its tokens but the last, which has to be computed
+        for what comes after it."""
+        match = self._within_reach(self._tree.match(key, ids[:-1]))
+        for page in reversed(match.pages[0]):
+            row = self._last.get(page)
+            if row is not None:
+                tokens = _common(self._chains[row].ids, ids[:-1])
+                if tokens >= match.tokens and self._may_adopt(row, tokens):
+                    return Hit(tokens, row, match)
+                break
+        return Hit(match.tokens, None, match)
+
+    def _within_reach(self, match: Match) -> Match:
+        """What of a match can be laid on a row."""
+        geometry, sharing = self._tree.geometry, self._rows.sharing
+        reaches = [sharing.reach(numbers) for numbers in match.pages]
+        counts = [split + rest for _, split, rest in reaches]
+        if counts == [len(numbers) for numbers in match.pages]:
+            return match
+        tokens = min(count * geometry.page_size // record for count, record in zip(counts, geometry.records))
+        tokens = min(tokens, match.tokens)
+        wholes = geometry.pages(tokens)
+        pages = [numbers[:whole] for numbers, whole in zip(match.pages, wholes)]
+        partial = [
+            numbers[whole] if tokens * record % geometry.page_size else None
+            for numbers, whole, record in zip(match.pages, wholes, geometry.records)
+        ]
+        return Match(tokens, pages, partial, match.node)
+
+    def _may_adopt(self, row: int, tokens: int) -> bool:
+        """Whether a kept row holds nothing behind so many tokens that a new sequence must not see, or write to."""
+        is_clean = not self._books.rules.cleans
+        return is_clean and all(
+            arena.table.own[row] <= tokens * record // self._books.page_size for arena, record in self._books.ranges
+        )
+
+    def begin(self, row: int, owner: int, hit: Hit, key: Hashable, ids: Ids, expected: int, tenant: int) -> None:
+        """Gives a row to a new sequence that begins with a hit, with room for all of its tokens.
+
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
+        """
+        self._written.order(self._pool.driver.current_stream())
+        node = self._tree.lock(hit.match.node, hit.match.tokens)
+        if hit.row is not None:
+            self._last.pop(self._chains[row].last)
+            self._rows.adopt(row, owner, hit.tokens, expected, tenant)
+        else:
+            self._rows.begin(row, owner, expected, tenant)
+        self._chains[row] = Chain(key, ids[: hit.tokens].copy(), node)
+        try:
+            if hit.row is not None:
+                self._rows.grow_one(row, len(ids))
+            else:
+                self._rows.sharing.lay(row, hit.tokens, len(ids), hit.match.pages, hit.match.partial)
+        except VmmkvError:
+            self._rows.release([(row, owner)])
+            raise
+
+    # ------------------------------------------------------------------ making known
+
+    def commit(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> None:
+        """Makes the first tokens of a live row known: those that fill pages.
+
+        Raises:
+            ArgumentError: the row has not as many tokens.
+            ValueError: the row is known to hold others.
+            UnsupportedError: its first tokens were given back.
+            RetentionError: ranges overlap.
+            StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
+        """
+        length = self._table.length[row]
+        if len(ids) > length:
+            raise ArgumentError(f"asked to commit {len(ids)} tokens; the sequence has {length}. Compute them first")
+        if self._table.start[row]:
+            raise UnsupportedError(
+                f"asked to commit tokens from the first on; those before {self._table.start[row]} were given back with "
+                "release_before"
+            )
+        before = self._chains.get(row)
+        if before and _common(before.ids, ids) < min(len(before.ids), len(ids)):
+            raise ValueError("asked to commit other token ids than this sequence is known to hold; truncate it first")
+        if before and len(ids) < len(before.ids):
+            return
+        written = self._table.fence_after(self._pool.driver, [row])
+        node, tokens = self._insert(row, key, ids, retention)
+        for (arena, _), pages in zip(self._books.ranges, self._tree.geometry.pages(tokens)):
+            self._rows.sharing.mark(arena, row, 0, pages)
+        self._written |= written
+        if before and before.node:
+            self._tree.unlock(before.node)
+        self._chains[row] = Chain(key, ids.copy(), node)
+
+    def _insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> tuple[Node, int]:
+        """Has the tree know a row's pages, and holds those that it did not know; returns what to unlock, and how many
+        tokens are known now."""
+        counts = self._tree.geometry.pages(len(ids))
+        pages = [arena.table.pages_in(row, 0, count).tolist() for (arena, _), count in zip(self._books.ranges, counts)]
+        unknown = [[page for page in of if page not in known] for of, known in zip(pages, self._tree.numbers)]
+        insertion = self._tree.insert(key, ids, pages, retention)
+        for of, known in zip(unknown, self._tree.numbers):
+            self._held.hold(page for page in of if page in known)
+        return self._tree.lock(insertion.node), insertion.tokens
+
+    # ------------------------------------------------------------------ what rows ask
+
+    def shorten(self, row: int, tokens: int) -> None:
+        """Says that a live row holds its first tokens only."""
+        chain = self._chains.get(row)
+        if chain and len(chain.ids) > tokens:
+            self._chains[row] = chain._replace(ids=chain.ids[:tokens])
+
+    def leave(self, row: int) -> bool:
+        """Says that a row's sequence has ended; returns whether the row is to be kept for others that begin alike."""
+        chain = self._chains.pop(row, None)
+        if chain is None:
+            return False
+        if chain.node:
+            self._tree.unlock(chain.node)
+        last = self._last_page(row, len(chain.ids))
+        if self._table.start[row] or last is None or last in self._last:
+            return False
+        self._last[last] = row
+        self._chains[row] = chain._replace(node=None, last=last)
+        return True
+
+    def inherit(self, row: int, children: list[int]) -> None:
+        """Says that rows hold what another holds."""
+        chain = self._chains.get(row)
+        if chain and chain.node:
+            for child in children:
+                self._chains[child] = chain._replace(node=self._tree.lock(chain.node))
+
+    def _last_page(self, row: int, tokens: int) -> int | None:
+        """The number of the last whole page of the first arena, if the tree knows it."""
+        count = self._tree.geometry.pages(tokens)[0]
+        arena, _ = self._books.ranges[0]
+        if not 0 < count <= arena.table.end[row] or arena.table.first[row]:
+            return None
+        page = int(arena.table.memory[row, count - 1])
+        return page if page in self._tree.numbers[0] else None
+
+    def give_up(self, row: int) -> None:
+        """Has a kept row be one that nobody can adopt. What the tree knows of it stays known."""
+        self._last.pop(self._chains.pop(row).last)
+        self._table.kept.pop(row)
+        self._books.settle(row)
+
+    def evict(self, pages: int) -> int:
+        """Gives up what is known, least needed first, until so many pages are free; returns how many are."""
+        before, given_up = self._pool.frames.taken, 0
+        self._rows.sharing.clear()
+        while (missing := pages - (before - self._pool.frames.taken)) > 0 and given_up < pages + LARGE:
+            gone = self._tree.evict(missing)
+            if not gone:
+                break
+            given_up += len(gone)  # some are still on rows whose fences have not passed, or part of large frames
+            self._let_go(gone)
+        return before - self._pool.frames.taken
+
+    def _let_go(self, gone: Sequence[Page]) -> None:
+        """Drops pages that the tree knows no more, where they are held, and from kept rows."""
+        for row in self._kept_with(gone):
+            self.give_up(row)
+            if self._table.fences[row].passed():
+                self._rows.reclaimer.unmap_surplus(row)
+        self._held.drop(page.number for page in gone)
+
+    def _kept_with(self, gone: Sequence[Page]) -> list[int]:
+        """Kept rows that any of these pages lie in."""
+        kept = np.fromiter(self._table.kept, np.int64, len(self._table.kept))
+        found: set[int] = set()
+        for arena, page, number in gone:
+            table = self._books.ranges[arena][0].table
+            inside = (table.memory[kept, page] == number) & (table.ends[kept] > page) & (table.firsts[kept] <= page)
+            found.update(kept[inside].tolist())
+        return list(found)
+
+    def reset(self) -> None:
+        """Forgets all, after an interruption: frames that were held are nobody's then."""
+        self._tree = self._new_tree()
+        self._chains.clear()
+        self._last.clear()
+
+    def close(self) -> None:
+        """Gives all up, with the cache."""
+        self.reset()
+        self._held.leave_behind()
+        self._pool.collect()
+
+    def check(self) -> None:
+        """Checks the invariants.
+
+        Raises:
+            InvariantError: one is broken; the message says which.
+        """
+        self._tree.check()
+        known = set().union(*self._tree.numbers)
+        if known != self._held.known_pages(known):
+            raise InvariantError("the tree knows a page whose frame is not held, or one is held for nothing")
+        for row in self._table.kept:
+            if self._last.get(self._chains[row].last) != row:
+                raise InvariantError(f"kept row {row} cannot be found")
+
+
+def _common(first: Ids, second: Ids) -> int:
+    """How many ids two sequences begin with alike."""
+    count = min(len(first), len(second))
+    differs = first[:count] != second[:count]
+    return int(differs.argmax()) if differs.any() else count
+
+
+def ids_of(token_ids_given: npt.ArrayLike) -> Ids:
+    """Token ids as an array.
+
+    Raises:
+        ArgumentError, ShapeError, DtypeError: they are none.
+    """
+    return token_ids(np.asarray(token_ids_given))
