@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import accumulate
 
 from ..errors import DriverError
 from ..memory.calls import SET_ACCESS, SET_READ_ACCESS, VACANT
@@ -310,58 +311,65 @@ class Sharing:
         """
         books, pool, change = self._books, self._pool, Change(self._pool.calls, self._pool.frames)
         reaches = [self.reach(numbers) for numbers in pages]
-        sources = self._show(reaches, pages, partial)
-        for (arena, _), (frames, split, _) in zip(books.ranges, reaches):
-            if split:
-                arena.table.begin_at(row, 0)
-                arena.table.own[row] = split
-                pool.frames.share(frames)
-                change.place(arena.table, Run(row, 0, split), frames, split, kind=SET_READ_ACCESS)
-        self._run_shared(change, [row], [split for _, split, _ in reaches])
+        rests = [self._rest(*each) for each in zip(reaches, pages, partial)]
+        sources = list(dict.fromkeys(pool.frames.frame_of(page) for rest in rests for page, _ in rest))
+        pool.frames.share(sources)  # until they are copied: the last pages are nobody's, and might go to this row
         try:
-            self._growing.make_room({row: (0, length)}, [row])
-            for (arena, record), (_, split, _), source in zip(books.ranges, reaches, sources):
-                begin = split * books.page_size
-                for address, nbytes in source:
-                    nbytes = min(nbytes, tokens * record - begin)
-                    self._driver.copy(arena.table.address_of(row, 0) + begin, address, nbytes)
-                    begin += nbytes
-            self._staged = Fence.after(self._driver, [self._driver.current_stream()])
-        except BaseException:
-            self._unshare(row)
-            raise
+            for (arena, _), (frames, split, _) in zip(books.ranges, reaches):
+                if split:
+                    arena.table.begin_at(row, 0)
+                    arena.table.own[row] = split
+                    pool.frames.share(frames)
+                    change.place(arena.table, Run(row, 0, split), frames, split, kind=SET_READ_ACCESS)
+            self._run_shared(change, [row], [split for _, split, _ in reaches])
+            try:
+                self._growing.make_room({row: (0, length)}, [row])
+                self._copy_from(row, tokens, sources, [split for _, split, _ in reaches], rests)
+            except BaseException:
+                self._unshare(row)
+                raise
+        finally:
+            pool.give(self._account, sources)
         self._table.length[row] = length
         books.refresh(row)
 
-    def _show(
-        self, reaches: list[tuple[list[int], int, int]], pages: list[list[int]], partial: list[int | None]
-    ) -> list[list[tuple[int, int]]]:
-        """Maps the frames that are to be copied from in the staging row, read-only; returns by range the addresses and
-        bytes of what to copy, in order."""
-        sources: list[list[tuple[int, int]]] = []
-        frames, size, staging = self._pool.frames, self._books.page_size, self._stage()
-        placed: dict[int, int] = {}
-        end = 0
-        for (_, split, rest), numbers, last in zip(reaches, pages, partial):
-            wanted = [(numbers[split], rest)] if rest else []
-            wanted += [(last, 1)] if last is not None else []
-            for page, _ in wanted:
-                frame = frames.frame_of(page)
-                if frame not in placed:
-                    placed[frame] = end
-                    end += LARGE if frames.is_large[frame] else 1
-            sources.append(
-                [
-                    (staging.table.address_of(0, placed[frame] + page - frame), count * size)
-                    for page, count in wanted
-                    for frame in [frames.frame_of(page)]
-                ]
-            )
-        if placed:
-            change = Change(self._pool.calls, frames)
-            frames.share(list(placed))
-            change.place(staging.table, Run(0, 0, end), list(placed), end, kind=SET_READ_ACCESS)
-            change.run()
-            change.commit(self._pool)
-            change.check()
-        return sources
+    def _copy_from(
+        self, row: int, tokens: int, sources: list[int], splits: list[int], rests: list[list[tuple[int, int]]]
+    ) -> None:
+        """Copies what is in frames that lie on no row, behind what a row shares, up to so many tokens."""
+        addresses, size = self._show(sources), self._books.page_size
+        for (arena, record), split, rest in zip(self._books.ranges, splits, rests):
+            begin, end = split * size, tokens * record
+            for page, count in rest:
+                frame = self._pool.frames.frame_of(page)
+                nbytes = min(count * size, end - begin)
+                target = arena.table.address_of(row, 0) + begin
+                self._driver.copy(target, addresses[frame] + (page - frame) * size, nbytes)
+                begin += nbytes
+        self._staged = Fence.after(self._driver, [self._driver.current_stream()])
+
+    def _rest(
+        self, reach: tuple[list[int], int, int], numbers: list[int], partial: int | None
+    ) -> list[tuple[int, int]]:
+        """What is to be copied behind frames that are mapped: the first of some pages in one frame, and how many."""
+        _, split, rest = reach
+        behind = [(numbers[split], rest)] if rest else []
+        return behind if partial is None else [*behind, (partial, 1)]
+
+    def _show(self, sources: list[int]) -> dict[int, int]:
+        """Maps frames in the staging row, read-only; returns by frame the address.
+
+        Raises:
+            DriverError: a call failed.
+        """
+        if not sources:
+            return {}
+        staging, change, size = self._stage(), Change(self._pool.calls, self._pool.frames), self._books.page_size
+        pages = [LARGE if self._pool.frames.is_large[frame] else 1 for frame in sources]
+        ends = list(accumulate(pages, initial=0))
+        self._pool.frames.share(sources)
+        change.place(staging.table, Run(0, 0, ends[-1]), sources, ends[-1], kind=SET_READ_ACCESS)
+        change.run()
+        change.commit(self._pool)
+        change.check()
+        return {frame: staging.address + end * size for frame, end in zip(sources, ends)}
