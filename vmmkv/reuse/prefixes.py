@@ -26,6 +26,7 @@ from ..errors import ArgumentError, InvariantError, UnsupportedError, VmmkvError
 from ..memory.fence import Fence
 from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
+from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
 from .lookup import token_ids
 from .node import Ids, Node
@@ -44,11 +45,22 @@ class Chain(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """What a new sequence can begin with: so many tokens, on a kept row or on what the tree knows."""
+    """What a new sequence can begin with: so many tokens, on a kept row, or laid on one without pages.
+
+    Attributes:
+        tokens: how many.
+        row: the kept one; None where there is none.
+        node: with `locked` tokens on its path, which are not to be evicted meanwhile.
+        laid: by range the pieces of whole pages.
+        partial: by range the page that holds the rest.
+    """
 
     tokens: int
     row: int | None
-    match: Match
+    node: Node
+    locked: int
+    laid: Sequence[list[Piece]] = ()
+    partial: Sequence[int | None] = ()
 
 
 class Held:
@@ -134,32 +146,31 @@ class Prefixes:
     def find(self, key: Hashable, ids: Ids) -> Hit:
         """What a sequence of these ids can begin with: at most all of its tokens but the last, which has to be computed
         for what comes after it."""
-        match = self._within_reach(self._tree.match(key, ids[:-1]))
+        match = self._tree.match(key, ids[:-1])
         for page in reversed(match.pages[0]):
             row = self._last.get(page)
             if row is not None:
                 tokens = _common(self._chains[row].ids, ids[:-1])
                 if tokens >= match.tokens and self._may_adopt(row, tokens):
-                    return Hit(tokens, row, match)
+                    return Hit(tokens, row, match.node, match.tokens)
                 break
-        return Hit(match.tokens, None, match)
+        return self._laid(match)
 
-    def _within_reach(self, match: Match) -> Match:
+    def _laid(self, match: Match) -> Hit:
         """What of a match can be laid on a row."""
-        geometry, sharing = self._tree.geometry, self._rows.sharing
-        reaches = [sharing.reach(numbers) for numbers in match.pages]
-        counts = [split + rest for _, split, rest in reaches]
-        if counts == [len(numbers) for numbers in match.pages]:
-            return match
-        tokens = min(count * geometry.page_size // record for count, record in zip(counts, geometry.records))
-        tokens = min(tokens, match.tokens)
-        wholes = geometry.pages(tokens)
-        pages = [numbers[:whole] for numbers, whole in zip(match.pages, wholes)]
-        partial = [
-            numbers[whole] if tokens * record % geometry.page_size else None
-            for numbers, whole, record in zip(match.pages, wholes, geometry.records)
-        ]
-        return Match(tokens, pages, partial, match.node)
+        geometry, frames = self._tree.geometry, self._pool.frames
+        laid = [pieces(numbers, frames) for numbers in match.pages]
+        tokens, partial = match.tokens, match.partial
+        counts = [sum(piece.pages for piece in of) for of in laid]
+        if counts != [*map(len, match.pages)]:  # it is in too many pieces
+            tokens = min(count * geometry.page_size // record for count, record in zip(counts, geometry.records))
+            wholes = geometry.pages(tokens)
+            laid = [pieces(numbers[:whole], frames) for numbers, whole in zip(match.pages, wholes)]
+            partial = [
+                numbers[whole] if tokens * record % geometry.page_size else None
+                for numbers, whole, record in zip(match.pages, wholes, geometry.records)
+            ]
+        return Hit(tokens, None, match.node, tokens, laid, partial)
 
     def _may_adopt(self, row: int, tokens: int) -> bool:
         """Whether a kept row holds nothing behind so many tokens that a new sequence must not see, or write to."""
@@ -175,7 +186,7 @@ class Prefixes:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
         """
         self._written.order(self._pool.driver.current_stream())
-        node = self._tree.lock(hit.match.node, hit.match.tokens)
+        node = self._tree.lock(hit.node, hit.locked)
         if hit.row is not None:
             self._last.pop(self._chains[row].last)
             self._rows.adopt(row, owner, hit.tokens, expected, tenant)
@@ -186,7 +197,7 @@ class Prefixes:
             if hit.row is not None:
                 self._rows.grow_one(row, len(ids))
             else:
-                self._rows.sharing.lay(row, hit.tokens, len(ids), hit.match.pages, hit.match.partial)
+                self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
         except VmmkvError:
             self._rows.release([(row, owner)])
             raise

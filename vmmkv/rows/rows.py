@@ -34,6 +34,7 @@ from .ahead import Ahead
 from .books import Books, Rules
 from .cleaning import Cleaner
 from .growing import Growing
+from .laying import Laying
 from .reclaiming import Reclaimer
 from .sharing import Sharing
 from .shelf import Shelf
@@ -108,6 +109,8 @@ class Rows:
     """What maps them."""
     sharing: Sharing
     """What has several lie on the same pages."""
+    laying: Laying
+    """What has them begin with pages that are kept."""
 
     def __init__(self, pool: FramePool, num_rows: int, rules: Rules) -> None:
         self.pool, self.table, self.rules = pool, RowTable(num_rows), rules
@@ -142,6 +145,7 @@ class Rows:
         self._cleaner = Cleaner(self.pool, self.books)
         self.growing = Growing(self.pool, account, self.books, self.reclaimer, self._cleaner)
         self.sharing = Sharing(self.pool, account, self.books, self.reclaimer, self.growing)
+        self.laying = Laying(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
         self.pool.open_account(account, self)
         if self.rules.zero_tail:
             try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from itertools import accumulate
 
 from ..errors import DriverError
 from ..memory.calls import SET_ACCESS, SET_READ_ACCESS, VACANT
@@ -27,6 +26,9 @@ from ..space.page_table import Run
 from .books import Books
 from .growing import Growing
 from .reclaiming import Reclaimer
+
+MAX_COPIES = 3
+"""Pieces of large frames that a row may begin with as copies, in each range, where what is kept is of several rows."""
 
 
 class Sharing:
@@ -46,7 +48,7 @@ class Sharing:
         self._table, self._driver = books.table, pool.driver
         self.staging: Arena | None = None
         """Where frames are that are copied to, or from, and lie on no row then: of one row, made when it is needed."""
-        self._staged = Fence()
+        self.staged = Fence()
         """Passes when all has been copied from there."""
 
     # ------------------------------------------------------------------ having the same
@@ -71,7 +73,7 @@ class Sharing:
             table.fence(row, Fence.after(self._driver, [current]))
         except BaseException:
             for child in children:
-                self._unshare(child)
+                self.unshare(child)
             raise
         for child in children:
             table.extents[child] = extent
@@ -104,9 +106,9 @@ class Sharing:
                     frames = arena.table.frames_in(row, first, split)
                     self._pool.frames.share(frames)
                     change.place(arena.table, Run(child, first, split), frames, split, kind=SET_READ_ACCESS)
-        self._run_shared(change, children, [split for _, split in splits])
+        self.run_shared(change, children, [split for _, split in splits])
 
-    def _run_shared(self, change: Change, rows: list[int], splits: list[int]) -> None:
+    def run_shared(self, change: Change, rows: list[int], splits: list[int]) -> None:
         """Runs a change that maps what rows share, up to a page of each range, or takes it back.
 
         Raises:
@@ -122,7 +124,7 @@ class Sharing:
             change.check()
         except DriverError:
             for row in rows:
-                self._unshare(row)
+                self.unshare(row)
             raise
 
     def mark(self, arena: Arena, row: int, first: int, split: int) -> None:
@@ -138,7 +140,7 @@ class Sharing:
             target, source = arena.table.address_of(child, 0), arena.table.address_of(row, 0)
             self._driver.copy(target + begin, source + begin, end - begin)
 
-    def _unshare(self, child: int) -> None:
+    def unshare(self, child: int) -> None:
         """Takes back what a row was given that gets no tokens."""
         for arena, _ in self._books.ranges:
             table = arena.table
@@ -186,7 +188,7 @@ class Sharing:
 
     def _copies(self, arena: Arena, part: Run, nbytes: int, fence: Fence) -> list[int]:
         """New frames, mapped in the staging row, that begin with some bytes of a part. Waits for the copy."""
-        staging = self._stage()
+        staging = self.stage()
         pages = part.end - part.begin
         supply = self._reclaimer.supply(pages, 0)
         change = Change(self._pool.calls, self._pool.frames)
@@ -259,117 +261,17 @@ class Sharing:
         self._books.leave(row, self._books.leaving(row, 0, 0))
         self._books.vacate(row)
 
-    def _stage(self) -> Arena:
-        """The staging row, empty: as long as two large frames for each range, and what is read behind a sequence's
-        end."""
+    def stage(self) -> Arena:
+        """The staging row, empty: as long as all that may have to be there at once."""
         self.clear()
         if self.staging is None:
             size, overread = self._books.page_size, self._books.rules.overread * max(self._books.records)
-            pages = 2 * LARGE * len(self._books.ranges) + 2 + overread // size
+            pages = (MAX_COPIES + 2) * LARGE * len(self._books.ranges) + 2 + overread // size
             self.staging = Arena(self._pool, self._account, 1, pages * size)
         return self.staging
 
     def clear(self) -> None:
         """Gives back what has been copied from the staging row, or what a failure has left there."""
         if self.staging and self.staging.table.end[0]:
-            self._staged.wait()
+            self.staged.wait()
             self.staging.unmap_back(0, 0)
-
-    # ------------------------------------------------------------------ having what was kept
-
-    def reach(self, numbers: list[int]) -> tuple[list[int], int, int]:
-        """What of pages, by number, a row can begin with: the frames that can be mapped whole, one after another; how
-        many of the pages these are; and how many there are behind them in one frame more, to be copied."""
-        pool, count, frames, split = self._pool.frames, len(numbers), [], 0
-        if not pool.has_large:
-            return numbers, count, 0
-        while split < count:
-            page = numbers[split]
-            if not pool.is_large[page]:
-                split += 1
-            elif page % LARGE == 0 and split + LARGE <= count and numbers[split + LARGE - 1] == page + LARGE - 1:
-                split += LARGE
-            else:
-                break
-            frames.append(page)
-        rest = 0
-        while split + rest < count and numbers[split + rest] == numbers[split] + rest and rest < LARGE:
-            rest += 1
-        return frames, split, rest
-
-    def lay(self, row: int, tokens: int, length: int, pages: list[list[int]], partial: list[int | None]) -> None:
-        """Gives a row without pages its first tokens, from pages that are kept, and room for all of its tokens.
-
-        Args:
-            tokens: so many are there.
-            length: so many there is to be room for.
-            pages: by range the numbers of the pages that hold nothing else, all within `reach`.
-            partial: by range the number of the one that holds the rest of them; None where there is no rest.
-
-        Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row has no tokens then.
-        """
-        books, pool, change = self._books, self._pool, Change(self._pool.calls, self._pool.frames)
-        reaches = [self.reach(numbers) for numbers in pages]
-        rests = [self._rest(*each) for each in zip(reaches, pages, partial)]
-        sources = list(dict.fromkeys(pool.frames.frame_of(page) for rest in rests for page, _ in rest))
-        pool.frames.share(sources)  # until they are copied: the last pages are nobody's, and might go to this row
-        try:
-            for (arena, _), (frames, split, _) in zip(books.ranges, reaches):
-                if split:
-                    arena.table.begin_at(row, 0)
-                    arena.table.own[row] = split
-                    pool.frames.share(frames)
-                    change.place(arena.table, Run(row, 0, split), frames, split, kind=SET_READ_ACCESS)
-            self._run_shared(change, [row], [split for _, split, _ in reaches])
-            try:
-                self._growing.make_room({row: (0, length)}, [row])
-                self._copy_from(row, tokens, sources, [split for _, split, _ in reaches], rests)
-            except BaseException:
-                self._unshare(row)
-                raise
-        finally:
-            pool.give(self._account, sources)
-        self._table.length[row] = length
-        books.refresh(row)
-
-    def _copy_from(
-        self, row: int, tokens: int, sources: list[int], splits: list[int], rests: list[list[tuple[int, int]]]
-    ) -> None:
-        """Copies what is in frames that lie on no row, behind what a row shares, up to so many tokens."""
-        addresses, size = self._show(sources), self._books.page_size
-        for (arena, record), split, rest in zip(self._books.ranges, splits, rests):
-            begin, end = split * size, tokens * record
-            for page, count in rest:
-                frame = self._pool.frames.frame_of(page)
-                nbytes = min(count * size, end - begin)
-                target = arena.table.address_of(row, 0) + begin
-                self._driver.copy(target, addresses[frame] + (page - frame) * size, nbytes)
-                begin += nbytes
-        self._staged = Fence.after(self._driver, [self._driver.current_stream()])
-
-    def _rest(
-        self, reach: tuple[list[int], int, int], numbers: list[int], partial: int | None
-    ) -> list[tuple[int, int]]:
-        """What is to be copied behind frames that are mapped: the first of some pages in one frame, and how many."""
-        _, split, rest = reach
-        behind = [(numbers[split], rest)] if rest else []
-        return behind if partial is None else [*behind, (partial, 1)]
-
-    def _show(self, sources: list[int]) -> dict[int, int]:
-        """Maps frames in the staging row, read-only; returns by frame the address.
-
-        Raises:
-            DriverError: a call failed.
-        """
-        if not sources:
-            return {}
-        staging, change, size = self._stage(), Change(self._pool.calls, self._pool.frames), self._books.page_size
-        pages = [LARGE if self._pool.frames.is_large[frame] else 1 for frame in sources]
-        ends = list(accumulate(pages, initial=0))
-        self._pool.frames.share(sources)
-        change.place(staging.table, Run(0, 0, ends[-1]), sources, ends[-1], kind=SET_READ_ACCESS)
-        change.run()
-        change.commit(self._pool)
-        change.check()
-        return {frame: staging.address + end * size for frame, end in zip(sources, ends)}

@@ -52,9 +52,20 @@ class Change:
             run = Run(row, begin, max(begin, end))
             self.place(table, run, supply.pop(run.end - begin, large), end)
 
-    def place(self, table: PageTable, run: Run, frames: list[int], end: int, *, kind: int = SET_ACCESS) -> None:
-        """Plans to put frames behind what a row has, and to make it accessible up to page `end`."""
-        row, begin, ready, size = run.row, run.begin, table.ready[run.row], table.page_size
+    def place(
+        self,
+        table: PageTable,
+        run: Run,
+        frames: list[int],
+        end: int,
+        *,
+        kind: int = SET_ACCESS,
+        since: int | None = None,
+    ) -> None:
+        """Plans to put frames behind what a row has, and to make it accessible up to page `end`: from where it is, or
+        from page `since`, where several runs of the row are planned."""
+        row, begin, size = run.row, run.begin, table.page_size
+        ready = table.ready[row] if since is None else since
         self._placements.append((table, run, frames, end))
         table.doubt.append(run)
         is_large, handles = self._frames.is_large.data, self._frames.handles.data

@@ -1,0 +1,191 @@
+"""Laying: a new row begins with pages that are kept, of whatever rows they were.
+
+    kept     |a0 a1 a2 ... a15|b0 b1|c2 c3 ... c15|d0 d1          numbers of pages, in the order of tokens
+    new row  |a0 ......... a15|b0 b1|c2'... c15'  |d0 d1'         whole frames are mapped, pieces of frames are copied
+
+A large frame can only be mapped whole, at the place that it had. Where the last of its pages is wanted all of them are:
+whoever wrote it wrote the same tokens there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+from ..memory.calls import SET_READ_ACCESS
+from ..memory.fence import Fence
+from ..memory.frames import LARGE, Frames
+from ..memory.pool import Account, FramePool
+from ..space.change import Change
+from ..space.page_table import Run
+from .books import Books
+from .growing import Growing
+from .reclaiming import Reclaimer
+from .sharing import MAX_COPIES, Sharing
+
+
+@dataclass
+class Piece:
+    """Pages of a row that follow each other: on `frames` that are mapped there, or, where there are none, copied from
+    page `page` and those behind it in the same frame."""
+
+    pages: int
+    frames: list[int] = field(default_factory=list)
+    page: int = -1
+
+
+def pieces(numbers: list[int], frames: Frames) -> list[Piece]:
+    """The pieces that pages, by number, are to be laid in: of all of them, or of the first ones, where more would have to
+    be copied than is worth it."""
+    if not frames.has_large:
+        return [Piece(len(numbers), numbers)] if numbers else []
+    found: list[Piece] = []
+    at = copies = 0
+    while at < len(numbers):
+        page = numbers[at]
+        last = numbers[at + LARGE - 1] if at + LARGE <= len(numbers) else 0
+        if frames.is_large[last] and last % LARGE == LARGE - 1:
+            page, count, is_shared = last - LARGE + 1, LARGE, True
+        elif not frames.is_large[page]:
+            count, is_shared = 1, True
+        elif copies < MAX_COPIES:
+            count, is_shared = 1, False
+            while (page + count) % LARGE and numbers[at + count : at + count + 1] == [page + count]:
+                count += 1
+            copies += 1
+        else:
+            break
+        if not is_shared:
+            found.append(Piece(count, page=page))
+        else:
+            if not found or not found[-1].frames:
+                found.append(Piece(0))
+            found[-1].pages += count
+            found[-1].frames.append(page)
+        at += count
+    return found
+
+
+class Laying:
+    """See above.
+
+    Args:
+        pool: where frames come from and go to.
+        account: what the cache may have of it.
+        books: what its rows hold.
+        reclaimer: gives pages.
+        growing: maps them.
+        sharing: what has several rows lie on the same.
+    """
+
+    def __init__(
+        self,
+        pool: FramePool,
+        account: Account,
+        books: Books,
+        reclaimer: Reclaimer,
+        growing: Growing,
+        sharing: Sharing,
+    ) -> None:
+        self._pool, self._account, self._books = pool, account, books
+        self._reclaimer, self._growing, self._sharing = reclaimer, growing, sharing
+
+    def lay(
+        self, row: int, tokens: int, length: int, laid: Sequence[list[Piece]], partial: Sequence[int | None]
+    ) -> None:
+        """Gives a row without pages its first tokens, from pages that are kept, and room for all of its tokens.
+
+        Args:
+            tokens: so many are there.
+            length: so many there is to be room for.
+            laid: by range the pieces of whole pages that they lie in.
+            partial: by range the number of the page that holds the rest of them; None where there is no rest.
+
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row has no tokens then.
+        """
+        frames = self._pool.frames
+        copied = [piece.page for of in laid for piece in of if not piece.frames]
+        copied += [page for page in partial if page is not None]
+        sources = list(dict.fromkeys(map(frames.frame_of, copied)))
+        frames.share(sources)  # until they are copied: what holds a partial page is nobody's, and might go to this row
+        try:
+            splits = self._map(row, laid)
+            try:
+                self._growing.make_room({row: (0, length)}, [row])
+                self._copy(row, tokens, sources, laid, partial)
+            except BaseException:
+                self._sharing.unshare(row)
+                raise
+        finally:
+            self._pool.give(self._account, sources)
+        for (arena, _), split in zip(self._books.ranges, splits):
+            arena.table.belong(row, 0, split, self._books.table.tenant[row])
+        self._books.table.length[row] = length
+        self._books.refresh(row)
+
+    def _map(self, row: int, laid: Sequence[list[Piece]]) -> list[int]:
+        """Maps the pieces up to the last one that is shared, and new pages for the copies between them; returns by
+        range where they end.
+
+        Raises:
+            OutOfPagesError, DriverError: that could not be done; the row has no pages that anybody uses then.
+        """
+        pool = self._pool
+        kept = [of[:-1] if of and not of[-1].frames else of for of in laid]  # the last copies lie on what grows there
+        new = sum(piece.pages for of in kept for piece in of if not piece.frames)
+        supply = self._reclaimer.supply(new, 0) if new else None
+        change, splits = Change(pool.calls, pool.frames), []
+        for (arena, _), of in zip(self._books.ranges, kept):
+            end = 0
+            arena.table.begin_at(row, 0)
+            arena.table.own[row] = sum(piece.pages for piece in of)
+            for piece in of:
+                run = Run(row, end, end + piece.pages)
+                end = run.end
+                if piece.frames:
+                    pool.frames.share(piece.frames)
+                    change.place(arena.table, run, piece.frames, end, kind=SET_READ_ACCESS, since=run.begin)
+                elif supply:
+                    change.place(arena.table, run, supply.pop(piece.pages, 0), end, since=run.begin)
+            splits.append(end)
+        self._sharing.run_shared(change, [row], splits)
+        return splits
+
+    def _copy(
+        self, row: int, tokens: int, sources: list[int], laid: Sequence[list[Piece]], partial: Sequence[int | None]
+    ) -> None:
+        """Copies what is not shared, up to so many tokens, from frames that need not lie on any row."""
+        addresses, size, driver = self._show(sources), self._books.page_size, self._pool.driver
+        for (arena, record), of, last in zip(self._books.ranges, laid, partial):
+            base, end, at = arena.table.address_of(row, 0), tokens * record, 0
+            for piece in [*of, Piece(1, page=last)] if last is not None else of:
+                if not piece.frames:
+                    frame = self._pool.frames.frame_of(piece.page)
+                    source = addresses[frame] + (piece.page - frame) * size
+                    driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))
+                at += piece.pages
+        self._sharing.staged = Fence.after(driver, [driver.current_stream()])
+
+    def _show(self, sources: list[int]) -> dict[int, int]:
+        """Maps frames in the staging row, read-only; returns by frame the address.
+
+        Raises:
+            DriverError: a call failed.
+        """
+        if not sources:
+            return {}
+        staging, change, size = (
+            self._sharing.stage(),
+            Change(self._pool.calls, self._pool.frames),
+            self._books.page_size,
+        )
+        pages = [LARGE if self._pool.frames.is_large[frame] else 1 for frame in sources]
+        ends = list(accumulate(pages, initial=0))
+        self._pool.frames.share(sources)
+        change.place(staging.table, Run(0, 0, ends[-1]), sources, ends[-1], kind=SET_READ_ACCESS)
+        change.run()
+        change.commit(self._pool)
+        change.check()
+        return {frame: staging.address + end * size for frame, end in zip(sources, ends)}
