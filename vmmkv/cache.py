@@ -254,14 +254,20 @@ class KVCache(Owner):
     def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
         self._rows.release_abandoned()
         row = parent.row
+        self._rows.table.check_left(count)
         children: list[Sequence] = []
-        for _ in range(count):
-            child = self._new_sequence(self._rows.pick_empty())
-            self._rows.begin(child.index, child.number, like=row)  # from here on somebody will free it
-            children.append(child)
-        if children:
-            self._rows.sharing.fork(row, [child.index for child in children])
-            self._rows.ring()
+        try:
+            for _ in range(count):
+                child = self._new_sequence(self._rows.pick_empty())
+                self._rows.begin(child.index, child.number, like=row)  # from here on somebody will free it
+                children.append(child)
+            if children:
+                self._rows.sharing.fork(row, [child.index for child in children])
+        except VmmkvError:  # whoever holds it holds them
+            references = [self._references[child.index] for child in children]
+            self._rows.abandoned.extend(reference for reference in references if reference)
+            raise
+        self._rows.ring()
         return children
 
     def extend(

@@ -20,12 +20,13 @@ import functools
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import StreamCaptureError, VmmkvError
+from ..errors import DriverError, StreamCaptureError, VmmkvError
 from ..memory import debugging
 from ..memory.fence import wait_for_device
 from ..memory.pool import Account, FramePool
@@ -227,7 +228,6 @@ class Rows:
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`."""
         self.release_abandoned()
-        self.sharing.clear()
         return self.reclaimer.reclaim(count, wait=wait)
 
     # ------------------------------------------------------------------ taking and leaving rows
@@ -351,6 +351,8 @@ class Rows:
         """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
         free_waiting()
         self.pool.collect()
+        with suppress(DriverError):
+            self.sharing.clear()  # of what a failure has left
         if len(self.table.stirred) >= MANY:
             self.books.catch_up()
         if not self.abandoned:
@@ -375,9 +377,10 @@ class Rows:
         self.books.forget_counts()
         self.account.taken = sum(len({*arena.table.mapped_pages()}) for arena in self.arenas)
         self.books.duplicates = 0
+        self.sharing.restore()
         self.sharing.clear()
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
-            if table.is_live(row) and self.books.is_whole(row):
+            if table.is_live(row):
                 table.live[row] = table.fenced[row] = None
                 self.books.use(row)
                 if self.rules.cleans or self.pool.tenants:
