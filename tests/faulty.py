@@ -164,7 +164,7 @@ class FaultyDriver:
 
 
 def has_memory(sequence: vmmkv.Sequence, driver: FaultyDriver) -> bool:
-    """Whether each token of a sequence can be written, in each layer."""
+    """Whether each token of a sequence can be read, in each layer."""
     if sequence.start == sequence.length:
         return True
     size = driver.inner.page_size
@@ -173,4 +173,4 @@ def has_memory(sequence: vmmkv.Sequence, driver: FaultyDriver) -> bool:
         for states in (sequence.k(layer), sequence.v(layer)):
             last = states[-1]
             pages.update(range(states.data_ptr() // size * size, last.data_ptr() + last.nbytes, size))
-    return driver.writable.issuperset(pages)
+    return driver.accessible.issuperset(pages)

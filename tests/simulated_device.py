@@ -108,6 +108,15 @@ class SimulatedDevice(FaultyDriver):
         self._before_fill(address, nbytes, value, stream)
         stream.submit(lambda: self.touch(address, nbytes, lambda: ctypes.memset(address, value, nbytes)))
 
+    def copy(self, destination: int, source: int, nbytes: int) -> None:
+        self.meet("copy")
+
+        def copy() -> None:
+            self.touch(source, nbytes, lambda: None)
+            self.touch(destination, nbytes, lambda: ctypes.memmove(destination, source, nbytes))
+
+        self.current.submit(copy)
+
     def touch(self, address: int, nbytes: int, work: Callable[[], object]) -> None:
         """Does work on memory that must be accessible now."""
         size = self.inner.page_size

@@ -87,8 +87,8 @@ class World:
         self.page = page = device.page_size
         self.alice, bob = chance.choice([("alice", "bob"), (None, None)])
         options = {"overread": chance.choice([0, 9])} | POLICIES[policy]
-        self.pool = vmmkv.FramePool(chance.choice([52, 64]) * page, driver=device)
-        self.cache = vmmkv.KVCache(LAYOUT, chance.choice([6, 7]), 100, pool=self.pool, **options)
+        self.pool = vmmkv.FramePool(chance.choice([58, 70]) * page, driver=device)
+        self.cache = vmmkv.KVCache(LAYOUT, chance.choice([10, 11]), 100, pool=self.pool, **options)
         self.other = vmmkv.KVCache(WIDE, 4, 40, pool=self.pool, guaranteed=6 * page)
         self.tensor = GrowableTensor((100, page // 2), torch.uint8, max_bytes=20 * page, pool=self.pool)
         self.mapper = self.pool.mapper
@@ -101,6 +101,8 @@ class World:
         self.hold("late", self.cache.sequence(40))
         work(self)
         self.hold("cut", self.cache.sequence(chance.randint(41, 60), tenant=self.alice))
+        fork(self, "long")
+        fork(self, "cut")
         self.hold("wide", self.other.sequence(6))
         self.hold("gone", self.cache.sequence(chance.randint(33, 50), tenant=bob))
         self.hold("gone wide", self.other.sequence(10))
@@ -196,6 +198,22 @@ def free(world: World, name: str) -> None:
     del world.held[name]
 
 
+def fork(world: World, name: str, count: int = 1) -> None:
+    """Children begin with what the parent holds when its work is done."""
+    parent = world.held[name]
+    for number, child in enumerate(parent.sequence.cache.fork_many(parent.sequence, count)):
+        held = world.held[f"{name}, fork {number}"] = Held.__new__(Held)
+        held.device, held.sequence, held.start, held.values = world.device, child, parent.start, parent.values.clone()
+
+
+def cut_and_extend(world: World, name: str) -> None:
+    """Drops tokens that others share, and writes others there."""
+    held = world.held[name]
+    if len(held.values) > 11:
+        truncate(world, name, 11)
+    extend(world, name, 30)
+
+
 def free_all(world: World) -> None:
     world.cache.free([each.sequence for name, each in world.held.items() if name != "wide"])
     world.held = {"wide": world.held["wide"]}
@@ -269,12 +287,18 @@ OPERATIONS: dict[str, Callable[[World], object]] = {
     "extend from": extend_from,
     "truncate": lambda world: truncate(world, "long", 3),
     "release before": lambda world: release_before(world, "long", 16),
+    "fork": lambda world: fork(world, "wide"),
+    "fork many": lambda world: fork(world, "cut, fork 0", 3),
+    "fork what was released in front": lambda world: fork(world, "late"),
+    "truncate a parent and extend": lambda world: cut_and_extend(world, "long"),
+    "truncate a forked one and extend": lambda world: cut_and_extend(world, "long, fork 0"),
+    "free a parent": lambda world: free(world, "long"),
     "free": lambda world: free(world, "late"),
     "free all": free_all,
     "abandon": abandon,
     "trim": lambda world: world.cache.trim(),
     "trim the pool": lambda world: world.pool.trim(keep=30 * world.page),
-    "limit down": lambda world: set_limit(world, 36),
+    "limit down": lambda world: set_limit(world, 42),
     "mapper": work,
     "close": close,
 }
@@ -289,6 +313,19 @@ OPERATIONS_BESIDE: dict[str, Callable[[World], object]] = {
     "open a tensor": open_tensor,
 }
 """Those for which it does not matter much what the first cache promises."""
+
+
+def has_lost(world: World, error: Exception | None) -> bool:
+    """Whether an error says that a sequence has ended, whose pages could not be mapped again by any call."""
+    lost = [name for name, each in world.held.items() if "gone" in repr(each.sequence)]
+    notes = getattr(error, "__notes__", [])
+    assert notes == [
+        f"Sequence {world.held[name].sequence.number} has ended: the driver did not map its tokens again"
+        for name in lost
+    ]
+    for name in lost:
+        del world.held[name]
+    return bool(lost)
 
 
 def survives(world: World, name: str, kind: str, skip: int) -> bool:
@@ -314,6 +351,9 @@ def survives(world: World, name: str, kind: str, skip: int) -> bool:
         return False
     assert not error or kind != "not ready", "what is not ready can be waited for"
     assert not isinstance(error, OutOfPagesError) or kind != "once"
+    if has_lost(world, error):
+        assert kind == "for good"
+        error = None
     world.check()
     if error:
         operation(world)

@@ -317,19 +317,25 @@ class KVCache(Owner):
     def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
         self._rows.release_abandoned()
         row = parent.row
+        self._rows.table.check_left(count)
         children: list[Sequence] = []
-        for _ in range(count):
-            child = self._new_sequence(self._rows.pick_empty())
-            table = self._rows.table
-            self._rows.begin(child.index, child.number, table.expected[row], table.tenant[row])
-            child.key = parent.key
-            children.append(child)
-        if children:
-            index = [child.index for child in children]
-            self._rows.sharing.fork(row, index)
-            if self._rows.keeper:
-                self._rows.keeper.inherit(row, index)
-            self._rows.ring()
+        table = self._rows.table
+        try:
+            for _ in range(count):
+                child = self._new_sequence(self._rows.pick_empty())
+                self._rows.begin(child.index, child.number, table.expected[row], table.tenant[row])
+                child.key = parent.key
+                children.append(child)  # from here on somebody will free it
+            if children:
+                index = [child.index for child in children]
+                self._rows.sharing.fork(row, index)
+                if self._rows.keeper:
+                    self._rows.keeper.inherit(row, index)
+        except VmmkvError:  # whoever holds it holds them
+            references = [self._references[child.index] for child in children]
+            self._rows.abandoned.extend(reference for reference in references if reference)
+            raise
+        self._rows.ring()
         return children
 
     def extend(

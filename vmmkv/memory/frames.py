@@ -196,12 +196,12 @@ class Frames:
         for frame in frames:
             if self.has_shared and self.shares[frame]:
                 self.shares[frame] -= 1
-            elif self.is_large[frame]:
-                self.free_large.append(frame)
-                self.taken -= LARGE
-            else:
-                self.free.append(frame)
-                self.taken -= 1
+                continue
+            free, pages = (self.free_large, LARGE) if self.is_large[frame] else (self.free, 1)
+            free.append(frame)
+            self.taken -= pages
+            if self.has_shared:
+                self.users[frame : frame + pages] = 0  # a cache that was closed has counted none off
         return before - self.taken
 
     def frame_of(self, page: int) -> int:

@@ -153,15 +153,6 @@ class Books:
             if arena.table.is_shared(row):
                 self.duplicates += arena.table.use(row, *span)
 
-    def is_whole(self, row: int) -> bool:
-        """Whether all tokens of a row lie in pages that are accessible."""
-        return all(
-            first >= end or (arena.table.reaches(row, first) and end <= arena.table.ready[row])
-            for (arena, _), (first, end) in zip(
-                self.ranges, policy.spans(*self.extent(row), self.records, self.page_size)
-            )
-        )
-
     def is_shared(self, row: int) -> bool:
         """Whether pages of a row may lie in others, too."""
         return any(arena.table.is_shared(row) for arena, _ in self.ranges)

@@ -20,12 +20,13 @@ import functools
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import StreamCaptureError, VmmkvError
+from ..errors import DriverError, StreamCaptureError, VmmkvError
 from ..memory import debugging
 from ..memory.fence import wait_for_device
 from ..memory.pool import Account, FramePool
@@ -267,7 +268,6 @@ class Rows:
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`."""
         self.release_abandoned()
-        self.sharing.clear()
         return self.reclaimer.reclaim(count, wait=wait)
 
     # ------------------------------------------------------------------ taking and leaving rows
@@ -403,6 +403,8 @@ class Rows:
         """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
         free_waiting()
         self.pool.collect()
+        with suppress(DriverError):
+            self.sharing.clear()  # of what a failure has left
         if len(self.table.stirred) >= MANY:
             self.books.catch_up()
         if not self.abandoned:
@@ -429,9 +431,10 @@ class Rows:
             self.keeper.reset()
         self.account.taken = len(self.frames_taken())
         self.books.duplicates = 0
+        self.sharing.restore()
         self.sharing.clear()
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
-            if table.is_live(row) and self.books.is_whole(row):
+            if table.is_live(row):
                 table.live[row] = table.fenced[row] = None
                 self.books.use(row)
                 if self.rules.cleans or self.pool.tenants:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from contextlib import suppress
 
-from ..errors import DriverError
+from ..errors import DriverError, OutOfPagesError, VmmkvError
 from ..memory.calls import SET_ACCESS, SET_READ_ACCESS, VACANT
 from ..memory.fence import Fence
 from ..memory.frames import LARGE
@@ -50,6 +50,8 @@ class Sharing:
         """Where frames are that are copied to, or from, and lie on no row then: of one row, made when it is needed."""
         self.staged = Fence()
         """Passes when all has been copied from there."""
+        self._copied: tuple[Arena, Run] | None = None
+        """Whose place what is there is to take."""
 
     # ------------------------------------------------------------------ having the same
 
@@ -70,7 +72,9 @@ class Sharing:
                 for (arena, record), (_, split) in zip(self._books.ranges, splits):
                     begin = max(split * self._books.page_size, extent[0] * record)
                     self._copy(arena, row, child, begin, extent[1] * record)
-            table.fence(row, Fence.after(self._driver, [current]))
+            copied = Fence.after(self._driver, [current])
+            table.fence(row, copied)
+            copied.order(table.own_streams[row])  # what is written there next must not be copied
         except BaseException:
             for child in children:
                 self.unshare(child)
@@ -141,12 +145,10 @@ class Sharing:
             self._driver.copy(target + begin, source + begin, end - begin)
 
     def unshare(self, child: int) -> None:
-        """Takes back what a row was given that gets no tokens."""
+        """Writes down that a row gets no tokens. Its pages stay until what may be queued there is done."""
         for arena, _ in self._books.ranges:
             table = arena.table
             self._books.duplicates -= table.leave(child, table.first[child], table.own[child])
-            with suppress(DriverError):
-                arena.unmap_back(child, 0)
         self._books.refresh(child)
 
     # ------------------------------------------------------------------ having it alone
@@ -161,33 +163,54 @@ class Sharing:
         if not self._pool.frames.has_shared:
             return
         for row in rows:
-            for (arena, record), (_, used_end) in zip(self._books.ranges, self._books.used(row)):
-                nbytes = self._table.length[row] * record
-                page = nbytes // self._books.page_size
+            books, length = self._books, self._table.length[row]
+            for (arena, record), (_, end), (_, used_end) in zip(books.ranges, books.touched(row), books.used(row)):
+                page = length * record // books.page_size
                 if page < arena.table.own[row]:
                     page = arena.table.frame_begin(row, page)
-                    part = Run(row, page, max(used_end, page))
-                    self._make_own(arena, part, nbytes - page * self._books.page_size)
+                    used = Run(row, page, max(used_end, page))
+                    arguments = arena, used, max(end - page, 0), length * record - page * books.page_size
+                    try:
+                        self._make_own(*arguments)
+                    except OutOfPagesError:
+                        if self._is_elsewhere(arena, used):
+                            raise
+                        self._make_own(*arguments)  # those who had it, too, have given it up to make room
 
-    def _make_own(self, arena: Arena, part: Run, nbytes: int) -> None:
-        """Has a row have what lies from a page on for its own: the part that it uses, of which some bytes hold tokens.
-        What it shares behind that is gone then."""
-        table, row = arena.table, part.row
-        if not self._pool.frames.shares[table.frames_in(row, part.begin, table.own[row])].any():
-            run = Run(row, part.begin, table.own[row])
-            self._pool.calls.run([SET_ACCESS, *table.range_of(run), VACANT]).check()
-            self._books.duplicates -= table.leave(row, part.begin, part.end)
-            table.own[row] = part.begin
-        else:
-            fence = self._table.fences[row] | self._table.fence_after(self._driver, [row])
-            copies = self._copies(arena, part, nbytes, fence) if part.begin < part.end else []
-            fence.wait()
-            self._replace(arena, part, copies)
-        self._books.retire_front(row)
-        self._books.refresh(row)
+    def _make_own(self, arena: Arena, used: Run, pages: int, nbytes: int) -> None:
+        """Has a row have what it uses from a page on for its own: so many pages, of which some bytes hold tokens. What
+        it shares behind that is gone then."""
+        books, table, (row, page, used_end, _) = self._books, arena.table, used
+        run = Run(row, page, table.own[row])
+        books.duplicates -= table.leave(row, page, used_end)  # what is to be had for it is no less for what it leaves
+        try:
+            if self._is_elsewhere(arena, used):
+                fence = self._table.fences[row] | self._table.fence_after(self._driver, [row])
+                part = Run(row, page, page + pages)
+                if pages:
+                    self._copy_out(arena, part, nbytes, fence)
+                fence.wait()
+                self._replace(arena, part)
+                self.clear()
+            else:
+                self._pool.calls.run([SET_ACCESS, *table.range_of(run), VACANT]).check()
+                table.own[row] = page
+        except VmmkvError as error:
+            books.duplicates += table.use(row, page, used_end)
+            if table.ready[row] < page + pages:
+                error.add_note(f"Sequence {self._table.owner[row]} has ended: the driver did not map its tokens again")
+                self._lose(row)
+            raise
+        finally:
+            books.refresh(row)
 
-    def _copies(self, arena: Arena, part: Run, nbytes: int, fence: Fence) -> list[int]:
-        """New frames, mapped in the staging row, that begin with some bytes of a part. Waits for the copy."""
+    def _is_elsewhere(self, arena: Arena, used: Run) -> bool:
+        """Whether any of what a row may share from a page on lies in others."""
+        table = arena.table
+        return bool(self._pool.frames.shares[table.frames_in(used.row, used.begin, table.own[used.row])].any())
+
+    def _copy_out(self, arena: Arena, part: Run, nbytes: int, fence: Fence) -> None:
+        """Maps new frames in the staging row, which begin with some bytes of a part. Waits for the copy."""
         staging = self.stage()
         pages = part.end - part.begin
         supply = self._reclaimer.supply(pages, 0)
@@ -195,66 +218,48 @@ class Sharing:
         change.map(staging.table, 0, pages, supply)
         change.run()
         change.commit(self._pool)
-        try:
-            change.check()
-            current = self._driver.current_stream()
-            fence.order(current)
-            source = arena.table.address_of(part.row, part.begin)
-            if self._books.rules.cleans:
-                self._driver.fill(staging.address, pages * self._books.page_size, 0, current)
-            if nbytes:
-                self._driver.copy(staging.address, source, nbytes)
-            self._driver.record(current).synchronize()
-        except BaseException:
-            with suppress(DriverError):
-                staging.unmap_back(0, 0)
-            raise
+        change.check()
+        current = self._driver.current_stream()
+        fence.order(current)
+        if self._books.rules.cleans or self._pool.tenants:
+            self._driver.fill(staging.address, pages * self._books.page_size, 0, current)
+        if nbytes:
+            self._driver.copy(staging.address, arena.table.address_of(part.row, part.begin), nbytes)
+        self._driver.record(current).synchronize()
         staging.table.belong(0, 0, pages, self._table.tenant[part.row])
-        return staging.table.frames_in(0, 0, pages)
 
-    def _replace(self, arena: Arena, part: Run, copies: list[int]) -> None:
-        """Puts frames, which may be mapped in the staging row, in the place of what a row has from a page on."""
-        table, frames, (row, page, used_end, _) = arena.table, self._pool.frames, part
-        own, ready = table.own[row], table.ready[row]
-        shared = table.frames_in(row, page, own)
-        self._books.duplicates -= table.leave(row, page, used_end)
-        frames.share([*shared, *copies])  # the one so that nothing is lost on the way, the others for the row
-        change = Change(self._pool.calls, frames)
-        if copies and self.staging:
-            change.unmap(self.staging.table, Run(0, 0, len(copies)))
-        change.unmap(table, Run(row, page, table.end[row]))
-        if copies:
-            change.place(table, Run(row, page, page + len(copies)), copies, page + len(copies))
+    def _replace(self, arena: Arena, part: Run) -> None:
+        """Puts what is in the staging row in the place of all that a row has from a part's begin on."""
+        table, (row, page, *_) = arena.table, part
+        ready, before = table.ready[row], table.pages_in(row, page).tolist()
+        self._copied = arena, part
+        try:
+            self._put(arena, part)
+        except DriverError:
+            if table.pages_in(row, page).tolist() == before:
+                table.ready[row] = ready  # nothing has happened to it
+            with suppress(DriverError):
+                self.restore()
+            raise
+
+    def restore(self) -> None:
+        """Puts copies where they belong if, after a failure or an interruption, neither they nor what they are copies
+        of are there."""
+        if self._copied:
+            arena, part = self._copied
+            if arena.table.ready[part.row] < part.end:
+                self._put(arena, part)
+
+    def _put(self, arena: Arena, part: Run) -> None:
+        table, change = arena.table, Change(self._pool.calls, self._pool.frames)
+        arena.plan_back(change, part.row, part.begin)
+        if part.begin < part.end and self.staging:
+            copies = self.staging.table.frames_in(0, 0, part.end - part.begin)
+            self._pool.frames.share(copies)  # until the staging row is cleared
+            change.place(table, part, copies, part.end)
         change.run()
         change.commit(self._pool)
-        try:
-            change.check()
-        except DriverError:
-            if table.frames_in(row, page, own) == shared:
-                table.ready[row] = ready  # nothing has happened to it
-            else:
-                self._put_back(arena, part, shared, own)
-            self._books.duplicates += table.use(row, page, used_end)
-            self._books.refresh(row)
-            if table.ready[row] < used_end:
-                self._lose(row)
-            raise
-        finally:
-            self._pool.give(self._account, shared)
-
-    def _put_back(self, arena: Arena, part: Run, shared: list[int], own: int) -> None:
-        """Has a row have again what it has given up, as far as that can be done."""
-        table, row = arena.table, part.row
-        with suppress(DriverError):
-            arena.unmap_back(row, part.begin)
-            self._pool.frames.share(shared)
-            table.own[row] = own
-            change = Change(self._pool.calls, self._pool.frames)
-            change.place(table, Run(row, part.begin, own), shared, own, kind=SET_READ_ACCESS)
-            change.run()
-            change.commit(self._pool)
-            table.own[row] = min(own, table.end[row])
-            change.check()
+        change.check()
 
     def _lose(self, row: int) -> None:
         """Ends a sequence whose tokens could not be put back."""
@@ -271,7 +276,8 @@ class Sharing:
         return self.staging
 
     def clear(self) -> None:
-        """Gives back what has been copied from the staging row, or what a failure has left there."""
+        """Gives back what is in the staging row."""
         if self.staging and self.staging.table.end[0]:
             self.staged.wait()
             self.staging.unmap_back(0, 0)
+        self._copied = None

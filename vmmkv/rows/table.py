@@ -128,12 +128,16 @@ class RowTable:
         for row in self.parked:
             self.parked.remove(row)
             return row
-        if len(self.live) == self.num_rows:
-            raise OutOfRowsError(
-                f"all {self.num_rows} rows belong to live sequences; free one, or make the cache with a larger "
-                "max_sequences (a row without tokens takes addresses only)"
-            )
+        self.check_left(1)
         return None
+
+    def check_left(self, count: int) -> None:
+        """Raises `OutOfRowsError`, where not as many rows are left."""
+        if count > (left := self.num_rows - len(self.live)):
+            raise OutOfRowsError(
+                f"asked for {count} rows; {left} are left, the others of {self.num_rows} belong to live sequences. "
+                "Free some, or make the cache with a larger max_sequences (a row without tokens takes addresses only)"
+            )
 
     def forget(self, row: int) -> None:
         """Takes a row that nobody has off the lists."""

@@ -76,8 +76,8 @@ class PageTable:
         columns = np.zeros((6, num_rows), np.int64)
         columns[4:] = limit
         self.first, self.end, self.ready, self.own, self.tail, self.tail_ready = (column.data for column in columns)
-        self.firsts, self.ends = columns[:2]
-        """`first` and `end`, for many rows at once."""
+        self.firsts, self.ends, self.owns = columns[0], columns[1], columns[3]
+        """`first`, `end` and `own`, for many rows at once."""
         self.doubt: list[Run] = []
         self.tail_frames: list[int] = []
         """The one behind all tails, where there are any."""
@@ -244,6 +244,7 @@ class PageTable:
                 self.tail_ready[row] = max(self.tail[row], self.tail_ready[row])
             self.take_off(run)
             self.doubt.pop()
+        np.minimum(self.owns, self.ends, out=self.owns)  # pages that were to be shared, and are not there
 
     def unmap_all(self) -> list[int]:
         """Unmaps everything, in whatever state the driver is; returns the frames that are free now."""
