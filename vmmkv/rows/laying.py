@@ -36,8 +36,8 @@ class Piece:
 
 
 def pieces(numbers: list[int], frames: Frames) -> list[Piece]:
-    """The pieces that pages, by number, are to be laid in: of all of them, or of the first ones, where there are more to
-    copy than is worth it."""
+    """The pieces that pages, by number, are to be laid in: of all of them, or of the first ones, where more would have
+    to be copied than is worth it."""
     if not frames.has_large:
         return [Piece(len(numbers), numbers)] if numbers else []
     found: list[Piece] = []
