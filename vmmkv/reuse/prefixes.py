@@ -187,18 +187,19 @@ class Prefixes:
         """
         self._written.order(self._pool.driver.current_stream())
         node = self._tree.lock(hit.node, hit.locked)
-        if hit.row is not None:
-            self._last.pop(self._chains[row].last)
-            self._rows.adopt(row, owner, hit.tokens, expected, tenant)
-        else:
-            self._rows.begin(row, owner, expected, tenant)
-        self._chains[row] = Chain(key, ids[: hit.tokens].copy(), node)
         try:
+            if hit.row is None:
+                self._rows.begin(row, owner, expected, tenant)
+                self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
+            else:
+                self._last.pop(self._chains.pop(row).last)
+                self._rows.adopt(row, owner, hit.tokens, expected, tenant)
+            self._chains[row] = Chain(key, ids[: hit.tokens].copy(), node)
             if hit.row is not None:
                 self._rows.grow_one(row, len(ids))
-            else:
-                self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
         except VmmkvError:
+            if row not in self._chains:
+                self._tree.unlock(node)
             self._rows.release([(row, owner)])
             raise
 
@@ -253,7 +254,7 @@ class Prefixes:
         """Says that a live row holds its first tokens only."""
         chain = self._chains.get(row)
         if chain and len(chain.ids) > tokens:
-            self._chains[row] = chain._replace(ids=chain.ids[:tokens])
+            self._chains[row] = Chain(chain.key, chain.ids[:tokens], chain.node)
 
     def leave(self, row: int) -> bool:
         """Says that a row's sequence has ended; returns whether the row is to be kept for others that begin alike."""
@@ -266,7 +267,7 @@ class Prefixes:
         if self._table.start[row] or last is None or last in self._last:
             return False
         self._last[last] = row
-        self._chains[row] = chain._replace(node=None, last=last)
+        self._chains[row] = Chain(chain.key, chain.ids, None, last)
         return True
 
     def inherit(self, row: int, children: list[int]) -> None:
@@ -274,7 +275,7 @@ class Prefixes:
         chain = self._chains.get(row)
         if chain and chain.node:
             for child in children:
-                self._chains[child] = chain._replace(node=self._tree.lock(chain.node))
+                self._chains[child] = Chain(chain.key, chain.ids, self._tree.lock(chain.node))
 
     def _last_page(self, row: int, tokens: int) -> int | None:
         """The number of the last whole page of the first arena, if the tree knows it."""
