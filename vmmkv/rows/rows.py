@@ -375,7 +375,7 @@ class Rows:
         table.parked, table.spare, table.retired, table.fronts = Shelf(), Shelf(), OrderedDict(), OrderedDict()
         table.live, table.empty, table.needy, table.fenced = {}, {}, {}, {}
         self.books.forget_counts()
-        self.account.taken = sum(len({*arena.table.mapped_pages()}) for arena in self.arenas)
+        self.account.taken = len({page for arena in self.arenas for page in arena.table.mapped_pages()})
         self.books.duplicates = 0
         self.sharing.restore()
         self.sharing.clear()
