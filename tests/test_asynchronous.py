@@ -132,7 +132,20 @@ def run_late(policy: dict, random: Random) -> None:
     layout = small_layout(device, layers_per_range=random.choice([None, 2]))
     cache = vmmkv.KVCache(layout, ROWS, MAX_SEQ_LEN, max_bytes=BUDGET * device.page_size, driver=device, **policy)
     users: list[User] = []
-    operations = ["start", "grow", "grow", "begin late", "read", "read", "truncate", "release", "free", "trim", "fork", "fork"]
+    operations = [
+        "start",
+        "grow",
+        "grow",
+        "begin late",
+        "read",
+        "read",
+        "truncate",
+        "release",
+        "free",
+        "trim",
+        "fork",
+        "fork",
+    ]
     for number in range(1, 40):
         device.current = random.choice(device.streams)
         operation = random.choice(operations)
