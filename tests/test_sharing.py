@@ -1,4 +1,4 @@
-"""Sequences that are forked: what they share takes memory once, nobody can write to it, and whoever wants to has a copy.
+"""Sequences that are forked: what they share takes memory once, and nobody can write to it but to a copy of its own.
 
 That any of them hold their own tokens after any operations is for the state machine to say, and what becomes of calls
 that fail, of interruptions and of streams that run late for `test_faults`, `test_interruption` and `test_asynchronous`.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from random import Random
 
 import pytest
@@ -129,7 +130,8 @@ def test_a_page_is_shared_while_several_sequences_hold_tokens_there() -> None:
 WRITES = """
     import sys
     import torch, vmmkv
-    cache = vmmkv.KVCache(vmmkv.KVLayout(2, 2, 16, torch.float32), 2, 80, max_bytes="1MiB", device="cpu", page_size=4096)
+    layout = vmmkv.KVLayout(2, 2, 16, torch.float32)
+    cache = vmmkv.KVCache(layout, 2, 80, max_bytes="1MiB", device="cpu", page_size=4096)
     parent = cache.sequence(12)
     child = parent.fork()
     child.k(0)[8:] = 1
@@ -318,6 +320,13 @@ def test_what_the_parent_writes_after_a_fork_is_not_in_the_child() -> None:
         assert ctypes.string_at(address, 16) == b"\2" * 16
 
 
+def read(device: SimulatedDevice, states: torch.Tensor, expected: torch.Tensor) -> None:
+    """What runs later."""
+    last = states[-1]
+    device.touch(states.data_ptr(), last.data_ptr() + last.nbytes - states.data_ptr(), lambda: None)
+    assert (states == expected[:, None, None]).all()
+
+
 def test_a_page_goes_to_nobody_before_all_who_shared_it_are_done() -> None:
     """Whoever reads it on a stream that runs late finds what was there, whichever of them ended first."""
     for _ in range(30):
@@ -328,13 +337,7 @@ def test_a_page_goes_to_nobody_before_all_who_shared_it_are_done() -> None:
         family += [family[0].fork(), family[0].fork()]
         for sequence, stream in zip(family, Random().sample(device.streams, 3)):
             sequence.record_stream(stream)  # type: ignore[arg-type]
-            states = sequence.k(0)
-
-            def read(states: torch.Tensor = states) -> None:
-                device.touch(states.data_ptr(), 3 * cache.page_size - 128, lambda: None)
-                assert (states == values[:, None, None]).all()
-
-            stream.submit(read)
+            stream.submit(partial(read, device, sequence.k(0), values))
         for sequence in Random().sample(family, 3):
             sequence.free()
         taken = cache.sequence(6 * TOKENS)
