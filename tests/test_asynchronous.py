@@ -12,7 +12,7 @@ from simulated_device import SimulatedDevice, Stream
 
 import vmmkv
 
-ROWS, MAX_SEQ_LEN, BUDGET = 3, 40, 20
+ROWS, MAX_SEQ_LEN, BUDGET = 4, 40, 24
 
 
 class User:
@@ -22,13 +22,23 @@ class User:
     """
 
     def __init__(self, cache: vmmkv.KVCache, device: SimulatedDevice, number: int, tokens: int) -> None:
-        self.cache, self.device, self.number = cache, device, number
+        self.begin(cache, device, number, cache.sequence(tokens))
+        self.write(self.own)
+
+    def begin(self, cache: vmmkv.KVCache, device: SimulatedDevice, number: int, sequence: vmmkv.Sequence) -> None:
+        self.cache, self.device, self.number, self.sequence = cache, device, number, sequence
         self.own = device.current
-        self.sequence = cache.sequence(tokens)
         self.written = 0
         self.values: list[int] = []  # of tokens that are written, as work submitted from now on sees them
         self.readers: set[Stream] = set()
-        self.write(self.own)
+        self.numbers = [number]  # its own, and those of whom it was forked from
+
+    def fork(self, number: int) -> User:
+        """One who begins with all tokens of this one, which may not even be written yet."""
+        child = object.__new__(User)
+        child.begin(self.cache, self.device, number, self.sequence.fork())
+        child.values, child.numbers = self.values.copy(), [number, *self.numbers]
+        return child
 
     def records(self, first: int, end: int) -> list[tuple[int, int, int]]:
         """Address, bytes and number of tokens of `[first, end)` in each range."""
@@ -90,7 +100,7 @@ class User:
 
         def check(words: np.ndarray) -> None:
             nobodys = (0, -1) if self.cache._rows.rules.poison else (0,)
-            assert (np.isin(words, nobodys) | (words >> 32 == self.number)).all(), "another sequence's bytes"
+            assert (np.isin(words, nobodys) | np.isin(words >> 32, self.numbers)).all(), "another sequence's bytes"
 
         for address, nbytes, _ in self.records(first, end):
             self.submit(stream, address, nbytes, check)
@@ -122,7 +132,20 @@ def run_late(policy: dict, random: Random) -> None:
     layout = small_layout(device, layers_per_range=random.choice([None, 2]))
     cache = vmmkv.KVCache(layout, ROWS, MAX_SEQ_LEN, max_bytes=BUDGET * device.page_size, driver=device, **policy)
     users: list[User] = []
-    operations = ["start", "grow", "grow", "begin late", "read", "read", "truncate", "release", "free", "trim"]
+    operations = [
+        "start",
+        "grow",
+        "grow",
+        "begin late",
+        "read",
+        "read",
+        "truncate",
+        "release",
+        "free",
+        "trim",
+        "fork",
+        "fork",
+    ]
     for number in range(1, 40):
         device.current = random.choice(device.streams)
         operation = random.choice(operations)
@@ -153,6 +176,8 @@ def run_late(policy: dict, random: Random) -> None:
                 user.truncate(random.randint(user.sequence.start, user.sequence.length))
             elif operation == "release":
                 user.sequence.release_before(random.randint(user.sequence.start, user.sequence.length))
+            elif operation == "fork":
+                users.append(user.fork(number))
             elif operation == "free":
                 users.remove(user)
                 user.sequence.free()

@@ -23,8 +23,8 @@ def books(cache: vmmkv.KVCache, driver: FaultyDriver) -> None:
     cache.check()
     stats = cache.stats()
     assert sum(stats.pages.values()) == driver.num_pages
-    zero = [address for address in driver.mapped if address not in driver.writable]
-    assert stats.pages["used"] + stats.pages["surplus"] == len(driver.mapped) - len(zero)
+    zero = (cache.page_map() == vmmkv.ZERO_PAGE).sum()
+    assert stats.pages["used"] + stats.pages["surplus"] == len({*driver.mapped.values()}) - zero
 
 
 OPERATIONS = {
@@ -36,6 +36,11 @@ OPERATIONS = {
     "extend from": lambda cache, kept: cache.extend([kept[2]], 60, starts=[50]),
     "truncate": lambda cache, kept: kept[0].truncate(3),
     "release": lambda cache, kept: kept[0].release_before(12),
+    "fork": lambda cache, kept: kept[0].fork(),
+    "fork many": lambda cache, kept: cache.fork_many(kept[3], 2),
+    "extend a parent that was cut": lambda cache, kept: kept[4].extend(9),
+    "extend a forked one that was cut": lambda cache, kept: kept[3].extend(9),
+    "free a parent": lambda cache, kept: kept[4].free(),
     "free": lambda cache, kept: kept[0].free(),
     "free all": lambda cache, kept: cache.free(kept),
     "trim": lambda cache, kept: cache.trim(),
@@ -62,22 +67,27 @@ def test_an_interruption_at_any_line(make_cache, device: str, name: str, policy:
     def prepare() -> tuple[FaultyDriver, vmmkv.KVCache, list[vmmkv.Sequence]]:
         driver = FaultyDriver(small_driver(device))
         driver.unmaps_anything = True
-        cache = make_cache(max_sequences=5, pages=21, driver=driver, layers_per_range=2, **policy)
+        cache = make_cache(max_sequences=8, pages=30, driver=driver, layers_per_range=2, **policy)
         cache.free([cache.sequence(30), cache.sequence(5)])
-        return driver, cache, [cache.sequence(20), cache.sequence(2), cache.sequence()]
+        kept = [cache.sequence(20), cache.sequence(2), cache.sequence()]
+        for sequence in kept:
+            sequence.k(0).fill_(sequence.length)
+        kept += [kept[0].fork(), parent := kept[0].fork(), parent.fork()]
+        for cut in kept[3:5]:
+            cut.truncate(7)
+        return driver, cache, kept
 
     def check(line: int) -> int | None:
         driver, cache, kept = prepare()
-        for value, sequence in enumerate(kept):
-            sequence.k(0).fill_(value)
-        lengths = [sequence.length for sequence in kept]
+        lengths, values = [sequence.length for sequence in kept], [20, 2, 0, 20, 20, 20]
         lines = interrupted(lambda: OPERATIONS[name](cache, kept), line)
         try:
             books(cache, driver)
         except (vmmkv.InterruptedChangeError, vmmkv.UseAfterFreeError):
             cache.close()
         else:
-            for value, (sequence, length) in enumerate(zip(kept, lengths)):
+            for value, sequence, length in zip(values, kept, lengths):
+                assert "gone" not in repr(sequence) or name.startswith("free")
                 if "gone" not in repr(sequence):
                     length = min(length, sequence.length)
                     assert (sequence.k(0)[: max(length - sequence.start, 0)] == value).all()

@@ -304,11 +304,12 @@ class Frames:
         self._vacant = np.flatnonzero(~exists & ~np.repeat(vacant, LARGE)).tolist()
         self.uses[: len(exists)][~exists], self.tenants[: len(exists)][~exists] = 0, UNKNOWN
         places = np.bincount(np.fromiter(taken, np.int64), minlength=len(exists))
-        self.shares[: len(exists)] = np.maximum(places - 1, 0)
-        self.shares.reshape(-1, LARGE)[self.is_large.reshape(-1, LARGE)[:, 0], 1:] = 0  # by frame, not by page
+        is_large = self.is_large[: len(exists)]  # who was interrupted may have added numbers to it alone
+        shares = np.maximum(places - 1, 0)
+        shares.reshape(-1, LARGE)[is_large[::LARGE], 1:] = 0  # by frame, not by page
+        self.shares[: len(exists)] = shares
         self.users[:] = 0
         is_free = exists & (places == 0)
-        is_large = self.is_large[: len(exists)]  # who was interrupted may have added numbers to it alone
         self.free = np.flatnonzero(is_free & ~is_large).tolist()
         self.free_large = (np.flatnonzero((is_free & is_large)[::LARGE]) * LARGE).tolist()
         self.taken = int(exists.sum() - is_free.sum())

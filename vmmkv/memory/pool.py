@@ -497,7 +497,8 @@ class FramePool:
         if not table.mapped_pages():
             with suppress(ValueError):
                 self.tables.remove(table)
-        self.close_account(account)
+        if account.holder() is None:  # otherwise its holder was interrupted while it made one more
+            self.close_account(account)
         self.left_behind.popleft()
 
     def recover(self) -> None:
@@ -517,7 +518,7 @@ class FramePool:
                         holder.recover()
                     else:
                         of_it = [table for table in self.tables if table.account is account]
-                        account.taken = sum(len({*table.mapped_pages()}) for table in of_it)
+                        account.taken = len({page for table in of_it for page in table.mapped_pages()})
                         self.close_account(account)
                 self._unusable = None
 

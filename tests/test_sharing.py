@@ -1,0 +1,430 @@
+"""Sequences that are forked: what they share takes memory once, and nobody can write to it but to a copy of its own.
+
+That any of them hold their own tokens after any operations is for the state machine to say, and what becomes of calls
+that fail, of interruptions and of streams that run late for `test_faults`, `test_interruption` and `test_asynchronous`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from functools import partial
+from random import Random
+
+import pytest
+import torch
+from conftest import run_python, small_driver
+from faulty import FaultyDriver
+from simulated_device import SimulatedDevice
+
+import vmmkv
+from vmmkv.memory.frames import LARGE
+from vmmkv.space.mapper import Mapper
+
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)
+TOKENS = 8
+"""Of a page."""
+WIDE = vmmkv.KVLayout(3, [2, 6, 2], 16, torch.float32, layers_per_range=1)
+"""Ranges of 16, 5 1/3 and 16 tokens in a page."""
+
+pytestmark = pytest.mark.usefixtures("undebugged")
+
+
+def make(pages: int = 100, rows: int = 8, layout: vmmkv.KVLayout = LAYOUT, **options: object) -> vmmkv.KVCache:
+    driver = options.pop("driver", None) or FaultyDriver(small_driver("cpu"))
+    options = {"large_frames": False, "lookahead": 0, **options}
+    return vmmkv.KVCache(layout, rows, 100 * TOKENS, max_bytes=pages * driver.page_size, driver=driver, **options)
+
+
+def write(sequence: vmmkv.Sequence, begin: int = 0) -> torch.Tensor:
+    """Writes random numbers, token by token, from a token on; returns them."""
+    values = torch.rand(sequence.length - begin)
+    for layer in range(sequence.cache.layout.num_layers):
+        for states in (sequence.k(layer), sequence.v(layer)):
+            states[begin - sequence.start :] = values[:, None, None]
+    return values
+
+
+def check(sequence: vmmkv.Sequence, values: torch.Tensor) -> None:
+    """A sequence holds these from its start on."""
+    assert sequence.length - sequence.start == len(values)
+    for layer in range(sequence.cache.layout.num_layers):
+        for states in (sequence.k(layer), sequence.v(layer)):
+            assert (states == values[:, None, None]).all()
+
+
+def used(cache: vmmkv.KVCache) -> int:
+    cache.check()
+    return cache.stats().pages["used"]
+
+
+def shared(cache: vmmkv.KVCache) -> int:
+    return int((cache.page_map() == vmmkv.SHARED_PAGE).sum())
+
+
+# ---------------------------------------------------------------------- what it takes
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
+def test_a_fork_takes_a_page_where_one_is_partly_full(layout: vmmkv.KVLayout) -> None:
+    cache = make(400, layout=layout)
+    for tokens in Random().sample(range(1, 30 * TOKENS), 10):
+        parent = cache.sequence(tokens)
+        values, before = write(parent), used(cache)
+        child = parent.fork()
+        partly = sum(tokens * record % cache.page_size > 0 for record in layout.record_bytes)
+        assert used(cache) == before + partly
+        assert shared(cache) == sum(tokens * record // cache.page_size for record in layout.record_bytes)
+        grandchild = child.fork()
+        parent.free()
+        assert used(cache) == before + partly
+        check(child, values)
+        check(grandchild, values)
+        cache.free([child, grandchild])
+        assert used(cache) == shared(cache) == 0
+
+
+def test_samples_of_one_prompt_take_it_once() -> None:
+    full, begun, samples = Random().randint(1, 20), Random().randint(0, TOKENS - 1), 64
+    cache = make(full + 1 + samples * 4, rows=samples + 1)
+    prompt = cache.sequence(full * TOKENS + begun)
+    values = write(prompt)
+    children = cache.fork_many(prompt, samples)
+    answers = Random().choices(range(3 * TOKENS), k=samples)
+    cache.extend(children, answers)
+    written = [write(child, len(values)) for child in children]
+    own = sum(-(-(begun + tokens) // TOKENS) for tokens in answers)
+    assert used(cache) == full + (begun > 0) + own
+    stats = cache.stats()
+    assert stats.tokens == samples * len(values) + sum(answers) + len(values)
+    assert 0 <= stats.waste < 1
+    for child, answer in zip(children, written):
+        check(child, torch.cat([values, answer]))
+    prompt.free()
+    assert used(cache) == full + own
+    for number, child in enumerate(Random().sample(children, samples)):
+        assert used(cache) >= full
+        child.free()
+        assert shared(cache) == (full if number < samples - 2 else 0)
+    assert used(cache) == 0
+
+
+def test_a_page_is_shared_while_several_sequences_hold_tokens_there() -> None:
+    cache = make()
+    parent = cache.sequence(4 * TOKENS)
+    write(parent)
+    child = parent.fork()
+    assert shared(cache) == used(cache) == 4
+    child.truncate(2 * TOKENS)
+    assert (shared(cache), used(cache)) == (2, 4)
+    parent.release_before(TOKENS)
+    assert (shared(cache), used(cache)) == (1, 4)
+    parent.free()
+    assert (shared(cache), used(cache)) == (0, 2)
+    assert (cache.page_map() == child.number).sum() == 2
+
+
+# ---------------------------------------------------------------------- who may write
+
+
+WRITES = """
+    import sys
+    import torch, vmmkv
+    layout = vmmkv.KVLayout(2, 2, 16, torch.float32)
+    cache = vmmkv.KVCache(layout, 2, 80, max_bytes="1MiB", device="cpu", page_size=4096)
+    parent = cache.sequence(12)
+    child = parent.fork()
+    child.k(0)[8:] = 1
+    parent.k(0)[:] = 2
+    print(child.k(0)[:, 0, 0].tolist(), flush=True)
+    child.k(0)[int(sys.argv[1])] = 3
+    print("written")
+"""
+
+
+@pytest.mark.parametrize("token", [0, 7, 8])
+def test_what_is_shared_is_read_only_in_the_child(token: int) -> None:
+    process = run_python(WRITES, str(token))
+    assert process.stdout.startswith(str([2.0] * 8 + [1.0] * 4))
+    assert process.returncode == (0 if token == 8 else -11)  # SIGSEGV
+
+
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}, {"overread": 11}], ids=str)
+@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_who_was_truncated_into_shared_pages_has_its_own_before_it_grows(
+    which: int, layout: vmmkv.KVLayout, options: dict
+) -> None:
+    cache = make(400, layout=layout, **options)
+    parent = cache.sequence(Random().randint(60, 80))
+    values = write(parent)
+    family = [parent, parent.fork()]
+    kept = Random().randint(0, 59)
+    family[which].truncate(kept)
+    assert family[which].capacity == kept or not shared(cache)
+    family[which].extend(Random().randint(1, 100))
+    check(family[1 - which], values)
+    values_of_it = torch.cat([values[:kept], write(family[which], kept)])
+    check(family[which], values_of_it)
+    check(family[1 - which], values)
+    used(cache)
+
+
+def test_who_is_the_last_to_have_a_page_needs_no_copy() -> None:
+    """Also where no page is left, and those of the others are still in their rows."""
+    cache = make(pages=3, rows=3)
+    parent = cache.sequence(3 * TOKENS)
+    values = write(parent)
+    cache.free(cache.fork_many(parent, 2))
+    parent.truncate(2 * TOKENS + 3)
+    parent.extend(5)
+    check(parent, torch.cat([values[: 2 * TOKENS + 3], write(parent, 2 * TOKENS + 3)]))
+    assert used(cache) == 3
+
+
+# ---------------------------------------------------------------------- where it begins and ends
+
+
+def test_a_sequence_without_tokens_has_children_without_memory() -> None:
+    cache = make()
+    parent = cache.sequence()
+    children = cache.fork_many(parent, 3)
+    assert [child.length for child in children] == [0, 0, 0]
+    assert used(cache) == shared(cache) == 0
+    assert cache.fork_many(parent, 0) == []
+    for child in [parent, *children]:
+        child.extend(20)
+        check(child, write(child))
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
+def test_what_has_left_the_parent_in_front_the_child_has_not(layout: vmmkv.KVLayout) -> None:
+    cache = make(400, layout=layout)
+    parent = cache.sequence(Random().randint(100, 150))
+    values = write(parent)
+    start = Random().choice([Random().randint(1, 100), 3 * TOKENS, parent.length])
+    parent.release_before(start)
+    child = parent.fork()
+    assert (child.start, child.length) == (start, parent.length)
+    parent.release_before(parent.length)
+    parent.free()
+    cache.trim()
+    child.extend(30)
+    check(child, torch.cat([values[start:], write(child, len(values))]))
+    used(cache)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def test_what_is_no_sequence_of_the_cache_or_no_number() -> None:
+    cache, other = make(), make()
+    sequence = cache.sequence(10)
+    gone = cache.sequence(10)
+    gone.free()
+    refused: list[tuple[type[Exception], Callable[[], object]]] = [
+        (vmmkv.UseAfterFreeError, gone.fork),
+        (vmmkv.UseAfterFreeError, lambda: cache.fork_many(gone, 2)),
+        (ValueError, lambda: other.fork_many(sequence, 1)),
+        (ValueError, lambda: cache.fork_many(sequence, -1)),
+        (TypeError, lambda: cache.fork_many(sequence, 1.5)),  # type: ignore[arg-type]
+        (TypeError, lambda: cache.fork_many("sequence", 1)),  # type: ignore[arg-type]
+    ]
+    for error, operation in refused:
+        with pytest.raises(error):
+            operation()
+    assert cache.stats().rows["live"] == 1
+
+
+def state(cache: vmmkv.KVCache, sequences: list[vmmkv.Sequence]) -> object:
+    stats = cache.stats()
+    return stats.rows["live"], stats.pages["used"], shared(cache), [sequence.capacity for sequence in sequences]
+
+
+def test_a_fork_for_which_there_is_no_row_or_no_page_changes_nothing() -> None:
+    """Also while somebody holds the error, and with it the frames of the calls."""
+    cache = make(pages=10, rows=4)
+    kept = [cache.sequence(4 * TOKENS + 1), cache.sequence(3 * TOKENS)]
+    values = write(kept[0])
+    before = state(cache, kept)
+    with pytest.raises(vmmkv.OutOfRowsError) as no_row:
+        cache.fork_many(kept[0], 3)
+    assert state(cache, kept) == before
+    grown = cache.sequence(TOKENS)
+    cache.free([grown])
+    kept.append(cache.sequence(2 * TOKENS))
+    before = state(cache, kept)
+    with pytest.raises(vmmkv.OutOfPagesError) as no_page:
+        kept[0].fork()
+    assert state(cache, kept) == before
+    cache.check()
+    child = kept[1].fork()  # at the end of a page it needs none
+    assert child.length == 3 * TOKENS
+    check(kept[0], values)
+    del no_row, no_page
+
+
+def test_a_copy_for_which_there_is_no_page_changes_nothing() -> None:
+    cache = make(pages=6)
+    parent, other = cache.sequence(3 * TOKENS), cache.sequence(3 * TOKENS)
+    values, child = write(parent), parent.fork()
+    other.truncate(TOKENS)
+    other.extend(2 * TOKENS)
+    parent.truncate(TOKENS + 3)
+    before = state(cache, [parent, child, other])
+    with pytest.raises(vmmkv.OutOfPagesError) as error:
+        parent.extend(1)
+    assert error.value.available == 0
+    assert state(cache, [parent, child, other]) == before
+    check(child, values)
+    check(parent, values[: TOKENS + 3])
+    other.truncate(2 * TOKENS)
+    parent.extend(1)
+    used(cache)
+
+
+def test_no_fork_while_a_graph_is_captured() -> None:
+    device = SimulatedDevice(Random())
+    cache = make(driver=device)
+    parent = cache.sequence(20)
+    before = state(cache, [parent])
+    device.fail("record", error=vmmkv.StreamCaptureError)
+    with pytest.raises(vmmkv.StreamCaptureError):
+        parent.fork()
+    assert state(cache, [parent]) == before
+
+
+# ---------------------------------------------------------------------- streams, tenants, frames, lookahead, poison
+
+
+def test_what_the_parent_writes_after_a_fork_is_not_in_the_child() -> None:
+    """On whatever streams: the copy comes after what was queued before, and before what is queued then."""
+    for _ in range(30):
+        device = SimulatedDevice(Random())
+        cache = make(driver=device)
+        own, _, other = device.streams
+        parent = cache.sequence(TOKENS + 5)
+        address = parent.k(0)[TOKENS:].data_ptr()
+
+        def later(value: int, address: int = address) -> Callable[[], object]:
+            return lambda: ctypes.memset(address, value, 16)
+
+        own.submit(later(1))
+        device.current = other
+        child = parent.fork()
+        parent.truncate(TOKENS)
+        parent.extend(5)
+        own.submit(later(2))
+        device.finish()
+        assert ctypes.string_at(child.k(0)[TOKENS:].data_ptr(), 16) == b"\1" * 16
+        assert ctypes.string_at(address, 16) == b"\2" * 16
+
+
+def read(device: SimulatedDevice, states: torch.Tensor, expected: torch.Tensor) -> None:
+    """What runs later."""
+    last = states[-1]
+    device.touch(states.data_ptr(), last.data_ptr() + last.nbytes - states.data_ptr(), lambda: None)
+    assert (states == expected[:, None, None]).all()
+
+
+def test_a_page_goes_to_nobody_before_all_who_shared_it_are_done() -> None:
+    """Whoever reads it on a stream that runs late finds what was there, whichever of them ended first."""
+    for _ in range(30):
+        device = SimulatedDevice(Random())
+        cache = make(pages=6, driver=device)
+        family = [cache.sequence(3 * TOKENS)]
+        values = write(family[0])
+        family += [family[0].fork(), family[0].fork()]
+        for sequence, stream in zip(family, Random().sample(device.streams, 3)):
+            sequence.record_stream(stream)  # type: ignore[arg-type]
+            stream.submit(partial(read, device, sequence.k(0), values))
+        for sequence in Random().sample(family, 3):
+            sequence.free()
+        taken = cache.sequence(6 * TOKENS)
+        for states in (taken.k(0), taken.v(0), taken.k(1), taken.v(1)):
+            states.fill_(7)
+        device.finish()
+        cache.check()
+
+
+def test_a_copy_shows_no_other_tenants_bytes() -> None:
+    cache = make(pages=4)
+    parent = cache.sequence(2 * TOKENS, tenant="alice")
+    write(parent)
+    other = cache.sequence(2 * TOKENS, tenant="bob")
+    for states in (other.k(0), other.v(0), other.k(1), other.v(1)):
+        states.fill_(7)
+    child = parent.fork()
+    other.free()
+    for sequence in (child, parent):
+        sequence.truncate(Random().randint(1, TOKENS - 1))
+        sequence.extend(TOKENS)
+        for states in (sequence.k(0), sequence.v(1)):
+            assert not (states == 7).any()
+    cache.check()
+
+
+def test_whole_large_frames_are_shared_and_others_copied() -> None:
+    begun = Random().randint(1, LARGE - 1)
+    cache = make(200, large_frames=True)
+    parent = cache.sequence(2 * LARGE * TOKENS)
+    values = write(parent)
+    parent.truncate((LARGE + begun) * TOKENS)
+    child = parent.fork()
+    assert shared(cache) == LARGE
+    assert used(cache) == 2 * LARGE + begun
+    check(child, values[: (LARGE + begun) * TOKENS])
+    check(parent, values[: (LARGE + begun) * TOKENS])
+
+
+@pytest.mark.parametrize("_", range(5))
+def test_who_was_truncated_into_a_large_frame_has_the_pages_it_needs(_: int) -> None:
+    """Also where what is read behind the end lies in the next one."""
+    overread = Random().choice([0, 3 * TOKENS])
+    cache = make(200, large_frames=True, overread=overread)
+    parent = cache.sequence(4 * LARGE * TOKENS)
+    values = write(parent)
+    child = parent.fork()
+    kept = Random().choice([LARGE * TOKENS - 1, Random().randint(1, 3 * LARGE * TOKENS)])
+    child.truncate(kept)
+    child.extend(1)
+    check(child, torch.cat([values[:kept], write(child, kept)]))
+    check(parent, values)
+    whole = 4 * LARGE + overread // TOKENS
+    own = -(-(kept + 1 + overread) // TOKENS) - kept // (LARGE * TOKENS) * LARGE
+    assert used(cache) == whole + own
+
+
+def test_pages_ahead_lie_behind_forked_rows_too() -> None:
+    cache = make(lookahead=2 * TOKENS)
+    mapper = cache.pool.mapper
+    assert isinstance(mapper, Mapper)
+    mapper.ring = lambda: None  # type: ignore[method-assign]
+    parent = cache.sequence(3 * TOKENS)
+    values = write(parent)
+    child = parent.fork()
+    while mapper.work():
+        pass
+    mapped = cache.stats().driver_calls["map"].count
+    for sequence in (parent, child):
+        sequence.extend(TOKENS)
+        check(sequence, torch.cat([values, write(sequence, 3 * TOKENS)]))
+    assert cache.stats().driver_calls["map"].count == mapped
+    cache.check()
+
+
+def test_poison_does_not_reach_what_another_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VMMKV_DEBUG", "1")
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        cache = make()
+        family = [cache.sequence(3 * TOKENS + 2)]
+        values = write(family[0])
+        family += [family[0].fork()]
+        family += [family[1].fork()]
+        for ended in order:
+            family[ended].truncate(TOKENS + 1)
+            for sequence in family:
+                if "gone" not in repr(sequence):
+                    check(sequence, values[: sequence.length])
+            family[ended].free()
+        cache.close()
