@@ -79,13 +79,9 @@ def check_rows(rows: Rows) -> None:
         InvariantError: one is broken; the message says which.
     """
     table = rows.table
-<<<<<<< HEAD
     mapped = len(rows.frames_taken())
     if rows.keeper:
         rows.keeper.check()
-=======
-    mapped = len({page for arena in rows.arenas for page in arena.table.mapped_pages()})
->>>>>>> forktests
     ensure(rows.account.taken == mapped, f"the account has {rows.account.taken} pages, {mapped} are mapped")
     live = table.live_rows().tolist()
     used = {(index, page) for row in live for index, (_, pages) in enumerate(rows.pages(row)) for page in pages}
