@@ -50,39 +50,46 @@ def make_cache(driver: Driver, layout: KVLayout, tokens: int, sequences: int, ow
 
 
 def forking(driver: Driver, layout: KVLayout, tokens: int, count: int, large: bool, rounds: int) -> Row:
-    """Microseconds to fork a prompt so many times at once, and of the same driver calls by hand; the memory of the
-    forks is made anew in each round."""
+    """Microseconds to fork a prompt so many times at once, and of the same driver calls by hand; all memory is made
+    anew in each round."""
+    figures: list[Row] = []
     with make_cache(driver, layout, tokens, count + 1, LARGE, large) as cache:
-        prompt = cache.sequence(tokens)
-        content = fill(prompt)
-        in_driver: list[float] = []
 
         def ours() -> float:
-            children: list[Sequence] = []
-            before = cache.stats().driver_seconds
+            prompt, children = cache.sequence(tokens), list[Sequence]()
+            content = fill(prompt)
+            before, seconds = calls_of(cache), cache.stats().driver_seconds
             took = microseconds(lambda: children.extend(cache.fork_many(prompt, count)))
-            in_driver.append((cache.stats().driver_seconds - before) * 1e6)
+            calls = {name: number - before.get(name, 0) for name, number in calls_of(cache).items()}
+            figures.append(
+                {
+                    "driver_us": (cache.stats().driver_seconds - seconds) * 1e6,
+                    "calls": {name: number for name, number in calls.items() if number},
+                    "shared": frames_of(cache, SHARED_PAGE),
+                    "own": frames_of(cache, children[-1].number),
+                }
+            )
             check(children[-1], content)
-            cache.free(children)
+            cache.free([prompt, *children])
             driver.synchronize()
             cache.trim()
             return took
 
-        before = {name: call.count for name, call in cache.stats().driver_calls.items()}
-        (first, *others) = cache.fork_many(prompt, count)
-        calls = {name: call.count - before.get(name, 0) for name, call in cache.stats().driver_calls.items()}
-        shared, own = frames_of(cache, SHARED_PAGE), frames_of(cache, first.number)
-        cache.free([first, *others])
-        driver.synchronize()
-        cache.trim()
+        ours()
+        shared, own = figures[0]["shared"], figures[0]["own"]
         copied = tokens * layout.token_bytes - sum(shared) * driver.page_size
         with by_hand(driver, shared, own, copied, count) as theirs:
             took = in_turns(ours, theirs, rounds)
         cache.check()
-    row = {"tokens": tokens, "large_frames": large, "forks": count, "calls": {k: v for k, v in calls.items() if v}}
+    row = {"tokens": tokens, "large_frames": large, "forks": count, "calls": figures[0]["calls"]}
     row |= {"pages_shared": sum(shared), "pages_of_a_fork": sum(own), "bytes_copied": copied}
-    row |= spread("fork", took[0]) | spread("driver", in_driver[1:]) | spread("raw", took[1])
+    row |= spread("fork", took[0]) | spread("driver", [each["driver_us"] for each in figures[2:]])
+    row |= spread("raw", took[1])
     return row | {"ratio": row["fork_us"] / row["raw_us"]}
+
+
+def calls_of(cache: KVCache) -> dict[str, int]:
+    return {name: call.count for name, call in cache.stats().driver_calls.items()}
 
 
 def fill(sequence: Sequence) -> torch.Tensor:
@@ -183,13 +190,15 @@ def kernels(driver: Driver, layout: KVLayout, tokens: int, launches: int, rounds
 
 @contextmanager
 def repeating(work: Callable[[], None] | None) -> Iterator[None]:
-    """A thread that works all the time; without work there is none."""
-    stop, failures = threading.Event(), []
+    """A thread that works all the time, at least once; without work there is none."""
+    stop, failures = threading.Event(), list[BaseException]()
 
     def run() -> None:
         try:
-            while work and not stop.is_set():
+            while work:
                 work()
+                if stop.is_set():
+                    return
         except BaseException as error:
             failures.append(error)
 
