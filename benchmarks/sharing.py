@@ -58,6 +58,7 @@ def forking(driver: Driver, layout: KVLayout, tokens: int, count: int, large: bo
         def ours() -> float:
             prompt, children = cache.sequence(tokens), list[Sequence]()
             content = fill(prompt)
+            driver.synchronize()
             before, seconds = calls_of(cache), cache.stats().driver_seconds
             took = microseconds(lambda: children.extend(cache.fork_many(prompt, count)))
             calls = {name: number - before.get(name, 0) for name, number in calls_of(cache).items()}
