@@ -6,7 +6,7 @@ BIN := .venv/bin
 
 .PHONY: demo test lint benchmarks notebooks docs
 
-BENCHMARKS := fragmentation reuse idle pools allocator mapper scale generate serve
+BENCHMARKS := fragmentation reuse idle pools allocator mapper sharing scale generate serve
 
 demo: .venv/demo
 	@echo "== Replaying requests through a vmmkv cache, checking attention against float64"

@@ -38,7 +38,7 @@ class RawCuda:
         import cuda.bindings.driver as cu
 
         self.cu, self.size = cu, driver.page_size
-        self.property, self.access = driver._property, driver._access[True]
+        self.property, self.access = driver._property, driver._access
 
     def create(self, pages: int) -> Any:
         return self.cu.cuMemCreate(self.size * pages, self.property, 0)[1]
@@ -46,8 +46,8 @@ class RawCuda:
     def map(self, address: int, handle: Any, pages: int) -> None:
         self.cu.cuMemMap(address, self.size * pages, 0, handle, 0)
 
-    def set_access(self, address: int, nbytes: int) -> None:
-        self.cu.cuMemSetAccess(address, nbytes, self.access, 1)
+    def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
+        self.cu.cuMemSetAccess(address, nbytes, self.access[writable], 1)
 
     def unmap(self, address: int, nbytes: int) -> None:
         self.cu.cuMemUnmap(address, nbytes)

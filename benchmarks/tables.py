@@ -17,7 +17,7 @@ from vmmkv import KVLayout
 from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
-from . import fragmentation, idle, mapper, overread, pools, reuse, scale
+from . import fragmentation, idle, mapper, overread, pools, reuse, scale, sharing
 from .serve import report as serving
 from .virtual import SCHEMES
 
@@ -378,6 +378,24 @@ TABLES["mapper-comparisons"] = Table(("mapper_h200.json",), comparisons_table)
 TABLES["pools"] = Table(("pools_h200.json",), modes_table)
 TABLES["pool-moves"] = Table(("pools_h200.json",), moves_table)
 TABLES["pool-comparisons"] = Table(("pools_h200.json",), comparisons_table)
+
+
+# ------------------------------------------------------------------ forks
+
+
+@table("sharing_h200.json")
+def forking(result: Result) -> str:
+    return markdown(*sharing.fork_table(result))
+
+
+@table("sharing_h200.json")
+def forking_kernels(result: Result) -> str:
+    return markdown(*sharing.kernel_table(result))
+
+
+@table("sharing_h200.json")
+def samples(result: Result) -> str:
+    return markdown(*sharing.sample_table(result))
 
 
 @table()

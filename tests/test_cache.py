@@ -7,6 +7,7 @@ import copy
 import gc
 import itertools
 import pickle
+import random
 import threading
 
 import numpy as np
@@ -759,3 +760,57 @@ def test_a_row_that_grows_keeps_what_it_needs_when_another_takes_its_tail(make_c
         assert long.capacity >= long.length
         assert has_memory(long, driver)
         assert has_memory(short, driver)
+
+
+# ---------------------------------------------------------------------- forks
+
+WRITES_TO_WHAT_IS_SHARED = """
+    import sys
+    from conftest import small_driver, small_layout
+    import vmmkv
+
+    driver = small_driver(sys.argv[1])
+    cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=40 * driver.page_size, driver=driver)
+    parent = cache.sequence(20)  # 3.75 pages
+    fork = parent.fork()
+    parent.k(0).fill_(1)
+    fork.k(0)[16:].fill_(2)  # in the page that is its own
+    cache.pool.driver.synchronize()
+    print(parent.k(0)[16:].eq(1).all().item(), fork.k(0)[:16].eq(1).all().item(), flush=True)
+    fork.k(0)[15].fill_(2)
+    cache.pool.driver.synchronize()
+    print("written")
+"""
+
+
+def test_a_write_to_what_forks_share_is_a_fault(device: str) -> None:
+    child = run_python(WRITES_TO_WHAT_IS_SHARED, device)
+    assert child.stdout == "True True\n"
+    assert child.returncode == (-11 if device == "cpu" else 1), child.stderr
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_forks_grow_apart(make_cache, large: bool) -> None:
+    """Against what each should hold, as forks of forks are written to, truncated and freed."""
+    cache = make_cache(max_sequences=6, max_seq_len=240, pages=400, large_frames=large)
+    parent = cache.sequence(random.randint(1, 200))
+    parent.k(1).normal_()
+    expected = {parent: parent.k(1).clone()}
+    for _ in range(40):
+        sequence = random.choice([*expected])
+        if len(expected) < cache.max_sequences:
+            for fork in cache.fork_many(sequence, random.randint(1, cache.max_sequences - len(expected))):
+                expected[fork] = expected[sequence]
+        elif random.random() < 0.5:
+            sequence.truncate(random.randint(0, sequence.length))
+            expected[sequence] = expected[sequence][: sequence.length]
+        if random.random() < 0.2 and len(expected) > 1:
+            sequence.free()
+            del expected[sequence]
+        elif new := random.randint(0, min(20, cache.max_seq_len - sequence.length)):
+            sequence.extend(new)
+            sequence.k(1)[-new:].normal_()
+            expected[sequence] = torch.cat([expected[sequence], sequence.k(1)[-new:]])
+        for each, content in expected.items():
+            assert torch.equal(each.k(1), content)
+        cache.check()

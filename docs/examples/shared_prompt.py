@@ -1,0 +1,67 @@
+"""Samples of one prompt: its sequence is forked, and what fills whole pages lies in memory once."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import vmmkv
+
+# --8<-- [start:prompt]
+layout = vmmkv.KVLayout(num_layers=4, num_kv_heads=8, head_dim=64, dtype=torch.float32)  # 128 tokens in a page
+cache = vmmkv.KVCache(layout, max_sequences=64, max_seq_len=131_072, max_bytes="256MiB")
+
+prompt = cache.sequence(2100)  # 17 pages: a large frame of 16, and one that 52 tokens lie in
+k, v = torch.randn(2, 2100, 8, 64, device=cache.device)
+prompt.write(layer=0, k=k, v=v)
+# --8<-- [end:prompt]
+
+# --8<-- [start:fork]
+samples = cache.fork_many(prompt, 7)  # all of them or none; one alone is prompt.fork()
+assert all(torch.equal(sample.k(0), k) for sample in samples)
+
+pages = cache.stats().pages["used"]
+assert pages == 16 + 8  # the full ones once, the one that is not full for each
+assert (cache.page_map() == vmmkv.SHARED_PAGE).sum() == 16
+# --8<-- [end:fork]
+
+# --8<-- [start:decode]
+family = [prompt, *samples]
+for _ in range(20):  # the prompt's own sequence is one sample more
+    cache.extend(family, 1)
+    k_new, v_new = torch.randn(2, 8, 8, 64, device=cache.device)  # a token of K and V for each
+    for index, sample in enumerate(family):
+        sample.write(layer=0, k=k_new[index, None], v=v_new[index, None])
+assert cache.stats().pages["used"] == pages  # 72 tokens lie in each one's own page
+# --8<-- [end:decode]
+
+# --8<-- [start:attention]
+q = torch.randn(1, 8, 1, 64, device=cache.device)
+sample = samples[0]  # its row has no holes, and no table: any kernel reads it
+out = scaled_dot_product_attention(q, sample.k(0).transpose(0, 1)[None], sample.v(0).transpose(0, 1)[None])
+# --8<-- [end:attention]
+assert out.shape == (1, 8, 1, 64)
+
+# --8<-- [start:truncate]
+sample.truncate(1000)  # into what is shared: nothing happens yet, it only reads less
+assert cache.stats().pages["used"] == pages - 1
+
+sample.extend(1)  # now it is to write there, so it has what it keeps for its own first: a copy
+sample.k(0)[1000] = 0.0
+assert torch.equal(sample.k(0)[:1000], k[:1000])
+assert torch.equal(prompt.k(0)[:2100], k)  # nobody else sees it
+# --8<-- [end:truncate]
+
+# --8<-- [start:stats]
+stats = cache.stats()
+print(f"{stats.tokens:,} tokens of {stats.rows['live']} sequences take {stats.token_bytes >> 20} MiB row by row,")
+print(f"and lie in {stats.pages['used'] * cache.page_size >> 20} MiB: each page counts once")
+# --8<-- [end:stats]
+assert stats.token_bytes > stats.pages["used"] * cache.page_size
+
+# --8<-- [start:free]
+prompt.free()  # what others share stays
+assert torch.equal(samples[1].k(0)[:2100], k)
+cache.free(samples)  # the last one leaves it
+assert cache.stats().pages["used"] == 0
+# --8<-- [end:free]
+cache.check()
+cache.close()
