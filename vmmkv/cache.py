@@ -281,6 +281,11 @@ class KVCache(Owner):
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
         return sequence
 
+    def _abandon(self, sequences: list[Sequence]) -> None:
+        """Has the next operation end sequences that nobody was given."""
+        references = [self._references[sequence.index] for sequence in sequences]
+        self._rows.abandoned.extend(reference for reference in references if reference)
+
     def _prefixes(self) -> Prefixes:
         """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
         keeper = self._rows.keeper
@@ -298,7 +303,11 @@ class KVCache(Owner):
             return sequence
         sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
         sequence.key, sequence.cached_tokens = key, hit.tokens
-        prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+        try:
+            prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+        except VmmkvError:  # whoever holds it holds the sequence
+            self._abandon([sequence])
+            raise
         self._rows.ring()
         return sequence
 
@@ -332,8 +341,7 @@ class KVCache(Owner):
                 if self._rows.keeper:
                     self._rows.keeper.inherit(row, index)
         except VmmkvError:  # whoever holds it holds them
-            references = [self._references[child.index] for child in children]
-            self._rows.abandoned.extend(reference for reference in references if reference)
+            self._abandon(children)
             raise
         self._rows.ring()
         return children
