@@ -491,7 +491,7 @@ class KVCache(Owner):
         self._rows.release_abandoned()
         frames = self.pool.frames
         before = frames.existing
-        self._rows.reclaim(self._rows.surplus_pages, wait=True)
+        self._rows.reclaim(self.pool.limit, wait=True)  # also what costs addresses only: pages that others have, too
         frames.release(frames.free_pages)
         return (before - frames.existing) * self.page_size
 
@@ -559,9 +559,7 @@ class KVCache(Owner):
             physical_bytes=sum(pages.values()) * size,
             tokens=tokens,
             token_bytes=tokens * self.layout.token_bytes,
-            waste=max(1 - (tokens * self.layout.token_bytes / size - rows.books.duplicates) / used, 0.0)
-            if used
-            else 0.0,
+            waste=1 - rows.books.token_bytes() / (used * size) if used else 0.0,
             pages=pages,
             rows=table.counts(),
             pages_created=pool.frames.made,

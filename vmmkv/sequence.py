@@ -99,8 +99,8 @@ class Sequence:
             SequenceTooLongError: it would be longer than `max_seq_len`.
             OutOfPagesError: the budget, or the device, cannot supply the pages.
             DriverError: a driver call failed.
-            StreamCaptureError: pages have to be zeroed (`scrub`) or waited for (`zero_tail`) while a CUDA graph
-                is captured.
+            StreamCaptureError: pages have to be zeroed (`scrub`), waited for (`zero_tail`) or copied (what is shared,
+                after `truncate`) while a CUDA graph is captured.
             UseAfterFreeError: the sequence or its cache is gone.
         """
         tokens = check_tokens(tokens)
