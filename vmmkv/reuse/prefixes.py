@@ -256,6 +256,12 @@ class Prefixes:
         if chain and len(chain.ids) > tokens:
             self._chains[row] = Chain(chain.key, chain.ids[:tokens], chain.node)
 
+    def forget(self, row: int) -> None:
+        """Says that a live row holds nothing any more."""
+        chain = self._chains.pop(row, None)
+        if chain and chain.node:
+            self._tree.unlock(chain.node)
+
     def leave(self, row: int) -> bool:
         """Says that a row's sequence has ended; returns whether the row is to be kept for others that begin alike."""
         chain = self._chains.pop(row, None)

@@ -297,6 +297,8 @@ class Books:
             capacity = length  # so that the next growth repairs it
         rows.capacity[row] = capacity
         rows.wake[row] = rows.alert[row] = capacity - rules.lookahead // 2 if live else capacity
+        if row in rows.suspended:
+            rows.capacity[row], rows.wake[row] = -1, 0  # nobody grows it before it is back
         rows.stir(row)
 
     def retire_front(self, row: int) -> None:

@@ -165,7 +165,7 @@ class Sharing:
         for row in rows:
             books, length = self._books, self._table.length[row]
             for (arena, record), (_, end), (_, used_end) in zip(books.ranges, books.touched(row), books.used(row)):
-                page = length * record // books.page_size
+                page = max(length * record // books.page_size, arena.table.first[row])
                 if page < arena.table.own[row]:
                     page = arena.table.frame_begin(row, page)
                     used = Run(row, page, max(used_end, page))
@@ -275,9 +275,9 @@ class Sharing:
             self.staging = Arena(self._pool, self._account, 1, pages * size)
         return self.staging
 
-    def clear(self) -> None:
-        """Gives back what is in the staging row."""
-        if self.staging and self.staging.table.end[0]:
+    def clear(self, *, wait: bool = True) -> None:
+        """Gives back what is in the staging row; not yet, if that would have to be waited for, and is not to be."""
+        if self.staging and self.staging.table.end[0] and (wait or self.staged.passed()):
             self.staged.wait()
             self.staging.unmap_back(0, 0)
         self._copied = None
