@@ -210,9 +210,7 @@ class Rows:
         pages = np.where(frames.handles[: frames.numbers] < 0, VACANT_PAGE, OTHERS_PAGE).astype(np.int64)
         pages[frames.in_pages([*frames.free, *frames.free_large])] = FREE_PAGE
         pages[self.zero_frames] = ZERO_PAGE
-        for row in range(self.table.num_rows):
-            for arena, _ in self.ranges:
-                pages[arena.table.pages_in(row)] = SURPLUS_PAGE
+        pages[list(self.frames_taken() - set(self.zero_frames))] = SURPLUS_PAGE
         for row in self.table.live:  # one after another: a page may lie in several rows
             for (arena, _), wanted in zip(self.ranges, self.books.wanted(row)):
                 pages[arena.table.pages_in(row, *wanted)] = LOOKAHEAD_PAGE
@@ -407,7 +405,7 @@ class Rows:
         free_waiting()
         self.pool.collect()
         with suppress(DriverError):
-            self.sharing.clear(wait=False)
+            self.sharing.clear(wait=False)  # of what was copied, or a failure has left
         if len(self.table.stirred) >= MANY:
             self.books.catch_up()
         if not self.abandoned:
