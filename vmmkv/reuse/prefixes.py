@@ -126,6 +126,8 @@ class Prefixes:
         """By row, live or kept."""
         self._last: dict[int, int] = {}
         """Kept rows, by the last page that the tree knows of each."""
+        self.prompt_tokens = self.cached_tokens = 0
+        """Of sequences that have begun since the beginning: all, and those that were there."""
         self._written = Fence()
         """Passes when all that is known has been written."""
         self._held = Held(rows.pool, rows.account)
@@ -203,6 +205,13 @@ class Prefixes:
             self._rows.release([(row, owner)])
             raise
 
+    def count(self, tokens: int, cached: int) -> None:
+        """Counts a sequence that has begun, with so many tokens, of which so many were there."""
+        self.prompt_tokens += tokens
+        self.cached_tokens += cached
+        self._pool.prompt_tokens += tokens
+        self._pool.cached_tokens += cached
+
     # ------------------------------------------------------------------ making known
 
     def commit(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> None:
@@ -249,6 +258,10 @@ class Prefixes:
         return self._tree.lock(insertion.node), insertion.tokens
 
     # ------------------------------------------------------------------ what rows ask
+
+    def held_pages(self) -> list[int]:
+        """The pages that are kept, wherever they lie; of large frames all."""
+        return self._held.mapped_pages()
 
     def shorten(self, row: int, tokens: int) -> None:
         """Says that a live row holds its first tokens only."""
