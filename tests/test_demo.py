@@ -88,10 +88,8 @@ def chats(count: int) -> list[Request]:
     new = iter(range(count * 3))
     for _ in range(count):
         begin = random.choice(prompts)
-        prompts.append(
-            begin[: random.randint(0, min(len(begin), 6))] + [next(new) for _ in range(random.randint(0, 2))]
-        )
-        prompts[-1] = prompts[-1] or [next(new)]
+        common = begin[: random.randint(0, min(len(begin), 6))]
+        prompts.append(common + [next(new) for _ in range(random.randint(not common, 2))])
     lengths = [BLOCK * len(prompt) - random.choice([0, random.randrange(BLOCK)]) for prompt in prompts[1:]]
     return [Request(length, random.randint(1, 20), 0.0, tuple(prompt)) for length, prompt in zip(lengths, prompts[1:])]
 
@@ -103,7 +101,7 @@ def write(path: Path, requests: list[Request]) -> str:
     return str(path)
 
 
-def common(requests: list[Request]) -> list[int]:
+def known_beginnings(requests: list[Request]) -> list[int]:
     """By request how many tokens it has in common with one before it, token by token, but for its last."""
     tokens = [[(block, at) for block in each.blocks for at in range(BLOCK)][: each.prompt] for each in requests]
     longest = []
@@ -116,7 +114,7 @@ def common(requests: list[Request]) -> list[int]:
 def test_prompts_that_begin_alike_are_found(tmp_path: Path) -> None:
     """With room for all, all whole pages of 16 tokens that they have in common; and attention on them is right."""
     requests = chats(25)
-    known = common(requests)
+    known = known_beginnings(requests)
     assert known_tokens(requests) == known
     trace = write(tmp_path / "trace.jsonl", requests)
     result = demo("--device", "cpu", "--trace", trace, "--budget-tokens", "200000", "--check-every", "2", "--json")
@@ -133,7 +131,7 @@ def test_what_is_reused_is_right_where_memory_is_short(tmp_path: Path) -> None:
     result = demo("--device", "cpu", "--trace", trace, "--check-every", "2", "--json")
     assert result.exit_code == 0, result.output
     figures = json.loads(result.stdout)
-    assert figures["cached_tokens"] <= figures["known_tokens"] == sum(common(requests))
+    assert figures["cached_tokens"] <= figures["known_tokens"] == sum(known_beginnings(requests))
     assert figures["pages_created"] * figures["page_size"] <= figures["budget_bytes"]
 
 
