@@ -47,8 +47,8 @@ def demo(
 
     Sequences arrive, grow token by token, finish, and their pages are reused. K and V are written for real; at
     regular steps ordinary attention on the rows is compared with float64. Prompts of a trace that tells what they have
-    in common (Mooncake's `hash_ids`) begin with K and V that are there, as far as these are kept. Exits
-    with 1 where an error bound or an invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
+    in common (Mooncake's `hash_ids`) begin with K and V that are there, as far as these are kept. Exits with 1 where
+    an error bound or an invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
     """
     if plot:
         check_plot(plot)
