@@ -283,6 +283,29 @@ def test_a_copy_for_which_there_is_no_page_changes_nothing() -> None:
     used(cache)
 
 
+def test_a_copy_that_stays_where_it_was_made_harms_nobody() -> None:
+    """Its row has it, and what could not be unmapped goes later."""
+    cache = make()
+    driver = cache.pool.driver
+    assert isinstance(driver, FaultyDriver)
+    parent = cache.sequence(2 * TOKENS)
+    values, child = write(parent), parent.fork()
+    child.truncate(TOKENS + 3)
+    driver.fail("unmap", skip=1, lasting=True)
+    with pytest.raises(vmmkv.DriverError):
+        child.extend(1)
+    check(child, values[: TOKENS + 3])
+    cache.check()
+    assert cache.stats().pages["surplus"] == 0
+    driver.heal()
+    child.extend(1)
+    check(child, torch.cat([values[: TOKENS + 3], write(child, TOKENS + 3)]))
+    check(parent, values)
+    cache.free([parent, child])
+    cache.trim()
+    assert not driver.mapped
+
+
 def test_no_fork_while_a_graph_is_captured() -> None:
     device = SimulatedDevice(Random())
     cache = make(driver=device)
