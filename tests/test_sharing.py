@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import run_python, small_driver
 from faulty import FaultyDriver
+from interruption import interrupted
 from simulated_device import SimulatedDevice
 
 import vmmkv
@@ -398,6 +399,27 @@ def test_whole_large_frames_are_shared_and_others_copied() -> None:
     assert used(cache) == 2 * LARGE + begun
     check(child, values[: (LARGE + begun) * TOKENS])
     check(parent, values[: (LARGE + begun) * TOKENS])
+
+
+def test_large_frames_are_shared_after_an_interruption_as_before() -> None:
+    cache = make(200, large_frames=True)
+    driver = cache.pool.driver
+    assert isinstance(driver, FaultyDriver)
+    driver.unmaps_anything = True
+    parent = cache.sequence(2 * LARGE * TOKENS)
+    values, child = write(parent), parent.fork()
+    assert interrupted(lambda: cache.sequence(TOKENS), 50) is None
+    assert (used(cache), shared(cache)) == (2 * LARGE, 2 * LARGE)
+    parent.free()
+    check(child, values)
+    child.free()
+    cache.trim()
+    cache.check()
+    assert not driver.mapped
+    short = [cache.sequence(TOKENS) for _ in range(4)]
+    cache.free(short)
+    cache.trim()
+    assert not driver.handles
 
 
 @pytest.mark.parametrize("_", range(5))

@@ -300,10 +300,11 @@ class Frames:
         self._vacant = np.flatnonzero(~exists & ~np.repeat(vacant, LARGE)).tolist()
         self.uses[: len(exists)][~exists], self.tenants[: len(exists)][~exists] = 0, UNKNOWN
         places = np.bincount(np.fromiter(taken, np.int64), minlength=len(exists))
-        self.shares[: len(exists)] = np.maximum(places - 1, 0)
         self.users[:] = 0
         is_free = exists & (places == 0)
         is_large = self.is_large[: len(exists)]  # who was interrupted may have added numbers to it alone
+        is_named = ~is_large | (np.arange(len(exists)) % LARGE == 0)
+        self.shares[: len(exists)] = np.where(is_named, np.maximum(places - 1, 0), 0)
         self.free = np.flatnonzero(is_free & ~is_large).tolist()
         self.free_large = (np.flatnonzero((is_free & is_large)[::LARGE]) * LARGE).tolist()
         self.taken = int(exists.sum() - is_free.sum())
