@@ -428,3 +428,35 @@ def test_poison_does_not_reach_what_another_reads(monkeypatch: pytest.MonkeyPatc
                     check(sequence, values[: sequence.length])
             family[ended].free()
         cache.close()
+
+
+@pytest.mark.parametrize("large_frames", [False, True])
+@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "ranges"])
+def test_waste_is_what_no_token_of_anybody_fills(layout: vmmkv.KVLayout, large_frames: bool) -> None:
+    """Byte by byte: those of several sequences count once, and those that only one of them still holds count, too."""
+    random = Random()
+    cache = make(pages=600, layout=layout, large_frames=large_frames)
+    driver, size = cache.pool.driver, cache.page_size
+    sequences = [cache.sequence(random.randint(1, 50 * TOKENS))]
+    for _ in range(5):
+        sequences.append(random.choice(sequences).fork())
+        sequences[-1].extend(random.randint(0, 20))
+        one = random.choice(sequences)
+        one.truncate(random.randint(one.start, one.length))
+        one.release_before(random.randint(one.start, one.length))
+    held = set()
+    for sequence in sequences:
+        for layer in range(layout.num_layers):
+            for states in (sequence.k(layer), sequence.v(layer)):
+                heads = states.shape[1] * states.shape[2] * states.element_size()
+                for token in states:
+                    first = token.data_ptr()
+                    for byte in range(first, first + heads, 64):
+                        page = byte // size * size
+                        begin = page
+                        while driver.mapped.get(begin - size) == driver.mapped[page]:
+                            begin -= size  # of a large frame
+                        held.add((driver.mapped[page], byte - begin))
+    stats = cache.stats()
+    assert stats.waste == pytest.approx(1 - len(held) * 64 / (stats.pages["used"] * size) if stats.pages["used"] else 0)
+    cache.check()

@@ -30,6 +30,7 @@ from .memory.monitor import bookkeeping, operation
 from .memory.owner import Owner, check_pool_alone, owners
 from .memory.pool import Account, FramePool
 from .picture import draw_cache
+from .reuse.host_tier import HostTier
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
 from .rows.books import Rules
@@ -80,6 +81,8 @@ class KVCache(Owner):
         large_frames: lay prompts, and what is expected to be long, on pieces of 16 pages, which the driver makes and
             maps as fast as one page. Not under windows (`release_before`), where pages in front could not be given back
             one by one; and never with `zero_tail` or `max_tokens`, which promise to the page.
+        host_bytes: host memory, pinned where there is a GPU, that sequences may be suspended to: bytes, `"20GiB"`, or a
+            share of the host's memory. It is taken when they are.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
@@ -106,6 +109,7 @@ class KVCache(Owner):
         lookahead: int | None = None,
         overread: int = 0,
         large_frames: bool = True,
+        host_bytes: float | str = 0,
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
@@ -160,6 +164,7 @@ class KVCache(Owner):
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._ranges = [flat.view(layout.dtype) for flat in ranges]
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
+        self._host_tier = HostTier(self._rows, self._ranges, host_bytes) if host_bytes else None
         self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
         """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
         any thread, so it takes no Python code, which could be interrupted."""
@@ -280,6 +285,16 @@ class KVCache(Owner):
         key = row, sequence.number
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
         return sequence
+
+    def host_tier(self) -> HostTier:
+        """Where its suspended sequences are.
+
+        Raises:
+            ArgumentError: it was made without one.
+        """
+        if self._host_tier is None:
+            raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
+        return self._host_tier
 
     def _prefixes(self) -> Prefixes:
         """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
@@ -491,7 +506,7 @@ class KVCache(Owner):
         self._rows.release_abandoned()
         frames = self.pool.frames
         before = frames.existing
-        self._rows.reclaim(self._rows.surplus_pages, wait=True)
+        self._rows.reclaim(self.pool.limit, wait=True)  # also what costs addresses only: pages that others have, too
         frames.release(frames.free_pages)
         return (before - frames.existing) * self.page_size
 
@@ -514,7 +529,7 @@ class KVCache(Owner):
 
     def _give_back(self) -> None:
         self._leaks = self._rows.held() if self.pool.is_debugged else []
-        self._views, self._ranges = [], []
+        self._views, self._ranges, self._host_tier = [], [], None
         self._rows.close()
 
     # ------------------------------------------------------------------ accounting
@@ -560,9 +575,7 @@ class KVCache(Owner):
             physical_bytes=sum(pages.values()) * size,
             tokens=tokens,
             token_bytes=tokens * self.layout.token_bytes,
-            waste=max(1 - (tokens * self.layout.token_bytes / size - rows.books.duplicates) / used, 0.0)
-            if used
-            else 0.0,
+            waste=1 - rows.books.token_bytes() / (used * size) if used else 0.0,
             pages=pages,
             rows=table.counts(),
             pages_created=pool.frames.made,

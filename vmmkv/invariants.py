@@ -103,7 +103,8 @@ def check_rows(rows: Rows) -> None:
         ensure(live or listed == 1, f"row {row} is lost")
         ensure(live or length == 0, f"row {row} has {length} tokens and no sequence")
         ordered = start <= length <= capacity <= rows.max_seq_len
-        ensure(not live or ordered, f"row {row}: {start=} {length=} {capacity=}")
+        ensure(not live or ordered or row in table.suspended, f"row {row}: {start=} {length=} {capacity=}")
+        ensure(row not in table.suspended or (live and not length), f"row {row} is suspended, and has {length} tokens")
         for arena, record in rows.ranges:
             pages = arena.table
             first, ready, end, tail = (of[row] for of in (pages.first, pages.ready, pages.end, pages.tail))

@@ -8,7 +8,8 @@ evicted. A new sequence that begins with such tokens
 
 Invariants:
  1. A frame that holds a page of the tree is held here, as one place more where it is.
- 2. A live row's committed pages are locked in the tree: what is used is never evicted.
+ 2. A live row's committed pages are locked in the tree, and no others: what is used is never evicted, and all that is
+    not can be.
  3. `kept` rows belong to nobody, are whole from their first page on, and hold what their chain says.
 """
 
@@ -24,7 +25,6 @@ import numpy.typing as npt
 
 from ..errors import ArgumentError, InvariantError, UnsupportedError, VmmkvError
 from ..memory.fence import Fence
-from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
@@ -51,6 +51,7 @@ class Hit(NamedTuple):
         tokens: how many.
         row: the kept one; None where there is none.
         node: with `locked` tokens on its path, which are not to be evicted meanwhile.
+        pages: by range the numbers of their whole pages.
         laid: by range the pieces of whole pages.
         partial: by range the page that holds the rest.
     """
@@ -59,6 +60,7 @@ class Hit(NamedTuple):
     row: int | None
     node: Node
     locked: int
+    pages: Sequence[list[int]]
     laid: Sequence[list[Piece]] = ()
     partial: Sequence[int | None] = ()
 
@@ -81,13 +83,19 @@ class Held:
                 frames.share([frame])
             self._pages[frame] += count
 
-    def drop(self, pages: Iterable[int]) -> None:
-        """Gives up the frames of pages that are known no more, if they were the last ones there."""
-        for frame, count in Counter(map(self._pool.frames.frame_of, pages)).items():
+    def drop(self, pages: Iterable[int]) -> int:
+        """Gives up the frames of pages that are known no more, if they were the last ones there. Returns how many pages
+        these still have on rows that do not use them."""
+        frames, unused = self._pool.frames, 0
+        for frame, count in Counter(map(frames.frame_of, pages)).items():
             self._pages[frame] -= count
             if not self._pages[frame]:
                 del self._pages[frame]
+                inside = frames.in_pages([frame])
+                if frames.shares[frame] and not frames.users[inside].any():
+                    unused += len(inside)
                 self._pool.give(self.account, [frame])
+        return unused
 
     def known_pages(self, pages: set[int]) -> set[int]:
         """Of pages those that are held, where these are all that are."""
@@ -120,7 +128,8 @@ class Prefixes:
     """
 
     def __init__(self, rows: Rows) -> None:
-        self._rows, self._table, self._books, self._pool = rows, rows.table, rows.books, rows.pool
+        self._rows: Rows = weakref.proxy(rows)  # which hold this: memory must not wait for the garbage collector
+        self._table, self._books, self._pool = rows.table, rows.books, rows.pool
         self._tree = self._new_tree()
         self._chains: dict[int, Chain] = {}
         """By row, live or kept."""
@@ -154,30 +163,30 @@ class Prefixes:
             if row is not None:
                 tokens = _common(self._chains[row].ids, ids[:-1])
                 if tokens >= match.tokens and self._may_adopt(row, tokens):
-                    return Hit(tokens, row, match.node, match.tokens)
+                    return Hit(tokens, row, match.node, match.tokens, match.pages)
                 break
         return self._laid(match)
 
     def _laid(self, match: Match) -> Hit:
         """What of a match can be laid on a row."""
-        geometry, frames = self._tree.geometry, self._pool.frames
-        laid = [pieces(numbers, frames) for numbers in match.pages]
-        tokens, partial = match.tokens, match.partial
-        counts = [sum(piece.pages for piece in of) for of in laid]
-        if counts != [*map(len, match.pages)]:  # it is in too many pieces
-            tokens = min(count * geometry.page_size // record for count, record in zip(counts, geometry.records))
+        geometry, frames, tokens = self._tree.geometry, self._pool.frames, match.tokens
+        while True:
             wholes = geometry.pages(tokens)
             laid = [pieces(numbers[:whole], frames) for numbers, whole in zip(match.pages, wholes)]
-            partial = [
-                numbers[whole] if tokens * record % geometry.page_size else None
-                for numbers, whole, record in zip(match.pages, wholes, geometry.records)
-            ]
-        return Hit(tokens, None, match.node, tokens, laid, partial)
+            counts = [sum(piece.pages for piece in of) for of in laid]
+            if counts == wholes:
+                break
+            # It is in too many pieces. With less of it a large frame may end behind it, and be one more.
+            tokens = min(count * geometry.page_size // record for count, record in zip(counts, geometry.records))
+        partial = [
+            [*numbers, behind][whole] if tokens * record % geometry.page_size else None
+            for numbers, behind, whole, record in zip(match.pages, match.partial, wholes, geometry.records)
+        ]
+        return Hit(tokens, None, match.node, tokens, match.pages, laid, partial)
 
     def _may_adopt(self, row: int, tokens: int) -> bool:
         """Whether a kept row holds nothing behind so many tokens that a new sequence must not see, or write to."""
-        is_clean = not self._books.rules.cleans
-        return is_clean and all(
+        return all(
             arena.table.own[row] <= tokens * record // self._books.page_size for arena, record in self._books.ranges
         )
 
@@ -187,23 +196,41 @@ class Prefixes:
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
         """
-        self._written.order(self._pool.driver.current_stream())
-        node = self._tree.lock(hit.node, hit.locked)
+        current, known = self._pool.driver.current_stream(), ids[: hit.tokens].copy()
+        meanwhile = self._tree.lock(hit.node, hit.locked)
         try:
             if hit.row is None:
                 self._rows.begin(row, owner, expected, tenant)
-                self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
             else:
                 self._last.pop(self._chains.pop(row).last)
                 self._rows.adopt(row, owner, hit.tokens, expected, tenant)
-            self._chains[row] = Chain(key, ids[: hit.tokens].copy(), node)
-            if hit.row is not None:
+                self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
+            self._written.order(current)
+            self._table.fences[row].order(current)  # who had the row may still read, or write, behind these tokens
+            if hit.row is None:
+                self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
+                self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
+            else:
                 self._rows.grow_one(row, len(ids))
         except VmmkvError:
-            if row not in self._chains:
-                self._tree.unlock(node)
             self._rows.release([(row, owner)])
             raise
+        finally:
+            self._tree.unlock(meanwhile)
+
+    def _lock(self, row: int, node: Node, pages: Sequence[list[int]]) -> Node:
+        """Locks of the path to a node, which has these pages, what is known by those that a row has, not by others that
+        were copied."""
+        ends = []
+        for (arena, _), known in zip(self._books.ranges, pages):
+            differs = arena.table.pages_in(row, 0, len(known)) != known
+            ends.append(int(differs.argmax()) if differs.any() else len(known) + 1)
+        return self._lock_before(node, ends)
+
+    def _lock_before(self, node: Node, ends: Iterable[int]) -> Node:
+        """Locks the path to a node, but for pages from one on, by range."""
+        size, records = self._books.page_size, self._books.records
+        return self._tree.lock(node, min(node.end, *(end * size // record for end, record in zip(ends, records))))
 
     def count(self, tokens: int, cached: int) -> None:
         """Counts a sequence that has begun, with so many tokens, of which so many were there."""
@@ -255,7 +282,11 @@ class Prefixes:
         insertion = self._tree.insert(key, ids, pages, retention)
         for of, known in zip(unknown, self._tree.numbers):
             self._held.hold(page for page in of if page in known)
-        return self._tree.lock(insertion.node), insertion.tokens
+        ends = [
+            min([each.page for each in insertion.duplicates if each.arena == arena], default=count + 1)
+            for arena, count in enumerate(counts)
+        ]
+        return self._lock_before(insertion.node, ends), insertion.tokens
 
     # ------------------------------------------------------------------ what rows ask
 
@@ -264,10 +295,28 @@ class Prefixes:
         return self._held.mapped_pages()
 
     def shorten(self, row: int, tokens: int) -> None:
-        """Says that a live row holds its first tokens only."""
+        """Says that a live row holds its first tokens only, or has given back some in front."""
         chain = self._chains.get(row)
-        if chain and len(chain.ids) > tokens:
-            self._chains[row] = Chain(chain.key, chain.ids[:tokens], chain.node)
+        if chain is None or chain.node is None:
+            return
+        if self._table.start[row]:
+            del self._chains[row]
+            self._tree.unlock(chain.node)
+        elif len(chain.ids) > tokens:
+            pages = [tokens * record // self._books.page_size for record in self._books.records]
+            tables = [arena.table for arena, _ in self._books.ranges]
+            ends = [  # from where on it will have pages of its own when it grows
+                table.frame_begin(row, page) if page < table.own[row] else page for table, page in zip(tables, pages)
+            ]
+            node = self._lock_before(chain.node, ends)
+            self._tree.unlock(chain.node)
+            self._chains[row] = Chain(chain.key, chain.ids[:tokens], node)
+
+    def forget(self, row: int) -> None:
+        """Says that a live row holds nothing any more."""
+        chain = self._chains.pop(row, None)
+        if chain and chain.node:
+            self._tree.unlock(chain.node)
 
     def leave(self, row: int) -> bool:
         """Says that a row's sequence has ended; returns whether the row is to be kept for others that begin alike."""
@@ -277,8 +326,8 @@ class Prefixes:
         if chain.node:
             self._tree.unlock(chain.node)
         last = self._last_page(row, len(chain.ids))
-        if self._table.start[row] or last is None or last in self._last:
-            return False
+        if self._books.rules.cleans or last is None or last in self._last:
+            return False  # nobody could adopt it, or find it
         self._last[last] = row
         self._chains[row] = Chain(chain.key, chain.ids, None, last)
         return True
@@ -288,7 +337,9 @@ class Prefixes:
         chain = self._chains.get(row)
         if chain and chain.node:
             for child in children:
-                self._chains[child] = Chain(chain.key, chain.ids, self._tree.lock(chain.node))
+                ends = [arena.table.own[child] for arena, _ in self._books.ranges]  # behind are copies
+                node = self._lock_before(chain.node, ends)
+                self._chains[child] = Chain(chain.key, chain.ids, node)
 
     def _last_page(self, row: int, tokens: int) -> int | None:
         """The number of the last whole page of the first arena, if the tree knows it."""
@@ -305,25 +356,41 @@ class Prefixes:
         self._table.kept.pop(row)
         self._books.settle(row)
 
-    def evict(self, pages: int) -> int:
-        """Gives up what is known, least needed first, until so many pages are free; returns how many are."""
-        before, given_up = self._pool.frames.taken, 0
-        self._rows.sharing.clear()
-        while (missing := pages - (before - self._pool.frames.taken)) > 0 and given_up < pages + LARGE:
-            gone = self._tree.evict(missing)
-            if not gone:
-                break
-            given_up += len(gone)  # some are still on rows whose fences have not passed, or part of large frames
-            self._let_go(gone)
+    def evict(self, pages: int, wait: bool) -> int:
+        """Gives up what is known, least needed first, until so many pages are free, or will be as soon as nothing reads
+        them; then what kept rows have beside that. Returns how many are free."""
+        before, later = self._pool.frames.taken, 0
+        self._rows.sharing.clear(wait)
+
+        def missing() -> int:
+            return pages - later - (before - self._pool.frames.taken)
+
+        while missing() > 0 and (gone := self._tree.evict(missing())):
+            later += self._let_go(gone, wait)
+        while missing() > 0 and self._table.kept:
+            row = next(iter(self._table.kept))
+            self.give_up(row)
+            self._unmap(row, wait)
         return before - self._pool.frames.taken
 
-    def _let_go(self, gone: Sequence[Page]) -> None:
-        """Drops pages that the tree knows no more, where they are held, and from kept rows."""
-        for row in self._kept_with(gone):
+    def _let_go(self, gone: Sequence[Page], wait: bool) -> int:
+        """Drops pages that the tree knows no more, where they are held, and the kept rows that they lie in. Returns how
+        many will be free as soon as nothing reads them."""
+        rows = self._kept_with(gone)
+        for row in rows:
             self.give_up(row)
-            if self._table.fences[row].passed():
-                self._rows.reclaimer.unmap_surplus(row)
-        self._held.drop(page.number for page in gone)
+        later = self._held.drop(page.number for page in gone)
+        before = self._pool.frames.taken
+        for row in rows:
+            self._unmap(row, wait)
+        return max(later - (before - self._pool.frames.taken), 0)
+
+    def _unmap(self, row: int, wait: bool) -> None:
+        """Unmaps what was kept on a row, unless something may still read it."""
+        if wait:
+            self._table.fences[row].wait()
+        if self._table.fences[row].passed():
+            self._rows.reclaimer.unmap_surplus(row)
 
     def _kept_with(self, gone: Sequence[Page]) -> list[int]:
         """Kept rows that any of these pages lie in."""
@@ -357,6 +424,10 @@ class Prefixes:
         known = set().union(*self._tree.numbers)
         if known != self._held.known_pages(known):
             raise InvariantError("the tree knows a page whose frame is not held, or one is held for nothing")
+        for row, chain in self._chains.items():
+            for node in chain.node.path() if chain.node else ():
+                if not self._pool.frames.users[[page for of in node.pages for page in of]].all():
+                    raise InvariantError(f"row {row} keeps a page from being evicted that nobody uses")
         for row in self._table.kept:
             if self._last.get(self._chains[row].last) != row:
                 raise InvariantError(f"kept row {row} cannot be found")

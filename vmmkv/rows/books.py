@@ -237,6 +237,22 @@ class Books:
             used += self.pages_used(rows, extents) - sum([self._counts[row].used for row in self.claims])
         return used
 
+    def token_bytes(self) -> int:
+        """Bytes that hold tokens of live sequences; those of several of them once."""
+        nbytes = self.table.tokens * sum(self.records)
+        if self.duplicates:
+            for arena, record in self.ranges:
+                held = np.zeros(arena.pool.frames.numbers, np.int64)
+                for row in self.table.live:
+                    pages = arena.table.pages_in(row, 0, arena.table.own[row])
+                    begins = np.arange(len(pages)) * self.page_size + arena.table.first[row] * self.page_size
+                    start, end = (tokens * record for tokens in self.table.extents[row].tolist())
+                    tokens = np.clip(end - begins, 0, self.page_size) - np.clip(start - begins, 0, self.page_size)
+                    nbytes -= int(tokens.sum())
+                    np.maximum.at(held, pages, tokens)
+                nbytes += int(held.sum())
+        return nbytes
+
     def pages_used(self, rows: npt.NDArray[np.int64], extents: npt.NDArray[np.int64]) -> int:
         """Pages that tokens lie in, or would, in whole frames, row by row; `extents` are starts and lengths,
         `[rows, 2]`."""
@@ -281,6 +297,8 @@ class Books:
             capacity = length  # so that the next growth repairs it
         rows.capacity[row] = capacity
         rows.wake[row] = rows.alert[row] = capacity - rules.lookahead // 2 if live else capacity
+        if row in rows.suspended:
+            rows.capacity[row], rows.wake[row] = -1, 0  # nobody grows it before it is back
         rows.stir(row)
 
     def retire_front(self, row: int) -> None:

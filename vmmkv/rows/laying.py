@@ -10,11 +10,13 @@ whoever wrote it wrote the same tokens there.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+from ..errors import DriverError, VmmkvError
 from ..memory.calls import SET_READ_ACCESS
-from ..memory.fence import Fence
+from ..memory.fence import Fence, wait_for_device
 from ..memory.frames import LARGE, Frames
 from ..memory.pool import Account, FramePool
 from ..space.change import Change
@@ -157,7 +159,29 @@ class Laying:
         self, row: int, tokens: int, sources: list[int], laid: Sequence[list[Piece]], partial: Sequence[int | None]
     ) -> None:
         """Copies what is not shared, up to so many tokens, from frames that need not lie on any row."""
-        addresses, size, driver = self._show(sources), self._books.page_size, self._pool.driver
+        if not sources:
+            return
+        driver = self._pool.driver
+        Fence.after(driver, [driver.current_stream()])  # fails in a graph capture, of which the copies would be a part
+        addresses = self._show(sources)
+        try:
+            self._copy_from(addresses, row, tokens, laid, partial)
+            self._sharing.staged = Fence.after(driver, [driver.current_stream()])
+        except VmmkvError:
+            with suppress(DriverError):
+                wait_for_device(driver)  # for copies that no fence knows
+            raise
+
+    def _copy_from(
+        self,
+        addresses: dict[int, int],
+        row: int,
+        tokens: int,
+        laid: Sequence[list[Piece]],
+        partial: Sequence[int | None],
+    ) -> None:
+        """Copies from frames at these addresses."""
+        size, driver = self._books.page_size, self._pool.driver
         for (arena, record), of, last in zip(self._books.ranges, laid, partial):
             base, end, at = arena.table.address_of(row, 0), tokens * record, 0
             for piece in [*of, Piece(1, page=last)] if last is not None else of:
@@ -166,7 +190,6 @@ class Laying:
                     source = addresses[frame] + (piece.page - frame) * size
                     driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))
                 at += piece.pages
-        self._sharing.staged = Fence.after(driver, [driver.current_stream()])
 
     def _show(self, sources: list[int]) -> dict[int, int]:
         """Maps frames in the staging row, read-only; returns by frame the address.

@@ -17,7 +17,7 @@ from . import policy
 from .books import Books
 
 
-def _nothing(pages: int) -> int:
+def _nothing(pages: int, wait: bool) -> int:
     """Evicts nothing: there is nothing kept."""
     return 0
 
@@ -36,8 +36,9 @@ class Reclaimer:
         # A live row's zero tail grows with each page that is taken from it.
         self.spare = 0 if books.rules.zero_tail else min(pool.limit // 512, 64)
         """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
-        self.evict: Callable[[int], int] = _nothing
-        """Gives up what is only kept for sequences to come, until so many pages are free; returns how many are."""
+        self.evict: Callable[[int, bool], int] = _nothing
+        """Gives up what is only kept for sequences to come, until so many pages are free, and waits for who reads it if
+        it is to; returns how many are."""
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Unmaps frames of `count` surplus pages, as far as there are any, and gives them to the pool; returns how many
@@ -46,7 +47,7 @@ class Reclaimer:
         Takes those that no work on the device may touch, unless it is to wait for it.
         """
         reclaimed = self._reclaim_from(self._victims(), count, wait)
-        return reclaimed + self.evict(count - reclaimed) if reclaimed < count else reclaimed
+        return reclaimed + self.evict(count - reclaimed, wait) if reclaimed < count else reclaimed
 
     def _victims(self) -> Iterator[tuple[int, int]]:
         """Rows that may have pages to give, and the tokens whose pages they keep."""

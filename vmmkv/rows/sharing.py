@@ -165,7 +165,7 @@ class Sharing:
         for row in rows:
             books, length = self._books, self._table.length[row]
             for (arena, record), (_, end), (_, used_end) in zip(books.ranges, books.touched(row), books.used(row)):
-                page = length * record // books.page_size
+                page = max(length * record // books.page_size, arena.table.first[row])
                 if page < arena.table.own[row]:
                     page = arena.table.frame_begin(row, page)
                     used = Run(row, page, max(used_end, page))
@@ -181,7 +181,6 @@ class Sharing:
         """Has a row have what it uses from a page on for its own: so many pages, of which some bytes hold tokens. What
         it shares behind that is gone then."""
         books, table, (row, page, used_end, _) = self._books, arena.table, used
-        run = Run(row, page, table.own[row])
         books.duplicates -= table.leave(row, page, used_end)  # what is to be had for it is no less for what it leaves
         try:
             if self._is_elsewhere(arena, used):
@@ -193,6 +192,7 @@ class Sharing:
                 self._replace(arena, part)
                 self.clear()
             else:
+                run = Run(row, page, table.frame_end(row, table.own[row]))
                 self._pool.calls.run([SET_ACCESS, *table.range_of(run), VACANT]).check()
                 table.own[row] = page
         except VmmkvError as error:
@@ -275,9 +275,12 @@ class Sharing:
             self.staging = Arena(self._pool, self._account, 1, pages * size)
         return self.staging
 
-    def clear(self) -> None:
-        """Gives back what is in the staging row."""
+    def clear(self, wait: bool = True) -> None:
+        """Gives back what is in the staging row; if it is not to wait, only where nobody copies from there any more."""
         if self.staging and self.staging.table.end[0]:
-            self.staged.wait()
+            if wait:
+                self.staged.wait()
+            if not self.staged.passed():
+                return
             self.staging.unmap_back(0, 0)
         self._copied = None
