@@ -446,4 +446,5 @@ def ids_of(token_ids_given: npt.ArrayLike) -> Ids:
     Raises:
         ArgumentError, ShapeError, DtypeError: they are none.
     """
-    return token_ids(np.asarray(token_ids_given))
+    ids = np.asarray(token_ids_given)
+    return token_ids(ids if ids.size else ids.astype(np.int64))  # an empty list is one of floats to numpy
