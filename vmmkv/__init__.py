@@ -17,6 +17,7 @@ from .errors import (
     KeptLayersWarning,
     LayoutError,
     LeakWarning,
+    OutOfHostMemoryError,
     OutOfPagesError,
     OutOfRangeError,
     OutOfRowsError,
@@ -27,6 +28,7 @@ from .errors import (
     StaleMatchError,
     StreamCaptureError,
     StrideLimitWarning,
+    SuspendedError,
     UnfinishedPassError,
     UnsupportedAttentionError,
     UnsupportedError,
@@ -37,7 +39,16 @@ from .layout import KVLayout, LayerLayout
 from .memory.pool import FramePool, FramePoolStats
 from .publication import publish, unpublish
 from .reuse.retention import Retention
-from .rows.rows import FREE_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SHARED_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
+from .rows.rows import (
+    FREE_PAGE,
+    KEPT_PAGE,
+    LOOKAHEAD_PAGE,
+    OTHERS_PAGE,
+    SHARED_PAGE,
+    SURPLUS_PAGE,
+    VACANT_PAGE,
+    ZERO_PAGE,
+)
 from .sequence import Sequence
 from .stats import CacheStats, CallStats
 
@@ -45,6 +56,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FREE_PAGE",
+    "KEPT_PAGE",
     "LOOKAHEAD_PAGE",
     "OTHERS_PAGE",
     "SHARED_PAGE",
@@ -73,6 +85,7 @@ __all__ = [
     "LayerLayout",
     "LayoutError",
     "LeakWarning",
+    "OutOfHostMemoryError",
     "OutOfPagesError",
     "OutOfRangeError",
     "OutOfRowsError",
@@ -85,6 +98,7 @@ __all__ = [
     "StaleMatchError",
     "StreamCaptureError",
     "StrideLimitWarning",
+    "SuspendedError",
     "UnfinishedPassError",
     "UnsupportedAttentionError",
     "UnsupportedError",

@@ -30,6 +30,7 @@ from .memory.monitor import bookkeeping, operation
 from .memory.owner import Owner, check_pool_alone, owners
 from .memory.pool import Account, FramePool
 from .picture import draw_cache
+from .reuse.host_tier import HostTier
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
 from .rows.books import Rules
@@ -80,6 +81,8 @@ class KVCache(Owner):
         large_frames: lay prompts, and what is expected to be long, on pieces of 16 pages, which the driver makes and
             maps as fast as one page. Not under windows (`release_before`), where pages in front could not be given back
             one by one; and never with `zero_tail` or `max_tokens`, which promise to the page.
+        host_bytes: host memory, pinned where there is a GPU, that sequences may be suspended to: bytes, `"20GiB"`, or a
+            share of the host's memory. It is taken when they are.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
@@ -106,6 +109,7 @@ class KVCache(Owner):
         lookahead: int | None = None,
         overread: int = 0,
         large_frames: bool = True,
+        host_bytes: float | str = 0,
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
@@ -160,6 +164,7 @@ class KVCache(Owner):
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._ranges = [flat.view(layout.dtype) for flat in ranges]
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
+        self._host_tier = HostTier(self._rows, self._ranges, host_bytes) if host_bytes else None
         self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
         """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
         any thread, so it takes no Python code, which could be interrupted."""
@@ -286,6 +291,16 @@ class KVCache(Owner):
         references = [self._references[sequence.index] for sequence in sequences]
         self._rows.abandoned.extend(reference for reference in references if reference)
 
+    def host_tier(self) -> HostTier:
+        """Where its suspended sequences are.
+
+        Raises:
+            ArgumentError: it was made without one.
+        """
+        if self._host_tier is None:
+            raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
+        return self._host_tier
+
     def _prefixes(self) -> Prefixes:
         """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
         keeper = self._rows.keeper
@@ -297,18 +312,18 @@ class KVCache(Owner):
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
         key = salt, adapter, whose
         hit = prefixes.find(key, ids)
-        if not hit.tokens:
+        if hit.tokens:
+            sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
+            try:
+                prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+            except VmmkvError:  # whoever holds it holds the sequence
+                self._abandon([sequence])
+                raise
+            self._rows.ring()
+        else:
             sequence = self._take(len(ids), expected, tenant)
-            sequence.key = key
-            return sequence
-        sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
         sequence.key, sequence.cached_tokens = key, hit.tokens
-        try:
-            prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
-        except VmmkvError:  # whoever holds it holds the sequence
-            self._abandon([sequence])
-            raise
-        self._rows.ring()
+        prefixes.count(len(ids), hit.tokens)
         return sequence
 
     def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
@@ -499,7 +514,7 @@ class KVCache(Owner):
         self._rows.release_abandoned()
         frames = self.pool.frames
         before = frames.existing
-        self._rows.reclaim(self._rows.surplus_pages, wait=True)
+        self._rows.reclaim(self.pool.limit, wait=True)  # also what costs addresses only: pages that others have, too
         frames.release(frames.free_pages)
         return (before - frames.existing) * self.page_size
 
@@ -522,7 +537,7 @@ class KVCache(Owner):
 
     def _give_back(self) -> None:
         self._leaks = self._rows.held() if self.pool.is_debugged else []
-        self._views, self._ranges = [], []
+        self._views, self._ranges, self._host_tier = [], [], None
         self._rows.close()
 
     # ------------------------------------------------------------------ accounting
@@ -562,20 +577,22 @@ class KVCache(Owner):
         }
         calls = pool.meter.stats()
         limit = rows.account.limit
+        prefixes = rows.keeper if isinstance(rows.keeper, Prefixes) else None
         return CacheStats(
             budget_bytes=(pool.limit if limit is None else limit) * size,
             physical_bytes=sum(pages.values()) * size,
             tokens=tokens,
             token_bytes=tokens * self.layout.token_bytes,
-            waste=max(1 - (tokens * self.layout.token_bytes / size - rows.books.duplicates) / used, 0.0)
-            if used
-            else 0.0,
+            waste=1 - rows.books.token_bytes() / (used * size) if used else 0.0,
             pages=pages,
             rows=table.counts(),
             pages_created=pool.frames.made,
             page_uses=uses,
             reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
             adoptions=rows.adoptions,
+            prefix_pages=prefixes.pages if prefixes else 0,
+            prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
+            cached_tokens=prefixes.cached_tokens if prefixes else 0,
             pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
             driver_calls=calls,
             mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
@@ -585,7 +602,8 @@ class KVCache(Owner):
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
         """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
-        or `SHARED_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or `OTHERS_PAGE`.
+        or `SHARED_PAGE`, `KEPT_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or
+        `OTHERS_PAGE`.
 
         A large frame belongs to a sequence as a whole, as soon as one of its tokens lies in it."""
         self._rows.release_abandoned()

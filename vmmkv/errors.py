@@ -56,6 +56,14 @@ class OutOfPagesError(VmmkvError, MemoryError):
         self.available = available
 
 
+class OutOfHostMemoryError(VmmkvError, MemoryError):
+    """The host tier has no room for what was to be suspended."""
+
+
+class SuspendedError(VmmkvError):
+    """A sequence was used while its tokens are in host memory."""
+
+
 class OutOfRowsError(VmmkvError):
     """Every row of the cache belongs to a live sequence."""
 

@@ -19,6 +19,7 @@ from .errors import (
     SequenceTooLongError,
     ShapeError,
     StrideLimitWarning,
+    SuspendedError,
     UseAfterFreeError,
     VmmkvError,
 )
@@ -72,7 +73,19 @@ class Sequence:
     def row(self) -> int:
         """Its index in the first dimension of `KVCache.kv`; the same for as long as it lives."""
         self.check_usable()
+        self._check_here()
         return self.index
+
+    @property
+    def is_suspended(self) -> bool:
+        """Whether its tokens are in host memory."""
+        self.check_usable()
+        return self.index in self._rows.table.suspended
+
+    def _check_here(self) -> None:
+        """Raises `SuspendedError` while its tokens are in host memory."""
+        if self.index in self._rows.table.suspended:
+            raise SuspendedError(f"sequence {self.number} is suspended; call resume() first")
 
     @property
     def length(self) -> int:
@@ -99,8 +112,8 @@ class Sequence:
             SequenceTooLongError: it would be longer than `max_seq_len`.
             OutOfPagesError: the budget, or the device, cannot supply the pages.
             DriverError: a driver call failed.
-            StreamCaptureError: pages have to be zeroed (`scrub`) or waited for (`zero_tail`) while a CUDA graph
-                is captured.
+            StreamCaptureError: pages have to be zeroed (`scrub`), waited for (`zero_tail`) or copied (what is shared,
+                after `truncate`) while a CUDA graph is captured.
             UseAfterFreeError: the sequence or its cache is gone.
         """
         tokens = check_tokens(tokens)
@@ -119,6 +132,7 @@ class Sequence:
 
     @operation
     def _extend(self, tokens: int) -> None:
+        self._check_here()
         self._rows.release_abandoned()
         length = self._rows.table.length[self.index] + tokens
         check_length(length, self._rows.max_seq_len)
@@ -160,6 +174,7 @@ class Sequence:
 
     @bookkeeping
     def _commit(self, ids: Ids, retention: Iterable[Retention]) -> None:
+        self._check_here()
         keeper = self._rows.keeper
         if self.key is None or not isinstance(keeper, Prefixes):
             raise ArgumentError(f"{self!r} was started without token_ids, or not for reuse; give cache.sequence() some")
@@ -189,9 +204,49 @@ class Sequence:
 
     def _check_holds(self, token: int) -> None:
         """Raises `ValueError` where it neither holds `token` nor ends with it."""
+        self._check_here()
         start, length = self._rows.table.start[self.index], self._rows.table.length[self.index]
         if not start <= token <= length:
             raise ValueError(f"asked for token {shown(token)}; {self!r} holds tokens {start} to {length}")
+
+    def suspend(self) -> None:
+        """Moves its tokens to host memory; its pages go to others when needed. It keeps its row, and so its addresses.
+        Until `resume` it may only be freed.
+
+        Behind all work on it so far, in the order of the current stream; nothing here waits.
+
+        Raises:
+            ArgumentError: the cache was made without `host_bytes`.
+            OutOfHostMemoryError: they are too small.
+            SuspendedError: it is suspended already.
+            StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        self._suspend()
+
+    @operation
+    def _suspend(self) -> None:
+        self._check_here()
+        self._rows.release_abandoned()
+        self.cache.host_tier().suspend(self.index)
+
+    def resume(self) -> None:
+        """Moves its tokens back, to the addresses that they had, in the order of the current stream; work on the stream
+        that it was made on comes after that. Does nothing if it is not suspended.
+
+        Raises:
+            OutOfPagesError: the budget, or the device, cannot supply the pages.
+            DriverError, StreamCaptureError: as in `extend`. It is suspended still in all cases.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        self._resume()
+
+    @operation
+    def _resume(self) -> None:
+        self._rows.release_abandoned()
+        if self.index in self._rows.table.suspended:
+            self.cache.host_tier().resume(self.index)
+            self._rows.ring()
 
     def free(self) -> None:
         """Ends the sequence. Its row goes to others after all work on the current stream, and on
@@ -283,6 +338,8 @@ class Sequence:
     def __repr__(self) -> str:
         try:
             return f"<vmmkv.Sequence {self.number}: row {self.row}, {self.length} tokens>"
+        except SuspendedError:
+            return f"<vmmkv.Sequence {self.number}: suspended>"
         except VmmkvError:
             return f"<vmmkv.Sequence {self.number}: gone>"
 

@@ -237,6 +237,28 @@ class Books:
             used += self.pages_used(rows, extents) - sum([self._counts[row].used for row in self.claims])
         return used
 
+    def token_bytes(self) -> int:
+        """Bytes that hold tokens of live sequences; those of several of them once."""
+        nbytes = self.table.tokens * sum(self.records)
+        for arena, record in self.ranges if self.duplicates else []:
+            spans = [self._bytes_held(arena, record, row) for row in self.table.live]
+            begins, ends = np.concatenate(spans, axis=1)
+            order = np.argsort(begins, kind="stable")
+            begins, ends = begins[order], ends[order]
+            covered = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))  # by those that begin before
+            nbytes -= int((np.minimum(ends, covered) - begins).clip(0).sum())
+        return nbytes
+
+    def _bytes_held(self, arena: Arena, record: int, row: int) -> npt.NDArray[np.int64]:
+        """Of pages that a row may share, where in physical memory its tokens begin and end: `[2, pages]` bytes, as if
+        pages lay one after another by their numbers."""
+        table, size = arena.table, self.page_size
+        pages = table.pages_in(row, 0, table.own[row]).astype(np.int64)
+        places = (np.arange(len(pages)) + table.first[row]) * size
+        held: npt.NDArray[np.int64] = np.clip(self.table.extents[row, :, None] * record - places, 0, size)
+        held += pages * size
+        return held
+
     def pages_used(self, rows: npt.NDArray[np.int64], extents: npt.NDArray[np.int64]) -> int:
         """Pages that tokens lie in, or would, in whole frames, row by row; `extents` are starts and lengths,
         `[rows, 2]`."""
@@ -281,6 +303,8 @@ class Books:
             capacity = length  # so that the next growth repairs it
         rows.capacity[row] = capacity
         rows.wake[row] = rows.alert[row] = capacity - rules.lookahead // 2 if live else capacity
+        if row in rows.suspended:
+            rows.capacity[row], rows.wake[row] = -1, 0  # nobody grows it before it is back
         rows.stir(row)
 
     def retire_front(self, row: int) -> None:

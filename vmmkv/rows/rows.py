@@ -39,7 +39,7 @@ from .laying import Laying
 from .reclaiming import Reclaimer
 from .sharing import Sharing
 from .shelf import Shelf
-from .table import NOBODY, RowTable
+from .table import NOBODY, Place, RowTable, Suspended
 
 FREE_PAGE = -1
 """In `KVCache.page_map`: the page exists and belongs to nobody."""
@@ -56,7 +56,10 @@ LOOKAHEAD_PAGE = -6
 """In `KVCache.page_map`: the page holds no token, and is mapped behind a live sequence that will soon need it, as
 `lookahead` and `expected_tokens` say. Others can have it all the same: `stats()` counts it as surplus."""
 SHARED_PAGE = -7
-"""In `KVCache.page_map`: the page holds tokens of several sequences, which were forked."""
+"""In `KVCache.page_map`: the page holds tokens of several sequences, which were forked, or begin alike."""
+KEPT_PAGE = -8
+"""In `KVCache.page_map`: the page holds tokens that sequences may begin with, and that no live one has, on a row or on
+none. Others can have it all the same: `stats()` counts it as surplus."""
 
 MANY = 64
 """Rows whose pages are counted even where nobody asks, so that who asks does not wait for more."""
@@ -64,6 +67,9 @@ MANY = 64
 
 class Keeper(Protocol):
     """Who knows what rows hold, and keeps it for sequences that begin alike."""
+
+    def held_pages(self) -> list[int]:
+        """The pages that are kept, wherever they lie; of large frames all."""
 
     def leave(self, row: int) -> bool:
         """Says that a row's sequence has ended; returns whether the row is to be kept."""
@@ -73,6 +79,9 @@ class Keeper(Protocol):
 
     def inherit(self, row: int, children: list[int]) -> None:
         """Says that rows hold what another holds."""
+
+    def forget(self, row: int) -> None:
+        """Says that a live row holds nothing any more."""
 
     def give_up(self, row: int) -> None:
         """Has a kept row be one that nobody can adopt."""
@@ -208,6 +217,8 @@ class Rows:
         pages[frames.in_pages([*frames.free, *frames.free_large])] = FREE_PAGE
         pages[self.zero_frames] = ZERO_PAGE
         pages[list(self.frames_taken() - set(self.zero_frames))] = SURPLUS_PAGE
+        if self.keeper:
+            pages[self.keeper.held_pages()] = KEPT_PAGE
         for row in self.table.live:  # one after another: a page may lie in several rows
             for (arena, _), wanted in zip(self.ranges, self.books.wanted(row)):
                 pages[arena.table.pages_in(row, *wanted)] = LOOKAHEAD_PAGE
@@ -420,6 +431,7 @@ class Rows:
         if self.rules.poison:
             wait_for_device(self._driver)  # for what was being filled, which no fence may know
         self.books.claims = {}
+        self._recover_suspended()
         table = self.table
         parked, retired = list(table.parked), [*table.retired, *table.fronts]
         table.parked, table.spare, table.retired, table.fronts = Shelf(), Shelf(), OrderedDict(), OrderedDict()
@@ -514,6 +526,56 @@ class Rows:
         if self.books.is_shared(row):
             self.books.refresh(row)  # it may not write where others read
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)
+
+    # ------------------------------------------------------------------ tokens on the host
+
+    def put_away(self, row: int, record: Suspended) -> None:
+        """Has a live row hold no tokens, once they have been copied to where the record says, behind a fence."""
+        self.table.suspended[row] = record
+        try:
+            self.shrink(row, 0, 0)
+        except VmmkvError:
+            del self.table.suspended[row]
+            raise
+        record.place, self.table.expected[row] = Place.AWAY, 0
+        if self.keeper:
+            self.keeper.forget(row)
+        self.books.refresh(row)
+
+    def bring_back(self, row: int, record: Suspended) -> None:
+        """Maps the pages that a suspended row's tokens are to be copied to; `settle_back` follows.
+
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; it is suspended still.
+        """
+        record.place, self.table.expected[row] = Place.COMING, record.expected
+        try:
+            self.grow(np.array([row]), np.array([record.length]), np.array([record.start]))
+        except VmmkvError:
+            record.place, self.table.expected[row] = Place.AWAY, 0
+            raise
+
+    def settle_back(self, row: int) -> None:
+        """Writes down that a row's tokens are there again."""
+        del self.table.suspended[row]
+        self.books.refresh(row)
+
+    def leave_away(self, row: int, record: Suspended) -> None:
+        """Writes down that a row's tokens are on the host only, whatever is on its way back."""
+        with suppress(VmmkvError):
+            wait_for_device(self._driver)
+        record.place, self.table.expected[row] = Place.AWAY, 0
+        self.table.extents[row] = 0
+        self.books.refresh(row)
+
+    def _recover_suspended(self) -> None:
+        """After an interruption: what was leaving is here, or gone; what was coming is not here yet."""
+        for row, record in list(self.table.suspended.items()):
+            if record.place is Place.LEAVING and self.table.length[row]:
+                self.table.expected[row] = record.expected
+                del self.table.suspended[row]
+            else:
+                self.leave_away(row, record)
 
     def ring(self) -> None:
         """Has pages mapped ahead, where that is wanted."""

@@ -166,7 +166,7 @@ class Sharing:
         for row in rows:
             books, length = self._books, self._table.length[row]
             for (arena, record), (_, end), (_, used_end) in zip(books.ranges, books.touched(row), books.used(row)):
-                page = length * record // books.page_size
+                page = max(length * record // books.page_size, arena.table.first[row])
                 if page < arena.table.own[row]:
                     page = arena.table.frame_begin(row, page)
                     used = Run(row, page, max(used_end, page))

@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
 from itertools import islice
 from typing import Any
 
@@ -34,6 +36,35 @@ UNCOUNTED = -1
 """The brink of a row whose pages are to be counted."""
 MAX_TRIES = 100
 """Fences of parked rows that are looked at, to find one that fits and need not be waited for."""
+
+
+class Place(Enum):
+    """Where the tokens of a suspended sequence are."""
+
+    LEAVING = "on its row, and on the host"
+    AWAY = "on the host"
+    COMING = "on the host, and perhaps on its row"
+
+
+@dataclass
+class Suspended:
+    """A live row whose tokens are on the host.
+
+    Attributes:
+        start: the first token that it keeps.
+        length: its tokens.
+        expected: those that it said it will have.
+        states: by range the bytes of its tokens.
+        nbytes: how many these are.
+        place: where the tokens are.
+    """
+
+    start: int
+    length: int
+    expected: int
+    states: list[Any]
+    nbytes: int
+    place: Place = Place.LEAVING
 
 
 class RowTable:
@@ -71,6 +102,8 @@ class RowTable:
         """By their capacities."""
         self.retired: OrderedDict[int, None] = OrderedDict()
         """Oldest first."""
+        self.suspended: dict[int, Suspended] = {}
+        """Live rows whose tokens are on the host, and which hold none meanwhile."""
         self.kept: OrderedDict[int, None] = OrderedDict()
         """Rows that nobody has, for those who begin with the same tokens; oldest first."""
         self.fronts: OrderedDict[int, None] = OrderedDict()
@@ -159,6 +192,7 @@ class RowTable:
         """Takes a row from its sequence; it is on no list then."""
         self.owner[row] = NOBODY
         self.live.pop(row, None)
+        self.suspended.pop(row, None)
         self.fronts.pop(row, None)
         self.fenced.pop(row, None)
         self.extents[row] = self.expected[row] = 0

@@ -68,8 +68,8 @@ def memory_snapshot() -> dict[str, Any]:
     """The mapped pages of caches and growable tensors, as `torch.cuda.memory._snapshot()` describes torch's own.
 
     A segment is a run of mapped pages; the block in it is what tokens, or rows, lie in, and its frame says whose
-    they are. Host memory is the device behind the last GPU. Free pages have no address and are not here, and
-    segments of memory pools are in torch's own snapshot.
+    they are. Pages that several sequences share are there once for each. Host memory is the device behind the last GPU.
+    Free pages have no address and are not here, and segments of memory pools are in torch's own snapshot.
 
     Returns:
         `{"segments": [...], "device_traces": [[], ...]}`, for https://pytorch.org/memory_viz and for

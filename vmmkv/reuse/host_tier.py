@@ -1,0 +1,94 @@
+"""The host tier: sequences that are suspended, whose bytes lie in host memory while their rows stay their own.
+
+A sequence moves as one copy for each range of the layout, between its row and pinned memory, in the order of the
+current stream. Its pages are surplus then, and go to others after the copy. On resuming it gets pages again, at the
+same addresses.
+
+    here --suspend--> leaving --> away --resume--> coming --> here
+
+Who is interrupted in between finds a sequence that is here while it was leaving, and away while it was coming.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from ..errors import OutOfHostMemoryError, VmmkvError
+from ..memory.budget import parse_bytes
+from ..rows.rows import Rows
+from ..rows.table import Suspended
+
+
+class HostTier:
+    """See above.
+
+    Args:
+        rows: the rows of the cache.
+        ranges: the elements of each range of the layout.
+        host_bytes: the most that suspended sequences may take: bytes, `"20GiB"`, or a share of the host's memory.
+
+    Raises:
+        BudgetError: it is no size.
+    """
+
+    def __init__(self, rows: Rows, ranges: Sequence[torch.Tensor], host_bytes: float | str) -> None:
+        self._rows, self._table, self._ranges = rows, rows.table, ranges
+        self.limit = parse_bytes(host_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        """Bytes."""
+
+    @property
+    def used(self) -> int:
+        """Bytes that suspended sequences take."""
+        return sum(each.nbytes for each in self._table.suspended.values())
+
+    def suspend(self, row: int) -> None:
+        """Moves a live row's tokens to the host.
+
+        Raises:
+            OutOfHostMemoryError: the tier has no room for them.
+            StreamCaptureError: a CUDA graph is being captured. Nothing has changed in both cases.
+        """
+        table, driver = self._table, self._rows.pool.driver
+        sources = self._states(row, table.start[row], table.length[row])
+        nbytes = sum(source.nbytes for source in sources)
+        if self.used + nbytes > self.limit:
+            raise OutOfHostMemoryError(
+                f"asked to suspend a sequence of {nbytes} bytes; the host tier has {self.limit - self.used} of "
+                f"{self.limit} left. Resume or free others, or make the cache with more host_bytes"
+            )
+        table.fence_after(driver, [row]).order(driver.current_stream())
+        pinned = driver.device.type == "cuda"
+        states = [torch.empty(len(each), dtype=each.dtype, pin_memory=pinned) for each in sources]
+        for state, source in zip(states, sources):
+            state.copy_(source, non_blocking=True)
+        start, length = table.extents[row].tolist()
+        self._rows.put_away(row, Suspended(start, length, table.expected[row], states, nbytes))
+
+    def resume(self, row: int) -> None:
+        """Moves a suspended row's tokens back.
+
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; it is suspended still.
+        """
+        table, driver = self._table, self._rows.pool.driver
+        record = table.suspended[row]
+        self._rows.bring_back(row, record)
+        for state, target in zip(record.states, self._states(row, record.start, record.length)):
+            target.copy_(state, non_blocking=True)
+        try:
+            driver.record(driver.current_stream()).wait(table.own_streams[row])
+        except VmmkvError:
+            self._rows.leave_away(row, record)
+            raise
+        self._rows.settle_back(row)
+
+    def _states(self, row: int, start: int, end: int) -> list[torch.Tensor]:
+        """By range the elements of tokens `[start, end)` of a row."""
+        states = []
+        for flat, (arena, record) in zip(self._ranges, self._rows.ranges):
+            base = arena.table.address_of(row, 0) - arena.address
+            states.append(flat[(base + start * record) // flat.itemsize : (base + end * record) // flat.itemsize])
+        return states
