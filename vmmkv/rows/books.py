@@ -88,6 +88,8 @@ class Books:
         self.forget_counts()
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
+        self.unsettled: set[int] = set()
+        """Rows whose tokens are just being changed into those of others: who is interrupted then has neither."""
         self.duplicates = 0
         """How many pages too many come of counting the pages of each live row, where several use the same."""
         self.zero_frames: list[int] = []
@@ -154,8 +156,8 @@ class Books:
                 self.duplicates += arena.table.use(row, *span)
 
     def is_whole(self, row: int) -> bool:
-        """Whether all tokens of a row lie in pages that are accessible."""
-        return all(
+        """Whether all tokens of a row are there, in pages that are accessible."""
+        return row not in self.unsettled and all(
             first >= end or (arena.table.reaches(row, first) and end <= arena.table.ready[row])
             for (arena, _), (first, end) in zip(
                 self.ranges, policy.spans(*self.extent(row), self.records, self.page_size)

@@ -35,6 +35,7 @@ from .books import Books, Rules
 from .cleaning import Cleaner
 from .growing import Growing
 from .reclaiming import Reclaimer
+from .reordering import Reordering
 from .sharing import Sharing
 from .shelf import Shelf
 from .table import NOBODY, RowTable
@@ -83,6 +84,8 @@ class Rows:
     """What maps them."""
     sharing: Sharing
     """What has several lie on the same pages."""
+    reordering: Reordering
+    """What has them hold what others held."""
 
     def __init__(self, pool: FramePool, num_rows: int, rules: Rules) -> None:
         self.pool, self.table, self.rules = pool, RowTable(num_rows), rules
@@ -115,6 +118,7 @@ class Rows:
         self._cleaner = Cleaner(self.pool, self.books)
         self.growing = Growing(self.pool, account, self.books, self.reclaimer, self._cleaner)
         self.sharing = Sharing(self.pool, account, self.books, self.reclaimer, self.growing)
+        self.reordering = Reordering(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
         self.pool.open_account(account, self)
         if self.rules.zero_tail:
             try:
@@ -386,6 +390,7 @@ class Rows:
                 self.books.refresh(row)
             else:
                 self.books.vacate(row)
+        self.books.unsettled = set()
 
     def _forget_unclean(self, row: int) -> None:
         """After an interruption: fences what may be being filled in a live row, and unmaps what another tenant had."""
@@ -447,6 +452,10 @@ class Rows:
         if self.books.is_shared(row):
             self.books.refresh(row)  # it may not write where others read
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)
+
+    def reorder(self, sources: dict[int, int]) -> None:
+        """Has live rows hold what others hold: see `Reordering.reorder`."""
+        self.reordering.reorder(sources, self.shrink)
 
     def ring(self) -> None:
         """Has pages mapped ahead, where that is wanted."""

@@ -18,13 +18,13 @@ from contextlib import suppress
 from ..errors import DriverError
 from ..memory.calls import SET_ACCESS, SET_READ_ACCESS, VACANT
 from ..memory.fence import Fence
-from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.page_table import Run
 from .books import Books
 from .growing import Growing
+from .policy import Span
 from .reclaiming import Reclaimer
 
 
@@ -48,8 +48,12 @@ class Sharing:
 
     # ------------------------------------------------------------------ having the same
 
-    def fork(self, row: int, children: list[int]) -> None:
-        """Gives rows of new sequences, on which nothing is mapped, all tokens of another.
+    def fork(self, row: int, children: list[int], splits: list[Span] | None = None) -> None:
+        """Gives rows without tokens all tokens of another. On them nothing is mapped, or what the other's first pages
+        are, which stays.
+
+        Args:
+            splits: what to share; None: all that `splits` says.
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the children have no tokens then.
@@ -57,14 +61,14 @@ class Sharing:
         table, current = self._table, self._driver.current_stream()
         table.fence_after(self._driver, [row]).order(current)  # who copies, or reads, comes after who has written
         extent = table.start[row], table.length[row]
-        splits = [self._split(arena, record, row) for arena, record in self._books.ranges]
+        splits = splits or self.splits(row)
         self._share(row, children, splits)
         try:
             self._growing.make_room(dict.fromkeys(children, extent), children)
             for child in children:
                 for (arena, record), (_, split) in zip(self._books.ranges, splits):
-                    begin = max(split * self._books.page_size, extent[0] * record)
-                    self._copy(arena, row, child, begin, extent[1] * record)
+                    begin = max(max(split, arena.table.own[child]) * self._books.page_size, extent[0] * record)
+                    self.copy(arena, row, child, begin, extent[1] * record)
             table.fence(row, Fence.after(self._driver, [current]))
         except BaseException:
             for child in children:
@@ -76,14 +80,16 @@ class Sharing:
             self._books.refresh(child)
         self._books.refresh(row)
 
-    def _split(self, arena: Arena, record: int, row: int) -> tuple[int, int]:
-        """The pages of a row that can be shared: from its first token on whole frames that are full."""
-        table, size = arena.table, self._books.page_size
-        start, length = self._table.start[row], self._table.length[row]
-        first = table.frame_begin(row, start * record // size)
-        return first, max(table.frame_begin(row, length * record // size), first)
+    def splits(self, row: int) -> list[Span]:
+        """Per arena the pages of a row that can be shared: from its first token on whole frames that are full."""
+        size, (start, length) = self._books.page_size, self._table.extents[row].tolist()
+        splits = []
+        for arena, record in self._books.ranges:
+            first = arena.table.frame_begin(row, start * record // size)
+            splits.append((first, max(arena.table.frame_begin(row, length * record // size), first)))
+        return splits
 
-    def _share(self, row: int, children: list[int], splits: list[tuple[int, int]]) -> None:
+    def _share(self, row: int, children: list[int], splits: list[Span]) -> None:
         """Maps what can be shared.
 
         Raises:
@@ -94,19 +100,21 @@ class Sharing:
             if first < split:
                 self._mark(arena, row, first, split)
                 for child in children:
-                    if books.rules.zero_tail:
-                        arena.make_way(child, split)
-                    arena.table.begin_at(child, first)
-                    arena.table.own[child] = split
-                    frames = arena.table.frames_in(row, first, split)
-                    self._pool.frames.share(frames)
-                    change.place(arena.table, Run(child, first, split), frames, split, kind=SET_READ_ACCESS)
+                    if not arena.table.pages(child):
+                        arena.table.begin_at(child, first)
+                    if (begin := arena.table.end[child]) < split:
+                        if books.rules.zero_tail:
+                            arena.make_way(child, split)
+                        arena.table.own[child] = split
+                        frames = arena.table.frames_in(row, begin, split)
+                        self._pool.frames.share(frames)
+                        change.place(arena.table, Run(child, begin, split), frames, split, kind=SET_READ_ACCESS)
         change.run()
         change.commit(self._pool)
-        for (arena, _), (first, split) in zip(books.ranges, splits):
+        for (arena, _), (first, used_end) in zip(books.ranges, books.used(row)):
             for child in children:
                 arena.table.own[child] = min(arena.table.own[child], arena.table.end[child])
-                books.duplicates += arena.table.use(child, first, split)
+                books.duplicates += arena.table.use(child, first, used_end)
         try:
             change.check()
         except DriverError:
@@ -122,7 +130,8 @@ class Sharing:
             table.own[row] = split
             self._books.duplicates += table.use(row, max(before, first), split)
 
-    def _copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> None:
+    def copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> None:
+        """Copies bytes `[begin, end)` of a row to another."""
         if begin < end:
             target, source = arena.table.address_of(child, 0), arena.table.address_of(row, 0)
             self._driver.copy(target + begin, source + begin, end - begin)
@@ -154,6 +163,14 @@ class Sharing:
                 if page < arena.table.own[row]:
                     part = Run(row, page, max(used_end, page))
                     self._make_own(arena, part, nbytes - page * self._books.page_size)
+
+    def make_own_from(self, row: int, pages: list[int]) -> None:
+        """Sees to it that a row may write to all of its tokens from a page on, which lies between frames: per arena
+        one. Raises what `make_own` raises."""
+        for (arena, record), page, (_, used_end) in zip(self._books.ranges, pages, self._books.used(row)):
+            if page < arena.table.own[row]:
+                nbytes = self._table.length[row] * record - page * self._books.page_size
+                self._make_own(arena, Run(row, page, max(used_end, page)), max(nbytes, 0))
 
     def _make_own(self, arena: Arena, part: Run, nbytes: int) -> None:
         """Has a row have what lies from a page on for its own: the part that it uses, of which some bytes hold tokens.
@@ -222,7 +239,7 @@ class Sharing:
             self._books.duplicates += table.use(row, page, used_end)
             self._books.refresh(row)
             if table.ready[row] < used_end:
-                self._lose(row)
+                self.lose(row)
             raise
         finally:
             self._pool.give(self._account, shared)
@@ -241,17 +258,17 @@ class Sharing:
             table.own[row] = min(own, table.end[row])
             change.check()
 
-    def _lose(self, row: int) -> None:
+    def lose(self, row: int) -> None:
         """Ends a sequence whose tokens could not be put back."""
         self._books.leave(row, self._books.leaving(row, 0, 0))
         self._books.vacate(row)
 
     def _stage(self) -> Arena:
-        """The staging row, empty: as long as a large frame, and what is read behind a sequence's end."""
+        """The staging row, empty: with addresses for what any row may have."""
         self.clear()
         if self.staging is None:
-            size, overread = self._books.page_size, self._books.rules.overread * max(self._books.records)
-            self.staging = Arena(self._pool, self._account, 1, (LARGE + 2 + overread // size) * size)
+            row_bytes = max(arena.row_bytes for arena, _ in self._books.ranges)
+            self.staging = Arena(self._pool, self._account, 1, row_bytes)
         return self.staging
 
     def clear(self) -> None:
