@@ -272,11 +272,11 @@ class KVCache(Owner):
 
         What two rows have on the same pages is neither copied nor mapped, so beams that were forked copy what lies
         behind the fork. The rest costs either a copy, which is 1 for a page, or to share pages that are full, which is
-        35 for a frame (the ratio on an H200), and from then on they are the same. A sequence copies where it has pages
-        of its own to copy to, until it has copied as much in this way as sharing would have cost: then it shares, if
-        the other one keeps its tokens. It shares at once where that costs less, since pages would have to be mapped
-        anyway. Sequences that take each other's place in a circle only copy. Pages that others share are never
-        written to: who would have to has them for its own first, or shares others.
+        35 for a frame, and 44 where one has to be made (so it is on an H200); from then on they are the same. A
+        sequence copies where it has pages of its own to copy to, until it has copied as much in this way as sharing
+        would have cost: then it shares, if the other one keeps its tokens. It shares at once where that costs less,
+        since pages would have to be mapped anyway. Sequences that take each other's place in a circle only copy. Pages
+        that others share are never written to: who would have to has them for its own first, or shares others.
 
         It is done in the order of the current stream, behind all work on the sequences so far; what comes later on
         their own streams, and on those named with `record_stream`, waits for it.
@@ -292,8 +292,8 @@ class KVCache(Owner):
             DriverError: a call failed: before anything changed, or else the sequences that were to change are at their
                 end, and all others as before.
             OutOfRangeError: there is no such index.
-            UnsupportedError: sequences of a circle begin so far from each other that their rows cannot hold the other's
-                tokens; or tokens would come to another tenant. Nothing has changed.
+            UnsupportedError: in a circle one has given back its front (`release_before`) where another begins; or
+                tokens would come to another tenant. Nothing has changed.
             TypeError, ValueError: they are no sequences of this cache, or one is named twice; or the indices are no
                 whole numbers, or not as many.
         """

@@ -25,7 +25,7 @@ from ..space.arena import Arena
 from ..space.page_table import PageTable
 from .books import Books
 from .growing import Growing
-from .policy import MAP, Span
+from .policy import MAKE, MAP, Span
 from .reclaiming import Reclaimer
 from .sharing import Sharing
 
@@ -126,14 +126,16 @@ class Reordering:
             OutOfPagesError, DriverError: as in `Sharing.make_own`.
         """
         pairs = [(row, sources[row]) for row in circle]
-        if not all(self._reaches(row, source) for row, source in pairs):
+        same = [min(pages) for pages in zip(*(self._common(row, source) for row, source in pairs))]
+        for row in circle:  # up to there all of them have the same frames, and behind it none of another's
+            begins = [max(page, arena.table.first[row]) for (arena, _), page in zip(self._books.ranges, same)]
+            places = zip(self._books.ranges, begins)
+            self._sharing.make_own_from(row, [arena.table.frame_begin(row, page) for (arena, _), page in places])
+        if any(self._begins_behind(row, source) for row, source in pairs):
             raise UnsupportedError(
-                "asked for sequences to take each other's place that begin so far from each other that their rows "
-                "cannot hold the other's tokens; fork one of them, and free it"
+                "asked for sequences to take each other's place, of which one has given its front back "
+                "(release_before) and the other begins there; fork one of them, and free it"
             )
-        for row, source in pairs:
-            begins = zip(self._books.ranges, self._common(row, source))
-            self._sharing.make_own_from(row, [arena.table.frame_begin(row, page) for (arena, _), page in begins])
         return [Move(row, source, self._common(row, source)) for row, source in pairs]
 
     def _plan(self, chains: list[int], sources: dict[int, int], turning: set[int]) -> list[Move]:
@@ -169,9 +171,9 @@ class Reordering:
         copying = sharing = spared = 0
         places = zip(self._books.ranges, common, self._books.used(source), splits)
         for (arena, _), page, (_, used_end), (_, split) in places:
-            copying += used_end - page + MAP * max(used_end - max(arena.table.end[row], page), 0)
+            copying += used_end - page + MAKE * max(used_end - max(arena.table.end[row], page), 0)
             sharing += MAP * (len(arena.table.frames_in(source, page, split)) if page < split else 0)
-            sharing += MAP * (used_end - max(split, page))
+            sharing += MAKE * (used_end - max(split, page))
             spared += max(split - page, 0)
         self._table.debt[row] += spared
         return bool(spared) and (copying > sharing or (lasts and self._table.debt[row] >= sharing))
@@ -192,6 +194,11 @@ class Reordering:
             for (arena, _), (first, _) in zip(self._books.ranges, self._books.touched(source))
         )
 
+    def _begins_behind(self, row: int, source: int) -> bool:
+        """Whether a row has given back pages where a source's tokens begin."""
+        spans = zip(self._books.ranges, self._books.touched(source))
+        return any(arena.table.first[row] > first for (arena, _), (first, _) in spans)
+
     # ------------------------------------------------------------------ doing it
 
     def _prepare(self, moves: list[Move]) -> None:
@@ -205,7 +212,7 @@ class Reordering:
         for move in moves:
             (start, length), (new_start, new_length) = extents[move.row].tolist(), extents[move.source].tolist()
             if move.splits is None:
-                claims[move.row] = (min(start, new_start) if length else new_start), max(length, new_length)
+                claims[move.row] = min(start, new_start), max(length, new_length)
         try:
             self._growing.make_room(claims, [*claims])
             missing = sum(self._missing(move) for move in moves)

@@ -157,35 +157,32 @@ class Sharing:
         if not self._pool.frames.has_shared:
             return
         for row in rows:
-            for (arena, record), (_, used_end) in zip(self._books.ranges, self._books.used(row)):
-                nbytes = self._table.length[row] * record
-                page = arena.table.frame_begin(row, nbytes // self._books.page_size)
-                if page < arena.table.own[row]:
-                    part = Run(row, page, max(used_end, page))
-                    self._make_own(arena, part, nbytes - page * self._books.page_size)
+            ends = [self._table.length[row] * record // self._books.page_size for record in self._books.records]
+            places = zip(self._books.ranges, ends)
+            self.make_own_from(row, [arena.table.frame_begin(row, page) for (arena, _), page in places])
 
     def make_own_from(self, row: int, pages: list[int]) -> None:
         """Sees to it that a row may write to all of its tokens from a page on, which lies between frames: per arena
         one. Raises what `make_own` raises."""
-        for (arena, record), page, (_, used_end) in zip(self._books.ranges, pages, self._books.used(row)):
+        for (arena, record), page, (first, used_end) in zip(self._books.ranges, pages, self._books.used(row)):
             if page < arena.table.own[row]:
                 nbytes = self._table.length[row] * record - page * self._books.page_size
-                self._make_own(arena, Run(row, page, max(used_end, page)), max(nbytes, 0))
+                self._make_own(arena, Run(row, page, max(used_end, page)), max(first, page), max(nbytes, 0))
 
-    def _make_own(self, arena: Arena, part: Run, nbytes: int) -> None:
-        """Has a row have what lies from a page on for its own: the part that it uses, of which some bytes hold tokens.
-        What it shares behind that is gone then."""
+    def _make_own(self, arena: Arena, part: Run, first: int, nbytes: int) -> None:
+        """Has a row have what lies from a page on for its own: the part up to where it uses pages, which it does from
+        page `first` on, and of which some bytes hold tokens. What it shares behind that is gone then."""
         table, row = arena.table, part.row
         if not self._pool.frames.shares[table.frames_in(row, part.begin, table.own[row])].any():
             run = Run(row, part.begin, table.own[row])
             self._pool.calls.run([SET_ACCESS, *table.range_of(run), VACANT]).check()
-            self._books.duplicates -= table.leave(row, part.begin, part.end)
+            self._books.duplicates -= table.leave(row, first, part.end)
             table.own[row] = part.begin
         else:
             fence = self._table.fences[row] | self._table.fence_after(self._driver, [row])
             copies = self._copies(arena, part, nbytes, fence) if part.begin < part.end else []
             fence.wait()
-            self._replace(arena, part, copies)
+            self._replace(arena, part, first, copies)
         self._books.refresh(row)
 
     def _copies(self, arena: Arena, part: Run, nbytes: int, fence: Fence) -> list[int]:
@@ -214,12 +211,13 @@ class Sharing:
         staging.table.belong(0, 0, pages, self._table.tenant[part.row])
         return staging.table.frames_in(0, 0, pages)
 
-    def _replace(self, arena: Arena, part: Run, copies: list[int]) -> None:
-        """Puts frames, which may be mapped in the staging row, in the place of what a row has from a page on."""
+    def _replace(self, arena: Arena, part: Run, first: int, copies: list[int]) -> None:
+        """Puts frames, which may be mapped in the staging row, in the place of what a row has from a page on; it uses
+        pages from `first` on."""
         table, frames, (row, page, used_end, _) = arena.table, self._pool.frames, part
-        own, ready = table.own[row], table.ready[row]
+        own, ready = max(table.own[row], used_end), table.ready[row]
         shared = table.frames_in(row, page, own)
-        self._books.duplicates -= table.leave(row, page, used_end)
+        self._books.duplicates -= table.leave(row, first, used_end)
         frames.share([*shared, *copies])  # the one so that nothing is lost on the way, the others for the row
         change = Change(self._pool.calls, frames)
         if copies and self.staging:
@@ -236,7 +234,7 @@ class Sharing:
                 table.ready[row] = ready  # nothing has happened to it
             else:
                 self._put_back(arena, part, shared, own)
-            self._books.duplicates += table.use(row, page, used_end)
+            self._books.duplicates += table.use(row, first, used_end)
             self._books.refresh(row)
             if table.ready[row] < used_end:
                 self.lose(row)
