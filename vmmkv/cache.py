@@ -266,7 +266,7 @@ class KVCache(Owner):
             self._rows.ring()
         return children
 
-    def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int]) -> None:
+    def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True) -> None:
         """Makes sequence i hold what sequence `indices[i]` of them held, as beams do: its row, and the address of that,
         stay. All of them or none.
 
@@ -284,6 +284,8 @@ class KVCache(Owner):
         Args:
             sequences: live sequences of this cache, each once.
             indices: as many numbers, of sequences in this list; any number of times.
+            share: whether pages may be shared. Otherwise all is copied, and who writes over tokens that are there may
+                go on to do so.
 
         Raises:
             OutOfPagesError: there is no memory for what longer sequences need, or for pages that were shared.
@@ -305,13 +307,13 @@ class KVCache(Owner):
             raise OutOfRangeError(
                 f"got indices {chosen}; they are from 0 to {len(batch) - 1}, for {len(batch)} sequences"
             )
-        self._reorder(batch, chosen)
+        self._reorder(batch, chosen, share)
 
     @operation
-    def _reorder(self, batch: list[Sequence], indices: list[int]) -> None:
+    def _reorder(self, batch: list[Sequence], indices: list[int], share: bool) -> None:
         self._rows.release_abandoned()
         rows = [sequence.row for sequence in batch]
-        self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)})
+        self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share)
         self._rows.ring()
 
     def extend(

@@ -73,8 +73,12 @@ class Reordering:
         self._pool, self._account, self._books, self._table = pool, account, books, books.table
         self._reclaimer, self._growing, self._sharing, self._driver = reclaimer, growing, sharing, pool.driver
 
-    def reorder(self, sources: dict[int, int], shrink: Shrink) -> None:
+    def reorder(self, sources: dict[int, int], share: bool, shrink: Shrink) -> None:
         """Has each row hold what its source held before.
+
+        Args:
+            share: whether rows may come to lie on the same frames.
+            shrink: writes down what a row holds.
 
         Raises:
             OutOfPagesError, UnsupportedError, StreamCaptureError: all rows hold what they did.
@@ -88,7 +92,8 @@ class Reordering:
         fence = self._table.fence_after(self._driver, rows)
         chains, circles = _in_order(sources)
         turns = [self._turn(circle, sources) for circle in circles]
-        moves = self._plan(chains, sources, {row for circle in circles for row in circle})
+        turning = {row for circle in circles for row in circle}
+        moves = self._plan(chains, sources, turning if share else turning | {*sources.values()})
         self._prepare([*moves, *(move for turn in turns for move in turn)])
         scratch = self._scratch(turns)
         fence.order(self._driver.current_stream())
@@ -138,11 +143,11 @@ class Reordering:
             )
         return [Move(row, source, self._common(row, source)) for row, source in pairs]
 
-    def _plan(self, chains: list[int], sources: dict[int, int], turning: set[int]) -> list[Move]:
+    def _plan(self, chains: list[int], sources: dict[int, int], alone: set[int]) -> list[Move]:
         """Moves of rows in an order in which each is read before it changes.
 
         Args:
-            turning: rows that will copy to what they have to themselves, so that none of it may be shared.
+            alone: rows of which nothing may be shared, such as those that will copy to what they have to themselves.
         """
         shared_ends = {row: [arena.table.own[row] for arena, _ in self._books.ranges] for row in chains}
         moves = []
@@ -152,7 +157,7 @@ class Reordering:
             is_own = all(end <= page for end, page in zip(shared_ends[row], common))
             can_copy = is_own and self._reaches(row, source)
             splits = self._sharing.splits(source)
-            if source in turning:
+            if source in alone:
                 splits = [(first, first) for first, _ in splits]
             if can_copy and not self._should_share(row, source, common, splits, source not in sources):
                 moves.append(Move(row, source, common))
@@ -227,8 +232,8 @@ class Reordering:
 
     def _missing(self, move: Move) -> int:
         """Pages that a row will need that shares."""
-        spans = zip(self._books.used(move.source), move.splits or [], move.common)
-        return sum(max(used_end - max(split, page), 0) for (_, used_end), (_, split), page in spans)
+        spans = zip(self._books.used(move.source), move.splits or [])
+        return sum(max(used_end - split, 0) for (_, used_end), (_, split) in spans)
 
     def _move(self, move: Move, shrink: Shrink) -> None:
         """Makes a row hold what another holds that has not changed yet."""
@@ -242,7 +247,7 @@ class Reordering:
         shrink(row, 0, 0)
         (self._table.fences[row] | self._table.fence_after(self._driver, [row])).wait()
         for (arena, _), page, (first, _) in zip(self._books.ranges, move.common, move.splits):
-            kept = page > first or (arena.table.reaches(row, first) and arena.table.frame_begin(row, first) == first)
+            kept = arena.table.reaches(row, first) and arena.table.frame_begin(row, page) == page
             arena.unmap_back(row, page if kept else 0)
         self._sharing.fork(move.source, [row], move.splits)
 

@@ -453,9 +453,9 @@ class Rows:
             self.books.refresh(row)  # it may not write where others read
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)
 
-    def reorder(self, sources: dict[int, int]) -> None:
+    def reorder(self, sources: dict[int, int], share: bool) -> None:
         """Has live rows hold what others hold: see `Reordering.reorder`."""
-        self.reordering.reorder(sources, self.shrink)
+        self.reordering.reorder(sources, share, self.shrink)
 
     def ring(self) -> None:
         """Has pages mapped ahead, where that is wanted."""
