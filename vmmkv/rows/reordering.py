@@ -91,6 +91,8 @@ class Reordering:
         self._check_tenants(sources)
         fence = self._table.fence_after(self._driver, rows)
         chains, circles = _in_order(sources)
+        for circle in circles:
+            self._own_circle(circle, sources)
         turns = [self._turn(circle, sources) for circle in circles]
         turning = {row for circle in circles for row in circle}
         moves = self._plan(chains, sources, turning if share else turning | {*sources.values()})
@@ -123,25 +125,31 @@ class Reordering:
 
     # ------------------------------------------------------------------ what is to be done
 
+    def _own_circle(self, circle: list[int], sources: dict[int, int]) -> None:
+        """Has rows that take each other's place have what they will write to for their own.
+
+        Raises:
+            OutOfPagesError, DriverError: as in `Sharing.make_own`.
+        """
+        same = [min(pages) for pages in zip(*(self._common(row, sources[row]) for row in circle))]
+        for row in circle:  # up to there all of them have the same frames, and behind it none of another's
+            begins = [max(page, first) for page, (first, _) in zip(same, self._books.used(row))]
+            places = zip(self._books.ranges, begins)
+            self._sharing.make_own_from(row, [arena.table.frame_begin(row, page) for (arena, _), page in places])
+
     def _turn(self, circle: list[int], sources: dict[int, int]) -> list[Move]:
-        """Moves of rows that take each other's place; they may write to what they will copy to.
+        """Moves of rows that take each other's place.
 
         Raises:
             UnsupportedError: one cannot hold what another does.
-            OutOfPagesError, DriverError: as in `Sharing.make_own`.
         """
-        pairs = [(row, sources[row]) for row in circle]
-        same = [min(pages) for pages in zip(*(self._common(row, source) for row, source in pairs))]
-        for row in circle:  # up to there all of them have the same frames, and behind it none of another's
-            begins = [max(page, arena.table.first[row]) for (arena, _), page in zip(self._books.ranges, same)]
-            places = zip(self._books.ranges, begins)
-            self._sharing.make_own_from(row, [arena.table.frame_begin(row, page) for (arena, _), page in places])
-        if any(self._begins_behind(row, source) for row, source in pairs):
+        turn = [Move(row, sources[row], self._common(row, sources[row])) for row in circle]
+        if not all(map(self._can_write, turn)):
             raise UnsupportedError(
                 "asked for sequences to take each other's place, of which one has given its front back "
                 "(release_before) and the other begins there; fork one of them, and free it"
             )
-        return [Move(row, source, self._common(row, source)) for row, source in pairs]
+        return turn
 
     def _plan(self, chains: list[int], sources: dict[int, int], alone: set[int]) -> list[Move]:
         """Moves of rows in an order in which each is read before it changes.
@@ -199,10 +207,13 @@ class Reordering:
             for (arena, _), (first, _) in zip(self._books.ranges, self._books.touched(source))
         )
 
-    def _begins_behind(self, row: int, source: int) -> bool:
-        """Whether a row has given back pages where a source's tokens begin."""
-        spans = zip(self._books.ranges, self._books.touched(source))
-        return any(arena.table.first[row] > first for (arena, _), (first, _) in spans)
+    def _can_write(self, move: Move) -> bool:
+        """Whether a row has the pages where a source's tokens begin, and to itself what it will copy to."""
+        places = zip(self._books.ranges, self._books.touched(move.source), move.common)
+        return all(
+            arena.table.first[move.row] <= first and arena.table.own[move.row] <= page
+            for (arena, _), (first, _), page in places
+        )
 
     # ------------------------------------------------------------------ doing it
 
