@@ -817,8 +817,7 @@ def test_a_reordering_that_fails_in_the_middle(skip: int, mixed_config: PreTrain
         cache.reorder_cache(torch.tensor([1, 2, 0]))
     except vmmkv.DriverError:
         with pytest.raises(vmmkv.UnfinishedPassError):
-            for index in range(len(cache.layers)):
-                cache.update(*random_kv("cpu", 3, 1), index)
+            forward("cpu", 3, 1, cache)
         cache.reset()
         forward("cpu", 3, 20, cache, reference)
         check_same_state(cache, reference)
