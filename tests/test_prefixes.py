@@ -93,6 +93,12 @@ class World:
         sequence.commit(np.array(ids, np.int64))
         self.known.setdefault(self.keys[sequence], []).append(ids)
 
+    def reorder(self, sequences: list[vmmkv.Sequence], indices: list[int], share: bool = True) -> None:
+        self.cache.reorder(sequences, indices, share=share)
+        before = [(self.ids[sequences[index]], self.keys[sequences[index]]) for index in indices]
+        for sequence, (ids, key) in zip(sequences, before):
+            self.ids[sequence], self.keys[sequence] = ids.copy(), key
+
     def free(self, sequence: vmmkv.Sequence) -> None:
         sequence.free()
         del self.ids[sequence], self.keys[sequence]
@@ -149,6 +155,14 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                 parent = random.choice(live)
                 child = parent.fork()
                 world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+            elif what < 0.84:
+                tenant = world.keys[random.choice(live)][2]
+                own = [sequence for sequence in live if world.keys[sequence][2] == tenant]
+                chosen = random.sample(own, random.randint(1, len(own)))
+                world.reorder(chosen, [random.randrange(len(chosen)) for _ in chosen], random.random() < 0.7)
+                for sequence in chosen:
+                    if sequence.key and random.random() < 0.3:
+                        world.commit(sequence)
             elif what < 0.97:
                 world.free(random.choice(live))
             else:
@@ -207,6 +221,31 @@ def test_the_page_in_which_two_part_is_copied() -> None:
     world.commit(first)
     second = world.start([1] * 21 + [2] * 9)
     assert second.cached_tokens == 21
+    world.check()
+
+
+@pytest.mark.parametrize("indices", [[1, 1], [0, 0], [1, 0]], ids=str)
+@pytest.mark.parametrize("tokens", [40, 43], ids=["full pages", "and a part"])
+def test_what_is_known_goes_along_when_sequences_are_reordered(indices: list[int], tokens: int) -> None:
+    world = make(large_frames=False)
+    one, two = world.start([1] * tokens, ("salt", None, None)), world.start([2] * tokens)
+    world.commit(one)
+    world.commit(two)
+    world.reorder([one, two], indices)
+    world.check()
+    for sequence in (one, two):
+        before = len(world.ids[sequence])
+        sequence.extend(13)
+        world.ids[sequence] += [3] * 13
+        world.write(sequence, before)
+        world.commit(sequence)
+    held = [(world.ids[sequence], world.keys[sequence]) for sequence in (one, two)]
+    for sequence in (one, two):
+        world.free(sequence)
+    for ids, key in held:
+        assert world.start([*ids, 4], key).cached_tokens >= world.whole(len(ids))
+    world.start([1] * tokens + [3] * 14)
+    world.start([2] * tokens + [3] * 14, ("salt", None, None))
     world.check()
 
 

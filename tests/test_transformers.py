@@ -790,3 +790,34 @@ def test_attention_reads_the_last_token_of_the_longest_row(backend: SDPBackend) 
     with sdpa_kernel(backend):
         output = torch.nn.functional.scaled_dot_product_attention(query, *attended)
     torch.testing.assert_close(output, v[:, :, -1:], atol=0.05, rtol=0.02)
+
+
+def test_what_was_reordered_can_be_written_over(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    forward(device, 3, 60, cache, reference)
+    for each in (cache, reference):
+        each.batch_repeat_interleave(2)
+        for _ in range(40):
+            each.reorder_cache(torch.tensor([0, 0, 0, 3, 3, 3], device=device))
+    for layer, expected in zip(cache.layers, reference.layers):
+        new = torch.randn_like(expected.keys)
+        layer.keys, expected.keys = new, new.clone()
+    check_same_state(cache, reference)
+
+
+@pytest.mark.parametrize("skip", range(6))
+def test_a_reordering_that_fails_in_the_middle(skip: int, mixed_config: PreTrainedConfig) -> None:
+    """What is left is refused, until a reset."""
+    driver = FaultyDriver(open_driver("cpu", 4096))
+    pool = vmmkv.FramePool("64MiB", driver=driver)
+    cache, reference = VmmCache(mixed_config, 200, pool=pool), DynamicCache(config=mixed_config)
+    forward("cpu", 3, 60, cache)
+    driver.fail("copy", skip)
+    try:
+        cache.reorder_cache(torch.tensor([1, 2, 0]))
+    except vmmkv.DriverError:
+        with pytest.raises(vmmkv.UnfinishedPassError):
+            forward("cpu", 3, 1, cache)
+        cache.reset()
+        forward("cpu", 3, 20, cache, reference)
+        check_same_state(cache, reference)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterable, KeysView, Mapping, Set
@@ -19,6 +20,7 @@ from .errors import (
     BusyError,
     LayoutError,
     LeakWarning,
+    OutOfRangeError,
     UnsupportedError,
     VmmkvError,
 )
@@ -344,14 +346,73 @@ class KVCache(Owner):
             if children:
                 index = [child.index for child in children]
                 self._rows.sharing.fork(row, index)
-                if self._rows.keeper:
-                    self._rows.keeper.inherit(row, index)
+                self._rows.inherit(dict.fromkeys(index, row))
         except VmmkvError:  # whoever holds it holds them
             references = [self._references[child.index] for child in children]
             self._rows.abandoned.extend(reference for reference in references if reference)
             raise
         self._rows.ring()
         return children
+
+    def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True) -> None:
+        """Makes sequence i hold what sequence `indices[i]` of them held, as beams do: its row, and the address of that,
+        stay. All of them or none.
+
+        What two rows have on the same pages is neither copied nor mapped, so beams that were forked copy what lies
+        behind the fork. The rest costs either a copy, which is 1 for a page, or to share pages that are full, which is
+        35 for a frame, and 44 where one has to be made (so it is on an H200); from then on they are the same. A
+        sequence copies where it has pages of its own to copy to, until it has copied as much in this way as sharing
+        would have cost: then it shares, if the other one keeps its tokens. It shares at once where that costs less,
+        since pages would have to be mapped anyway. Sequences that take each other's place in a circle only copy. Pages
+        that others share are never written to: who would have to has them for its own first, or shares others.
+
+        It is done in the order of the current stream, behind all work on the sequences so far; what comes later on
+        their own streams, and on those named with `record_stream`, waits for it.
+
+        Args:
+            sequences: live sequences of this cache, each once.
+            indices: as many numbers, of sequences in this list; any number of times.
+            share: whether pages may be shared. Otherwise all is copied, and who writes over tokens that are there may
+                go on to do so.
+
+        Raises:
+            OutOfPagesError: there is no memory for what longer sequences need, or for pages that were shared.
+            torch.OutOfMemoryError: nor for up to 32 MiB beside the cache, which sequences in a circle take.
+            StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. Nothing has changed in these cases.
+            DriverError: a call failed: before anything changed, or else the sequences that were to change are at their
+                end, and all others as before.
+            OutOfRangeError: there is no such index.
+            UnsupportedError: in a circle one has given back its front (`release_before`) where another begins; or
+                tokens would come to another tenant. Nothing has changed.
+            TypeError, ValueError: they are no sequences of this cache, or one is named twice; or the indices are no
+                whole numbers, or not as many.
+        """
+        batch = self._batch(sequences)
+        chosen = [operator.index(index) for index in indices]
+        if len(chosen) != len(batch):
+            raise ValueError(f"got {len(chosen)} indices for {len(batch)} sequences; give one for each")
+        if chosen and not 0 <= min(chosen) <= max(chosen) < len(batch):
+            raise OutOfRangeError(
+                f"got indices {chosen}; they are from 0 to {len(batch) - 1}, for {len(batch)} sequences"
+            )
+        self._reorder(batch, chosen, share)
+
+    @operation
+    def _reorder(self, batch: list[Sequence], indices: list[int], share: bool) -> None:
+        self._rows.release_abandoned()
+        rows, keys = [sequence.row for sequence in batch], [sequence.key for sequence in batch]
+        changing = [(sequence, keys[index]) for sequence, index in zip(batch, indices) if sequence.key != keys[index]]
+        for sequence, _ in changing:
+            sequence.key = None  # who is interrupted makes nothing known under a key that may be another's
+        try:
+            self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share)
+        except VmmkvError:
+            for sequence, key in zip(batch, keys):
+                sequence.key = key
+            raise
+        for sequence, key in changing:
+            sequence.key = key
+        self._rows.ring()
 
     def extend(
         self,

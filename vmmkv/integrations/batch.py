@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from ..cache import KVCache
-from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, VmmkvError
+from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, UseAfterFreeError, VmmkvError
 from ..layout import KVLayout
 from ..memory.pool import FramePool
 from ..sequence import Sequence, check_length
@@ -194,10 +194,27 @@ class Batch:
                 sequence.release_before(first - self.origin)
         self._is_changing = False
 
+    def reorder(self, indices: list[int]) -> None:
+        """Makes the i-th sequence hold what the `indices[i]`-th did; there are rows for all of them.
+
+        Raises:
+            torch.OutOfMemoryError, DriverError: as in `KVCache.reorder`. After a failure in the middle no row holds
+                tokens any more.
+        """
+        self._finish_change()
+        self._is_changing = True
+        self.kv_cache.reorder(
+            self._sequences[: self.rows], [*indices, *range(len(indices), self.rows)], share=False
+        )  # others write over tokens: `keys` of layers can be assigned to
+        self._is_changing = False
+
     def _finish_change(self) -> None:
         """Makes sequences hold what the books say, where a change was cut short."""
         if self._is_changing:
-            self._truncate()
+            try:
+                self._truncate()
+            except UseAfterFreeError:  # reordering has ended in the middle, and these with it
+                self._set_rows(0)
             self._renew(self.rows)
             self._is_changing = False
 

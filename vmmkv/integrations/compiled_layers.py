@@ -17,7 +17,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
 import torch
@@ -233,6 +234,13 @@ class CompiledLayerGroup(LayerGroup):
         self.settle()
         super().select(layer, indices)
         self.tell(layer)
+
+    @contextmanager
+    def selecting(self, indices: torch.Tensor) -> Iterator[None]:
+        if self.batch:
+            self.settle()
+        with super().selecting(indices):
+            yield
 
     def fit(self) -> None:
         if self.batch is None:

@@ -7,6 +7,8 @@ is the union of them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -58,6 +60,8 @@ class LayerGroup:
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []
         self.batch: Batch | None = None
+        self._has_selected = False
+        """Whether rows were put into another order as a whole, so that layers need not do it one by one."""
 
     @property
     def device(self) -> torch.device | None:
@@ -260,6 +264,9 @@ class LayerGroup:
             OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`; nothing has changed.
         """
         extent, batch = self._extents[layer], self._held()
+        if self._has_selected:
+            extent.changes += 1
+            return
         if not len(indices):
             extent.clear()
             return
@@ -274,6 +281,27 @@ class LayerGroup:
         del chosen
         new_v.copy_(v.index_select(0, indices))
         extent.changes += 1
+
+    @contextmanager
+    def selecting(self, indices: torch.Tensor) -> Iterator[None]:
+        """Does at once, for all layers that hold tokens, what they ask for with `select` inside, if they hold tokens of
+        as many sequences; each says by asking that the rest of it is about to follow.
+
+        Raises:
+            torch.OutOfMemoryError, DriverError: as in `Batch.reorder`.
+        """
+        held = [extent for extent in self._extents if extent.rows]
+        if len({extent.rows for extent in held}) == 1:
+            for extent in held:
+                extent.changes += 1
+            self._held().reorder(indices.tolist())
+            for extent in held:
+                extent.rows = len(indices)
+            self._has_selected = True
+        try:
+            yield
+        finally:
+            self._has_selected = False
 
     def fit(self) -> None:
         """Gives back rows, and tokens, that no layer holds any more."""

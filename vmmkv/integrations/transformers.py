@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial, reduce
 from typing import Any
 
@@ -354,8 +354,11 @@ class VmmCache(DynamicCache):
         try:
             for group in self._groups:
                 group.reserve_rows(len(chosen))
-            for layer in self.layers:
-                layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
+            with ExitStack() as stack:
+                for group in self._groups:
+                    stack.enter_context(group.selecting(chosen))
+                for layer in self.layers:
+                    layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
         finally:
             self._fit()
 

@@ -139,7 +139,7 @@ class Prefixes:
         """Passes when all that is known has been written."""
         self._held = Held(rows.pool, rows.account)
         rows.pool.tables.append(self._held)
-        rows.keeper, rows.reclaimer.evict = self, self.evict
+        rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
         weakref.finalize(self, self._held.leave_behind).atexit = False
 
     def _new_tree(self) -> PrefixTree:
@@ -319,14 +319,18 @@ class Prefixes:
         self._chains[row] = Chain(chain.key, chain.ids, None, last)
         return True
 
-    def inherit(self, row: int, children: list[int]) -> None:
-        """Says that rows hold what another holds."""
-        chain = self._chains.get(row)
-        if chain and chain.node:
-            for child in children:
-                ends = [arena.table.own[child] for arena, _ in self._books.ranges]  # behind are copies
+    def inherit(self, sources: dict[int, int]) -> None:
+        """Says that live rows hold what others have held so far, and have the same pages as far as they may share."""
+        chains = [(row, self._chains.get(source)) for row, source in sources.items()]
+        before = [self._chains.pop(row, None) for row in sources]
+        for row, chain in chains:
+            if chain and chain.node:
+                ends = [arena.table.own[row] for arena, _ in self._books.ranges]  # behind are copies
                 node = self._lock_before(chain.node, ends)
-                self._chains[child] = Chain(chain.key, chain.ids, node)
+                self._chains[row] = Chain(chain.key, chain.ids, node)
+        for chain in before:
+            if chain and chain.node:
+                self._tree.unlock(chain.node)
 
     def _last_page(self, row: int, tokens: int) -> int | None:
         """The number of the last whole page of the first arena, if the tree knows it."""

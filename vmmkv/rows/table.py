@@ -94,6 +94,9 @@ class RowTable:
         self.alerts = np.full(num_rows, UNCOUNTED, np.int64)
         """By row: the tokens to which it grows, and nothing follows from it: up to its wake and its brink."""
         self.alert = self.alerts.data
+        self.debts = np.zeros(num_rows, np.int64)
+        """By row: pages that were copied to it in vain, since to share them would have spared all such copies."""
+        self.debt = self.debts.data
         self.tenants = np.zeros(num_rows, np.int32)
         """By row: whose bytes its pages hold, also when nobody has it; numbers of `Tenants`."""
         self.tenant = self.tenants.data
@@ -183,6 +186,7 @@ class RowTable:
         self.tenant[row] = tenant
         self.own_streams[row] = stream
         self.expected[row] = expected
+        self.debt[row] = 0
         if self.fences[row].is_pending:
             self.fenced[row] = None
         self.live[row] = None
