@@ -6,6 +6,7 @@ K and V of a token stand for all that they depend on: salt, adapter, tenant and 
 from __future__ import annotations
 
 import hashlib
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -247,6 +248,44 @@ def test_what_is_known_goes_along_when_sequences_are_reordered(indices: list[int
     world.start([1] * tokens + [3] * 14)
     world.start([2] * tokens + [3] * 14, ("salt", None, None))
     world.check()
+
+
+def test_who_turns_in_a_circle_keeps_nothing_from_being_evicted_that_it_has_copied() -> None:
+    world = make(pages=16, large_frames=False)
+    one, two = world.start([1] * 40), world.start([2] * 40)
+    world.commit(one)
+    world.commit(two)
+    world.reorder([one, two], [1, 0])  # 6 pages are free: enough for one of the copies, until what it had is evicted
+    world.check()
+
+
+@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
+@pytest.mark.parametrize("indices", [[1, 0, 0, 1], [0, 0, 2, 2], [3, 0, 1, 2]], ids=str)
+def test_nobody_reads_what_a_failed_reordering_has_left(call: str, indices: list[int]) -> None:
+    for skip in range(8):
+        world = make(large_frames=False)
+        sequences = [world.start([first] * 45) for first in (1, 2, 3)] + [world.start([])]
+        for sequence in sequences:
+            world.commit(sequence)
+        world.driver.fail(call, skip)
+        with suppress(vmmkv.DriverError):
+            world.reorder(sequences, indices)
+        world.driver.heal()
+        world.ids = {sequence: ids for sequence, ids in world.ids.items() if is_live(sequence)}
+        world.check()
+        for sequence in list(world.ids):
+            world.free(sequence)
+        for first in (1, 2, 3, 4, 5, 6):
+            world.commit(world.start([first] * 45 + [first]))
+        world.check()
+
+
+def is_live(sequence: vmmkv.Sequence) -> bool:
+    try:
+        sequence.check_usable()
+    except vmmkv.UseAfterFreeError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("other", [("salt", None, None), (None, "adapter", None), (None, None, "tenant")])

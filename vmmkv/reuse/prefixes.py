@@ -416,6 +416,8 @@ class Prefixes:
         if known != self._held.known_pages(known):
             raise InvariantError("the tree knows a page whose frame is not held, or one is held for nothing")
         for row, chain in self._chains.items():
+            if not self._table.is_live(row) and row not in self._table.kept:
+                raise InvariantError(f"row {row} is nobody's, and known to hold tokens")
             for node in chain.node.path() if chain.node else ():
                 if not self._pool.frames.users[[page for of in node.pages for page in of]].all():
                     raise InvariantError(f"row {row} keeps a page from being evicted that nobody uses")
