@@ -6,6 +6,7 @@ import gc
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from conftest import run_python
@@ -68,6 +69,26 @@ def test_what_prometheus_reads_is_so() -> None:
             assert values["vmmkv:driver_calls_total", name, thread] == call.count
             assert values["vmmkv:driver_seconds_total", name, thread] == pytest.approx(call.seconds)
     assert values["vmmkv:driver_calls_total", "map", "mapper"] > 0
+
+
+def test_hits_are_counted_of_all_caches_that_a_pool_has_had() -> None:
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    assert scrape(pool)["vmmkv:prefix_cache_queries_total",] == 0
+    prompts, hits = 0, 0
+    for _ in range(2):
+        with vmmkv.KVCache(LAYOUT, 4, 80, pool=pool) as cache:
+            ids = np.arange(random.randint(9, 40))
+            with cache.sequence(token_ids=ids) as first:
+                first.commit(ids)
+                sequences = [cache.sequence(token_ids=ids), cache.sequence(token_ids=ids, reuse=False)]
+                prompts, hits = prompts + 2 * len(ids), hits + sequences[0].cached_tokens
+            stats = cache.stats()
+            assert (stats.prompt_tokens, stats.cached_tokens) == (2 * len(ids), sequences[0].cached_tokens)
+            assert stats.prefix_pages == len(ids) // 8
+            values = scrape(pool)
+            assert values["vmmkv:prefix_cache_queries_total",] == prompts
+            assert values["vmmkv:prefix_cache_hits_total",] == hits > 0
+    assert scrape(pool)["vmmkv:prefix_cache_hits_total",] == hits
 
 
 def test_pools_come_and_go() -> None:

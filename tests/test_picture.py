@@ -24,6 +24,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 STATES = {
     "free": vmmkv.FREE_PAGE,
     "surplus": vmmkv.SURPLUS_PAGE,
+    "kept": vmmkv.KEPT_PAGE,
     "lookahead": vmmkv.LOOKAHEAD_PAGE,
     "given back": vmmkv.VACANT_PAGE,
 }
@@ -56,7 +57,7 @@ def squares(picture: str, where: str) -> Iterator[list[Square]]:
 def square(drawn: ElementTree.Element, following: ElementTree.Element | None) -> Square:
     page, begin, end, state, number, shared = re.fullmatch(
         r"page (\d+)(?:, in the large frame (\d+) to (\d+))?: "
-        r"(?:(free|surplus|lookahead|given back).*|sequence (\d+)|shared by sequences (\d.*))",
+        r"(?:(free|surplus|kept|lookahead|given back).*|sequence (\d+)|shared by sequences (\d.*))",
         drawn.findtext(f"{SVG}title") or "",
     ).groups()
     boxes = drawn.findall(f"{SVG}rect")
@@ -248,6 +249,28 @@ def test_what_forks_share_is_drawn_so(make_cache: Callable[..., vmmkv.KVCache]) 
         assert f">{full} shared by several sequences" in picture
     cache.free(family[1:])
     assert "shared by" not in cache._repr_html_()
+
+
+def test_what_is_kept_is_drawn_so_on_its_row_and_on_none(make_cache: Callable[..., vmmkv.KVCache]) -> None:
+    cache = make_cache(max_sequences=2, large_frames=False)
+    tokens = random.randint(12, 60)
+    with cache.sequence(token_ids=range(tokens)) as chat:
+        all_pages = cache.stats().pages["used"]
+        chat.commit(range(tokens))
+        assert vmmkv.KEPT_PAGE not in cache.page_map()
+    kept = cache.stats().prefix_pages
+    assert 0 < kept <= all_pages
+    picture = cache._repr_html_()
+    (line,) = squares(picture, "row")
+    assert [each.owner for each in line] == [vmmkv.KEPT_PAGE] * kept + [vmmkv.SURPLUS_PAGE] * (all_pages - kept)
+    assert ">0: kept<" in picture
+    others = [cache.sequence(1), cache.sequence(1)]  # which take all rows
+    assert (cache.page_map() == vmmkv.KEPT_PAGE).sum() == kept
+    (physical,) = squares(cache._repr_html_(), "physical")
+    assert sum(each.owner == vmmkv.KEPT_PAGE for each in physical) == kept
+    cache.free(others)
+    cache.trim()
+    assert vmmkv.KEPT_PAGE not in cache.page_map()
 
 
 def test_what_is_filled_is_tokens(make_cache: Callable[..., vmmkv.KVCache]) -> None:

@@ -5,7 +5,10 @@ K and V of a token stand for all that they depend on: salt, adapter, tenant and 
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import hashlib
+from collections.abc import Callable
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -15,6 +18,7 @@ import pytest
 import torch
 from conftest import small_driver
 from faulty import FaultyDriver
+from simulated_device import SimulatedDevice
 
 import vmmkv
 
@@ -25,11 +29,20 @@ RANGES = vmmkv.KVLayout(3, [2, 1, 2], 24, torch.float32, layers_per_range=1)  # 
 class World:
     """A cache, and what each sequence should hold."""
 
-    def __init__(self, random: Random, pages: int, layout: vmmkv.KVLayout, **options: Any) -> None:
+    def __init__(
+        self,
+        random: Random,
+        pages: int,
+        layout: vmmkv.KVLayout,
+        *,
+        rows: int = 6,
+        driver: FaultyDriver | None = None,
+        **options: Any,
+    ) -> None:
         self.random = random
-        self.driver = FaultyDriver(small_driver("cpu"))
+        self.driver = driver or FaultyDriver(small_driver("cpu"))
         self.cache = vmmkv.KVCache(
-            layout, 6, 200, max_bytes=pages * self.driver.page_size, driver=self.driver, **options
+            layout, rows, 200, max_bytes=pages * self.driver.page_size, driver=self.driver, **options
         )
         self.ids: dict[vmmkv.Sequence, list[int]] = {}
         self.keys: dict[vmmkv.Sequence, tuple[Any, ...]] = {}
@@ -51,6 +64,10 @@ class World:
 
     def check(self) -> None:
         self.cache.check()
+        pages = self.cache.stats().pages
+        assert sum(pages.values()) == self.driver.num_pages
+        surplus = np.isin(self.cache.page_map(), [vmmkv.SURPLUS_PAGE, vmmkv.KEPT_PAGE])
+        assert surplus.sum() == pages["surplus"]
         for sequence, ids in self.ids.items():
             self.read(sequence, len(ids))
 
@@ -350,3 +367,190 @@ def test_misuse() -> None:
     with pytest.raises(vmmkv.UnsupportedError, match="zero_tail"):
         make(zero_tail=True).cache.sequence(token_ids=[1])
     world.cache.check()
+
+
+# ---------------------------------------------------------------------- what is promised can be had
+
+
+def cut(world: World) -> None:
+    """Commits, and drops most of it again."""
+    sequence = world.start([1] * 80)
+    world.commit(sequence)
+    sequence.truncate(12)
+    del world.ids[sequence][12:]
+
+
+def open_window(world: World) -> None:
+    """Commits, and gives the front back."""
+    sequence = world.start([1] * 80)
+    world.commit(sequence)
+    sequence.release_before(60)
+    del world.ids[sequence]
+
+
+def compute_twice(world: World) -> None:
+    """Two compute the same, for neither was there when the other began; the one that is known ends."""
+    both = [world.start([1] * 80), world.start([1] * 80)]
+    for sequence in both:
+        world.commit(sequence)
+    world.free(both[0])
+
+
+def go_on_behind(world: World) -> None:
+    """A row ends that has tokens which nobody knows behind those that another uses."""
+    first = world.start([1] * 40)
+    world.commit(first)
+    first.extend(60)
+    world.start([1] * 40 + [2])
+    world.free(first)
+
+
+def fork_before(world: World) -> None:
+    """Pages are known that only a fork uses, which does not know it, and others that nobody uses, for longer."""
+    parent = world.start([1] * 80)
+    child = parent.fork()
+    world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+    world.commit(parent)
+    world.free(parent)
+    other = world.start([2] * 64)
+    world.commit(other)
+    world.free(other)
+
+
+@pytest.mark.parametrize("options", [{}, {"large_frames": False}, {"scrub": True}], ids=str)
+@pytest.mark.parametrize("begin", [cut, open_window, compute_twice, go_on_behind, fork_before])
+def test_pages_that_are_said_to_be_available_are(begin: Callable[[World], None], options: dict[str, Any]) -> None:
+    world = make(pages=40, **options)
+    begin(world)
+    available, taken = world.cache.available_pages, []
+    while available:  # in pieces, for a row has not room for all of them
+        taken.append(world.cache.sequence(min(available, 20) * 8))
+        taken[-1].k(0).fill_(9)
+        available -= min(available, 20)
+        assert world.cache.available_pages == available
+    world.check()
+
+
+def test_all_rows_can_be_had_again() -> None:
+    world = make()
+    for token in range(6):
+        sequence = world.start([token] * 20)
+        world.commit(sequence)
+        world.free(sequence)
+    sequences = [world.start([9, token] * 10) for token in range(6)]
+    world.check()
+    with pytest.raises(vmmkv.OutOfRowsError):
+        world.start([7])
+    world.free(sequences[0])
+    assert world.start([3] * 20).cached_tokens == 16  # whole pages: its row was given to another
+    world.check()
+
+
+def test_memory_of_a_cache_that_is_gone_goes_back() -> None:
+    """Also what is only known, and before the garbage collector comes."""
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = vmmkv.FramePool(100 * driver.page_size, driver=driver)
+    cache = vmmkv.KVCache(LAYOUT, 2, 200, pool=pool)
+    for token in range(4):
+        sequence = cache.sequence(token_ids=[token] * 60)
+        sequence.commit([token] * 60)
+        sequence.free()
+    gc.disable()
+    try:
+        del cache, sequence
+        assert not driver.mapped
+        assert pool.stats().holders == 0
+        assert pool.stats().free_bytes == pool.stats().physical_bytes
+    finally:
+        gc.enable()
+
+
+def test_a_neighbour_has_what_is_only_known() -> None:
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = vmmkv.FramePool(40 * driver.page_size, driver=driver)
+    first, second = (vmmkv.KVCache(LAYOUT, 4, 320, pool=pool) for _ in range(2))
+    for token in range(3):
+        sequence = first.sequence(token_ids=[token] * 80)
+        sequence.commit([token] * 80)
+        sequence.free()
+    assert second.available_pages == 40
+    assert second.sequence(40 * 8).length == 320
+    first.check()
+    assert first.sequence(token_ids=[]).cached_tokens == 0
+    second.close()
+    pool.set_limit(30 * driver.page_size)
+    first.check()
+
+
+def test_a_limit_below_what_is_only_known() -> None:
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = vmmkv.FramePool(40 * driver.page_size, driver=driver)
+    cache = vmmkv.KVCache(LAYOUT, 4, 320, pool=pool)
+    for token in range(3):
+        sequence = cache.sequence(token_ids=[token] * 80)
+        sequence.commit([token] * 80)
+        sequence.free()
+    pool.set_limit(5 * driver.page_size)
+    assert driver.num_pages <= 5
+    cache.check()
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def test_who_adopts_a_row_writes_after_who_had_it_has_read() -> None:
+    for _ in range(20):
+        device = SimulatedDevice(Random())
+        world = World(Random(), 40, LAYOUT, driver=device)
+        first = world.start([1] * 30)
+        first.commit([1] * 16)
+        address = first.k(0)[16].data_ptr()
+        found: list[int] = []
+        device.streams[0].submit(lambda: ctypes.memset(address, 3, 1) and None)  # noqa: B023
+        device.streams[0].submit(lambda: found.append(ctypes.string_at(address, 1)[0]))  # noqa: B023
+        row = first.row
+        first.free()
+        device.current = device.streams[1]
+        second = world.cache.sequence(token_ids=[1] * 16 + [2] * 9)
+        assert (second.row, second.cached_tokens) == (row, 16)
+        device.streams[1].submit(lambda: ctypes.memset(address, 5, 1) and None)  # noqa: B023
+        device.finish()
+        assert found == [3]
+        assert ctypes.string_at(address, 1)[0] == 5
+
+
+def test_trim_waits_for_who_reads_kept_rows() -> None:
+    device = SimulatedDevice(Random())
+    world = World(Random(), 40, LAYOUT, driver=device)
+    for token in (1, 2):
+        sequence = world.start([token] * 30)
+        world.commit(sequence)
+        address = sequence.k(0).data_ptr()
+        device.streams[0].submit(lambda address=address: device.touch(address, 512, lambda: None))
+        world.free(sequence)
+    world.cache.trim()
+    assert device.num_pages == 0
+    world.cache.check()
+
+
+def test_a_capture_changes_nothing() -> None:
+    device = SimulatedDevice(Random())
+    world = World(Random(), 40, LAYOUT, driver=device)
+    first = world.start([1] * 30)
+    device.fail("record", error=vmmkv.StreamCaptureError, lasting=True)
+    with pytest.raises(vmmkv.StreamCaptureError):
+        first.commit([1] * 30)
+    device.heal()
+    world.commit(first)
+    device.fail("record", error=vmmkv.StreamCaptureError, lasting=True)
+    submitted = [stream.submitted for stream in device.streams]
+    with pytest.raises(vmmkv.StreamCaptureError):
+        world.cache.sequence(token_ids=[1] * 21 + [2] * 9)
+    assert [stream.submitted for stream in device.streams] == submitted, "a copy is part of the graph"
+    device.heal()
+    second = world.cache.sequence(token_ids=[1] * 21 + [2] * 9)
+    device.finish()
+    assert second.cached_tokens == 21
+    assert torch.equal(second.k(0)[:21], first.k(0)[:21])
+    world.cache.check()
+    assert world.cache.stats().rows["live"] == 2

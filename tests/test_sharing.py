@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import run_python, small_driver
 from faulty import FaultyDriver
+from interruption import interrupted
 from simulated_device import SimulatedDevice
 
 import vmmkv
@@ -161,7 +162,6 @@ def test_who_was_truncated_into_shared_pages_has_its_own_before_it_grows(
     family = [parent, parent.fork()]
     kept = Random().randint(0, 59)
     family[which].truncate(kept)
-    assert family[which].capacity == kept or not shared(cache)
     family[which].extend(Random().randint(1, 100))
     check(family[1 - which], values)
     values_of_it = torch.cat([values[:kept], write(family[which], kept)])
@@ -283,6 +283,29 @@ def test_a_copy_for_which_there_is_no_page_changes_nothing() -> None:
     used(cache)
 
 
+def test_a_copy_that_stays_where_it_was_made_harms_nobody() -> None:
+    """Its row has it, and what could not be unmapped goes later."""
+    cache = make()
+    driver = cache.pool.driver
+    assert isinstance(driver, FaultyDriver)
+    parent = cache.sequence(2 * TOKENS)
+    values, child = write(parent), parent.fork()
+    child.truncate(TOKENS + 3)
+    driver.fail("unmap", skip=1, lasting=True)
+    with pytest.raises(vmmkv.DriverError):
+        child.extend(1)
+    check(child, values[: TOKENS + 3])
+    cache.check()
+    assert cache.stats().pages["surplus"] == 0
+    driver.heal()
+    child.extend(1)
+    check(child, torch.cat([values[: TOKENS + 3], write(child, TOKENS + 3)]))
+    check(parent, values)
+    cache.free([parent, child])
+    cache.trim()
+    assert not driver.mapped
+
+
 def test_no_fork_while_a_graph_is_captured() -> None:
     device = SimulatedDevice(Random())
     cache = make(driver=device)
@@ -375,6 +398,27 @@ def test_whole_large_frames_are_shared_and_others_copied() -> None:
     assert used(cache) == 2 * LARGE + begun
     check(child, values[: (LARGE + begun) * TOKENS])
     check(parent, values[: (LARGE + begun) * TOKENS])
+
+
+def test_large_frames_are_shared_after_an_interruption_as_before() -> None:
+    cache = make(200, large_frames=True)
+    driver = cache.pool.driver
+    assert isinstance(driver, FaultyDriver)
+    driver.unmaps_anything = True
+    parent = cache.sequence(2 * LARGE * TOKENS)
+    values, child = write(parent), parent.fork()
+    assert interrupted(lambda: cache.sequence(TOKENS), 50) is None
+    assert (used(cache), shared(cache)) == (2 * LARGE, 2 * LARGE)
+    parent.free()
+    check(child, values)
+    child.free()
+    cache.trim()
+    cache.check()
+    assert not driver.mapped
+    short = [cache.sequence(TOKENS) for _ in range(4)]
+    cache.free(short)
+    cache.trim()
+    assert not driver.handles
 
 
 @pytest.mark.parametrize("_", range(5))

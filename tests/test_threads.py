@@ -93,6 +93,10 @@ class Worker:
             chance.choice(caches).trim()
         elif what < 0.5:
             chance.choice(caches).check()
+        elif what < 0.58:
+            sequence = chance.choice(list(live))
+            for child in sequence.cache.fork_many(sequence, chance.randint(1, 2)):
+                live[child], self.written[child] = live[sequence], self.written[sequence]
         else:
             cache = chance.choice(list(live)).cache
             batch = [each for each in live if each.cache is cache and each.length + 8 <= cache.max_seq_len]

@@ -11,6 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import run_python, soon
@@ -219,6 +220,10 @@ def test_the_table() -> None:
     pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
     cache = vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)
     kept = cache.sequence(20)
+    ids = np.arange(30)
+    with cache.sequence(token_ids=ids[:20]) as first:
+        first.commit(ids[:20])
+    cached = cache.sequence(token_ids=ids)  # 20 of 50 tokens were there
     vmmkv.publish()
     (record,) = top()
     record["command"] = "python [/bold] serve.py"
@@ -239,10 +244,11 @@ def test_the_table() -> None:
         f"{os.getpid()} python [/bold] serve.py",
         f"{pool.number} (cpu)",
         "160 KiB",
-        "12 KiB",
-        "12 KiB",
-        "1",
-        f"{kept.length}",
+        "28 KiB",
+        "28 KiB",
+        "2",
+        f"{kept.length + cached.length}",
+        "40%",
         "0%",
         f"{rate:.1f}",
         "0.0",

@@ -39,7 +39,16 @@ from .layout import KVLayout, LayerLayout
 from .memory.pool import FramePool, FramePoolStats
 from .publication import publish, unpublish
 from .reuse.retention import Retention
-from .rows.rows import FREE_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SHARED_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE
+from .rows.rows import (
+    FREE_PAGE,
+    KEPT_PAGE,
+    LOOKAHEAD_PAGE,
+    OTHERS_PAGE,
+    SHARED_PAGE,
+    SURPLUS_PAGE,
+    VACANT_PAGE,
+    ZERO_PAGE,
+)
 from .sequence import Sequence
 from .stats import CacheStats, CallStats
 
@@ -47,6 +56,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "FREE_PAGE",
+    "KEPT_PAGE",
     "LOOKAHEAD_PAGE",
     "OTHERS_PAGE",
     "SHARED_PAGE",

@@ -309,14 +309,14 @@ class KVCache(Owner):
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
         key = salt, adapter, whose
         hit = prefixes.find(key, ids)
-        if not hit.tokens:
+        if hit.tokens:
+            sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
+            prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+            self._rows.ring()
+        else:
             sequence = self._take(len(ids), expected, tenant)
-            sequence.key = key
-            return sequence
-        sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
         sequence.key, sequence.cached_tokens = key, hit.tokens
-        prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
-        self._rows.ring()
+        prefixes.count(len(ids), hit.tokens)
         return sequence
 
     def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
@@ -630,6 +630,7 @@ class KVCache(Owner):
         }
         calls = pool.meter.stats()
         limit = rows.account.limit
+        prefixes = rows.keeper if isinstance(rows.keeper, Prefixes) else None
         return CacheStats(
             budget_bytes=(pool.limit if limit is None else limit) * size,
             physical_bytes=sum(pages.values()) * size,
@@ -642,6 +643,9 @@ class KVCache(Owner):
             page_uses=uses,
             reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
             adoptions=rows.adoptions,
+            prefix_pages=prefixes.pages if prefixes else 0,
+            prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
+            cached_tokens=prefixes.cached_tokens if prefixes else 0,
             pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
             driver_calls=calls,
             mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
@@ -651,7 +655,8 @@ class KVCache(Owner):
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
         """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
-        or `SHARED_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or `OTHERS_PAGE`.
+        or `SHARED_PAGE`, `KEPT_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or
+        `OTHERS_PAGE`.
 
         A large frame belongs to a sequence as a whole, as soon as one of its tokens lies in it."""
         self._rows.release_abandoned()

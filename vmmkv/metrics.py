@@ -43,6 +43,8 @@ class PoolCollector(Collector):
     - the gauge `vmmkv:pages`, also by `state`: `used`, `surplus` (mapped, ready to be adopted or reclaimed), `free`;
     - counters `vmmkv:pages_created_total`, and `vmmkv:pages_mapped_total` by `by`: the `mapper`, ahead of need, or the
       `user` who grew;
+    - counters `vmmkv:prefix_cache_queries_total` and `vmmkv:prefix_cache_hits_total`, in tokens: of prompts that were
+      looked up, and those of them whose K and V were there;
     - counters `vmmkv:driver_calls_total` and `vmmkv:driver_seconds_total`, by `call` and `thread`: `user` or `mapper`.
     """
 
@@ -55,6 +57,7 @@ class PoolCollector(Collector):
                 gauge.add_metric(_labels(pool), value(stats))
             yield gauge
         yield from _pages(pools)
+        yield from _prefixes(pools)
         yield from _driver(pools)
 
     def describe(self) -> list[Metric]:
@@ -84,6 +87,17 @@ def _pages(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
         mapped.add_metric(_labels(pool, "mapper"), stats.pages_mapped["ahead"])
         mapped.add_metric(_labels(pool, "user"), stats.pages_mapped["in need"])
     yield from (pages, created, mapped)
+
+
+def _prefixes(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
+    """Tokens of prompts that were looked up, and found."""
+    labels = ["pool", "device"]
+    queries = CounterMetricFamily("vmmkv:prefix_cache_queries", "Tokens of prompts that were looked up.", labels=labels)
+    hits = CounterMetricFamily("vmmkv:prefix_cache_hits", "Those whose K and V were there.", labels=labels)
+    for pool, stats in pools.items():
+        queries.add_metric(_labels(pool), stats.prompt_tokens)
+        hits.add_metric(_labels(pool), stats.cached_tokens)
+    yield from (queries, hits)
 
 
 def _driver(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:

@@ -13,7 +13,17 @@ from typing import NamedTuple
 import numpy as np
 
 from .memory.frames import LARGE
-from .rows.rows import FREE_PAGE, LOOKAHEAD_PAGE, OTHERS_PAGE, SHARED_PAGE, SURPLUS_PAGE, VACANT_PAGE, ZERO_PAGE, Rows
+from .rows.rows import (
+    FREE_PAGE,
+    KEPT_PAGE,
+    LOOKAHEAD_PAGE,
+    OTHERS_PAGE,
+    SHARED_PAGE,
+    SURPLUS_PAGE,
+    VACANT_PAGE,
+    ZERO_PAGE,
+    Rows,
+)
 from .stats import CacheStats
 from .svg import WIDTH, Drawing, colour, named, rectangle, stripe
 
@@ -31,6 +41,7 @@ MAX_NAMED = 8
 
 STATES = {
     SHARED_PAGE: ("shared by several sequences, whose rows have a stripe there", 'fill="currentColor"'),
+    KEPT_PAGE: ("kept for sequences that begin with what it holds", 'fill="#888"'),
     SURPLUS_PAGE: ("surplus: mapped, to be adopted or reclaimed", 'fill="#888" fill-opacity=".5"'),
     LOOKAHEAD_PAGE: ("lookahead: mapped for tokens to come", 'fill="#888" fill-opacity=".5" stroke="#888"'),
     FREE_PAGE: ("free", 'fill="none" stroke="#888"'),
@@ -213,6 +224,8 @@ def _legend(drawing: Drawing, counts: dict[int, int]) -> None:
 def _holder(rows: Rows, row: int) -> str:
     if rows.table.owner[row] >= 0:
         return f"sequence {rows.table.owner[row]}, {_count(rows.table.length[row] - rows.table.start[row], 'token')}"
+    if row in rows.table.kept:
+        return "kept"
     return "parked" if row in rows.table.parked else "retired"
 
 

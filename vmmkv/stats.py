@@ -74,6 +74,10 @@ class CacheStats:
         page_uses: how often a page was part of a sequence since the beginning.
         reuse_factor: `page_uses / pages_created`, 0 without pages.
         adoptions: sequences that started on a row whose pages were mapped already.
+        prefix_pages: pages that are known to hold tokens that sequences may begin with, whether one uses them (`used`)
+            or they are kept (`surplus`); see `Sequence.commit`.
+        prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
+        cached_tokens: those of them that held K and V already: hits.
         pages_mapped: how many pages of the pool were mapped `ahead` of need, by its mapper, and how many of this cache
             `in need`, by whoever grew.
         driver_calls: calls of the memory system by name, for all that lies on the pool, but for its mapper's.
@@ -92,6 +96,9 @@ class CacheStats:
     page_uses: int
     reuse_factor: float
     adoptions: int
+    prefix_pages: int
+    prompt_tokens: int
+    cached_tokens: int
     pages_mapped: dict[str, int]
     driver_calls: dict[str, CallStats]
     mapper_calls: dict[str, CallStats]

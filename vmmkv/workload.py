@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ import numpy as np
 
 from .errors import VmmkvError
 
+BLOCK = 512
+"""Tokens that an id of Mooncake's `hash_ids` stands for."""
+
 
 class TraceError(VmmkvError, ValueError):
     """A file that is no request trace."""
@@ -21,11 +25,16 @@ class TraceError(VmmkvError, ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """One request: how many tokens, and when, in seconds after the first of its trace (0 where that is not known)."""
+    """One request: how many tokens, and when, in seconds after the first of its trace (0 where that is not known).
+
+    Where the trace says so, what its prompt consists of: ids of `blocks` of `BLOCK` tokens, the last of which may be
+    fewer. Equal ids are equal tokens behind an equal beginning.
+    """
 
     prompt: int
     output: int
     arrival: float = 0.0
+    blocks: tuple[int, ...] = ()
 
     @property
     def total(self) -> int:
@@ -37,8 +46,8 @@ def read_trace(path: Path) -> list[Request]:
 
     Args:
         path: a CSV file with the columns `ContextTokens` and `GeneratedTokens` (Azure's traces), or JSON lines
-            with `input_length` and `output_length` (Mooncake's); times are in `TIMESTAMP`, a date, or in
-            `timestamp`, in milliseconds.
+            with `input_length` and `output_length`, and possibly `hash_ids` (Mooncake's); times are in `TIMESTAMP`, a
+            date, or in `timestamp`, in milliseconds.
 
     Raises:
         TraceError: it is neither, or empty.
@@ -49,7 +58,9 @@ def read_trace(path: Path) -> list[Request]:
     try:
         with path.open(newline="") as file:
             rows = map(json.loads, file) if path.suffix == ".jsonl" else csv.DictReader(file)
-            found = [(max(int(row[prompt]), 1), max(int(row[output]), 1), _seconds(row)) for row in rows]
+            found = [
+                Request(max(int(row[prompt]), 1), max(int(row[output]), 1), _seconds(row), _blocks(row)) for row in rows
+            ]
     except (KeyError, TypeError, ValueError, csv.Error) as error:
         raise TraceError(
             f"{path} is no trace ({type(error).__name__}): it must be CSV with ContextTokens and GeneratedTokens, or "
@@ -57,7 +68,7 @@ def read_trace(path: Path) -> list[Request]:
         ) from None
     if not found:
         raise TraceError(f"{path} holds no requests")
-    return [Request(tokens, generated, seconds - found[0][2]) for tokens, generated, seconds in found]
+    return [replace(request, arrival=request.arrival - found[0].arrival) for request in found]
 
 
 def _seconds(row: Mapping[str, Any]) -> float:
@@ -65,6 +76,27 @@ def _seconds(row: Mapping[str, Any]) -> float:
     if "TIMESTAMP" in row:
         return datetime.fromisoformat(row["TIMESTAMP"]).timestamp()
     return float(row.get("timestamp", 0)) / 1000
+
+
+def _blocks(row: Mapping[str, Any]) -> tuple[int, ...]:
+    """What a request's prompt consists of."""
+    return tuple(map(int, row.get("hash_ids", ())))
+
+
+def known_tokens(requests: Iterable[Request]) -> list[int]:
+    """By request how many tokens its prompt has in common with the beginning of one before it, as their blocks say; but
+    for its last token, which has to be computed."""
+    seen: Counter[int] = Counter()
+    known = []
+    for request in requests:
+        common, goes_on = 0, True
+        for block, left in zip(request.blocks, range(request.prompt, 0, -BLOCK)):
+            tokens = min(left, BLOCK)
+            common += min(tokens, seen[block]) if goes_on else 0
+            goes_on = goes_on and seen[block] >= tokens
+            seen[block] = max(seen[block], tokens)
+        known.append(min(common, request.prompt - 1))
+    return known
 
 
 def name_of(trace: Path | None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -45,6 +45,10 @@ class Batching(Generic[SequenceT]):
 
     A step is `admit`, `decode`, `retire`.
 
+    Args:
+        start: starts a sequence with a request's prompt and so many generated tokens; without it that is
+            `allocator.sequence`.
+
     Attributes:
         waiting: requests that wait, in order, and how many tokens of each were generated before it was preempted.
         running: requests that run, the newest last.
@@ -52,8 +56,15 @@ class Batching(Generic[SequenceT]):
         preemptions: sequences that were freed to make room, to be computed again.
     """
 
-    def __init__(self, allocator: Allocator[SequenceT], requests: Iterable[Request], max_running: int) -> None:
+    def __init__(
+        self,
+        allocator: Allocator[SequenceT],
+        requests: Iterable[Request],
+        max_running: int,
+        start: Callable[[Request, int], SequenceT] | None = None,
+    ) -> None:
         self.allocator = allocator
+        self._start = start or (lambda request, generated: allocator.sequence(request.prompt + generated))
         self.max_running = max_running
         self.waiting = deque((request, 0) for request in requests)
         self.running: list[Running[SequenceT]] = []
@@ -70,7 +81,7 @@ class Batching(Generic[SequenceT]):
         while self.waiting and len(self.running) < self.max_running:
             request, generated = self.waiting[0]
             try:
-                sequence = self.allocator.sequence(request.prompt + generated)
+                sequence = self._start(request, generated)
             except OutOfPagesError:
                 if not self.running:
                     raise

@@ -15,7 +15,7 @@ from .. import VACANT_PAGE, InvariantError, KVCache, KVLayout
 from ..environment import environment
 from ..memory.driver import open_driver
 from ..schemes import SCHEMES, allocated_bytes
-from ..workload import conversations, read_trace
+from ..workload import conversations, known_tokens, read_trace
 from .options import Device, JsonOutput, TraceFile
 from .output import check_plot, console, errors, format_bytes, make_table, print_json
 from .replay import Replay
@@ -46,8 +46,9 @@ def demo(
     """Replay requests with continuous batching under a budget, and check attention on the rows.
 
     Sequences arrive, grow token by token, finish, and their pages are reused. K and V are written for real; at
-    regular steps ordinary attention on the rows is compared with float64. Exits with 1 where an error bound or an
-    invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
+    regular steps ordinary attention on the rows is compared with float64. Prompts of a trace that tells what they have
+    in common (Mooncake's `hash_ids`) begin with K and V that are there, as far as these are kept. Exits with 1 where
+    an error bound or an invariant breaks. On a GPU it runs Llama-3.1-8B's geometry, on the host the same at 1/32.
     """
     if plot:
         check_plot(plot)
@@ -117,6 +118,9 @@ def _result(replay: Replay, requests: int, seconds: float) -> dict[str, Any]:
         "waste": waste,
         "waste_at_peak": waste_at_peak,
         "waste_measured": float(np.mean(replay.waste)),
+        "prompt_tokens": sum(request.prompt for request in replay.requests),
+        "cached_tokens": sum(replay.cached),
+        "known_tokens": sum(known_tokens(replay.requests)),
         "pages_created": stats.pages_created,
         "page_uses": stats.page_uses,
         "reuse_factor": stats.reuse_factor,
@@ -143,6 +147,8 @@ def _print(result: dict[str, Any], plot: Path | None) -> None:
             ],
         )
     )
+    found, known = (f"{result[tokens] / result['prompt_tokens']:.1%}" for tokens in ("cached_tokens", "known_tokens"))
+    reuse = [("prompt tokens that were cached", f"{found} (the trace allows {known})")]
     page, budget = format_bytes(result["page_size"]), format_bytes(result["budget_bytes"])
     console.print(
         make_table(
@@ -156,6 +162,7 @@ def _print(result: dict[str, Any], plot: Path | None) -> None:
                 ("pages created, page uses", f"{result['pages_created']:,}, {result['page_uses']:,}"),
                 ("reuse factor", f"{result['reuse_factor']:.1f}"),
                 ("sequences that adopted mapped pages", f"{result['adoptions']:,}"),
+                *(reuse if result["known_tokens"] else ()),
                 ("driver calls, share of the time", f"{calls:,}, {share:.1%} of {result['seconds']:.1f} s"),
                 ("attention checks", f"{result['checks']:,}"),
                 ("worst attention error against float64", f"{result['max_error']:.1e} (bound {result['error_bound']})"),

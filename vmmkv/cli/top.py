@@ -16,7 +16,10 @@ from ..publication import read_all
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
-COLUMNS = ("process", "pool", "limit", "taken", "used", "sequences", "tokens", "ahead", "driver ms/s", "mapper ms/s")
+COLUMNS = (
+    *("process", "pool", "limit", "taken", "used", "sequences", "tokens"),
+    *("cached", "ahead", "driver ms/s", "mapper ms/s"),
+)
 Record = dict[str, Any]
 HINT = "No process of yours publishes its pools; one that calls vmmkv.publish() is shown here."
 
@@ -28,7 +31,8 @@ def top(
 ) -> None:
     """Show the pools of your running processes that call `vmmkv.publish()`, until Ctrl-C.
 
-    `taken` is memory of the device, `used` what of it holds tokens. `ahead` is the share of pages that were mapped
+    `taken` is memory of the device, `used` what of it holds tokens. `cached` is the share of prompts' tokens whose K
+    and V were there already, of sequences that were started for reuse. `ahead` is the share of pages that were mapped
     before somebody needed them; `driver` is time that callers have spent in calls of the memory system since the last
     look, `mapper` that of the thread that nobody waits for. `--json` prints the last snapshots, once.
     """
@@ -73,6 +77,7 @@ def _row(record: Record, pool: Record, last: tuple[Record, Record] | None) -> li
         *(format_bytes(pool[f"{name}_bytes"]) for name in ("limit", "physical", "used")),
         f"{pool['sequences']:,}",
         f"{pool['tokens']:,}",
+        f"{pool['cached_tokens'] / pool['prompt_tokens']:.0%}" if pool["prompt_tokens"] else "",
         f"{mapped['ahead'] / pages:.0%}" if pages else "",
         *rates,
     ]

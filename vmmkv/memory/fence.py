@@ -6,11 +6,11 @@ like this one. Here a page that leaves a sequence gets a fence: an event on each
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..errors import ArgumentError, DeviceLostError
+from ..errors import ArgumentError, DeviceLostError, VmmkvError
 from .driver import Driver, Event
 
 
@@ -29,6 +29,17 @@ def wait_for_device(driver: Driver) -> None:
     """
     with suppress(DeviceLostError):
         driver.synchronize()
+
+
+@contextmanager
+def finished_on_error(driver: Driver) -> Iterator[None]:
+    """Around what queues work, and records a fence behind it: where that fails, waits for what no fence knows."""
+    try:
+        yield
+    except VmmkvError:
+        with suppress(VmmkvError):
+            wait_for_device(driver)
+        raise
 
 
 class Fence:

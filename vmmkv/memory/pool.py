@@ -156,6 +156,8 @@ class FramePoolStats:
         tokens: theirs.
         pages_created: pages created since the beginning.
         pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
+        prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
+        cached_tokens: those of them that held K and V already.
         driver_calls: calls of the memory system by name, but for the mapper's.
         mapper_calls: those of the mapper, which nobody waits for.
         accounts: what each holder has, the oldest first.
@@ -172,6 +174,8 @@ class FramePoolStats:
     tokens: int
     pages_created: int
     pages_mapped: dict[str, int]
+    prompt_tokens: int
+    cached_tokens: int
     driver_calls: dict[str, CallStats]
     mapper_calls: dict[str, CallStats]
     accounts: tuple[AccountStats, ...]
@@ -221,6 +225,8 @@ class FramePool:
         self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.driver.page_size)
         self.number = next(_numbers)
         """Among the pools of this process."""
+        self.prompt_tokens = self.cached_tokens = 0
+        """Of sequences that were started for reuse, since the beginning: all, and those that were there."""
         self.pages_in_need = 0
         """Pages that growths had to map themselves."""
         self.tenants = Tenants()
@@ -341,6 +347,8 @@ class FramePool:
             tokens=tokens,
             pages_created=self.frames.made,
             pages_mapped={"ahead": self.mapper.pages if self.mapper else 0, "in need": self.pages_in_need},
+            prompt_tokens=self.prompt_tokens,
+            cached_tokens=self.cached_tokens,
             driver_calls=self.meter.stats(),
             mapper_calls=self.mapper.meter.stats() if self.mapper else {},
             accounts=tuple(map(self._account_stats, self.accounts, used)),

@@ -135,6 +135,8 @@ class Prefixes:
         """By row, live or kept."""
         self._last: dict[int, int] = {}
         """Kept rows, by the last page that the tree knows of each."""
+        self.prompt_tokens = self.cached_tokens = 0
+        """Of sequences that have begun since the beginning: all, and those that were there."""
         self._written = Fence()
         """Passes when all that is known has been written."""
         self._held = Held(rows.pool, rows.account)
@@ -230,6 +232,13 @@ class Prefixes:
         size, records = self._books.page_size, self._books.records
         return self._tree.lock(node, min(node.end, *(end * size // record for end, record in zip(ends, records))))
 
+    def count(self, tokens: int, cached: int) -> None:
+        """Counts a sequence that has begun, with so many tokens, of which so many were there."""
+        self.prompt_tokens += tokens
+        self.cached_tokens += cached
+        self._pool.prompt_tokens += tokens
+        self._pool.cached_tokens += cached
+
     # ------------------------------------------------------------------ making known
 
     def commit(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> None:
@@ -280,6 +289,10 @@ class Prefixes:
         return self._lock_before(insertion.node, ends), insertion.tokens
 
     # ------------------------------------------------------------------ what rows ask
+
+    def held_pages(self) -> list[int]:
+        """The pages that are kept, wherever they lie; of large frames all."""
+        return self._held.mapped_pages()
 
     def shorten(self, row: int, tokens: int) -> None:
         """Says that a live row holds its first tokens only, or has given back some in front."""
@@ -439,4 +452,5 @@ def ids_of(token_ids_given: npt.ArrayLike) -> Ids:
     Raises:
         ArgumentError, ShapeError, DtypeError: they are none.
     """
-    return token_ids(np.asarray(token_ids_given))
+    ids = np.asarray(token_ids_given)
+    return token_ids(ids if ids.size else ids.astype(np.int64))  # an empty list is one of floats to numpy

@@ -242,18 +242,24 @@ class Books:
     def token_bytes(self) -> int:
         """Bytes that hold tokens of live sequences; those of several of them once."""
         nbytes = self.table.tokens * sum(self.records)
-        if self.duplicates:
-            for arena, record in self.ranges:
-                held = np.zeros(arena.pool.frames.numbers, np.int64)
-                for row in self.table.live:
-                    pages = arena.table.pages_in(row, 0, arena.table.own[row])
-                    begins = np.arange(len(pages)) * self.page_size + arena.table.first[row] * self.page_size
-                    start, end = (tokens * record for tokens in self.table.extents[row].tolist())
-                    tokens = np.clip(end - begins, 0, self.page_size) - np.clip(start - begins, 0, self.page_size)
-                    nbytes -= int(tokens.sum())
-                    np.maximum.at(held, pages, tokens)
-                nbytes += int(held.sum())
+        for arena, record in self.ranges if self.duplicates else []:
+            spans = [self._bytes_held(arena, record, row) for row in self.table.live]
+            begins, ends = np.concatenate(spans, axis=1)
+            order = np.argsort(begins, kind="stable")
+            begins, ends = begins[order], ends[order]
+            covered = np.maximum.accumulate(np.concatenate([[0], ends[:-1]]))  # by those that begin before
+            nbytes -= int((np.minimum(ends, covered) - begins).clip(0).sum())
         return nbytes
+
+    def _bytes_held(self, arena: Arena, record: int, row: int) -> npt.NDArray[np.int64]:
+        """Of pages that a row may share, where in physical memory its tokens begin and end: `[2, pages]` bytes, as if
+        pages lay one after another by their numbers."""
+        table, size = arena.table, self.page_size
+        pages = table.pages_in(row, 0, table.own[row]).astype(np.int64)
+        places = (np.arange(len(pages)) + table.first[row]) * size
+        held: npt.NDArray[np.int64] = np.clip(self.table.extents[row, :, None] * record - places, 0, size)
+        held += pages * size
+        return held
 
     def pages_used(self, rows: npt.NDArray[np.int64], extents: npt.NDArray[np.int64]) -> int:
         """Pages that tokens lie in, or would, in whole frames, row by row; `extents` are starts and lengths,

@@ -132,7 +132,7 @@ class Growing:
         if zeroing:
             with suppress(StreamCaptureError):  # which has refused the first memset already
                 fence = self._table.fence_after(self._driver, rows)
-        for arena, *_ in plan:
+        for arena, _ in self._books.ranges:  # all: a tail may be missing where no page is
             with suppress(DriverError):
                 arena.table.settle()
         self._pool.give(self._account, supply.large + supply.single)

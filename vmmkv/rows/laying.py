@@ -10,13 +10,11 @@ whoever wrote it wrote the same tokens there.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from ..errors import DriverError, VmmkvError
 from ..memory.calls import SET_READ_ACCESS
-from ..memory.fence import Fence, wait_for_device
+from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, Frames
 from ..memory.pool import Account, FramePool
 from ..space.change import Change
@@ -164,13 +162,9 @@ class Laying:
         driver = self._pool.driver
         Fence.after(driver, [driver.current_stream()])  # fails in a graph capture, of which the copies would be a part
         addresses = self._show(sources)
-        try:
+        with finished_on_error(driver):
             self._copy_from(addresses, row, tokens, laid, partial)
             self._sharing.staged = Fence.after(driver, [driver.current_stream()])
-        except VmmkvError:
-            with suppress(DriverError):
-                wait_for_device(driver)  # for copies that no fence knows
-            raise
 
     def _copy_from(
         self,

@@ -57,7 +57,10 @@ LOOKAHEAD_PAGE = -6
 """In `KVCache.page_map`: the page holds no token, and is mapped behind a live sequence that will soon need it, as
 `lookahead` and `expected_tokens` say. Others can have it all the same: `stats()` counts it as surplus."""
 SHARED_PAGE = -7
-"""In `KVCache.page_map`: the page holds tokens of several sequences, which were forked."""
+"""In `KVCache.page_map`: the page holds tokens of several sequences, which were forked, or begin alike."""
+KEPT_PAGE = -8
+"""In `KVCache.page_map`: the page holds tokens that sequences may begin with, and that no live one has, on a row or on
+none. Others can have it all the same: `stats()` counts it as surplus."""
 
 MANY = 64
 """Rows whose pages are counted even where nobody asks, so that who asks does not wait for more."""
@@ -65,6 +68,9 @@ MANY = 64
 
 class Keeper(Protocol):
     """Who knows what rows hold, and keeps it for sequences that begin alike."""
+
+    def held_pages(self) -> list[int]:
+        """The pages that are kept, wherever they lie; of large frames all."""
 
     def leave(self, row: int) -> bool:
         """Says that a row's sequence has ended; returns whether the row is to be kept."""
@@ -215,6 +221,8 @@ class Rows:
         pages[frames.in_pages([*frames.free, *frames.free_large])] = FREE_PAGE
         pages[self.zero_frames] = ZERO_PAGE
         pages[list(self.frames_taken() - set(self.zero_frames))] = SURPLUS_PAGE
+        if self.keeper:
+            pages[self.keeper.held_pages()] = KEPT_PAGE
         for row in self.table.live:  # one after another: a page may lie in several rows
             for (arena, _), wanted in zip(self.ranges, self.books.wanted(row)):
                 pages[arena.table.pages_in(row, *wanted)] = LOOKAHEAD_PAGE

@@ -17,7 +17,7 @@ from contextlib import suppress
 
 from ..errors import DriverError, OutOfPagesError, VmmkvError
 from ..memory.calls import SET_ACCESS, SET_READ_ACCESS, VACANT
-from ..memory.fence import Fence
+from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
@@ -80,11 +80,12 @@ class Sharing:
         self._share(row, children, splits, spans)
         try:
             self._growing.make_room(dict.fromkeys(children, extent), children)
-            for child in children:
-                for (arena, record), (_, split) in zip(self._books.ranges, splits):
-                    begin = max(max(split, arena.table.own[child]) * self._books.page_size, extent[0] * record)
-                    self.copy(arena, row, child, begin, extent[1] * record)
-            copied = Fence.after(self._driver, [current])
+            with finished_on_error(self._driver):
+                for child in children:
+                    for (arena, record), (_, split) in zip(self._books.ranges, splits):
+                        begin = max(max(split, arena.table.own[child]) * self._books.page_size, extent[0] * record)
+                        self.copy(arena, row, child, begin, extent[1] * record)
+                copied = Fence.after(self._driver, [current])
             table.fence(row, copied)
             copied.order(table.own_streams[row])  # what is written there next must not be copied
         except BaseException:
@@ -244,11 +245,12 @@ class Sharing:
         change.check()
         current = self._driver.current_stream()
         fence.order(current)
-        if self._books.rules.cleans or self._pool.tenants:
-            self._driver.fill(staging.address, pages * self._books.page_size, 0, current)
-        if nbytes:
-            self._driver.copy(staging.address, arena.table.address_of(part.row, part.begin), nbytes)
-        self._driver.record(current).synchronize()
+        with finished_on_error(self._driver):
+            if self._books.rules.cleans or self._pool.tenants:
+                self._driver.fill(staging.address, pages * self._books.page_size, 0, current)
+            if nbytes:
+                self._driver.copy(staging.address, arena.table.address_of(part.row, part.begin), nbytes)
+            Fence.after(self._driver, [current]).wait()
         staging.table.belong(0, 0, pages, self._table.tenant[part.row])
 
     def _replace(self, arena: Arena, part: Run) -> None:
