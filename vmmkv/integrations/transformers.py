@@ -352,11 +352,12 @@ class VmmCache(DynamicCache):
             self.reset()
             return
         try:
+            indices = chosen.tolist()
             for group in self._groups:
-                group.reserve_rows(len(chosen))
+                group.add_rows(indices)
             with ExitStack() as stack:
                 for group in self._groups:
-                    stack.enter_context(group.selecting(chosen))
+                    stack.enter_context(group.selecting(indices))
                 for layer in self.layers:
                     layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
         finally:

@@ -197,7 +197,8 @@ class Reordering:
             sharing += MAKE * (used_end - max(split, page))
             spared += max(split - page, 0)
         self._table.debt[row] += spared
-        return bool(spared) and (copying > sharing or (lasts and self._table.debt[row] >= sharing))
+        is_fork = not self._table.length[row]
+        return bool(spared) and (is_fork or copying > sharing or (lasts and self._table.debt[row] >= sharing))
 
     def _common(self, row: int, source: int) -> list[int]:
         """Per arena the page up to which a row has the same frames as a source, from the source's first token on."""

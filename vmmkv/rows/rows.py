@@ -285,16 +285,24 @@ class Rows:
 
     # ------------------------------------------------------------------ taking and leaving rows
 
-    def pick(self, tokens: int, stream: Any, tenant: int) -> int:
+    def pick(self, tokens: int, stream: Any, tenant: int, row: int | None = None) -> int:
         """Takes a row off the lists, for a sequence of so many tokens on a stream; what another tenant had there is
         unmapped.
 
+        Args:
+            row: which; None: the one that suits it best.
+
         Raises:
-            OutOfRowsError: all rows are live.
+            OutOfRowsError: all rows are live, or that one.
             DriverError: what is there could not be unmapped, or waited for; the row is back on the lists.
         """
         table = self.table
-        row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
+        if row is not None:
+            if self.keeper and row in table.kept:
+                self.keeper.give_up(row)
+            table.pick_row(row)
+        else:
+            row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
         if row is None:
             if self.keeper and not table.retired:
                 self.keeper.give_up(next(iter(table.kept)))
@@ -523,6 +531,15 @@ class Rows:
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)
 
     # ------------------------------------------------------------------ holding what others hold
+
+    def unshare(self, row: int, token: int) -> None:
+        """Has a live row have what it holds from a token on for its own. Raises what `Sharing.make_own` raises."""
+        places = zip(self.books.records, self.books.used(row))
+        pages = [max(token * record // self.books.page_size, first) for record, (first, _) in places]
+        try:
+            self.sharing.make_own_from(row, pages)
+        finally:
+            self.inherit({row: row})  # on copies, from some page on
 
     def reorder(self, sources: dict[int, int], share: bool) -> None:
         """Has live rows hold what others hold: see `Reordering.reorder`."""

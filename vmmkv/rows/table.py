@@ -167,6 +167,17 @@ class RowTable:
         self.check_left(1)
         return None
 
+    def pick_row(self, row: int) -> None:
+        """Takes a row off the lists of what can be adopted, or is empty.
+
+        Raises:
+            OutOfRowsError: it is live.
+        """
+        if self.is_live(row):
+            raise OutOfRowsError(f"asked for row {row}, which belongs to sequence {self.owner[row]}; free that first")
+        self.parked.remove(row)
+        self.empty.pop(row, None)
+
     def check_left(self, count: int) -> None:
         """Raises `OutOfRowsError`, where not as many rows are left."""
         if count > (left := self.num_rows - len(self.live)):
