@@ -38,11 +38,9 @@ def forward(rows: int, tokens: int, *caches: Cache) -> None:
     """What a forward pass does to caches; all must give attention the same."""
     for index in range(len(caches[0].layers)):
         k, v = torch.randn(2, rows, 2, tokens, 16)
-        length = caches[0].get_mask_sizes(tokens, index)[0]
         first, *others = [cache.update(k, v, index) for cache in caches]
         for other in others:
-            for states, expected in zip(other, first):
-                assert torch.equal(states[:, :, -length:], expected[:, :, -length:])
+            assert all(map(torch.equal, other, first))
 
 
 def pair(rows: int = 0, tokens: int = 0, **options: Any) -> tuple[VmmCache, DynamicCache]:
@@ -188,9 +186,10 @@ def test_layers_that_are_cropped_one_by_one(compile: bool) -> None:
     """Nothing but the next write says so, and it comes to tokens that were full pages."""
     cache, reference = pair(2, 50, compile=compile)
     twin, expected = copy.deepcopy(cache), copy.deepcopy(reference)
+    dropped = Random().randint(1, 49)
     for each in (twin, expected):
         for layer in each.layers:
-            layer.crop(-Random(50).randint(1, 49))
+            layer.crop(-dropped)
     forward(2, 3, twin, expected)
     forward(2, 3, cache, reference)
     check(cache, reference)
@@ -293,21 +292,20 @@ def test_answers_to_one_prompt(name: str, compile: bool, mode: dict) -> None:
 def test_beams_come_to_share_what_they_copy_again_and_again() -> None:
     """Nobody knows that they began alike; but what one copies from another they share from then on."""
     cache, reference = pair(4, 200)
-    apart = used(cache)
-    random = Random()
-    for _ in range(60):
-        beams = torch.tensor([random.randrange(4) for _ in range(4)])
-        for each in (cache, reference):
-            each.reorder_cache(beams)
+    apart, random = used(cache), Random()
+    for _ in range(30):
+        for beams in ([0, 0, 0, 0], random.choices(range(4), k=4)):
+            for each in (cache, reference):
+                each.reorder_cache(torch.tensor(beams))
         forward(4, 1, cache, reference)
-    assert used(cache) < apart
+    assert used(cache) <= apart // 4 + 4 * full_pages(cache, 40), "the prompt once"
     check(cache, reference)
 
 
 def test_a_batch_without_room_for_more_is_as_before() -> None:
-    cache, reference = pair(2, 60, max_bytes=30 * PAGE_SIZE["cpu"], max_batch_size=32)
+    cache, reference = pair(2, 130, max_bytes=90 * PAGE_SIZE["cpu"], max_batch_size=32)
     with pytest.raises(vmmkv.OutOfPagesError):
-        cache.batch_repeat_interleave(16)
+        cache.batch_repeat_interleave(15)
     with pytest.raises(vmmkv.OutOfRowsError):
         cache.batch_repeat_interleave(17)
     forward(2, 1, cache, reference)
