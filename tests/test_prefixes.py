@@ -554,3 +554,19 @@ def test_a_capture_changes_nothing() -> None:
     assert torch.equal(second.k(0)[:21], first.k(0)[:21])
     world.cache.check()
     assert world.cache.stats().rows["live"] == 2
+
+
+def test_who_asks_for_a_row_that_was_kept_has_it() -> None:
+    world = make()
+    sequence = world.start([1] * 45)
+    world.commit(sequence)
+    row = sequence.row
+    world.free(sequence)
+    other = world.cache.sequence(20, row=row)
+    assert other.row == row
+    other.k(0).fill_(0)
+    world.check()
+    other.free()
+    world.check()
+    again = world.start([1] * 46)
+    assert again.cached_tokens >= world.whole(45)
