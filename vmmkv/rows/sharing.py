@@ -12,7 +12,7 @@ copied in the time of one driver call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from ..errors import DriverError, OutOfPagesError, VmmkvError
@@ -30,6 +30,10 @@ from .reclaiming import Reclaimer
 
 MAX_COPIES = 3
 """Pieces of large frames that a row may begin with as copies, in each range, where what is kept is of several rows."""
+
+
+def _nothing(row: int) -> None:
+    """Forgets nothing: nobody knows what rows hold."""
 
 
 class Sharing:
@@ -53,11 +57,17 @@ class Sharing:
         """Passes when all has been copied from there."""
         self._copied: tuple[Arena, Run] | None = None
         """Whose place what is there is to take."""
+        self.forget: Callable[[int], None] = _nothing
+        """Says that a live row holds nothing any more."""
 
     # ------------------------------------------------------------------ having the same
 
-    def fork(self, row: int, children: list[int]) -> None:
-        """Gives rows of new sequences, on which nothing is mapped, all tokens of another.
+    def fork(self, row: int, children: list[int], splits: list[Span] | None = None) -> None:
+        """Gives rows without tokens all tokens of another. On them nothing is mapped, or what the other's first pages
+        are, which stays.
+
+        Args:
+            splits: what to share; None: all that `splits` says.
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the children have no tokens then.
@@ -65,21 +75,22 @@ class Sharing:
         table, current = self._table, self._driver.current_stream()
         table.fence_after(self._driver, [row]).order(current)  # who copies, or reads, comes after who has written
         extent = table.start[row], table.length[row]
-        splits = [self._split(arena, record, row) for arena, record in self._books.ranges]
-        self._share(row, children, splits)
+        splits = splits or self.splits(row)
+        spans = [(first, end) for (first, _), (_, end) in zip(splits, self._books.used(row))]
+        self._share(row, children, splits, spans)
         try:
             self._growing.make_room(dict.fromkeys(children, extent), children)
             with finished_on_error(self._driver):
                 for child in children:
                     for (arena, record), (_, split) in zip(self._books.ranges, splits):
-                        begin = max(split * self._books.page_size, extent[0] * record)
-                        self._copy(arena, row, child, begin, extent[1] * record)
+                        begin = max(max(split, arena.table.own[child]) * self._books.page_size, extent[0] * record)
+                        self.copy(arena, row, child, begin, extent[1] * record)
                 copied = Fence.after(self._driver, [current])
             table.fence(row, copied)
             copied.order(table.own_streams[row])  # what is written there next must not be copied
         except BaseException:
             for child in children:
-                self.unshare(child)
+                self.unshare(child, spans)
             raise
         for child in children:
             table.extents[child] = extent
@@ -87,15 +98,17 @@ class Sharing:
             self._books.refresh(child)
         self._books.refresh(row)
 
-    def _split(self, arena: Arena, record: int, row: int) -> tuple[int, int]:
-        """The pages of a row that can be shared: from its first token on whole frames that are full."""
-        table, size = arena.table, self._books.page_size
-        start, length = self._table.start[row], self._table.length[row]
-        first = table.frame_begin(row, start * record // size)
-        return first, max(table.frame_begin(row, length * record // size), first)
+    def splits(self, row: int) -> list[Span]:
+        """Per arena the pages of a row that can be shared: from its first token on whole frames that are full."""
+        size, (start, length) = self._books.page_size, self._table.extents[row].tolist()
+        splits = []
+        for arena, record in self._books.ranges:
+            first = arena.table.frame_begin(row, start * record // size)
+            splits.append((first, max(arena.table.frame_begin(row, length * record // size), first)))
+        return splits
 
-    def _share(self, row: int, children: list[int], splits: list[tuple[int, int]]) -> None:
-        """Maps what can be shared.
+    def _share(self, row: int, children: list[int], splits: list[Span], spans: list[Span]) -> None:
+        """Maps what can be shared of the pages that are to be used.
 
         Raises:
             DriverError: a call failed. What was mapped before it is in the books.
@@ -106,32 +119,35 @@ class Sharing:
             for child in children:
                 arena.make_way(child, split)
         for arena, first, split in shared:
+            table = arena.table
             self.mark(arena, row, first, split)
-            frames = arena.table.frames_in(row, first, split)
             for child in children:
-                arena.table.begin_at(child, first)
-                arena.table.own[child] = split
-                self._pool.frames.share(frames)
-                change.place(arena.table, Run(child, first, split), frames, split, kind=SET_READ_ACCESS)
-        self.run_shared(change, children, [split for _, split in splits])
+                if not table.pages(child):
+                    table.begin_at(child, first)
+                if (begin := table.end[child]) < split:
+                    table.own[child] = split
+                    frames = table.frames_in(row, begin, split)
+                    self._pool.frames.share(frames)
+                    change.place(table, Run(child, begin, split), frames, split, kind=SET_READ_ACCESS)
+        self.run_shared(change, children, spans)
 
-    def run_shared(self, change: Change, rows: list[int], splits: list[int]) -> None:
-        """Runs a change that maps what rows share, up to a page of each range, or takes it back.
+    def run_shared(self, change: Change, rows: list[int], spans: list[Span]) -> None:
+        """Runs a change that maps what rows share of the pages that they are to use in each range, or takes it back.
 
         Raises:
             DriverError: a call failed.
         """
         change.run()
         change.commit(self._pool)
-        for (arena, _), split in zip(self._books.ranges, splits):
+        for (arena, _), span in zip(self._books.ranges, spans):
             for row in rows:
                 arena.table.own[row] = min(arena.table.own[row], arena.table.end[row])
-                self._books.duplicates += arena.table.use(row, 0, split)
+                self._books.duplicates += arena.table.use(row, *span)
         try:
             change.check()
         except DriverError:
             for row in rows:
-                self.unshare(row)
+                self.unshare(row, spans)
             raise
 
     def mark(self, arena: Arena, row: int, first: int, split: int) -> None:
@@ -142,16 +158,17 @@ class Sharing:
             table.own[row] = split
             self._books.duplicates += table.use(row, max(before, first), split)
 
-    def _copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> None:
+    def copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> None:
+        """Copies bytes `[begin, end)` of a row to another."""
         if begin < end:
             target, source = arena.table.address_of(child, 0), arena.table.address_of(row, 0)
             self._driver.copy(target + begin, source + begin, end - begin)
 
-    def unshare(self, child: int) -> None:
-        """Writes down that a row gets no tokens. Its pages stay until what may be queued there is done."""
-        for arena, _ in self._books.ranges:
-            table = arena.table
-            self._books.duplicates -= table.leave(child, table.first[child], table.own[child])
+    def unshare(self, child: int, spans: list[Span]) -> None:
+        """Writes down that a row gets no tokens, which was to use pages in each range. They stay until what may be
+        queued there is done."""
+        for (arena, _), span in zip(self._books.ranges, spans):
+            self._books.duplicates -= arena.table.leave(child, *span)
         self._books.refresh(child)
 
     # ------------------------------------------------------------------ having it alone
@@ -166,19 +183,25 @@ class Sharing:
         if not self._pool.frames.has_shared:
             return
         for row in rows:
-            books, (start, length) = self._books, self._table.extents[row].tolist()
-            for (arena, record), (_, end), used in zip(books.ranges, books.touched(row), books.used(row)):
-                page = max(length * record // books.page_size, arena.table.first[row])
-                if page < arena.table.own[row]:
-                    page = arena.table.frame_begin(row, page)
-                    part = Run(row, page, max(end, page) if start < length else page)
-                    arguments = arena, part, used, length * record - page * books.page_size
-                    try:
-                        self._make_own(*arguments)
-                    except OutOfPagesError:
-                        if self._is_elsewhere(arena, part):
-                            raise
-                        self._make_own(*arguments)  # those who had it, too, have given it up to make room
+            length, size = self._table.length[row], self._books.page_size
+            self.make_own_from(row, [length * record // size for record in self._books.records])
+
+    def make_own_from(self, row: int, pages: list[int]) -> None:
+        """Sees to it that a row may write from a page on, in each range. Raises what `make_own` raises."""
+        books, (start, length) = self._books, self._table.extents[row].tolist()
+        places = zip(books.ranges, pages, books.touched(row), books.used(row))
+        for (arena, record), page, (_, end), used in places:
+            page = max(page, arena.table.first[row])
+            if page < arena.table.own[row]:
+                page = arena.table.frame_begin(row, page)
+                part = Run(row, page, max(end, page) if start < length else page)
+                arguments = arena, part, used, max(length * record - page * books.page_size, 0)
+                try:
+                    self._make_own(*arguments)
+                except OutOfPagesError:
+                    if self._is_elsewhere(arena, part):
+                        raise
+                    self._make_own(*arguments)  # those who had it, too, have given it up to make room
 
     def _make_own(self, arena: Arena, part: Run, used: Span, nbytes: int) -> None:
         """Has a row have what it holds from a page on for its own: a part, of which some bytes hold tokens. What it
@@ -203,7 +226,7 @@ class Sharing:
             books.duplicates += table.use(row, *left)
             if table.ready[row] < part.end:
                 error.add_note(f"Sequence {self._table.owner[row]} has ended: the driver did not map its tokens again")
-                self._lose(row)
+                self.lose(row)
             raise
         finally:
             books.retire_front(row)
@@ -287,10 +310,11 @@ class Sharing:
         change.commit(self._pool)
         change.check()
 
-    def _lose(self, row: int) -> None:
+    def lose(self, row: int) -> None:
         """Ends a sequence whose tokens could not be put back."""
         self._books.leave(row, self._books.leaving(row, 0, 0))
         self._books.vacate(row)
+        self.forget(row)
 
     def stage(self) -> Arena:
         """The staging row, empty: as long as all that may have to be there at once."""
@@ -298,7 +322,8 @@ class Sharing:
         if self.staging is None:
             size, overread = self._books.page_size, self._books.rules.overread * max(self._books.records)
             pages = (MAX_COPIES + 2) * LARGE * len(self._books.ranges) + 2 + overread // size
-            self.staging = Arena(self._pool, self._account, 1, pages * size)
+            row_bytes = max(arena.row_bytes for arena, _ in self._books.ranges)  # what a row has for its own
+            self.staging = Arena(self._pool, self._account, 1, max(pages * size, row_bytes))
         return self.staging
 
     def clear(self, wait: bool = True) -> None:
