@@ -167,15 +167,13 @@ class Peer:
             raise
 
     def send(self, states: Sequence[torch.Tensor]) -> None:
-        """Sends tokens, a message for each tensor that is not empty.
+        """Sends tokens, a message for each tensor.
 
         Raises:
             TransferError: the other process is gone.
         """
         for each in states:
-            if each.numel():
-                with self._explained("sent to"):
-                    dist.send(each.view(torch.uint8), self.rank, self._group)
+            self._send(each.view(torch.uint8))
 
     def receive(self, states: Sequence[torch.Tensor]) -> None:
         """Receives what `send` sends, of tensors of the same sizes.
@@ -184,9 +182,7 @@ class Peer:
             TransferError: the other process is gone.
         """
         for each in states:
-            if each.numel():
-                with self._explained("received from"):
-                    dist.recv(each.view(torch.uint8), self.rank, self._group)
+            self._receive(each.view(torch.uint8))
 
     # ------------------------------------------------------------------ letters
 
@@ -194,7 +190,8 @@ class Peer:
         """Sends bytes: one message, or two if they are many."""
         whole = MARK + len(letter).to_bytes(8, "little") + letter
         parts = whole[:FIRST].ljust(FIRST), whole[FIRST:]
-        self.send([torch.tensor(np.frombuffer(part, np.uint8), device=self._device) for part in parts])
+        for part in parts:
+            self._send(torch.tensor(np.frombuffer(part, np.uint8), device=self._device))
 
     def _fetch(self) -> bytes:
         """The bytes that the other process posts; the host waits for them."""
@@ -206,8 +203,20 @@ class Peer:
 
     def _arrived(self, nbytes: int) -> bytes:
         message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-        self.receive([message])
+        self._receive(message)
         return message.cpu().numpy().tobytes()
+
+    # ------------------------------------------------------------------ messages
+
+    def _send(self, message: torch.Tensor) -> None:
+        if message.numel():
+            with self._explained("sent to"):
+                dist.send(message, self.rank, self._group)
+
+    def _receive(self, message: torch.Tensor) -> None:
+        if message.numel():
+            with self._explained("received from"):
+                dist.recv(message, self.rank, self._group)
 
     @contextmanager
     def _explained(self, what: str) -> Iterator[None]:
