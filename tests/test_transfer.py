@@ -253,7 +253,7 @@ def test_what_is_sent_is_read_before_others_have_its_pages(monkeypatch: pytest.M
 
             def send(self, states: list[torch.Tensor]) -> None:
                 for each in states:
-                    on(each, lambda each=each, number=self.number: reads.append(bool((each == number).all())))
+                    on(each, lambda each=each, expected=self.number: reads.append(bool((each == expected).all())))
 
         monkeypatch.setattr("vmmkv.sequence.Peer", Late)
         for number in range(6):
