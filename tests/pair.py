@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -48,6 +49,7 @@ def _run(rank: int, place: tuple[str, str, str, str], args: tuple[str | int, ...
 
     store, backend, module, role = place
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sys.path.append(str(Path(__file__).parent.parent))  # roles may use benchmarks
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=TIMEOUT)
