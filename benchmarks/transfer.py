@@ -2,11 +2,11 @@
 
     python -m benchmarks.transfer [--device cuda] [--tokens 32768] [--rounds 20] [--json]
 
-Two processes, on two GPUs over NCCL, or on host memory over gloo. The same bytes go in four ways, in turns: from a
+Two processes, on two GPUs over NCCL, or on host memory over gloo. The same bytes go in five ways, in turns: from a
 plain tensor to a plain tensor; from a row to a row, with one send and one receive of torch; by `Sequence.send` and
-`KVCache.receive`, with all that they say to each other before; and as a cache of blocks has to, from scattered pieces
-that are gathered into a buffer, sent, and scattered there. A time is from when both processes begin until both have
-done.
+`KVCache.receive`, with all that they say to each other before, onto a row that is adopted and onto new pages; and as a
+cache of blocks has to, from scattered pieces that are gathered into a buffer, sent, and scattered there. A time is from
+when both processes begin until both have done.
 """
 
 from __future__ import annotations
@@ -64,6 +64,9 @@ class Way(Protocol):
     def bytes(self) -> torch.Tensor:
         """Those that are to be sent, or were received, to be written and read."""
 
+    def forget(self) -> None:
+        """Has the receiver's be others."""
+
 
 class Plain:
     """From a tensor of torch's allocator to another."""
@@ -76,6 +79,9 @@ class Plain:
 
     def bytes(self) -> torch.Tensor:
         return self.tensor
+
+    def forget(self) -> None:
+        self.tensor.zero_()
 
 
 class Rows:
@@ -92,16 +98,30 @@ class Rows:
         row = self.cache.range(0).view(torch.uint8).view(self.cache.max_sequences, -1)[self.sequence.row]
         return row[: self.sequence.length * self.cache.layout.token_bytes]
 
+    def forget(self) -> None:
+        self.bytes().zero_()
+
 
 class Sequences(Rows):
-    """From a sequence to one that begins with this."""
+    """From a sequence to a new one, on a row whose pages are still mapped."""
 
     def go(self) -> None:
         if self.rank == SENDER:
             self.sequence.send(RECEIVER)
         else:
-            self.sequence.free()
             self.sequence = self.cache.receive(SENDER)
+
+    def forget(self) -> None:
+        self.bytes().zero_()
+        self.sequence.free()
+
+
+class NewPages(Sequences):
+    """From a sequence to a new one, whose pages have to be made and mapped."""
+
+    def forget(self) -> None:
+        super().forget()
+        self.cache.trim()
 
 
 class Pieces:
@@ -123,6 +143,9 @@ class Pieces:
     def bytes(self) -> torch.Tensor:
         return self.pieces.view(-1)
 
+    def forget(self) -> None:
+        self.pieces.zero_()
+
     def arranged(self, content: torch.Tensor) -> torch.Tensor:
         """Bytes as they lie in these pieces, of which the i-th is at `order[i]`."""
         return torch.empty_like(self.pieces).index_copy_(0, self.order, content.view_as(self.pieces)).view(-1)
@@ -136,15 +159,17 @@ def work(rank: int, folder: str, on_gpus: bool, tokens: int, rounds: int) -> Non
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
     if on_gpus:
         torch.cuda.set_device(device)
+    bound = {"device_id": device} if on_gpus else {}
     backend, meet = "nccl" if on_gpus else "gloo", f"file://{folder}/store"
-    dist.init_process_group(backend, init_method=meet, rank=rank, world_size=2, timeout=timedelta(minutes=10))
+    dist.init_process_group(backend, init_method=meet, rank=rank, world_size=2, timeout=timedelta(minutes=10), **bound)
     layout = layout_on(on_gpus)
     nbytes = tokens * layout.token_bytes
-    with KVCache(layout, 2, tokens, max_bytes=2 * nbytes + (256 << 20), device=device, lookahead=0) as cache:
+    with KVCache(layout, 3, tokens, max_bytes=3 * nbytes + (256 << 20), device=device, lookahead=0) as cache:
         ways: dict[str, Way] = {
             PLAIN: Plain(rank, nbytes, device),
             "rows, K and V alone": Rows(rank, cache, tokens),
             "send() and receive()": Sequences(rank, cache, tokens),
+            "send() and receive(), onto new pages": NewPages(rank, cache, tokens),
             f"pieces of {format_bytes(PIECE)}": Pieces(rank, nbytes, device),
         }
         random = torch.Generator(device).manual_seed(0)  # in both processes the same
@@ -183,7 +208,7 @@ def laid(way: Way, content: torch.Tensor) -> torch.Tensor:
 def timed(rank: int, way: Way, content: torch.Tensor) -> float:
     """Seconds until both processes have done; the receiver has forgotten the bytes before, and has them afterwards."""
     if rank == RECEIVER:
-        way.bytes().zero_()
+        way.forget()
     meet(content.device)
     start = perf_counter()
     way.go()

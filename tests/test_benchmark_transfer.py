@@ -29,11 +29,12 @@ def time_ways(rank: int, seed: int) -> None:
     layout, device, tokens = transfer.layout_on(False), torch.device("cpu"), 64
     nbytes = tokens * layout.token_bytes
     content = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-    with KVCache(layout, 2, tokens, max_bytes="64MiB", device=device) as cache:
+    with KVCache(layout, 3, tokens, max_bytes="64MiB", device=device) as cache:
         ways: list[Any] = [
             transfer.Plain(rank, nbytes, device),
             transfer.Rows(rank, cache, tokens),
             transfer.Sequences(rank, cache, tokens),
+            transfer.NewPages(rank, cache, tokens),
             transfer.Pieces(rank, nbytes, device),
         ]
         for way in ways:
@@ -66,7 +67,7 @@ def test_it_measures_all_of_it() -> None:
     done = CliRunner().invoke(APP, ["--device", "cpu", "--tokens", "70", "--rounds", "1", "--json"])
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert (result["backend"], result["tokens"], len(result["ways"])) == ("gloo", 64, 4)
+    assert (result["backend"], result["tokens"], len(result["ways"])) == ("gloo", 64, 5)
     assert all(row["gb_per_s"] > 0 for row in result["ways"])
     transfer.show(result)
-    assert tables.TABLES["handing-over"].write(result).count("\n") == 5
+    assert tables.TABLES["handing-over"].write(result).count("\n") == 6
