@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from conftest import small_driver
 from faulty import FaultyDriver
+from interruption import interrupted
 from pair import together
 from simulated_device import SimulatedDevice
 
@@ -414,6 +417,74 @@ def test_misuse_sends_nothing() -> None:
     with pytest.raises(vmmkv.ArgumentError, match="init_process_group"):
         cache.receive(0)
     together(misuse)
+
+
+# ------------------------------------------------------------------ who is interrupted
+
+
+class Loop:
+    """A peer that is this process: what is received is what was sent last."""
+
+    head: Head
+    sent: list[torch.Tensor]
+
+    def __init__(self, *_: object) -> None: ...
+
+    def ask(self, head: Head) -> int:
+        Loop.head = head
+        return head.start
+
+    def send(self, states: list[torch.Tensor]) -> None:
+        Loop.sent = [each.clone() for each in states]
+
+    def listen(self) -> Head:
+        return Loop.head
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        yield
+
+    def accept(self, first: int) -> None: ...
+
+    def receive(self, states: list[torch.Tensor]) -> None:
+        for each, sent in zip(states, Loop.sent, strict=True):
+            each.copy_(sent)
+
+
+def _receive_into(received: list[vmmkv.Sequence], cache: vmmkv.KVCache) -> None:
+    received.append(cache.receive(SENDER))
+
+
+@pytest.mark.parametrize("start", [0, 30])
+@pytest.mark.parametrize("name", ["send", "receive"])
+def test_an_interruption_at_any_line(name: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a new sequence, with all tokens, or none; the one that is sent is as it was."""
+    monkeypatch.setattr("vmmkv.sequence.Peer", Loop)
+    monkeypatch.setattr("vmmkv.cache.Peer", Loop)
+    ended, line = None, 0
+    while ended is None:
+        line += Random().randint(1, 30)  # not at all of them, and at others in each run
+        driver = FaultyDriver(small_driver("cpu"))
+        driver.unmaps_anything = True
+        cache = vmmkv.KVCache(LAYOUT, 5, 200, max_bytes="1MiB", driver=driver)
+        write(sequence := cache.sequence(100), 1)
+        if start:
+            sequence.release_before(start)
+            write(sequence, 1)
+        sequence.send(RECEIVER)
+        received: list[vmmkv.Sequence] = []
+        send, receive = partial(sequence.send, RECEIVER), partial(_receive_into, received, cache)
+        ended = interrupted(send if name == "send" else receive, line)
+        try:
+            cache.check()
+        except vmmkv.InterruptedChangeError:
+            cache.close()
+            continue
+        assert cache.stats().rows["live"] == 1 + len(received)
+        for each in (sequence, *received):
+            check(each, 1)
+        check(cache.receive(SENDER), 1)
+        cache.close()
 
 
 # ------------------------------------------------------------------ who is gone

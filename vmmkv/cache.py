@@ -365,7 +365,7 @@ class KVCache(Owner):
             if sequence.key is not None and len(head.ids):
                 sequence.commit(head.ids)
         except BaseException:
-            sequence.free()
+            self._abandon([sequence])
             raise
         return sequence
 
@@ -388,7 +388,7 @@ class KVCache(Owner):
             starts = [head.start] if head.start else None
             self.extend([sequence], head.length - sequence.length, starts=starts)
         except BaseException:
-            sequence.free()
+            self._abandon([sequence])
             raise
         return sequence
 
@@ -422,11 +422,15 @@ class KVCache(Owner):
                 if self._rows.keeper:
                     self._rows.keeper.inherit(row, index)
         except VmmkvError:  # whoever holds it holds them
-            references = [self._references[child.index] for child in children]
-            self._rows.abandoned.extend(reference for reference in references if reference)
+            self._abandon(children)
             raise
         self._rows.ring()
         return children
+
+    def _abandon(self, sequences: Iterable[Sequence]) -> None:
+        """Has sequences that nobody was given freed by the next operation, whatever goes on just now."""
+        references = [self._references[sequence.index] for sequence in sequences]
+        self._rows.abandoned.extend(reference for reference in references if reference)
 
     def extend(
         self,
