@@ -289,6 +289,11 @@ class KVCache(Owner):
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
         return sequence
 
+    def _abandon(self, sequences: list[Sequence]) -> None:
+        """Has the next operation end sequences that nobody was given."""
+        references = [self._references[sequence.index] for sequence in sequences]
+        self._rows.abandoned.extend(reference for reference in references if reference)
+
     def host_tier(self) -> HostTier:
         """Where its suspended sequences are.
 
@@ -312,7 +317,11 @@ class KVCache(Owner):
         hit = prefixes.find(key, ids)
         if hit.tokens:
             sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
-            prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+            try:
+                prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+            except VmmkvError:  # whoever holds it holds the sequence
+                self._abandon([sequence])
+                raise
             self._rows.ring()
         else:
             sequence = self._take(len(ids), expected, tenant)

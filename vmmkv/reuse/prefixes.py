@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ArgumentError, InvariantError, UnsupportedError, VmmkvError
+from ..errors import ArgumentError, InvariantError, UnsupportedError
 from ..memory.fence import Fence
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces
@@ -194,7 +194,7 @@ class Prefixes:
         """Gives a row to a new sequence that begins with a hit, with room for all of its tokens.
 
         Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is to be released.
         """
         current, known = self._pool.driver.current_stream(), ids[: hit.tokens].copy()
         meanwhile = self._tree.lock(hit.node, hit.locked)
@@ -212,9 +212,6 @@ class Prefixes:
                 self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
             else:
                 self._rows.grow_one(row, len(ids))
-        except VmmkvError:
-            self._rows.release([(row, owner)])
-            raise
         finally:
             self._tree.unlock(meanwhile)
 
