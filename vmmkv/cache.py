@@ -436,11 +436,6 @@ class KVCache(Owner):
         self._rows.ring()
         return children
 
-    def _abandon(self, sequences: Iterable[Sequence]) -> None:
-        """Has sequences that nobody was given freed by the next operation, whatever goes on just now."""
-        references = [self._references[sequence.index] for sequence in sequences]
-        self._rows.abandoned.extend(reference for reference in references if reference)
-
     def extend(
         self,
         sequences: Iterable[Sequence],
