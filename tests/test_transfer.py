@@ -348,29 +348,38 @@ def test_who_has_no_room_refuses() -> None:
     together(refuse_for_want)
 
 
-def fail_once(rank: int) -> None:
-    """Any call of the receiver's driver."""
+def fail_once(rank: int, known: int) -> None:
+    """Any call of the receiver's driver, which knows so many of the tokens."""
+    ids = np.arange(100) * 7 % 1000
     for skip in range(1000):
         if rank == SENDER:
-            write(sequence := make(LAYOUT).sequence(100), skip)
+            sequence = make(LAYOUT).sequence(token_ids=ids)
+            compute(sequence, ids)
+            sequence.commit(ids)
             try:
                 sequence.send(RECEIVER)
                 break
             except vmmkv.TransferRefusedError as error:
                 assert error.reason == "DriverError"  # noqa: PT017
             sequence.send(RECEIVER)
+            assert is_right(sequence, ids)
         else:
             driver = FaultyDriver(small_driver("cpu"))
             cache = vmmkv.KVCache(LAYOUT, 5, 200, max_bytes="1MiB", driver=driver)
-            write(beside := cache.sequence(50), skip + 1000)
+            with cache.sequence(token_ids=ids[:known]) as before:
+                compute(before, ids[:known])
+                before.commit(ids[:known])
+                beside = before.fork()
             driver.fail("any", skip)
             try:
                 sequence = cache.receive(SENDER)
             except vmmkv.DriverError:
                 assert cache.stats().rows["live"] == 1
                 sequence = cache.receive(SENDER)
-            check(sequence, skip)
-            check(beside, skip + 1000)
+            assert sequence.cached_tokens >= known // 8 * 8
+            assert is_right(sequence, ids)
+            assert is_right(beside, ids[:known])
+            cache.check()
             if driver.heal():
                 break
             cache.close()
@@ -378,8 +387,9 @@ def fail_once(rank: int) -> None:
     assert 3 < skip < 100
 
 
-def test_a_failed_call_is_a_refusal() -> None:
-    together(fail_once)
+@pytest.mark.parametrize("known", [0, 60])
+def test_a_failed_call_is_a_refusal(known: int) -> None:
+    together(fail_once, known)
 
 
 def misuse(rank: int) -> None:
