@@ -163,13 +163,18 @@ def sizes_received() -> list[int]:
     return sizes
 
 
-KEYS: list[dict[str, Any]] = [{}, {"salt": "a"}, {"salt": ("a", (b"b", 3, 1.5, True)), "adapter": "french"}]
+KEYS: list[dict[str, Any]] = [
+    {},
+    {"salt": "a"},
+    {"salt": ("a", (b"b\n", 3, 1.5, True)), "adapter": "french"},
+    {"salt": "long" * 2000},
+]
 
 
-def known(rank: int, seed: int) -> None:
+def known(rank: int, seed: int, which: int) -> None:
     random = Random(seed)
     ids = np.array([random.randrange(1000) for _ in range(190)])
-    key, other_key = random.sample(KEYS, 2)
+    key, other_key = KEYS[which], KEYS[which - 1]
     length, cache = random.randint(120, 180), make(LAYOUT)
     if rank == SENDER:
         with cache.sequence(token_ids=ids[:100], **key) as sequence:
@@ -221,10 +226,11 @@ def known(rank: int, seed: int) -> None:
         assert beginning.cached_tokens >= 48
 
 
-def test_what_is_known_there_is_not_sent_again() -> None:
+@pytest.mark.parametrize("which", range(len(KEYS)))
+def test_what_is_known_there_is_not_sent_again(which: int) -> None:
     seed = Random().randrange(1 << 32)
     print(f"{seed=}")
-    together(known, seed)
+    together(known, seed, which)
 
 
 # ------------------------------------------------------------------ when it is read
