@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from .errors import (
     ArgumentError,
@@ -35,6 +36,8 @@ from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
+from .reuse.states import states_of
+from .reuse.transfer import Head, Peer
 from .rows.books import Rules
 from .rows.rows import Rows
 from .sequence import Sequence, check_length, check_tokens
@@ -344,6 +347,78 @@ class KVCache(Owner):
             sequence = self._take(len(ids), expected, tenant)
         sequence.key, sequence.cached_tokens = key, hit.tokens
         prefixes.count(len(ids), hit.tokens)
+        return sequence
+
+    def receive(
+        self,
+        rank: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        expected_tokens: int = 0,
+        tenant: Hashable = None,
+        reuse: bool = True,
+    ) -> Sequence:
+        """Starts a sequence with the tokens of another process's, which calls `Sequence.send`. The host waits for that.
+
+        Its layout must be the same; pages may differ in size. It belongs to the current stream: with NCCL its tokens
+        are there in the order of that stream, with gloo when this returns.
+
+        Token ids that the other one has committed are committed here, under the same salt and adapter; those that are
+        known here already (`Sequence.cached_tokens`) do not come again.
+
+        Args:
+            rank: of the other process, in the default group.
+            group: that both are in; None is the default one.
+            expected_tokens: that it will soon have in all: see `sequence`.
+            tenant: whose it is here: see `sequence`.
+            reuse: False neither begins with what is known nor leaves anything.
+
+        Raises:
+            ArgumentError: there is no such process or group.
+            LayoutError: the sequence is of another layout.
+            SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. The other process has
+                `TransferRefusedError` of all these, nothing has changed, and both can go on.
+            TransferError: the other process is gone, does not send within the group's timeout, or sends something else.
+            StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
+        """
+        peer = Peer(rank, group, self.device)
+        self._check_no_capture()
+        head = peer.listen()
+        with peer.told():
+            head.check(self.layout)
+            sequence = self._sequence_for(head, expected_tokens, tenant, reuse)
+        first = max(head.start, sequence.cached_tokens)
+        try:
+            peer.accept(first)
+            peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
+            if sequence.key is not None and len(head.ids):
+                sequence.commit(head.ids)
+        except BaseException:
+            self._abandon([sequence])
+            raise
+        return sequence
+
+    @bookkeeping
+    def _check_no_capture(self) -> None:
+        """Raises `StreamCaptureError` where nothing can be received."""
+        self._driver.record(self._driver.current_stream())
+
+    def _sequence_for(self, head: Head, expected_tokens: int, tenant: Hashable, reuse: bool) -> Sequence:
+        """A sequence with room for another process's, which begins with what is known of it."""
+        expected = max(check_tokens(expected_tokens), head.length)
+        if reuse and head.key and not self._rows.rules.zero_tail:
+            salt, adapter = head.key
+            sequence = self.sequence(
+                token_ids=head.ids, salt=salt, adapter=adapter, expected_tokens=expected, tenant=tenant
+            )
+        else:
+            sequence = self.sequence(expected_tokens=expected, tenant=tenant)
+        try:
+            starts = [head.start] if head.start else None
+            self.extend([sequence], head.length - sequence.length, starts=starts)
+        except BaseException:
+            self._abandon([sequence])
+            raise
         return sequence
 
     def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:

@@ -291,6 +291,11 @@ class Prefixes:
         """The pages that are kept, wherever they lie; of large frames all."""
         return self._held.mapped_pages()
 
+    def ids(self, row: int) -> Ids:
+        """What the first tokens of a row are known to be."""
+        chain = self._chains.get(row)
+        return chain.ids if chain else np.empty(0, np.int64)
+
     def shorten(self, row: int, tokens: int) -> None:
         """Says that a live row holds its first tokens only, or has given back some in front."""
         chain = self._chains.get(row)
