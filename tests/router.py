@@ -132,6 +132,13 @@ class Router:
         assert len(set(self.prefixes.values())) == len(self.prefixes)
         return {self.prefixes[each]: tiers for each, tiers in self.tiers.items()}
 
+    def hit(self, key: Prefix, ids: list[int], size: int) -> int:
+        """How many of the ids lie in blocks that are known, from the first one on."""
+        known, tokens = self.known, size
+        while tokens <= len(ids) and (*key, *ids[:tokens]) in known:
+            tokens += size
+        return tokens - size
+
     def stored(self, hashes: list[int], parent: int | None, ids: list[int], tier: str, key: Prefix) -> None:
         if parent is not None and parent not in self.tiers:
             assert self.has_missed

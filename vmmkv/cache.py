@@ -631,6 +631,7 @@ class KVCache(Owner):
             prefix_pages=prefixes.pages if prefixes else 0,
             prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
             cached_tokens=prefixes.cached_tokens if prefixes else 0,
+            events_dropped=self.event_log.dropped if self.event_log else 0,
             pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
             driver_calls=calls,
             mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},

@@ -83,13 +83,12 @@ class Node:
             yield node
             node = node.parent
 
-    @property
-    def told(self) -> Span | None:
-        """The span of its last token that routers were told of, where there is one."""
-        span = self.span
-        while span and (span.start >= self.end or span.start == span.stop):
-            span = span.parent
-        return span if span and span.stop > self.begin else None
+    def told(self) -> tuple[Span, int] | None:
+        """The span of its last token that routers were told of, where there is one, and the position behind it."""
+        span, end = self.span, self.end
+        while span and (span.start >= end or span.start == span.stop):
+            end, span = min(end, span.start), span.parent  # from there on the parent may go elsewhere
+        return (span, min(span.stop, end)) if span and min(span.stop, end) > self.begin else None
 
     def common(self, ids: Ids) -> int:
         """How many of its tokens these ids begin with."""
@@ -128,7 +127,7 @@ class Node:
         (child,) = self.children.values()
         if self.num_pages and self.kept != child.kept:
             return False
-        child.span = child.told or self.told
+        child.span = child.span if child.told() else self.span
         child.begin, child.ids = self.begin, np.concatenate([self.ids, child.ids])
         child.pages = [mine + its for mine, its in zip(self.pages, child.pages)]
         child.parent, self.parent = self.parent, None

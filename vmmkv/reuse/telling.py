@@ -99,8 +99,8 @@ class Teller:
     def _told(self, node: Node) -> tuple[Span | None, int]:
         """The span of the last token of the path to a node that was told, and the position behind it."""
         for each in node.path():
-            if span := each.told:
-                return span, min(span.stop, each.end)
+            if told := each.told():
+                return told
         return None, 0
 
     def _pieces(self, node: Node, begin: int) -> Iterator[tuple[Span, int, int]]:
