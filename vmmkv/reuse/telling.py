@@ -4,6 +4,8 @@ Told are, of the path to each leaf, the tokens that lie in known pages in all ar
 what a router hears of it can have, but for less than a block, and, with several arenas, where what went on from a token
 was evicted in part (see `lookup`).
 
+Priorities are told as they were given: that one is for some seconds only nobody is told, nor that they are over.
+
 A node has the span of its last token that was told. It may reach over several nodes, which were cut since, and a node
 over several spans, which were joined: those before follow from the span's parents.
 """
@@ -58,7 +60,7 @@ class Teller:
     def __init__(self, log: EventLog, geometry: Geometry) -> None:
         self._log, self._geometry = log, geometry
 
-    def stored(self, key: Hashable, leaf: Node, now: float) -> None:
+    def stored(self, key: Hashable, leaf: Node) -> None:
         """Tells of the tokens of the path to a new leaf that could not be found before."""
         span, start = self._told(leaf)
         end = self._geometry.readable(leaf.end)
@@ -67,15 +69,14 @@ class Teller:
             stop = min(part.end, end)
             if stop > start:
                 ids = self._ids(part, start, stop)
-                parent = part.span = self._log.stored(parent, start, ids, priority=part.priority_at(now))
+                parent = part.span = self._log.stored(parent, start, ids, priority=part.priority)
                 start = stop
 
-    def updated(self, node: Node, priority: int, now: float) -> None:
+    def updated(self, node: Node, priority: int) -> None:
         """Tells that the tokens of a node are about to be kept at another priority."""
-        if priority != node.priority_at(now):
+        if priority != node.priority:
             for span, start, stop in self._pieces(node, node.begin):
-                ids = self._ids(node, start, stop)
-                self._log.updated(span, start, ids, priority=(node.priority_at(now), priority))
+                self._log.updated(span, start, self._ids(node, start, stop), priority=(node.priority, priority))
 
     def removed(self, leaf: Node, end: int) -> None:
         """Tells that a leaf is about to give up its tokens from `end` on."""

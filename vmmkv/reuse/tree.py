@@ -191,7 +191,7 @@ class PrefixTree:
             node = self._node_ending(path[-1], self.geometry.last_whole(known))
         self._retain(node, ranges)
         if is_new and self.teller:
-            self.teller.stored(key, node, self.now())
+            self.teller.stored(key, node)
         self._use(node)
         return Insertion(node.end, others, node)
 
@@ -320,12 +320,11 @@ class PrefixTree:
             if begin < end:
                 self._node_ending(node, begin)
                 self._node_ending(node, end)
-                now = self.now()
-                expires = inf if each.seconds is None else now + each.seconds
+                expires = inf if each.seconds is None else self.now() + each.seconds
                 for part in node.path():
                     if begin <= part.begin and part.end <= end:
                         if self.teller:
-                            self.teller.updated(part, each.priority, now)
+                            self.teller.updated(part, each.priority)
                         part.priority, part.expires = each.priority, expires
 
     def _use(self, node: Node) -> None:
