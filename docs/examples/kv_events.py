@@ -55,26 +55,21 @@ for dictionary in encoder.encode(cache.events()):
     print(dictionary["event_id"], dictionary["data"]["type"], dictionary["data"]["priority"])
 # --8<-- [end:dictionaries]
 
+with cache.sequence(token_ids=range(1000, 1064)) as seq:
+    seq.commit(range(1000, 1064))
 # --8<-- [start:publish]
 local = "tcp://127.0.0.1:*"  # a free port; for other hosts, "tcp://*:5557"
 publisher = EventPublisher(log, local, topic="kv@pod-1@llama", replay_endpoint=local)
 # --8<-- [end:publish]
-with cache.sequence(token_ids=range(1000, 1064)) as seq:
-    seq.commit(range(1000, 1064))
 
 # --8<-- [start:subscribe]
 router = zmq.Socket(zmq.Context.instance(), zmq.DEALER)
 router.connect(str(publisher.replay_endpoint))
 router.send_multipart([b"", (0).to_bytes(8, "big")])  # all from message 0 on; live ones come to a SUB socket
 _, topic, number, batch = router.recv_multipart()
-# --8<-- [end:subscribe]
-while not batch:  # nothing had been sent by then: ask again
-    router.send_multipart([b"", (0).to_bytes(8, "big")])
-    _, topic, number, batch = router.recv_multipart()
-# --8<-- [start:decode]
 moment, events, rank = msgspec.msgpack.decode(batch)
 print(topic, int.from_bytes(number, "big"), [(event["type"], len(event["block_hashes"])) for event in events])
-# --8<-- [end:decode]
+# --8<-- [end:subscribe]
 assert [(event["type"], len(event["block_hashes"])) for event in events] == [("BlockStored", 4)]
 
 # --8<-- [start:close]
