@@ -25,6 +25,7 @@ from .errors import (
     UnsupportedError,
     VmmkvError,
 )
+from .events import Event, EventLog, check_ids
 from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
@@ -37,6 +38,7 @@ from .reuse.host_tier import HostTier
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
 from .reuse.states import states_of
+from .reuse.telling import Key, check_key, check_log
 from .reuse.transfer import Head, Peer
 from .rows.books import Rules
 from .rows.rows import Rows
@@ -88,6 +90,9 @@ class KVCache(Owner):
             one by one; and never with `zero_tail` or `max_tokens`, which promise to the page.
         host_bytes: host memory, pinned where there is a GPU, that sequences may be suspended to: bytes, `"20GiB"`, or a
             share of the host's memory. It is taken when they are.
+        event_log: is told which prefixes can be found, for `events`, or for an `EventPublisher`: a new
+            `vmmkv.events.EventLog`, of this cache alone. None tells nobody, and costs nothing. Token ids are from 0 to
+            2**32 - 1 then, salts are text, and adapters and tenants names or numbers.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
@@ -115,9 +120,12 @@ class KVCache(Owner):
         overread: int = 0,
         large_frames: bool = True,
         host_bytes: float | str = 0,
+        event_log: EventLog | None = None,
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
+        if event_log is not None:
+            check_log(event_log)
         max_sequences = whole_number("max_sequences", max_sequences)
         max_seq_len = whole_number("max_seq_len", max_seq_len)
         check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
@@ -169,6 +177,8 @@ class KVCache(Owner):
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._ranges = [flat.view(layout.dtype) for flat in ranges]
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
+        self.event_log = event_log
+        """What is told which prefixes can be found, if anything is."""
         self._host_tier = HostTier(self._rows, self._ranges, host_bytes) if host_bytes else None
         self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
         """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
@@ -177,6 +187,10 @@ class KVCache(Owner):
         self._leaks: list[str] = []
         """With debugging: what lived when it was closed."""
         owners.add(self)
+        if event_log:
+            tokens = (pool.limit if limit is None else limit) * size // sum(layout.record_bytes)
+            event_log.created(tokens // event_log.block_size)
+            weakref.finalize(self, _end, event_log).atexit = False
 
     def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
         """The lookahead to use."""
@@ -263,6 +277,9 @@ class KVCache(Owner):
             check_length(check_tokens(count), self.max_seq_len)
         if ids is None or not reuse:
             return self._sequence(tokens, expected_tokens, tenant, row)
+        if self.event_log:
+            check_ids(ids)
+            check_key(self.event_log, salt, adapter, tenant)
         return self._sequence_of(ids, salt, adapter, expected_tokens, tenant)
 
     def _check_row(self, row: int) -> int:
@@ -327,13 +344,13 @@ class KVCache(Owner):
     def _prefixes(self) -> Prefixes:
         """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
         keeper = self._rows.keeper
-        return keeper if isinstance(keeper, Prefixes) else Prefixes(self._rows)
+        return keeper if isinstance(keeper, Prefixes) else Prefixes(self._rows, self.event_log)
 
     @operation
     def _sequence_of(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
-        key = salt, adapter, whose
+        key = Key(salt, adapter, tenant, whose)
         hit = prefixes.find(key, ids)
         if hit.tokens:
             sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
@@ -718,6 +735,27 @@ class KVCache(Owner):
         self._leaks = self._rows.held() if self.pool.is_debugged else []
         self._views, self._ranges, self._host_tier = [], [], None
         self._rows.close()
+        if self.event_log:
+            self.event_log.close()
+
+    def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
+        """Takes what has happened to prefixes that can be found, the oldest first. `event_log` is also an asynchronous
+        iterator of it.
+
+        Args:
+            timeout: how many seconds to wait if there is nothing; None waits until there is, or the cache is closed.
+            most: how many events to take, all by default.
+
+        Returns:
+            The events; none after the timeout, or where the cache was closed and nothing is left.
+
+        Raises:
+            ArgumentError: the cache was made without `event_log`.
+            BudgetError: `most` is not positive.
+        """
+        if self.event_log is None:
+            raise ArgumentError("asked for the events of a cache that nobody listens to; make it with event_log")
+        return self.event_log.events(timeout, most=most)
 
     # ------------------------------------------------------------------ accounting
 
@@ -772,6 +810,7 @@ class KVCache(Owner):
             prefix_pages=prefixes.pages if prefixes else 0,
             prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
             cached_tokens=prefixes.cached_tokens if prefixes else 0,
+            events_dropped=self.event_log.dropped if self.event_log else 0,
             pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
             driver_calls=calls,
             mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
@@ -840,6 +879,12 @@ class KVCache(Owner):
     @operation
     def _draw(self) -> str:
         return draw_cache(self._rows, self._stats())
+
+
+def _end(log: EventLog) -> None:
+    """Tells that a cache is gone."""
+    log.cleared()
+    log.close()
 
 
 def _not_negative(name: str, value: object) -> int:

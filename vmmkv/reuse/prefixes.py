@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ArgumentError, InvariantError, UnsupportedError
+from ..events import EventLog, check_ids
 from ..memory.fence import Fence
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces
@@ -125,9 +126,11 @@ class Prefixes:
 
     Args:
         rows: the rows of the cache.
+        log: what is told of them to routers, if anything is.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, log: EventLog | None = None) -> None:
+        self._log = log
         self._rows: Rows = weakref.proxy(rows)  # which hold this: memory must not wait for the garbage collector
         self._table, self._books, self._pool = rows.table, rows.books, rows.pool
         self._tree = self._new_tree()
@@ -145,7 +148,7 @@ class Prefixes:
         weakref.finalize(self, self._held.leave_behind).atexit = False
 
     def _new_tree(self) -> PrefixTree:
-        return PrefixTree(self._books.page_size, self._books.records)
+        return PrefixTree(self._books.page_size, self._books.records, log=self._log)
 
     @property
     def pages(self) -> int:
@@ -248,6 +251,8 @@ class Prefixes:
             RetentionError: ranges overlap.
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
         """
+        if self._log:
+            check_ids(ids)
         length = self._table.length[row]
         if len(ids) > length:
             raise ArgumentError(f"asked to commit {len(ids)} tokens; the sequence has {length}. Compute them first")
@@ -413,6 +418,8 @@ class Prefixes:
         self._tree = self._new_tree()
         self._chains.clear()
         self._last.clear()
+        if self._log:
+            self._log.cleared()
 
     def close(self) -> None:
         """Gives all up, with the cache."""
