@@ -34,6 +34,7 @@ from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
 from .reuse.retention import Retention
 from .reuse.states import states_of
+from .reuse.telling import Key
 from .reuse.transfer import Head, Peer, geometry_of
 from .rows.rows import Rows
 from .tensors import check_dense
@@ -65,7 +66,7 @@ class Sequence:
         self.cache, self._rows, self.number, self.index = cache, rows, number, row
         self.cached_tokens = 0
         """Tokens that held K and V when it began."""
-        self.key: tuple[Hashable, Hashable, Hashable] | None = None
+        self.key: Key | None = None
         """What its tokens are known under, where they are: salt, adapter and tenant."""
 
     @property
