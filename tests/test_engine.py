@@ -16,9 +16,11 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.engine.attention import Batch, numba_attention
-from benchmarks.engine.engine import BACKENDS, Engine
+from benchmarks.engine.engine import BACKENDS, REUSING, Engine
 from benchmarks.engine.model import Config, Model, load_model, random_model
 from benchmarks.engine.paged import PagedKV
+from benchmarks.engine.reusing_blocks import ReusingPagedKV
+from benchmarks.engine.reusing_rows import ReusingVmmKV
 from benchmarks.engine.run import Run
 from benchmarks.engine.schedule import HEADROOM, Schedule
 from benchmarks.engine.vmm import VmmKV
@@ -97,6 +99,7 @@ def check_nothing_is_kept(engine: Engine, backend: str) -> None:
         kv.give_back()
         assert kv.physical_bytes() == 0
     else:
+        kv.give_back()
         assert len(kv.free_rows) == len(set(kv.free_rows)) > 0
     if backend == "paged":
         assert sorted(kv.free_blocks.tolist()) == list(range(kv.num_free))
@@ -186,6 +189,133 @@ def check_room(kv: PagedKV | VmmKV, rows: np.ndarray, tokens: np.ndarray, blocks
     counts = -(-tokens // 16)
     held = [block for row, count in zip(rows, counts) for block in kv.block_table[row, :count].tolist()]
     assert sorted(held + kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))  # each block once
+
+
+def related_ids(counts: list[int]) -> list[np.ndarray]:
+    """Token ids of requests, each of which begins as long as it likes like one before it."""
+    found = [RNG.integers(0, VOCABULARY, counts[0])]
+    for count in counts[1:]:
+        other = found[RNG.integers(len(found))]
+        common = other[: RNG.integers(len(other) + 1)][:count]
+        found.append(np.concatenate([common, RNG.integers(0, VOCABULARY, count - len(common))]))
+    return found
+
+
+@pytest.mark.parametrize("backend", [ReusingPagedKV, ReusingVmmKV])
+@given(batch=batches(), late=st.booleans())
+@settings(max_examples=30)
+def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
+    backend: type[ReusingPagedKV | ReusingVmmKV], batch: tuple[list[int], list[int], int, int, int], late: bool
+) -> None:
+    """K says which token it is, and V where: each row holds its own at all times; nobody writes what others read."""
+    prompts, outputs, blocks, max_sequences, chunk = batch
+    layout = KVLayout(1, 1, 64, torch.float32)
+    kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU)
+    ids = related_ids([prompt + output for prompt, output in zip(prompts, outputs)])
+    schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk, late=late, ids=None)
+    schedule.ids = lambda request: ids[request][: schedule.known[request]]
+    schedule.waiting.extend(range(len(prompts)))
+    sampled = np.zeros(len(prompts), int)
+    while step := schedule.next():
+        before = schedule.computed.copy()
+        requests = np.concatenate([step.decode, step.prefill])
+        counts = np.concatenate([np.ones_like(step.decode), step.counts])
+        for request, count in zip(requests, counts):
+            positions = np.arange(before[request], before[request] + count)
+            write_tokens(kv, schedule.row[request], positions, ids[request][positions])
+        for request in schedule.running:
+            end = before[request] + counts[requests == request].sum()
+            check_tokens(kv, schedule.row[request], ids[request][:end])
+        sampled[step.sampled] += 1
+        schedule.advance(step)
+    assert sampled.tolist() == outputs
+    assert (schedule.cached >= 0).all()
+    assert (schedule.cached < prompts).all()
+    assert kv.fits(blocks * 16)
+    kv.give_back()
+    if isinstance(kv, ReusingPagedKV):
+        assert sorted(kv.free_blocks[: kv.num_free].tolist()) == list(range(blocks))
+        assert not kv.known
+        assert not kv.keys
+        assert not kv.users.any()
+    else:
+        kv.cache.check()
+        assert kv.physical_bytes() == 0
+    kv.close()
+
+
+def places(kv: PagedKV | VmmKV, row: int, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where tokens of a row are in its tensors, as the device has been told."""
+    at = torch.from_numpy(positions)
+    if kv.block_table is None:
+        return torch.full_like(at, int(row)), at
+    return kv.block_table[int(row), at // 16].long(), at % 16
+
+
+def write_tokens(kv: PagedKV | VmmKV, row: int, positions: np.ndarray, ids: np.ndarray) -> None:
+    for cache, values in zip(kv.kv(0), (ids, positions)):
+        cache[places(kv, row, positions)] = torch.from_numpy(values).float()[:, None, None]
+
+
+def check_tokens(kv: PagedKV | VmmKV, row: int, ids: np.ndarray) -> None:
+    positions = np.arange(len(ids))
+    for cache, values in zip(kv.kv(0), (ids, positions)):
+        found = cache[places(kv, row, positions)]
+        assert (found == torch.from_numpy(values).float()[:, None, None]).all()
+
+
+@pytest.mark.parametrize("backend", REUSING)
+def test_reuse_generates_the_same_tokens(backend: str) -> None:
+    model = tiny_model()
+    system = torch.from_numpy(RNG.integers(0, VOCABULARY, 50))
+    prompts = [torch.cat([system, prompt]) for prompt in random_requests(20, 60, 1)[0]]
+    outputs = RNG.integers(1, 20, len(prompts)).tolist()
+    engine, without = (
+        Engine(model, backend, 1 << 20, 8, 160, 4000, chunk=48, reuse=reuse, late=True) for reuse in (True, False)
+    )
+    run, other = engine.run(prompts, outputs), without.run(prompts, outputs)
+    check_greedy(logits_without_cache(model), prompts, run)
+    check_greedy(logits_without_cache(model), prompts, other)
+    assert (other.cached == 0).all()
+    assert run.cached[0] == 0
+    assert (run.cached[2:] >= 48).all()  # after the first two steps the system prompt is there
+    assert run.finished == other.finished == len(prompts)
+    again = engine.run(prompts, outputs)
+    check_greedy(logits_without_cache(model), prompts, again)
+    assert (again.cached >= run.cached).all()
+    assert (again.cached >= np.array([(len(prompt) - 1) // 16 * 16 for prompt in prompts])).all()
+    check_nothing_is_kept(engine, backend)
+
+
+@pytest.mark.parametrize("backend", REUSING)
+@pytest.mark.parametrize("wait", [False, True])
+def test_a_chats_next_turn_begins_with_the_answer_before_it(backend: str, wait: bool) -> None:
+    model = tiny_model()
+    engine = Engine(model, backend, 1 << 20, 4, 160, 2000, reuse=True)
+    prompts = [torch.from_numpy(RNG.integers(0, VOCABULARY, size)) for size in RNG.integers(20, 60, 4)]
+    outputs = RNG.integers(1, 30, 4).tolist()
+    run = engine.run(prompts, outputs, wait=wait)
+    more = [torch.tensor([*prompt, *run.output(n), 1, 2, 3]) for n, prompt in enumerate(prompts)]
+    after = engine.run(more, [4] * 4)
+    check_greedy(logits_without_cache(model), more, after)
+    # Of the last token nobody has computed K and V; a host that is a step ahead has not seen the one before it.
+    answers = np.maximum(np.array(outputs) - (1 if wait else 2), 0)
+    seen = np.array([len(prompt) for prompt in prompts]) + answers
+    assert after.cached.tolist() == (seen if backend == "vmm" else seen // 16 * 16).tolist()
+
+
+@pytest.mark.parametrize("backend", REUSING)
+def test_reuse_in_a_full_pool_gives_up_what_nobody_uses_and_keeps_the_tokens(backend: str) -> None:
+    model = tiny_model()
+    prompts, outputs = random_requests(4, 16, 96)
+    prompts += [torch.cat([prompt, prompt]) for prompt in prompts]
+    engine = Engine(model, backend, 9 * 16 * 512, 4, 160, 2000, reuse=True)
+    for _ in range(2):
+        run = engine.run(prompts, outputs * 2)
+        assert run.preemptions > 0
+        assert run.finished == 8
+        check_greedy(logits_without_cache(model), prompts, run)
+    check_nothing_is_kept(engine, backend)
 
 
 @pytest.mark.parametrize("backend", ["vmm", "paged"])

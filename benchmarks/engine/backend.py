@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 Rows = npt.NDArray[np.int64]
+Ids = npt.NDArray[np.int64]
+"""Token ids, `[tokens]`."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,25 @@ class KVBackend(Protocol):
 
     def close(self) -> None:
         """Gives all memory back."""
+
+
+class ReusingKV(KVBackend, Protocol):
+    """A backend whose sequences begin with K and V that others have computed of the same token ids. What it knows stays
+    when a sequence is freed, as far as nobody else needs the memory, and goes with `give_back`."""
+
+    def begin(self, ids: Ids, tokens: int, spare: int | None) -> tuple[int, int] | None:
+        """Starts a sequence of these ids, which will have so many tokens, with what is there of it; None: there is no
+        room for it and for `spare` tokens of any. No room is promised.
+
+        Args:
+            spare: None: it is alone, and takes what there is.
+
+        Returns:
+            Its row, and how many of its tokens are there: never the last one.
+        """
+
+    def commit(self, row: int, ids: Ids) -> None:
+        """Makes the first tokens of a sequence, whose K and V are written, known under their ids."""
 
 
 def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:

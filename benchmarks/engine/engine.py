@@ -21,12 +21,17 @@ from .attention import ATTENTION, Attend, Batch, numba_write, torch_write
 from .backend import KVBackend, pinned
 from .model import Model
 from .paged import PagedKV
+from .reusing_blocks import ReusingPagedKV
+from .reusing_rows import ReusingVmmKV
 from .run import Run
 from .schedule import Schedule, Step
+from .seen import SeenTokens
 from .static import StaticKV
 from .vmm import VmmKV
 
 BACKENDS: dict[str, Callable[..., KVBackend]] = {"vmm": VmmKV, "paged": PagedKV, "static": StaticKV}
+REUSING: dict[str, Callable[..., KVBackend]] = {"vmm": ReusingVmmKV, "paged": ReusingPagedKV}
+"""Those that begin sequences with what others have computed."""
 
 
 class Engine:
@@ -43,6 +48,9 @@ class Engine:
         prefill: attention of prompts, where it is another one: "fa3" (rows) or "flashinfer" (blocks).
         temperature: of sampling; 0 takes the likeliest token.
         graphs: decode from CUDA graphs; where there is a GPU.
+        reuse: begin prompts with what others have computed, with a backend of `REUSING`; the tokens of each step are
+            brought to the host for it, behind the next one.
+        late: see `Schedule`.
         options: of the backend beside these, as `lookahead` and `pool` of "vmm".
     """
 
@@ -60,18 +68,23 @@ class Engine:
         prefill: str | None = None,
         temperature: float = 0.0,
         graphs: bool = True,
+        reuse: bool = False,
+        late: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.device = model, model.device
         self.max_sequences, self.chunk, self.temperature = max_sequences, chunk, temperature
+        self.reuse, self.late = reuse, late
         layout = model.config.kv_layout(model.dtype)
-        self.kv = BACKENDS[backend](layout, max_sequences, max_seq_len, max_bytes, self.device, **(options or {}))
+        make = (REUSING if reuse else BACKENDS)[backend]
+        self.kv = make(layout, max_sequences, max_seq_len, max_bytes, self.device, **(options or {}))
         attention = attention or ("numba" if self.device.type == "cuda" else "torch")
         self.write = torch_write(self.kv) if attention == "torch" else numba_write(self.kv)
         self.decode_attention = ATTENTION[attention](self.kv)
         self.prefill_attention = ATTENTION[prefill or attention](self.kv)
-        # A decode batch takes four arrays; prefill two by token, four by sequence, two by sequence that samples.
-        self.inputs = torch.zeros(10 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
+        # A decode batch takes four arrays; prefill two by token, four by sequence, two by sequence that samples. And one
+        # says where all samples are.
+        self.inputs = torch.zeros(11 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
@@ -106,19 +119,21 @@ class Engine:
         """
         sizes, counts = np.array([len(prompt) for prompt in prompts]), np.array(outputs)
         times = np.zeros(len(prompts)) if arrivals is None else np.array(arrivals)
-        schedule = Schedule(self.kv, sizes, counts, self.max_sequences, self.chunk)
+        seen = SeenTokens(prompts, sizes + counts) if self.reuse else None
+        ids = seen.of if seen else None
+        schedule = Schedule(self.kv, sizes, counts, self.max_sequences, self.chunk, late=self.late, ids=ids)
         self._take_tokens(prompts, sizes + counts)
         if self.use_graphs and not self.graphs:
             self._capture()
         run = Run(times, sizes, counts)
         begin = perf_counter()
         try:
-            self._serve(schedule, run, begin, wait, deadline, progress)
+            self._serve(schedule, run, seen, begin, wait, deadline, progress)
         finally:
             schedule.remove(list(schedule.running))
         run.seconds = perf_counter() - begin
         run.tokens = self.tokens[: (sizes + counts).sum()].cpu().numpy().copy()
-        run.preemptions = schedule.preemptions
+        run.preemptions, run.cached = schedule.preemptions, schedule.cached
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
         return run
 
@@ -126,22 +141,25 @@ class Engine:
         self,
         schedule: Schedule,
         run: Run,
+        seen: SeenTokens | None,
         begin: float,
         wait: bool,
         deadline: float,
         progress: Callable[[int], object],
     ) -> None:
         """Runs steps until all requests have finished, or it is too late."""
-        launched: deque[tuple[torch.cuda.Event | None, Step]] = deque()
+        launched: deque[tuple[torch.cuda.Event | None, Step, torch.Tensor | None]] = deque()
         arrived = finished = 0
         began = 0.0
 
         def complete() -> None:
             """Waits for the oldest step."""
             nonlocal began
-            event, step = launched.popleft()
+            event, step, sampled = launched.popleft()
             if event:
                 event.synchronize()
+            if seen and sampled is not None:
+                seen.take(step.sampled, sampled.numpy())
             now = perf_counter() - begin
             run.take_down(step, began, now)
             began = now
@@ -160,8 +178,8 @@ class Engine:
                     sleep(max(min(run.arrivals[arrived] - now, deadline - perf_counter()), 0))
                     began = perf_counter() - begin
                 continue
-            self._launch(schedule, step)
-            launched.append((self._event(), step))
+            sampled = self._launch(schedule, step)
+            launched.append((self._event(), step, sampled))
             run.running.append(len(schedule.running))
             run.waiting.append(len(schedule.waiting))
             run.host_ns += perf_counter_ns() - start
@@ -201,12 +219,14 @@ class Engine:
 
     # ------------------------------------------------------------------ steps
 
-    def _launch(self, schedule: Schedule, step: Step) -> None:
-        """Brings a step's indices to the device in one copy, and launches decode and prefill."""
+    def _launch(self, schedule: Schedule, step: Step) -> torch.Tensor | None:
+        """Brings a step's indices to the device in one copy, and launches decode and prefill. With reuse it returns
+        what is sampled, which is there when the step is done."""
         size = self._padded(len(step.decode))
         decode = self._decode_inputs(schedule, step, size)
         prefill = self._prefill_inputs(schedule, step)
-        flat = np.concatenate(decode + prefill).astype(np.int32)
+        targets = [self.offsets[step.sampled] + schedule.known[step.sampled]] if self.reuse else []
+        flat = np.concatenate(decode + prefill + targets).astype(np.int32)
         inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
         if size in self.graphs:
             self.graphs[size].replay()
@@ -215,9 +235,13 @@ class Engine:
             self._decode(size, np.stack([schedule.row[step.decode], starts, np.ones_like(starts)]))
         if prefill:
             sizes = list(map(len, prefill))
+            begin = sum(map(len, decode))
             starts = schedule.computed[step.prefill]
             host = np.stack([schedule.row[step.prefill], starts, step.counts])
-            self._prefill(inputs[-sum(sizes) :].split(sizes), host)
+            self._prefill(inputs[begin : begin + sum(sizes)].split(sizes), host)
+        if not self.reuse:
+            return None
+        return self.tokens[inputs[len(inputs) - len(step.sampled) :]].to("cpu", non_blocking=True)
 
     def _decode_inputs(self, schedule: Schedule, step: Step, size: int) -> list[npt.NDArray[np.int64]]:
         """What `_decode` takes, padded to the size of a graph."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from vmmkv import KVLayout
@@ -34,7 +37,12 @@ class PagedKV:
         self.free_rows = list(range(max_sequences))
 
     def fits(self, tokens: int, spare: int = 0) -> bool:
-        return tokens + spare <= self.num_free * self.block_size and bool(self.free_rows)
+        return tokens + spare <= self.available_blocks * self.block_size and bool(self.free_rows)
+
+    @property
+    def available_blocks(self) -> int:
+        """Blocks that can be had."""
+        return self.num_free
 
     def admit(self, tokens: int) -> int:
         row = self.free_rows.pop()
@@ -48,7 +56,7 @@ class PagedKV:
         needed = blocks + before // -self.block_size
         ends = needed.cumsum()
         total = int(ends[-1])
-        if total > self.num_free:
+        if not self._provide(total):
             return False
         if total:
             # In the flat table the new blocks of a row follow those that it has.
@@ -59,12 +67,19 @@ class PagedKV:
         self.lengths[rows] = lengths
         return True
 
+    def _provide(self, blocks: int) -> bool:
+        """Sees to it that so many blocks are free, if it can."""
+        return blocks <= self.num_free
+
     def free(self, rows: list[int]) -> None:
         for row in rows:
-            count = -(-int(self.lengths[row]) // self.block_size)
-            self.free_blocks[self.num_free : self.num_free + count] = self.table[row, :count]
-            self.num_free += count
+            self._put_back(self.table[row, : -(-int(self.lengths[row]) // self.block_size)])
         self.free_rows += rows
+
+    def _put_back(self, blocks: npt.NDArray[np.integer[Any]]) -> None:
+        """Puts blocks on the stack."""
+        self.free_blocks[self.num_free : self.num_free + len(blocks)] = blocks
+        self.num_free += len(blocks)
 
     def _publish(self, places: Rows) -> None:
         """Brings these places of the flat table to the device's."""

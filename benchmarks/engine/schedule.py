@@ -4,6 +4,9 @@ A request has `known` tokens, those of its prompt and those sampled so far, and 
 lacks K and V of one token decodes: it takes part in every step. One that lacks more is a prompt, and gets a chunk of
 what the step's budget leaves. Room is made step by step, for the tokens that it computes; where there is none, the
 request that came last is preempted: it keeps its tokens and computes K and V anew.
+
+With prefix reuse a request begins with `computed` tokens that others have made known. It makes known what it computes
+itself: a prompt after each chunk, generated tokens at its end, as far as the host has seen them.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .backend import KVBackend
+from .backend import Ids, KVBackend, ReusingKV
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 HEADROOM = 16
 """Tokens left free for each running request when another one is admitted: fewer are preempted soon after."""
+NO_ROOM = "the budget has room for each request alone, the device has not: lower the budget"
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,12 @@ class Schedule:
         outputs: tokens to generate for each; nothing stops earlier.
         max_sequences: requests that run at a time.
         chunk: tokens of prompts in a step.
+        late: start a request only when a step has tokens left for its prompt, so that it finds what those before it
+            have computed; otherwise as soon as there is room.
+        ids: of a request the tokens that the host has seen, for prefix reuse with a `ReusingKV`; None: no reuse.
 
     Attributes:
+        cached: by request how many tokens were there when it first started.
         preemptions: requests that lost K and V to others.
         manager_ns: host time in the cache manager.
 
@@ -60,16 +68,29 @@ class Schedule:
         ValueError: a request is too long for `kv`.
     """
 
-    def __init__(self, kv: KVBackend, prompts: Numbers, outputs: Numbers, max_sequences: int, chunk: int) -> None:
+    def __init__(
+        self,
+        kv: KVBackend | ReusingKV,
+        prompts: Numbers,
+        outputs: Numbers,
+        max_sequences: int,
+        chunk: int,
+        *,
+        late: bool = False,
+        ids: Callable[[int], Ids] | None = None,
+    ) -> None:
         self.kv = kv
         self.max_sequences = max_sequences
         self.chunk = chunk
+        self.late = late
+        self.ids = ids
         self.total = prompts + outputs
         if not kv.fits(int(self.total.max())):
             raise ValueError(f"got a request of {self.total.max()} tokens; this budget has no room for it")
         self.known = prompts.copy()
         self.computed = np.zeros_like(prompts)
         self.row = np.full_like(prompts, -1)
+        self.cached = np.full_like(prompts, -1)
         self.waiting: deque[int] = deque()
         self.running: list[int] = []
         self.blocked = False
@@ -89,7 +110,7 @@ class Schedule:
             if self._timed(self.kv.extend, rows, counts):
                 return step
             if len(self.running) == 1:
-                raise MemoryError("the budget has room for each request alone, the device has not: lower the budget")
+                raise MemoryError(NO_ROOM)
             self._preempt()
         return None
 
@@ -104,15 +125,38 @@ class Schedule:
         return Step(decode, prefill, counts, np.concatenate([decode, prefill[counts == wanted]]))
 
     def _admit(self) -> None:
-        while self.waiting and not self.blocked and len(self.running) < self.max_sequences:
-            request, others = self.waiting[0], len(self.running)
-            tokens, promised = int(self.known[request]), int((self.known - self.computed)[self.running].sum())
-            if others and not self._timed(self.kv.fits, tokens, promised + HEADROOM * (others + 1)):
+        while self.waiting and not self.blocked and len(self.running) < self.max_sequences and self._has_tokens_left():
+            request = self.waiting[0]
+            begun = self._begin(request)
+            if begun is None:
+                if not self.running:
+                    raise MemoryError(NO_ROOM)
                 self.blocked = True
                 return
             self.waiting.popleft()
-            self.row[request] = self._timed(self.kv.admit, tokens)
+            self.row[request], self.computed[request] = begun
+            if self.cached[request] < 0:
+                self.cached[request] = self.computed[request]
             self.running.append(request)
+
+    def _has_tokens_left(self) -> bool:
+        """Whether a step could take up one more prompt."""
+        if not self.late:
+            return True
+        lacking = (self.known - self.computed)[self.running]
+        return bool(lacking[lacking > 1].sum() < self.chunk)
+
+    def _begin(self, request: int) -> tuple[int, int] | None:
+        """Starts a request, if there is room for it beside what the others were promised; returns its row, and how many
+        of its tokens are there."""
+        tokens, others, spare = int(self.known[request]), len(self.running), None
+        if others:
+            spare = int((self.known - self.computed)[self.running].sum()) + HEADROOM * (others + 1)
+        if self.ids is not None:
+            return self._timed(self.kv.begin, self.ids(request), tokens, spare)
+        if spare is not None and not self._timed(self.kv.fits, tokens, spare):
+            return None
+        return self._timed(self.kv.admit, tokens), 0
 
     def _preempt(self) -> None:
         request = self.running.pop()
@@ -126,6 +170,7 @@ class Schedule:
         self.computed[step.decode] += 1
         self.computed[step.prefill] += step.counts
         self.known[step.sampled] += 1
+        self._commit(step.prefill.tolist())
         if len(step.prefill):
             self.blocked = False  # what they were promised may lie in memory that their rows had already
         finished = step.sampled[self.known[step.sampled] == self.total[step.sampled]].tolist()
@@ -139,7 +184,14 @@ class Schedule:
             self.running = [request for request in self.running if request not in ended]
             self._free(requests)
 
+    def _commit(self, requests: list[int]) -> None:
+        """Makes what requests have computed known, with prefix reuse."""
+        if self.ids is not None:
+            for request in requests:
+                self._timed(self.kv.commit, int(self.row[request]), self.ids(request)[: self.computed[request]])
+
     def _free(self, requests: list[int]) -> None:
+        self._commit(requests)
         self._timed(self.kv.free, self.row[requests].tolist())
         self.row[requests] = -1
         self.blocked = False
