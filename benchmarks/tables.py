@@ -333,6 +333,11 @@ for name, source in (("rounds", "serve_rounds_h200.json"), ("rounds-qwen3", "ser
     TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
 
 
+for name, load in (("mooncake", "mooncake_conversation, saturation"), ("system", "system prompts, saturation")):
+    TABLES[f"serve-reuse-{name}"] = Table(("serve_reuse_h200.json",), partial(serving_table, load=load))
+TABLES["serve-reuse-comparisons"] = Table(("serve_reuse_h200.json",), comparisons_table)
+
+
 @table("reuse_h200.json")
 def page_reuse(result: Result) -> str:
     return markdown(("", *(case["case"] for case in result["cases"])), reuse.table(result))

@@ -19,7 +19,7 @@ from benchmarks.engine.run import Run
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.measure import figures, middle, same_tokens
 from benchmarks.serve.report import compare
-from benchmarks.serve.workloads import Limits, arrivals, make_workload
+from benchmarks.serve.workloads import Limits, arrivals, make_workload, system_prompts
 from vmmkv.workload import Request
 
 APP = typer.Typer()
@@ -112,6 +112,63 @@ def test_quick_is_saturation_of_rows_and_blocks_ahead_and_waiting(traces: list[s
     assert set(whats) == {"main, saturation", "main, saturation, each step waited for"}
     for name, load in (("rounds-ahead", "| main, saturation |"), ("rounds-waiting", "each step waited for |")):
         assert load in tables.TABLES[name].write(result)
+
+
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Path:
+    """Four conversations of five turns, each of which begins with all of the turn before it."""
+    rng = np.random.default_rng()
+    path = tmp_path / "turns.jsonl"
+    begins = [rng.integers(600, 1400, 5).cumsum().tolist() for _ in range(4)]
+    fields = (
+        {"timestamp": 0, "input_length": begins[chat][turn], "output_length": 160}
+        | {"hash_ids": list(range(100 * chat, 100 * chat - (begins[chat][turn] // -512)))}
+        for turn in range(5)
+        for chat in range(4)
+    )
+    path.write_text("\n".join(map(json.dumps, fields)))
+    return path
+
+
+def test_reuse_is_measured_on_rows_and_blocks_next_to_none(mooncake: Path, tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    sizes = "--memory", "1MiB", "--shorten", "32", "--requests", "20", "--rounds", "1", "--chunk", "64"
+    done = run_benchmark("--reuse", "--trace", str(mooncake), *sizes, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    about = {work["name"]: work for work in result["workloads"]}
+    rows = {(row["trace"], row["backend"]): row for row in result["serving"]}
+    backends = ("vmm", "paged", "vmm+reuse", "paged+reuse")
+    assert rows.keys() == {(name, backend) for name in ("turns", "8 system prompts") for backend in backends}
+    for (name, backend), row in rows.items():
+        assert row["finished"] == row["requests"] == 20
+        assert row["same_tokens"] > 0.5
+        best = about[name]["known_tokens"] / about[name]["prompt_tokens"]
+        if "reuse" in backend:
+            assert 0.3 * best < row["hit_rate"] <= best
+        else:
+            assert row["hit_rate"] == 0
+        assert row["idle_bytes"] == (0 if "vmm" in backend else row["peak_bytes"])
+    assert result["prefill"] == result["missed"] == []
+    whats = {line["what"] for line in result["comparisons"]}
+    for name in ("turns", "8 system prompts"):
+        for words in ("vmm+reuse over paged+reuse, tokens/s", "vmm+reuse over vmm, tokens/s"):
+            assert f"{name}, saturation: {words}" in whats
+    assert "8 system prompts, saturation |" in tables.TABLES["serve-reuse-system"].write(result)
+
+
+def test_prompts_have_in_common_what_their_traces_say(mooncake: Path) -> None:
+    limits = Limits(requests=20, tokens=10**6, longest=10**5, max_seq_len=64, shorten=8)
+    for workload in (make_workload(mooncake, limits, 0), system_prompts(3, limits, 0)):
+        prompts = workload.prompts(2**40, seed=1)
+        assert [len(prompt) for prompt in prompts] == [request.prompt for request in workload.requests]
+        known = 0
+        for number, prompt in enumerate(prompts):
+            common = [
+                int((prompt[: len(other)] == other[: len(prompt)]).cumprod(0).sum()) for other in prompts[:number]
+            ]
+            known += min(max(common, default=0), len(prompt) - 1)
+        assert known == workload.known_tokens() > 0
 
 
 def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None:
@@ -240,6 +297,7 @@ def test_the_run_with_the_median_throughput_is_reported() -> None:
             "crowded_concurrency": None,
             "manager_us": speed,
             "ttft_s": {"p50": 1.0},
+            "hit_rate": 0.25,
         }
         times = {"manager_step_us": {"p99": 2 * speed}, "seconds": 100 / speed}
         return figures | times | {"finished": finished, "requests": 3}

@@ -82,8 +82,8 @@ class Engine:
         self.write = torch_write(self.kv) if attention == "torch" else numba_write(self.kv)
         self.decode_attention = ATTENTION[attention](self.kv)
         self.prefill_attention = ATTENTION[prefill or attention](self.kv)
-        # A decode batch takes four arrays; prefill two by token, four by sequence, two by sequence that samples. And one
-        # says where all samples are.
+        # A decode batch takes four arrays; prefill two by token, four by sequence, two by sequence that samples. One
+        # more says where all samples are.
         self.inputs = torch.zeros(11 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)

@@ -1,17 +1,22 @@
 """Serving with vmmkv, with a block table and with static slots: the same requests, model, kernels and budget.
 
-    python -m benchmarks.serve [--quick] [--trace FILE]... [--json FILE] [--plot FILE]
+    python -m benchmarks.serve [--quick | --reuse] [--trace FILE]... [--json FILE] [--plot FILE]
 
 Replays a trace with `benchmarks.engine`: at saturation, all requests waiting, in several rounds of which the median is
 reported, and at shares of the throughput that the block table reached there. Then long prompts, with the fastest
 prefill kernels of rows and of blocks. `--quick` is saturation alone, of rows and blocks, in more rounds, with the host
-a step ahead of the device and with one that waits for each step's tokens. Without a GPU it runs a tiny model, with
-lengths divided by 16, and speeds say nothing: blocks are copied together there for torch's attention.
+a step ahead of the device and with one that waits for each step's tokens. `--reuse` is saturation alone, of rows and of
+blocks with a radix tree, each with prefix reuse and without, in rounds of all traces and of random conversations behind
+shared system prompts; requests start when a step has tokens left for them, so that they find what came before. Without
+a GPU it runs a tiny model, with lengths divided by 16, and speeds say nothing: blocks are copied together there for
+torch's attention.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
@@ -19,10 +24,10 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
-from rich.progress import Progress
+from rich import progress as progress_bar
 
 from benchmarks.attention.peers import versions
-from benchmarks.engine.engine import BACKENDS
+from benchmarks.engine.engine import BACKENDS, REUSING
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
@@ -30,14 +35,17 @@ from vmmkv.environment import environment
 from vmmkv.memory.budget import parse_bytes
 from vmmkv.memory.driver import open_driver
 
-from .measure import Load, Settings, free_memory, serve
+from .measure import REUSE, Load, Progress, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
-from .workloads import Limits, Usual, Workload, make_workload
+from .workloads import Limits, Usual, Workload, make_workload, system_prompts
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
 HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
-CHOICES = dict.fromkeys(BACKENDS, "") | {"vmm+fa3": "fa3_fwd_interface", "paged+flashinfer": "flashinfer"}
+CHOICES = dict.fromkeys([*BACKENDS, *(f"{name}+{REUSE}" for name in REUSING)], "") | {
+    "vmm+fa3": "fa3_fwd_interface",
+    "paged+flashinfer": "flashinfer",
+}
 """Backends, and the module that each needs beside ours."""
 
 
@@ -54,6 +62,7 @@ class Plan(NamedTuple):
 
 FULL = Plan(list(BACKENDS), [0.5], rounds=3, requests=300, wait=False, prompts=True)
 QUICK = Plan(["vmm", "paged"], [], rounds=5, requests=150, wait=True, prompts=False)
+SHARING = Plan(["vmm", "paged", "vmm+reuse", "paged+reuse"], [], rounds=3, requests=300, wait=False, prompts=False)
 LARGEST = 0.9
 """Of the budget: requests that would take more are left out."""
 
@@ -66,6 +75,8 @@ def main(
     model: Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}, or a folder of safetensors.")] = None,
     memory: Annotated[str | None, typer.Option(help="Budget for K and V, of each backend.")] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Saturation alone, of rows and blocks; see above.")] = False,
+    reuse: Annotated[bool, typer.Option("--reuse", help="With prefix reuse and without; see above.")] = False,
+    shared_prompts: Annotated[int, typer.Option(min=1, help="System prompts, with --reuse.")] = 8,
     backends: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CHOICES)}.")] = None,
     rates: Annotated[list[float] | None, typer.Option(help="Of the main trace: shares of saturation.")] = None,
     rounds: Annotated[
@@ -76,7 +87,8 @@ def main(
     ] = None,
     requests: Annotated[int | None, typer.Option(min=1, help="Most requests of a trace.")] = None,
     tokens: Annotated[
-        int, typer.Option(min=1, help="Most tokens of the main trace; of others half, at saturation only.")
+        int,
+        typer.Option(min=1, help="Most tokens of the main trace, or of each with --reuse; else of others half."),
     ] = 400_000,
     max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
     max_seq_len: Annotated[
@@ -97,7 +109,9 @@ def main(
 ) -> None:
     """Measure serving with each KV backend."""
     deadline = perf_counter() + budget_seconds
-    plan = QUICK if quick else FULL
+    if quick and reuse:
+        raise typer.BadParameter("--quick and --reuse are two benchmarks")
+    plan = QUICK if quick else SHARING if reuse else FULL
     backends = backends or plan.backends
     rates = sorted(set(rates or plan.rates))
     for backend in backends:
@@ -125,14 +139,18 @@ def main(
         max_seq_len=max_seq_len or usual.max_seq_len,
         shorten=shorten or usual.shorten,
     )
-    first, *others = trace or [None]
-    workloads = [make_workload(first, limits, seed)]
-    workloads += [make_workload(path, limits._replace(tokens=tokens // 2), seed) for path in others]
+    if reuse:
+        workloads = [make_workload(path, limits, seed) for path in trace or []]
+        workloads.append(system_prompts(shared_prompts, limits, seed))
+    else:
+        first, *others = trace or [None]
+        workloads = [make_workload(first, limits, seed)]
+        workloads += [make_workload(path, limits._replace(tokens=tokens // 2), seed) for path in others]
     prompt = prompt_tokens or usual.prompt_tokens
     positions = max(prompt, *(workload.max_seq_len for workload in workloads))
     make = random_model if name in MODELS else load_model
     weights = make(config if name in MODELS else Path(name), positions, driver.device, dtype)
-    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead)
+    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead, late=reuse)
     result: dict[str, Any] = {
         "environment": environment(driver.device),
         "peers": versions(),
@@ -151,7 +169,11 @@ def main(
     }
     try:
         loads = [Load(), *([Load(wait=True)] if (plan.wait if wait is None else wait) else []), *map(Load, rates)]
-        measure(result, settings, workloads, backends, loads, rounds or plan.rounds, prompt if plan.prompts else None)
+        rounds = rounds or plan.rounds
+        if reuse:
+            measure_all(result, settings, workloads, backends, rounds)
+        else:
+            measure(result, settings, workloads, backends, loads, rounds, prompt if plan.prompts else None)
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
         if json_output:
@@ -177,6 +199,8 @@ def describe(workload: Workload) -> dict[str, Any]:
         "name": workload.name,
         "requests": len(workload.requests),
         "tokens": workload.tokens,
+        "prompt_tokens": sum(request.prompt for request in workload.requests),
+        "known_tokens": workload.known_tokens(),
         "output_tokens": sum(request.output for request in workload.requests),
         "max_seq_len": workload.max_seq_len,
         "left_out": workload.left_out,
@@ -193,12 +217,7 @@ def measure(
     prompt_tokens: int | None,
 ) -> None:
     """Adds to a result the main trace, long prompts, other traces: what matters most comes first."""
-    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
-        task = bar.add_task("Preparing", total=None)
-
-        def progress(name: str, finished: int, total: int) -> None:
-            bar.update(task, description=name, completed=finished, total=total)
-
+    with shown_progress() as progress:
         for index, workload in enumerate(workloads):
             if index:
                 serve(result, settings, workload, backends, [Load()], 1, progress)
@@ -208,6 +227,26 @@ def measure(
                 if prompt_tokens:
                     compare_prefill(result, settings, prompt_tokens, progress)
                     free_memory()
+
+
+def measure_all(
+    result: dict[str, Any], settings: Settings, workloads: list[Workload], backends: list[str], rounds: int
+) -> None:
+    """Adds to a result all traces at saturation; each has the same share of the time."""
+    with shown_progress() as progress:
+        for index, workload in enumerate(workloads):
+            share = (settings.deadline - perf_counter()) / (len(workloads) - index)
+            within = settings._replace(deadline=perf_counter() + share)
+            serve(result, within, workload, backends, [Load()], rounds, progress)
+            free_memory()
+
+
+@contextmanager
+def shown_progress() -> Iterator[Progress]:
+    """A bar, on a terminal."""
+    with progress_bar.Progress(console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("Preparing", total=None)
+        yield lambda name, finished, total: bar.update(task, description=name, completed=finished, total=total)
 
 
 if __name__ == "__main__":

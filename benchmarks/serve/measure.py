@@ -28,6 +28,9 @@ Progress = Callable[[str, int, int], object]
 REFERENCE = "paged"
 """Whose throughput at saturation the other arrival rates are shares of; the first backend where it is not measured."""
 
+REUSE = "reuse"
+"""What is behind the `+` of a backend that reuses prefixes."""
+
 WARM_UPS = 16
 """Sizes of prompts that an engine serves before it is measured, up to a whole chunk."""
 
@@ -43,6 +46,7 @@ class Settings(NamedTuple):
     seed: int
     lookahead: int | None = None
     pool: FramePool | None = None
+    late: bool = False
 
     def options(self, backend: str) -> dict[str, Any]:
         """Of an engine with this backend."""
@@ -81,7 +85,8 @@ def serve(
     of the run with the median throughput.
 
     Args:
-        backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`.
+        backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`, or with prefix
+            reuse, as `vmm+reuse`.
     """
     order = sorted(backends, key=lambda name: name != REFERENCE)
     plan = [
@@ -123,6 +128,7 @@ EACH_ROUND: dict[str, Callable[[Row], float | None]] = {
     "crowded_concurrency": lambda row: row["crowded_concurrency"],
     "manager_us": lambda row: row["manager_us"],
     "manager_p99_us": lambda row: row["manager_step_us"]["p99"],
+    "hit_rate": lambda row: row["hit_rate"],
 }
 """Figures that are reported of all rounds."""
 
@@ -141,7 +147,8 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
     For each size libraries choose among kernels, which are loaded when they first run: the first backend would wait.
     """
     max_tokens = max(workload.tokens, 2 * settings.chunk)
-    name, _, prefill = backend.partition("+")
+    name, _, beside = backend.partition("+")
+    vocabulary = settings.model.config.vocab_size
     engine = Engine(
         settings.model,
         name,
@@ -150,12 +157,14 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
         workload.max_seq_len,
         max_tokens,
         chunk=settings.chunk,
-        prefill=prefill or None,
+        prefill=None if beside == REUSE else beside or None,
+        reuse=beside == REUSE,
+        late=settings.late,
         options=settings.options(name),
     )
     longest = min(settings.chunk, workload.max_seq_len - 2)
     for prompt in range(longest, 0, -max(longest // WARM_UPS, 1)):
-        engine.run([torch.zeros(prompt, dtype=torch.int64)], [2])
+        engine.run([torch.full((prompt,), prompt % vocabulary)], [2])
     engine.kv.give_back()
     return engine
 
@@ -221,6 +230,7 @@ def figures(run: Run) -> Row:
         "mean_concurrency": float(np.average(running, weights=took)),
         "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
         "preemptions": run.preemptions,
+        "hit_rate": float(run.cached[run.cached >= 0].sum() / max(run.prompts[run.cached >= 0].sum(), 1)),
         "manager_us": sum(run.manager_ns) / 1e3 / steps,
         "manager_step_us": quantiles(np.array(run.manager_ns) / 1e3),
         "host_us": run.host_ns / 1e3 / steps,

@@ -55,6 +55,20 @@ def compare(result: dict[str, Any]) -> list[Row]:
             names, both = f"{name}: vmm over static", partial(typical, rows["vmm"], rows["static"])
             add(f"{names}, tokens/s", both("output_tokens_per_s"))
             add(f"{names}, concurrency while others wait", both("crowded_concurrency"), 3.0 if main else None)
+        if {"vmm+reuse", "paged+reuse"} <= rows.keys():
+            names, both = (
+                f"{name}: vmm+reuse over paged+reuse",
+                partial(typical, rows["vmm+reuse"], rows["paged+reuse"]),
+            )
+            add(f"{names}, tokens/s", both("output_tokens_per_s"), 1.0 if on_gpu else None)
+            add(f"{names}, time to first token", both("first_token_s"), 0.0 if on_gpu else None, at_most=1.0)
+            add(f"{names}, prompt tokens that were there", both("hit_rate"))
+        for backend in ("vmm", "paged"):
+            if {backend, f"{backend}+reuse"} <= rows.keys():
+                names = f"{name}: {backend}+reuse over {backend}"
+                both = partial(typical, rows[f"{backend}+reuse"], rows[backend])
+                add(f"{names}, tokens/s", both("output_tokens_per_s"))
+                add(f"{names}, time to first token", both("first_token_s"))
     prompts = {(row["backend"], row["kernel"]): row for row in result["prefill"]}
     for aim, *both in ((1.2, ("vmm", "fa3"), ("paged", "flashinfer")), (None, ("vmm", "numba"), ("paged", "numba"))):
         if prompts.keys() >= set(both):
@@ -115,6 +129,7 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("p50 of all rounds", lambda row: rounds_cell(row["each_round"]["first_token_s"], 2)),
     ("time per output token, ms, p50", lambda row: number(row["tpot_s"]["p50"], 1, 1e3)),
     ("p99", lambda row: number(row["tpot_s"]["p99"], 1, 1e3)),
+    ("prompt tokens that were there", lambda row: f"{row['hit_rate']:.1%}"),
     ("concurrency, peak", lambda row: row["peak_concurrency"]),
     ("mean", lambda row: number(row["mean_concurrency"], 1)),
     ("mean while others wait", lambda row: number(row["crowded_concurrency"], 1)),

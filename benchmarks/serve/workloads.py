@@ -1,8 +1,9 @@
-"""Which requests are served, and when they come."""
+"""Which requests are served, of which tokens, and when they come."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vmmkv.workload import Request, conversations, read_trace
+from vmmkv.workload import BLOCK, Request, conversations, read_trace
+
+
+class Part(NamedTuple):
+    """Tokens of a prompt: equal names are equal tokens. What a prompt's last part has too many is not in it."""
+
+    name: tuple[int, ...]
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -19,12 +27,14 @@ class Workload:
 
     Attributes:
         name: of the trace.
+        parts: what the prompt of each request consists of.
         max_seq_len: tokens of the longest request that a server would take, at least those of the longest here.
         left_out: requests between them that are too long for the budget.
     """
 
     name: str
     requests: list[Request]
+    parts: list[list[Part]]
     max_seq_len: int
     left_out: int
 
@@ -36,9 +46,30 @@ class Workload:
         return self.requests[: max(count, 1)]
 
     def prompts(self, vocab_size: int, seed: int) -> list[torch.Tensor]:
-        """Random tokens."""
-        generator = torch.Generator().manual_seed(seed)
-        return [torch.randint(vocab_size, (request.prompt,), generator=generator) for request in self.requests]
+        """Random tokens, the same for parts of the same name."""
+
+        def tokens(part: Part) -> npt.NDArray[np.int64]:
+            return np.random.default_rng([seed, *part.name]).integers(vocab_size, size=part.tokens)
+
+        made = (np.concatenate([tokens(part) for part in parts]) for parts in self.parts)
+        return [torch.from_numpy(ids[: request.prompt]) for ids, request in zip(made, self.requests)]
+
+    def known_tokens(self) -> int:
+        """Tokens of prompts that are the beginning of one before, but for each one's last token: all that reuse could
+        find if requests came one after another, and nothing was ever given up."""
+        seen: dict[tuple[Part, ...], int] = {}
+        total = 0
+        for request, parts in zip(self.requests, self.parts):
+            begin = common = 0
+            for index, part in enumerate(parts):
+                end = min(begin + part.tokens, request.prompt)
+                path = tuple(parts[: index + 1])
+                if common == begin:
+                    common = min(end, max(seen.get(path, 0), begin))
+                seen[path] = max(seen.get(path, 0), end)
+                begin = end
+            total += min(common, request.prompt - 1)
+        return total
 
 
 class Usual(NamedTuple):
@@ -69,27 +100,62 @@ class Limits(NamedTuple):
 
 
 def make_workload(trace: Path | None, limits: Limits, seed: int) -> Workload:
-    """The first requests of a trace, or random conversations.
+    """The first requests of a trace, or random conversations. Prompts have in common what a trace says.
 
     Raises:
         ValueError: there are none within these limits.
     """
-    taken: list[Request] = []
+    requests = read_trace(trace) if trace else conversations(limits.requests, np.random.default_rng(seed))
+    number, block = count(), -(-BLOCK // limits.shorten)
+    cases = []
+    for request in requests:
+        prompt, output = (-(-tokens // limits.shorten) for tokens in (request.prompt, request.output))
+        parts = [Part((SHARED, name), block) for name in request.blocks] or [Part((OWN, next(number)), prompt)]
+        cases.append((Request(prompt, output, request.arrival, request.blocks), parts))
+    return _within(limits, trace.stem if trace else "conversations", cases)
+
+
+def system_prompts(prompts: int, limits: Limits, seed: int) -> Workload:
+    """Random conversations, each of which begins with one of some system prompts of `SYSTEM_TOKENS` tokens: the first
+    with half of the requests, each other one with half of those that are left.
+
+    Raises:
+        ValueError: there are none within these limits.
+    """
+    rng = np.random.default_rng([seed, prompts])
+    lengths = -(-rng.integers(*SYSTEM_TOKENS, prompts) // limits.shorten)
+    cases = []
+    for number, request in enumerate(conversations(limits.requests, rng)):
+        prompt, output = (-(-tokens // limits.shorten) for tokens in (request.prompt, request.output))
+        which = min(int(rng.geometric(0.5)) - 1, prompts - 1)
+        parts = [Part((SHARED, which), int(lengths[which])), Part((OWN, number), prompt)]
+        cases.append((Request(int(lengths[which]) + prompt, output), parts))
+    return _within(limits, f"{prompts} system prompts", cases)
+
+
+SYSTEM_TOKENS = 1000, 4000
+"""Of a system prompt, with tools, at least and at most; they fill neither pages nor blocks."""
+SHARED, OWN = 0, 1
+"""Kinds of parts."""
+
+
+def _within(limits: Limits, name: str, cases: list[tuple[Request, list[Part]]]) -> Workload:
+    """The first requests, with their parts, that are within limits."""
+    taken: list[tuple[Request, list[Part]]] = []
     left_out = total = 0
-    for request in read_trace(trace) if trace else conversations(limits.requests, np.random.default_rng(seed)):
-        prompt, output = (-(-count // limits.shorten) for count in (request.prompt, request.output))
-        if prompt + output > limits.longest:
+    for request, parts in cases:
+        if request.total > limits.longest:
             left_out += 1
             continue
-        total += prompt + output
+        total += request.total
         if len(taken) == limits.requests or total > limits.tokens:
             break
-        taken.append(Request(prompt, output, request.arrival))
-    name = trace.stem if trace else "conversations"
+        taken.append((request, parts))
     if not taken:
         raise ValueError(f"no request of {name} is within {limits}")
-    longest = max(request.total for request in taken)
-    return Workload(name, taken, max(longest, min(limits.max_seq_len, limits.longest)), left_out)
+    longest = max(request.total for request, _ in taken)
+    max_seq_len = max(longest, min(limits.max_seq_len, limits.longest))
+    return Workload(name, [request for request, _ in taken], [parts for _, parts in taken], max_seq_len, left_out)
 
 
 def arrivals(requests: list[Request], rate: float, seed: int) -> npt.NDArray[np.float64]:
