@@ -171,6 +171,20 @@ def test_prompts_have_in_common_what_their_traces_say(mooncake: Path) -> None:
         assert known == workload.known_tokens() > 0
 
 
+def test_what_is_preempted_is_suspended_if_one_asks_for_it(tmp_path: Path) -> None:
+    path, trace = tmp_path / "result.json", tmp_path / "long.jsonl"
+    trace.write_text('{"input_length": 8, "output_length": 200}\n' * 8)
+    sizes = "--memory", "256KiB", "--chunk", "64", "--rounds", "1", "--backends", "vmm", "--backends", "vmm+suspend"
+    done = run_benchmark("--quick", "--no-wait", "--trace", str(trace), *sizes, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    anew, suspended = (next(row for row in result["serving"] if row["backend"] == n) for n in ("vmm", "vmm+suspend"))
+    assert anew["finished"] == suspended["finished"] == 8
+    assert anew["preemptions"] > anew["suspensions"] == 0
+    assert 0 < suspended["suspensions"] <= suspended["preemptions"]
+    assert result["preempting"]["suspends"]
+
+
 def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     done = run_benchmark("--requests", "2000", "--tokens", "10000000", "--budget-seconds", "1", "--json", str(path))

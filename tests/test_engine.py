@@ -23,6 +23,7 @@ from benchmarks.engine.reusing_blocks import ReusingPagedKV
 from benchmarks.engine.reusing_rows import ReusingVmmKV
 from benchmarks.engine.run import Run
 from benchmarks.engine.schedule import HEADROOM, Schedule
+from benchmarks.engine.suspending import SuspendingVmmKV, costs
 from benchmarks.engine.vmm import VmmKV
 from vmmkv import KVLayout
 
@@ -201,19 +202,22 @@ def related_ids(counts: list[int]) -> list[np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("backend", [ReusingPagedKV, ReusingVmmKV])
+@pytest.mark.parametrize("backend", [ReusingPagedKV, ReusingVmmKV, SuspendingVmmKV])
 @given(batch=batches(), late=st.booleans())
 @settings(max_examples=30)
 def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
-    backend: type[ReusingPagedKV | ReusingVmmKV], batch: tuple[list[int], list[int], int, int, int], late: bool
+    backend: type[PagedKV | VmmKV], batch: tuple[list[int], list[int], int, int, int], late: bool
 ) -> None:
     """K says which token it is, and V where: each row holds its own at all times; nobody writes what others read."""
     prompts, outputs, blocks, max_sequences, chunk = batch
     layout = KVLayout(1, 1, 64, torch.float32)
-    kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU)
+    suspend = backend is SuspendingVmmKV
+    options = {"host_bytes": 100 * layout.token_bytes, "tokens_per_s": 1.0} if suspend else {}
+    kv = backend(layout, max_sequences, 140, blocks * 16 * layout.token_bytes, CPU, **options)
     ids = related_ids([prompt + output for prompt, output in zip(prompts, outputs)])
-    schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk, late=late, ids=None)
-    schedule.ids = lambda request: ids[request][: schedule.known[request]]
+    schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk, late=late, suspend=suspend)
+    if not suspend:
+        schedule.ids = lambda request: ids[request][: schedule.known[request]]
     schedule.waiting.extend(range(len(prompts)))
     sampled = np.zeros(len(prompts), int)
     while step := schedule.next():
@@ -262,6 +266,31 @@ def check_tokens(kv: PagedKV | VmmKV, row: int, ids: np.ndarray) -> None:
     for cache, values in zip(kv.kv(0), (ids, positions)):
         found = cache[places(kv, row, positions)]
         assert (found == torch.from_numpy(values).float()[:, None, None]).all()
+
+
+@pytest.mark.parametrize(("tokens_per_s", "host_tokens"), [(1000.0, 1000), (1000.0, 70), (1e12, 1000)])
+def test_preempted_requests_are_suspended_where_that_is_cheaper_and_there_is_room(
+    tokens_per_s: float, host_tokens: int
+) -> None:
+    model = tiny_model()
+    prompts, outputs = random_requests(4, 16, 96)
+    options = {"host_bytes": host_tokens * 512, "tokens_per_s": tokens_per_s}
+    engine = Engine(model, "vmm", 9 * 16 * 512, 4, 160, 1000, suspend=True, options=options)
+    run = engine.run(prompts, outputs)
+    check_greedy(logits_without_cache(model), prompts, run)
+    assert run.finished == 4
+    assert run.preemptions > 0
+    assert (run.suspensions > 0) == (tokens_per_s == 1000.0)
+    if host_tokens == 1000:
+        assert run.suspensions in (0, run.preemptions)
+    check_nothing_is_kept(engine, "vmm")
+
+
+def test_copies_cost_less_where_a_model_computes_slowly_and_its_tokens_are_small() -> None:
+    token_bytes, tokens_per_s = int(RNG.integers(1 << 10, 1 << 20)), float(RNG.uniform(1e3, 1e6))
+    found = costs(token_bytes, tokens_per_s)
+    assert found["copies_us_per_token"] == pytest.approx(2 * token_bytes / 55e3)
+    assert found["suspends"] == (tokens_per_s * 2 * token_bytes < 55e9)
 
 
 @pytest.mark.parametrize("backend", REUSING)

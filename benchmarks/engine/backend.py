@@ -100,6 +100,17 @@ class ReusingKV(KVBackend, Protocol):
         """Makes the first tokens of a sequence, whose K and V are written, known under their ids."""
 
 
+class SuspendingKV(KVBackend, Protocol):
+    """A backend whose sequences can go to the host and come back, to the row that they had."""
+
+    def suspend(self, row: int) -> bool:
+        """Moves a sequence to the host; False: it stays, as that costs more than to compute it anew, or the host has no
+        room. Suspended ones can be freed as others."""
+
+    def resume(self, row: int, tokens: int, spare: int | None) -> bool:
+        """Moves a sequence back, which will have so many tokens; False: there is no room for them, see `ReusingKV`."""
+
+
 def pinned(array: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     """A host tensor that can be copied to the device without waiting; torch keeps its memory until it is copied."""
     tensor = torch.from_numpy(array)

@@ -27,11 +27,14 @@ from .run import Run
 from .schedule import Schedule, Step
 from .seen import SeenTokens
 from .static import StaticKV
+from .suspending import SuspendingVmmKV
 from .vmm import VmmKV
 
 BACKENDS: dict[str, Callable[..., KVBackend]] = {"vmm": VmmKV, "paged": PagedKV, "static": StaticKV}
 REUSING: dict[str, Callable[..., KVBackend]] = {"vmm": ReusingVmmKV, "paged": ReusingPagedKV}
 """Those that begin sequences with what others have computed."""
+SUSPENDING: dict[str, Callable[..., KVBackend]] = {"vmm": SuspendingVmmKV}
+"""Those whose preempted sequences may go to the host."""
 
 
 class Engine:
@@ -50,6 +53,7 @@ class Engine:
         graphs: decode from CUDA graphs; where there is a GPU.
         reuse: begin prompts with what others have computed, with a backend of `REUSING`; the tokens of each step are
             brought to the host for it, behind the next one.
+        suspend: preempted requests where that is cheaper than to compute them anew, with a backend of `SUSPENDING`.
         late: see `Schedule`.
         options: of the backend beside these, as `lookahead` and `pool` of "vmm".
     """
@@ -69,14 +73,15 @@ class Engine:
         temperature: float = 0.0,
         graphs: bool = True,
         reuse: bool = False,
+        suspend: bool = False,
         late: bool = False,
         options: Mapping[str, Any] | None = None,
     ) -> None:
         self.model, self.device = model, model.device
         self.max_sequences, self.chunk, self.temperature = max_sequences, chunk, temperature
-        self.reuse, self.late = reuse, late
+        self.reuse, self.suspend, self.late = reuse, suspend, late
         layout = model.config.kv_layout(model.dtype)
-        make = (REUSING if reuse else BACKENDS)[backend]
+        make = (REUSING if reuse else SUSPENDING if suspend else BACKENDS)[backend]
         self.kv = make(layout, max_sequences, max_seq_len, max_bytes, self.device, **(options or {}))
         attention = attention or ("numba" if self.device.type == "cuda" else "torch")
         self.write = torch_write(self.kv) if attention == "torch" else numba_write(self.kv)
@@ -121,7 +126,9 @@ class Engine:
         times = np.zeros(len(prompts)) if arrivals is None else np.array(arrivals)
         seen = SeenTokens(prompts, sizes + counts) if self.reuse else None
         ids = seen.of if seen else None
-        schedule = Schedule(self.kv, sizes, counts, self.max_sequences, self.chunk, late=self.late, ids=ids)
+        schedule = Schedule(
+            self.kv, sizes, counts, self.max_sequences, self.chunk, late=self.late, ids=ids, suspend=self.suspend
+        )
         self._take_tokens(prompts, sizes + counts)
         if self.use_graphs and not self.graphs:
             self._capture()
@@ -130,10 +137,10 @@ class Engine:
         try:
             self._serve(schedule, run, seen, begin, wait, deadline, progress)
         finally:
-            schedule.remove(list(schedule.running))
+            schedule.remove_all()
         run.seconds = perf_counter() - begin
         run.tokens = self.tokens[: (sizes + counts).sum()].cpu().numpy().copy()
-        run.preemptions, run.cached = schedule.preemptions, schedule.cached
+        run.preemptions, run.suspensions, run.cached = schedule.preemptions, schedule.suspensions, schedule.cached
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
         return run
 

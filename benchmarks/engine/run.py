@@ -25,7 +25,7 @@ class Run:
         seconds: until the last request had finished, or the run was stopped.
         generated: tokens.
         running, waiting: requests in each step, and `step_seconds`, how long it took.
-        preemptions, cached: see `Schedule`.
+        preemptions, suspensions, cached: see `Schedule`.
         manager_ns: host time in the cache manager for each step, waits for the device included.
         host_ns: host time in all that prepares and launches steps, the cache manager's included.
         samples: `(seconds, physical bytes, running requests)` over time.
@@ -43,6 +43,7 @@ class Run:
     waiting: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     preemptions: int = 0
+    suspensions: int = 0
     cached: npt.NDArray[np.int64] = field(init=False)
     manager_ns: list[int] = field(default_factory=list)
     host_ns: int = 0

@@ -3,7 +3,8 @@
 A request has `known` tokens, those of its prompt and those sampled so far, and K and V of `computed` of them. One that
 lacks K and V of one token decodes: it takes part in every step. One that lacks more is a prompt, and gets a chunk of
 what the step's budget leaves. Room is made step by step, for the tokens that it computes; where there is none, the
-request that came last is preempted: it keeps its tokens and computes K and V anew.
+request that came last is preempted: it keeps its tokens and computes K and V anew, or comes back from the host with
+them, where the backend suspends sequences and holds that cheaper.
 
 With prefix reuse a request begins with `computed` tokens that others have made known. It makes known what it computes
 itself: a prompt after each chunk, generated tokens at its end, as far as the host has seen them.
@@ -20,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from .backend import Ids, KVBackend, ReusingKV
+from .backend import Ids, KVBackend, ReusingKV, SuspendingKV
 
 Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
@@ -58,10 +59,12 @@ class Schedule:
         late: start a request only when a step has tokens left for its prompt, so that it finds what those before it
             have computed; otherwise as soon as there is room.
         ids: of a request the tokens that the host has seen, for prefix reuse with a `ReusingKV`; None: no reuse.
+        suspend: preempted requests, with a `SuspendingKV`.
 
     Attributes:
         cached: by request how many tokens were there when it first started.
-        preemptions: requests that lost K and V to others.
+        preemptions: requests that lost their room to others, and `suspensions`, how many of them kept K and V on the
+            host.
         manager_ns: host time in the cache manager.
 
     Raises:
@@ -70,7 +73,7 @@ class Schedule:
 
     def __init__(
         self,
-        kv: KVBackend | ReusingKV,
+        kv: KVBackend | ReusingKV | SuspendingKV,
         prompts: Numbers,
         outputs: Numbers,
         max_sequences: int,
@@ -78,12 +81,14 @@ class Schedule:
         *,
         late: bool = False,
         ids: Callable[[int], Ids] | None = None,
+        suspend: bool = False,
     ) -> None:
         self.kv = kv
         self.max_sequences = max_sequences
         self.chunk = chunk
         self.late = late
         self.ids = ids
+        self.suspend = suspend
         self.total = prompts + outputs
         if not kv.fits(int(self.total.max())):
             raise ValueError(f"got a request of {self.total.max()} tokens; this budget has no room for it")
@@ -95,7 +100,7 @@ class Schedule:
         self.running: list[int] = []
         self.blocked = False
         """The first that waits did not fit; since then nothing was freed, and no prompt computed."""
-        self.preemptions = 0
+        self.preemptions = self.suspensions = 0
         self.manager_ns = 0
 
     def next(self) -> Step | None:
@@ -152,6 +157,9 @@ class Schedule:
         tokens, others, spare = int(self.known[request]), len(self.running), None
         if others:
             spare = int((self.known - self.computed)[self.running].sum()) + HEADROOM * (others + 1)
+        if self.row[request] >= 0:  # it is suspended
+            row, computed = int(self.row[request]), int(self.computed[request])
+            return (row, computed) if self._timed(self.kv.resume, row, tokens, spare) else None
         if self.ids is not None:
             return self._timed(self.kv.begin, self.ids(request), tokens, spare)
         if spare is not None and not self._timed(self.kv.fits, tokens, spare):
@@ -160,10 +168,14 @@ class Schedule:
 
     def _preempt(self) -> None:
         request = self.running.pop()
-        self._free([request])
-        self.preemptions += bool(self.computed[request])
-        self.computed[request] = 0
         self.waiting.appendleft(request)
+        self.preemptions += bool(self.computed[request])
+        if self.suspend and self.computed[request] and self._timed(self.kv.suspend, int(self.row[request])):
+            self.suspensions += 1
+            self.blocked = False
+            return
+        self._free([request])
+        self.computed[request] = 0
 
     def advance(self, step: Step) -> list[int]:
         """Takes the last step for done; returns the requests that have all of their tokens, whose K and V are gone."""
@@ -177,8 +189,12 @@ class Schedule:
         self.remove(finished)
         return finished
 
+    def remove_all(self) -> None:
+        """Ends all requests that run, or are suspended."""
+        self.remove(np.flatnonzero(self.row >= 0).tolist())
+
     def remove(self, requests: list[int]) -> None:
-        """Ends running requests."""
+        """Ends requests that run, or are suspended."""
         if requests:
             ended = set(requests)
             self.running = [request for request in self.running if request not in ended]

@@ -31,6 +31,7 @@ class VmmKV:
     Args:
         lookahead: tokens that are mapped behind each sequence before it needs them; None is what `KVCache` does.
         pool: memory that others use as well, instead of `max_bytes` of its own.
+        host_bytes: of host memory, for sequences that are suspended.
     """
 
     block_table = None
@@ -45,17 +46,21 @@ class VmmKV:
         *,
         lookahead: int | None = None,
         pool: FramePool | None = None,
+        host_bytes: int = 0,
     ) -> None:
         memory: dict[str, Any] = {"pool": pool}
         if pool is None:
             memory = {"max_bytes": max_bytes, "driver": make_driver(layout, device)}
-        self.cache = KVCache(layout, max_sequences, max_seq_len, lookahead=lookahead, **memory)
+        self.cache = KVCache(layout, max_sequences, max_seq_len, lookahead=lookahead, host_bytes=host_bytes, **memory)
         self.sequences = np.full(max_sequences, None, object)
         self.free_rows = max_sequences
 
     def fits(self, tokens: int, spare: int = 0) -> bool:
-        needed = (tokens + spare) * self.cache.layout.token_bytes
-        return bool(self.free_rows) and needed <= self.cache.available_pages * self.cache.page_size
+        return bool(self.free_rows) and self.has_room(tokens + spare)
+
+    def has_room(self, tokens: int) -> bool:
+        """Whether there is memory for so many tokens more."""
+        return tokens * self.cache.layout.token_bytes <= self.cache.available_pages * self.cache.page_size
 
     def admit(self, tokens: int) -> int:
         sequence = self.cache.sequence(expected_tokens=tokens)

@@ -10,6 +10,9 @@ blocks with a radix tree, each with prefix reuse and without, in rounds of all t
 shared system prompts; requests start when a step has tokens left for them, so that they find what came before. Without
 a GPU it runs a tiny model, with lengths divided by 16, and speeds say nothing: blocks are copied together there for
 torch's attention.
+
+`--backends vmm+suspend` moves what is preempted to the host and back, if that costs less than to compute it anew;
+`preempting` in the result says what either costs a token.
 """
 
 from __future__ import annotations
@@ -27,22 +30,25 @@ import typer
 from rich import progress as progress_bar
 
 from benchmarks.attention.peers import versions
-from benchmarks.engine.engine import BACKENDS, REUSING
+from benchmarks.engine.engine import BACKENDS, REUSING, SUSPENDING
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
+from benchmarks.engine.suspending import PREFILL_TOKENS_PER_S, costs
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
 from vmmkv.environment import environment
 from vmmkv.memory.budget import parse_bytes
 from vmmkv.memory.driver import open_driver
 
-from .measure import REUSE, Load, Progress, Settings, free_memory, serve
+from .measure import REUSE, SUSPEND, Load, Progress, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
 from .workloads import Limits, Usual, Workload, make_workload, system_prompts
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
 HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
-CHOICES = dict.fromkeys([*BACKENDS, *(f"{name}+{REUSE}" for name in REUSING)], "") | {
+CHOICES = dict.fromkeys(
+    [*BACKENDS, *(f"{name}+{REUSE}" for name in REUSING), *(f"{name}+{SUSPEND}" for name in SUSPENDING)], ""
+) | {
     "vmm+fa3": "fa3_fwd_interface",
     "paged+flashinfer": "flashinfer",
 }
@@ -151,6 +157,10 @@ def main(
     make = random_model if name in MODELS else load_model
     weights = make(config if name in MODELS else Path(name), positions, driver.device, dtype)
     settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead, late=reuse)
+    if name in PREFILL_TOKENS_PER_S:
+        settings = settings._replace(tokens_per_s=PREFILL_TOKENS_PER_S[name])
+    elif any(backend.endswith(f"+{SUSPEND}") for backend in backends):
+        raise typer.BadParameter(f"{name}: nobody has measured how fast it computes prompts, so what suspending saves")
     result: dict[str, Any] = {
         "environment": environment(driver.device),
         "peers": versions(),
@@ -158,6 +168,7 @@ def main(
         "dtype": str(dtype).removeprefix("torch."),
         "budget_bytes": max_bytes,
         "token_bytes": token_bytes,
+        "preempting": costs(token_bytes, settings.tokens_per_s) if name in PREFILL_TOKENS_PER_S else None,
         "max_sequences": max_sequences,
         "chunk": chunk,
         "lookahead": lookahead,

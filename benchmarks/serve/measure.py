@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from functools import partial
+from math import inf
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -28,8 +29,8 @@ Progress = Callable[[str, int, int], object]
 REFERENCE = "paged"
 """Whose throughput at saturation the other arrival rates are shares of; the first backend where it is not measured."""
 
-REUSE = "reuse"
-"""What is behind the `+` of a backend that reuses prefixes."""
+REUSE, SUSPEND = "reuse", "suspend"
+"""What is behind the `+` of a backend that reuses prefixes, and of one that suspends preempted requests."""
 
 WARM_UPS = 16
 """Sizes of prompts that an engine serves before it is measured, up to a whole chunk."""
@@ -47,10 +48,15 @@ class Settings(NamedTuple):
     lookahead: int | None = None
     pool: FramePool | None = None
     late: bool = False
+    tokens_per_s: float = inf
 
     def options(self, backend: str) -> dict[str, Any]:
         """Of an engine with this backend."""
-        return {"lookahead": self.lookahead, "pool": self.pool} if backend == "vmm" else {}
+        name, _, beside = backend.partition("+")
+        options: dict[str, Any] = {"lookahead": self.lookahead, "pool": self.pool} if name == "vmm" else {}
+        if beside == SUSPEND:
+            options |= {"host_bytes": self.max_bytes, "tokens_per_s": self.tokens_per_s}
+        return options
 
 
 class Load(NamedTuple):
@@ -86,7 +92,7 @@ def serve(
 
     Args:
         backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`, or with prefix
-            reuse, as `vmm+reuse`.
+            reuse, as `vmm+reuse`, or suspending preempted requests, as `vmm+suspend`.
     """
     order = sorted(backends, key=lambda name: name != REFERENCE)
     plan = [
@@ -157,10 +163,11 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
         workload.max_seq_len,
         max_tokens,
         chunk=settings.chunk,
-        prefill=None if beside == REUSE else beside or None,
+        prefill=None if beside in (REUSE, SUSPEND) else beside or None,
         reuse=beside == REUSE,
+        suspend=beside == SUSPEND,
         late=settings.late,
-        options=settings.options(name),
+        options=settings.options(backend),
     )
     longest = min(settings.chunk, workload.max_seq_len - 2)
     for prompt in range(longest, 0, -max(longest // WARM_UPS, 1)):
@@ -230,6 +237,7 @@ def figures(run: Run) -> Row:
         "mean_concurrency": float(np.average(running, weights=took)),
         "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
         "preemptions": run.preemptions,
+        "suspensions": run.suspensions,
         "hit_rate": float(run.cached[run.cached >= 0].sum() / max(run.prompts[run.cached >= 0].sum(), 1)),
         "manager_us": sum(run.manager_ns) / 1e3 / steps,
         "manager_step_us": quantiles(np.array(run.manager_ns) / 1e3),

@@ -134,6 +134,7 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("mean", lambda row: number(row["mean_concurrency"], 1)),
     ("mean while others wait", lambda row: number(row["crowded_concurrency"], 1)),
     ("preemptions", lambda row: row["preemptions"]),
+    ("of them suspended", lambda row: row["suspensions"]),
     ("host, µs a step", lambda row: f"{row['host_us']:,.0f}"),
     ("cache manager, µs a step", lambda row: f"{row['manager_us']:,.1f}"),
     ("of it driver calls", lambda row: f"{row['driver_us']:,.1f}"),
