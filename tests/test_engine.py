@@ -38,6 +38,8 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 VOCABULARY = 97
+GPU_CONFIG = Config(VOCABULARY, 256, 256, 4, 8, 2, 64)
+"""4 KiB a token in float32."""
 KINDS = {"Llama": {"rope_parameters": LLAMA3}, "Qwen3": {"tie_word_embeddings": True}}
 
 
@@ -460,6 +462,39 @@ def test_on_a_gpu_peers_attend_to_chunks_of_prompts_as_our_kernels_do(backend: s
     engine.prefill_attention = both
     assert engine.run(prompts, [2] * len(prompts)).finished == len(prompts)
     check_nothing_is_kept(engine, backend)
+    engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", REUSING)
+def test_on_a_gpu_reuse_finds_what_others_have_computed(backend: str) -> None:
+    """With graphs, and the host a step ahead. A page holds 512 tokens."""
+    model = random_model(GPU_CONFIG, 2048, torch.device("cuda"), torch.float32, random_seed())
+    system = torch.from_numpy(RNG.integers(0, VOCABULARY, 1100))
+    prompts = [torch.cat([system, prompt]) for prompt in random_requests(12, 300, 1)[0]]
+    engine = Engine(model, backend, 12 * 2 << 20, 6, 2048, 40_000, chunk=700, reuse=True, late=True)
+    run = engine.run(prompts, RNG.integers(100, 300, len(prompts)).tolist())
+    logits = logits_without_cache(model)
+    check_greedy(lambda tokens: logits(tokens.cuda()), prompts, run)
+    assert run.finished == len(prompts)
+    assert (run.cached[2:] >= 1024).all()
+    check_nothing_is_kept(engine, backend)
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_suspended_requests_go_on_where_they_were() -> None:
+    """Six requests that begin on a page each, of eight, and need two before the first is done."""
+    model = random_model(GPU_CONFIG, 1024, torch.device("cuda"), torch.float32, random_seed())
+    prompts, _ = random_requests(6, 300, 1)
+    options = {"host_bytes": 64 << 20, "tokens_per_s": 1000.0}
+    engine = Engine(model, "vmm", 8 * 2 << 20, 6, 1024, 40_000, suspend=True, options=options)
+    run = engine.run(prompts, [600] * 6)
+    logits = logits_without_cache(model)
+    check_greedy(lambda tokens: logits(tokens.cuda()), prompts, run)
+    assert run.finished == 6
+    assert run.suspensions == run.preemptions > 0
+    check_nothing_is_kept(engine, "vmm")
     engine.close()
 
 
