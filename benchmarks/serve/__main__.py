@@ -147,7 +147,7 @@ def main(
     )
     if reuse:
         workloads = [make_workload(path, limits, seed) for path in trace or []]
-        workloads.append(system_prompts(shared_prompts, limits, seed))
+        workloads.append(system_prompts(shared_prompts, limits._replace(shorten=usual.shorten), seed))
     else:
         first, *others = trace or [None]
         workloads = [make_workload(first, limits, seed)]
