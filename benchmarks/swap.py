@@ -10,9 +10,12 @@ from there. A time is from the call until the device has done.
 
 from __future__ import annotations
 
+import ctypes
 from time import perf_counter
 from typing import Annotated, Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import typer
 from rich.progress import track
@@ -27,6 +30,9 @@ from .transfer import PIECE, PLAIN, WARM_UP, Row, figures, in_turn, layout_on, s
 
 GATHERED = f"pieces of {format_bytes(PIECE)}, gathered"
 BATCHED = f"pieces of {format_bytes(PIECE)}, one batch of copies"
+IN_STREAM_ORDER = 1
+"""`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`."""
+Places = npt.NDArray[np.uint64]
 SUSPENDED, SUSPENDED_NEW = "suspend() and resume()", "suspend() and resume(), onto new pages"
 
 
@@ -89,26 +95,30 @@ class Gathered(Plain):
 
 
 class Batched(Plain):
-    """Pieces that lie anywhere, on a GPU: the driver copies each."""
+    """Pieces that lie anywhere, on a GPU: the driver copies each, and is told of all in one call from C arrays."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        import cuda.bindings.driver as cu
-
         super().__init__(nbytes, device)
-        self.cu, self.count = cu, nbytes // PIECE
-        self.places = (self.memory.data_ptr() + torch.randperm(self.count) * PIECE).tolist()
-        first = self.host.data_ptr()
-        self.host_places = list(range(first, first + nbytes, PIECE))
-        self.attributes = cu.CUmemcpyAttributes()
-        self.attributes.srcAccessOrder = cu.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        self.call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
+        count = nbytes // PIECE
+        self.places = self.memory.data_ptr() + torch.randperm(count).numpy().astype(np.uint64) * PIECE
+        self.host_places = self.host.data_ptr() + np.arange(count, dtype=np.uint64) * PIECE
+        self.sizes = np.full(count, PIECE, np.uint64)
+        self.attributes = np.array([IN_STREAM_ORDER, 0, 0, 0, 0, 0], np.int32)  # CUmemcpyAttributes, without hints
+        self.first = np.zeros(1, np.uint64)
         self.stream = torch.cuda.Stream(device)
 
-    def copy(self, targets: list[int], sources: list[int]) -> None:
-        sizes, stream = [PIECE] * self.count, self.stream.cuda_stream
-        call = self.cu.cuMemcpyBatchAsync
-        (status,) = call(targets, sources, sizes, self.count, [self.attributes], [0], 1, stream)
+    def copy(self, targets: Places, sources: Places) -> None:
+        arrays = [each.ctypes.data_as(ctypes.c_void_p) for each in (targets, sources, self.sizes)]
+        attributes = [each.ctypes.data_as(ctypes.c_void_p) for each in (self.attributes, self.first)]
+        count, one, stream = (
+            ctypes.c_size_t(len(self.sizes)),
+            ctypes.c_size_t(1),
+            ctypes.c_void_p(self.stream.cuda_stream),
+        )
+        status = self.call(*arrays, count, *attributes, one, stream)
         if status:
-            raise RuntimeError(f"cuMemcpyBatchAsync failed with {status.name}")
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with {status}")
 
     def out(self) -> None:
         self.copy(self.host_places, self.places)
