@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import vmmkv
+from vmmkv.events import EventLog
 from vmmkv.memory import ranges
 from vmmkv.metrics import PoolCollector
 from vmmkv.torch import GrowableTensor
@@ -89,6 +90,19 @@ def test_hits_are_counted_of_all_caches_that_a_pool_has_had() -> None:
             assert values["vmmkv:prefix_cache_queries_total",] == prompts
             assert values["vmmkv:prefix_cache_hits_total",] == hits > 0
     assert scrape(pool)["vmmkv:prefix_cache_hits_total",] == hits
+
+
+def test_events_that_were_dropped_are_counted() -> None:
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    caches = [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)]
+    assert ("vmmkv:kv_events_dropped_total",) not in scrape(pool)
+    caches += [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool, event_log=EventLog(8, max_events=1)) for _ in range(2)]
+    told = [random.randint(0, 5) for _ in caches[1:]]
+    for cache, count in zip(caches[1:], told):
+        for token in range(count):
+            with cache.sequence(token_ids=[token] * 8) as sequence:
+                sequence.commit([token] * 8)
+    assert scrape(pool)["vmmkv:kv_events_dropped_total",] == sum(told)  # of each the last is there
 
 
 def test_pools_come_and_go() -> None:

@@ -23,8 +23,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from vmmkv import errors
+from vmmkv.events import EventLog, Removed, Stored, Updated
 from vmmkv.reuse.node import Node
 from vmmkv.reuse.retention import DEFAULT_PRIORITY, Retention, RetentionConfig
+from vmmkv.reuse.telling import Key
 from vmmkv.reuse.tree import Insertion, Match, PrefixTree
 
 Rows = tuple[int, tuple[int, ...]]
@@ -37,6 +39,7 @@ ONE: list[Rows] = [(4, (4,)), (4, (1,)), (4, (3,)), (3, (5,)), (5, (3,))]
 SEVERAL: list[Rows] = [(4, (4, 1)), (4, (2, 3)), (6, (4, 1, 9))]
 """Pages of one token, of four, tokens that straddle pages, tokens of several pages."""
 LONGEST = 24
+KEYS = [Key("a", None, None, 0), Key("b", None, None, 0)]
 
 
 # ------------------------------------------------------------------ the model
@@ -94,22 +97,22 @@ class Entry:
 @dataclass
 class Model:
     rows: Rows
-    entries: dict[tuple[str, Ids], Entry] = field(default_factory=dict)
+    entries: dict[tuple[Key, Ids], Entry] = field(default_factory=dict)
     uses: Iterator[int] = field(default_factory=count)
 
-    def paths(self, key: str) -> list[Ids]:
+    def paths(self, key: Key) -> list[Ids]:
         return [ids for of, ids in self.entries if of == key]
 
-    def along(self, key: str, ids: Ids) -> list[tuple[int, Entry]]:
+    def along(self, key: Key, ids: Ids) -> list[tuple[int, Entry]]:
         """What stands on a path, by tokens."""
         prefixes = ((n, self.entries.get((key, ids[:n]))) for n in range(1, len(ids) + 1))
         return [(n, entry) for n, entry in prefixes if entry]
 
-    def known(self, key: str, ids: Ids) -> int:
+    def known(self, key: Key, ids: Ids) -> int:
         """The longest common prefix with any path."""
         return max((common(ids, path) for path in self.paths(key)), default=0)
 
-    def pages_at(self, key: str) -> dict[Place, list[tuple[Ids, int]]]:
+    def pages_at(self, key: Key) -> dict[Place, list[tuple[Ids, int]]]:
         """By place in a row the paths that have a page there, and its number."""
         found: dict[Place, list[tuple[Ids, int]]] = {}
         for (of, path), entry in self.entries.items():
@@ -123,7 +126,7 @@ class Model:
         needed = ids[: -(-(page + 1) * self.rows[0] // self.rows[1][arena])]
         return {number for path, number in pages.get(place, ()) if path[: len(needed)] == needed}
 
-    def longest(self, key: str, ids: Ids) -> int:
+    def longest(self, key: Key, ids: Ids) -> int:
         """How many tokens all pages are there for."""
         pages = self.pages_at(key)
         return next(
@@ -139,7 +142,7 @@ class Model:
         return sum(len(ids) for _, ids in ordered) - sum(again)
 
     def insert(
-        self, key: str, ids: Ids, matched: int, given: dict[Place, int], ranges: list[Retention], now: float
+        self, key: Key, ids: Ids, matched: int, given: dict[Place, int], ranges: list[Retention], now: float
     ) -> tuple[int, list[tuple[int, ...]]]:
         """`matched` is how many of the tokens could be had before."""
         end = whole_after(self.rows, readable(self.rows, len(ids)))
@@ -174,7 +177,7 @@ class Model:
             gone += self.drop(min(last, key=lambda prefix: self.entries[prefix].order(now)))
         return gone
 
-    def drop(self, prefix: tuple[str, Ids]) -> list[tuple[int, int, int]]:
+    def drop(self, prefix: tuple[Key, Ids]) -> list[tuple[int, int, int]]:
         return [(*place, number) for place, number in self.entries.pop(prefix).pages.items()]
 
 
@@ -196,11 +199,14 @@ class TreeMachine(RuleBasedStateMachine):
     def make(self, rng: Random) -> None:
         self.rows = rng.choice(self.geometries)
         self.time = 0.0
-        self.tree = PrefixTree(*self.rows, clock=lambda: self.time)
+        self.log = EventLog(rng.randint(1, 6))
+        self.told: dict[tuple[str, Ids], int] = {}
+        self.names: dict[int | None, tuple[str, Ids]] = {}
+        self.tree = PrefixTree(*self.rows, clock=lambda: self.time, log=self.log)
         self.model = Model(self.rows)
         self.fresh = count()
         self.seen: list[Ids] = [()]
-        self.locked: list[tuple[Any, str, Ids]] = []
+        self.locked: list[tuple[Any, Key, Ids]] = []
 
     def draw_ids(self, rng: Random) -> Ids:
         """Mostly what begins like something that was there before."""
@@ -219,7 +225,7 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(rng=RANDOM)
     def insert(self, rng: Random) -> None:
-        key, ids = rng.choice("ab"), self.draw_ids(rng)
+        key, ids = rng.choice(KEYS), self.draw_ids(rng)
         ranges = self.draw_ranges(rng) if rng.random() < 0.5 else []
         given = {place: next(self.fresh) for place in sorted(whole(self.rows, len(ids)))}
         shares = rng.random() < 0.7
@@ -240,13 +246,13 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(rng=RANDOM)
     def match(self, rng: Random) -> None:
-        key, ids = rng.choice("ab"), self.draw_ids(rng)
+        key, ids = rng.choice(KEYS), self.draw_ids(rng)
         found = self.tree.match(key, array(ids))
         self.check_match(found, key, ids)
         if rng.random() < 0.7:
             self.lock(found, key, ids)
 
-    def check_match(self, found: Match, key: str, ids: Ids) -> None:
+    def check_match(self, found: Match, key: Key, ids: Ids) -> None:
         longest = self.model.longest(key, ids)
         if len(self.rows[1]) == 1:
             assert found.tokens == longest
@@ -262,7 +268,7 @@ class TreeMachine(RuleBasedStateMachine):
         for place, number in numbers.items():
             assert number in self.model.holders(pages, ids[: found.tokens], place)
 
-    def lock(self, found: Match | Insertion, key: str, ids: Ids) -> None:
+    def lock(self, found: Match | Insertion, key: Key, ids: Ids) -> None:
         ids = ids[: found.tokens]
         self.locked.append((self.tree.lock(found.node, found.tokens), key, ids))
         for _, entry in self.model.along(key, ids):
@@ -292,13 +298,47 @@ class TreeMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.entries)
     @rule(rng=RANDOM)
     def forget(self, rng: Random) -> None:
-        key = rng.choice(["a", "b", *10 * ["c"]])
+        key = rng.choice([*KEYS, *10 * [Key("c", None, None, 0)]])
         gone = self.tree.forget(key)
         assert sorted(gone) == sorted(page for ids in self.model.paths(key) for page in self.model.drop((key, ids)))
         for node, of, _ in self.locked:
             if of == key:
                 self.tree.unlock(node)
         self.locked = [each for each in self.locked if each[1] != key]
+
+    def hear(self) -> None:
+        """Has what was told since: prefixes that end with a block, and their priorities."""
+        for event in self.log.events():
+            if isinstance(event, Stored):
+                assert event.blocks.salt is not None
+                key, before = self.names.get(event.blocks.parent, (event.blocks.salt, ()))
+                assert len(before) == event.blocks.start
+                for end, name in enumerate(event.blocks.hashes, 1):
+                    self.names[name] = key, before + tuple(event.blocks.ids[: end * event.blocks.size].tolist())
+                    assert self.names[name] not in self.told
+                    self.told[self.names[name]] = event.priority
+            elif isinstance(event, Updated):
+                assert event.priority is not None
+                for name in event.blocks.hashes:
+                    self.told[self.names[name]] = event.priority[1]
+            else:
+                assert isinstance(event, Removed)
+                for name in event.hashes:
+                    del self.told[self.names[name]]
+
+    @invariant()
+    def routers_know_what_can_be_found(self) -> None:
+        if hasattr(self, "tree"):
+            self.hear()
+            size = self.log.block_size
+            known = {
+                (key.salt, ids[:end])
+                for key, ids in self.model.entries
+                for end in range(size, readable(self.rows, len(ids)) + 1, size)
+            }
+            assert self.told.keys() == known
+            for (key, ids), entry in self.model.entries.items():
+                assert self.told.get((key.salt, ids), entry.priority) == entry.priority
 
     @invariant()
     def books_are_right(self) -> None:

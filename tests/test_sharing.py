@@ -431,6 +431,26 @@ def test_a_page_goes_to_nobody_before_all_who_shared_it_are_done() -> None:
         cache.check()
 
 
+def test_who_reads_what_was_shared_is_waited_for_before_it_can_be_written() -> None:
+    """Also where nobody else has it any more, and nothing has to be copied."""
+    for _ in range(30):
+        device = SimulatedDevice(Random())
+        cache = make(driver=device)
+        parent = cache.sequence(3 * TOKENS)
+        values = write(parent)
+        child = parent.fork()
+        parent.free()
+        cache.trim()
+        late = Random().choice(device.streams)
+        child.record_stream(late)  # type: ignore[arg-type]
+        late.submit(partial(read, device, child.k(0), values))
+        child.truncate(2 * TOKENS)
+        child.extend(1)
+        values = torch.cat([values[: 2 * TOKENS], write(child, 2 * TOKENS)])
+        device.finish()
+        check(child, values)
+
+
 def test_a_copy_shows_no_other_tenants_bytes() -> None:
     cache = make(pages=4)
     parent = cache.sequence(2 * TOKENS, tenant="alice")

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from .errors import (
     ArgumentError,
@@ -24,6 +25,7 @@ from .errors import (
     UnsupportedError,
     VmmkvError,
 )
+from .events import Event, EventLog, check_ids
 from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
@@ -35,6 +37,9 @@ from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
+from .reuse.states import states_of
+from .reuse.telling import Key, check_key, check_log
+from .reuse.transfer import Head, Peer
 from .rows.books import Rules
 from .rows.rows import Rows
 from .sequence import Sequence, check_length, check_tokens
@@ -85,6 +90,9 @@ class KVCache(Owner):
             one by one; and never with `zero_tail` or `max_tokens`, which promise to the page.
         host_bytes: host memory, pinned where there is a GPU, that sequences may be suspended to: bytes, `"20GiB"`, or a
             share of the host's memory. It is taken when they are.
+        event_log: is told which prefixes can be found, for `events`, or for an `EventPublisher`: a new
+            `vmmkv.events.EventLog`, of this cache alone. None tells nobody, and costs nothing. Token ids are from 0 to
+            2**32 - 1 then, salts are text, and adapters and tenants names or numbers.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
@@ -112,9 +120,12 @@ class KVCache(Owner):
         overread: int = 0,
         large_frames: bool = True,
         host_bytes: float | str = 0,
+        event_log: EventLog | None = None,
     ) -> None:
         if not isinstance(layout, KVLayout):
             raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
+        if event_log is not None:
+            check_log(event_log)
         max_sequences = whole_number("max_sequences", max_sequences)
         max_seq_len = whole_number("max_seq_len", max_seq_len)
         check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
@@ -166,6 +177,8 @@ class KVCache(Owner):
             ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             self._ranges = [flat.view(layout.dtype) for flat in ranges]
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
+        self.event_log = event_log
+        """What is told which prefixes can be found, if anything is."""
         self._host_tier = HostTier(self._rows, self._ranges, host_bytes) if host_bytes else None
         self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
         """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
@@ -174,6 +187,10 @@ class KVCache(Owner):
         self._leaks: list[str] = []
         """With debugging: what lived when it was closed."""
         owners.add(self)
+        if event_log:
+            tokens = (pool.limit if limit is None else limit) * size // sum(layout.record_bytes)
+            event_log.created(tokens // event_log.block_size)
+            weakref.finalize(self, _end, event_log).atexit = False
 
     def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
         """The lookahead to use."""
@@ -260,6 +277,9 @@ class KVCache(Owner):
             check_length(check_tokens(count), self.max_seq_len)
         if ids is None or not reuse:
             return self._sequence(tokens, expected_tokens, tenant, row)
+        if self.event_log:
+            check_ids(ids)
+            check_key(self.event_log, salt, adapter, tenant)
         return self._sequence_of(ids, salt, adapter, expected_tokens, tenant)
 
     def _check_row(self, row: int) -> int:
@@ -306,6 +326,11 @@ class KVCache(Owner):
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
         return sequence
 
+    def _abandon(self, sequences: list[Sequence]) -> None:
+        """Has the next operation end sequences that nobody was given."""
+        references = [self._references[sequence.index] for sequence in sequences]
+        self._rows.abandoned.extend(reference for reference in references if reference)
+
     def host_tier(self) -> HostTier:
         """Where its suspended sequences are.
 
@@ -319,22 +344,98 @@ class KVCache(Owner):
     def _prefixes(self) -> Prefixes:
         """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
         keeper = self._rows.keeper
-        return keeper if isinstance(keeper, Prefixes) else Prefixes(self._rows)
+        return keeper if isinstance(keeper, Prefixes) else Prefixes(self._rows, self.event_log)
 
     @operation
     def _sequence_of(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> Sequence:
         self._rows.release_abandoned()
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
-        key = salt, adapter, whose
+        key = Key(salt, adapter, tenant, whose)
         hit = prefixes.find(key, ids)
         if hit.tokens:
             sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
-            prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+            try:
+                prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+            except VmmkvError:  # whoever holds it holds the sequence
+                self._abandon([sequence])
+                raise
             self._rows.ring()
         else:
             sequence = self._take(len(ids), expected, tenant)
         sequence.key, sequence.cached_tokens = key, hit.tokens
         prefixes.count(len(ids), hit.tokens)
+        return sequence
+
+    def receive(
+        self,
+        rank: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        expected_tokens: int = 0,
+        tenant: Hashable = None,
+        reuse: bool = True,
+    ) -> Sequence:
+        """Starts a sequence with the tokens of another process's, which calls `Sequence.send`. The host waits for that.
+
+        Its layout must be the same; pages may differ in size. It belongs to the current stream: with NCCL its tokens
+        are there in the order of that stream, with gloo when this returns.
+
+        Token ids that the other one has committed are committed here, under the same salt and adapter; those that are
+        known here already (`Sequence.cached_tokens`) do not come again.
+
+        Args:
+            rank: of the other process, in the default group.
+            group: that both are in; None is the default one.
+            expected_tokens: that it will soon have in all: see `sequence`.
+            tenant: whose it is here: see `sequence`.
+            reuse: False neither begins with what is known nor leaves anything.
+
+        Raises:
+            ArgumentError: there is no such process or group.
+            LayoutError: the sequence is of another layout.
+            SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. The other process has
+                `TransferRefusedError` of all these, nothing has changed, and both can go on.
+            TransferError: the other process is gone, does not send within the group's timeout, or sends something else.
+            StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
+        """
+        peer = Peer(rank, group, self.device)
+        self._check_no_capture()
+        head = peer.listen()
+        with peer.told():
+            head.check(self.layout)
+            sequence = self._sequence_for(head, expected_tokens, tenant, reuse)
+        first = max(head.start, sequence.cached_tokens)
+        try:
+            peer.accept(first)
+            peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
+            if sequence.key is not None and len(head.ids):
+                sequence.commit(head.ids)
+        except BaseException:
+            self._abandon([sequence])
+            raise
+        return sequence
+
+    @bookkeeping
+    def _check_no_capture(self) -> None:
+        """Raises `StreamCaptureError` where nothing can be received."""
+        self._driver.record(self._driver.current_stream())
+
+    def _sequence_for(self, head: Head, expected_tokens: int, tenant: Hashable, reuse: bool) -> Sequence:
+        """A sequence with room for another process's, which begins with what is known of it."""
+        expected = max(check_tokens(expected_tokens), head.length)
+        if reuse and head.key and not self._rows.rules.zero_tail:
+            salt, adapter = head.key
+            sequence = self.sequence(
+                token_ids=head.ids, salt=salt, adapter=adapter, expected_tokens=expected, tenant=tenant
+            )
+        else:
+            sequence = self.sequence(expected_tokens=expected, tenant=tenant)
+        try:
+            starts = [head.start] if head.start else None
+            self.extend([sequence], head.length - sequence.length, starts=starts)
+        except BaseException:
+            self._abandon([sequence])
+            raise
         return sequence
 
     def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
@@ -366,8 +467,7 @@ class KVCache(Owner):
                 self._rows.sharing.fork(row, index)
                 self._rows.inherit(dict.fromkeys(index, row))
         except VmmkvError:  # whoever holds it holds them
-            references = [self._references[child.index] for child in children]
-            self._rows.abandoned.extend(reference for reference in references if reference)
+            self._abandon(children)
             raise
         self._rows.ring()
         return children
@@ -635,6 +735,27 @@ class KVCache(Owner):
         self._leaks = self._rows.held() if self.pool.is_debugged else []
         self._views, self._ranges, self._host_tier = [], [], None
         self._rows.close()
+        if self.event_log:
+            self.event_log.close()
+
+    def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
+        """Takes what has happened to prefixes that can be found, the oldest first. `event_log` is also an asynchronous
+        iterator of it.
+
+        Args:
+            timeout: how many seconds to wait if there is nothing; None waits until there is, or the cache is closed.
+            most: how many events to take, all by default.
+
+        Returns:
+            The events; none after the timeout, or where the cache was closed and nothing is left.
+
+        Raises:
+            ArgumentError: the cache was made without `event_log`.
+            BudgetError: `most` is not positive.
+        """
+        if self.event_log is None:
+            raise ArgumentError("asked for the events of a cache that nobody listens to; make it with event_log")
+        return self.event_log.events(timeout, most=most)
 
     # ------------------------------------------------------------------ accounting
 
@@ -689,6 +810,7 @@ class KVCache(Owner):
             prefix_pages=prefixes.pages if prefixes else 0,
             prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
             cached_tokens=prefixes.cached_tokens if prefixes else 0,
+            events_dropped=self.event_log.dropped if self.event_log else 0,
             pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
             driver_calls=calls,
             mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
@@ -757,6 +879,12 @@ class KVCache(Owner):
     @operation
     def _draw(self) -> str:
         return draw_cache(self._rows, self._stats())
+
+
+def _end(log: EventLog) -> None:
+    """Tells that a cache is gone."""
+    log.cleared()
+    log.close()
 
 
 def _not_negative(name: str, value: object) -> int:

@@ -14,6 +14,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from .cache import KVCache
+from .memory.owner import owners
 from .memory.pool import FramePool, FramePoolStats, pool_stats
 
 Value = Callable[[FramePoolStats], float]
@@ -45,6 +47,7 @@ class PoolCollector(Collector):
       `user` who grew;
     - counters `vmmkv:prefix_cache_queries_total` and `vmmkv:prefix_cache_hits_total`, in tokens: of prompts that were
       looked up, and those of them whose K and V were there;
+    - the counter `vmmkv:kv_events_dropped_total`, of the caches on the pool that have an `event_log`;
     - counters `vmmkv:driver_calls_total` and `vmmkv:driver_seconds_total`, by `call` and `thread`: `user` or `mapper`.
     """
 
@@ -58,6 +61,7 @@ class PoolCollector(Collector):
             yield gauge
         yield from _pages(pools)
         yield from _prefixes(pools)
+        yield _events(pools)
         yield from _driver(pools)
 
     def describe(self) -> list[Metric]:
@@ -98,6 +102,16 @@ def _prefixes(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
         queries.add_metric(_labels(pool), stats.prompt_tokens)
         hits.add_metric(_labels(pool), stats.cached_tokens)
     yield from (queries, hits)
+
+
+def _events(pools: dict[FramePool, FramePoolStats]) -> Metric:
+    """Events that nobody drained in time."""
+    dropped = CounterMetricFamily("vmmkv:kv_events_dropped", "Events that were dropped.", labels=["pool", "device"])
+    logs = [(owner.pool, owner.event_log) for owner in list(owners) if isinstance(owner, KVCache)]
+    for pool in pools:
+        if mine := [log for of, log in logs if of is pool and log]:
+            dropped.add_metric(_labels(pool), sum(log.dropped for log in mine))
+    return dropped
 
 
 def _driver(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:

@@ -78,6 +78,7 @@ class CacheStats:
             or they are kept (`surplus`); see `Sequence.commit`.
         prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
         cached_tokens: those of them that held K and V already: hits.
+        events_dropped: events that did not fit `event_log`, for nobody drained it in time; 0 without one.
         pages_mapped: how many pages of the pool were mapped `ahead` of need, by its mapper, and how many of this cache
             `in need`, by whoever grew.
         driver_calls: calls of the memory system by name, for all that lies on the pool, but for its mapper's.
@@ -99,6 +100,7 @@ class CacheStats:
     prefix_pages: int
     prompt_tokens: int
     cached_tokens: int
+    events_dropped: int
     pages_mapped: dict[str, int]
     driver_calls: dict[str, CallStats]
     mapper_calls: dict[str, CallStats]

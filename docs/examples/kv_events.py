@@ -3,22 +3,27 @@
 import asyncio
 
 import msgspec
+import torch
 import zmq
 
-from vmmkv.events import EventLog, Removed, Stored, tensorrt_llm
+import vmmkv
+from vmmkv.events import EventLog, Removed, Stored, salt_of, tensorrt_llm
 from vmmkv.events.publisher import EventPublisher
 
-# --8<-- [start:produce]
-log = EventLog(block_size=16)
-log.created(device_blocks=4096, host_blocks=16_384)
+layout = vmmkv.KVLayout(num_layers=8, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
 
-prompt = log.stored(log.root(salt="tenant-1"), 0, range(100))  # six blocks, and four tokens of a seventh
-answer = log.stored(prompt, 100, [*range(96, 100), *range(500, 540)])  # ids from the beginning of the block on
-log.removed(answer, 120)  # tokens 120 to 139: what was a block that ended there is none now
-# --8<-- [end:produce]
+# --8<-- [start:cache]
+log = EventLog(block_size=16)
+cache = vmmkv.KVCache(layout, 64, 8192, max_bytes="256MiB", page_size=512 << 10, device="cpu", event_log=log)
+
+prompt = list(range(100))
+with cache.sequence(token_ids=prompt, salt="tenant-1") as seq:
+    # compute K and V of prompt[seq.cached_tokens :]
+    seq.commit(prompt)  # six blocks, and four tokens of a page that is not full
+# --8<-- [end:cache]
 
 # --8<-- [start:drain]
-for event in log.events(timeout=1.0):  # waits a second at most; None: for as long as it takes
+for event in cache.events(timeout=1.0):  # waits a second at most; None: for as long as it takes
     if isinstance(event, Stored):
         print(len(event.blocks.hashes), "blocks stored behind", event.blocks.parent)
     elif isinstance(event, Removed):
@@ -27,21 +32,31 @@ for event in log.events(timeout=1.0):  # waits a second at most; None: for as lo
 
 
 # --8<-- [start:follow]
-async def follow() -> None:
+async def follow(log: EventLog) -> None:
     async for event in log:
         print(event)
 
 
 # --8<-- [end:follow]
 
+# --8<-- [start:tenant]
+with cache.sequence(token_ids=prompt, tenant="acme", salt="chat") as seq:
+    seq.commit(prompt)
+salt = salt_of("chat", tenant="acme")  # what the router hears, and needs for a request of theirs
+# --8<-- [end:tenant]
+assert salt == '["acme", "chat"]'
+assert [event.blocks.salt for event in cache.events() if isinstance(event, Stored)] == [salt]
+
 # --8<-- [start:dictionaries]
 encoder = tensorrt_llm.Encoder(window_size=8192)  # attention looks this far back: all of `max_seq_len`
-log.updated(prompt, 0, range(32), tier=("device", "host"))
-for dictionary in encoder.encode(log.events()):
-    print(dictionary["event_id"], dictionary["data"]["type"], dictionary["data"]["cache_level"])
+with cache.sequence(token_ids=prompt, salt="tenant-1") as seq:
+    seq.commit(prompt, retention=[vmmkv.Retention(0, 32, priority=80)])
+for dictionary in encoder.encode(cache.events()):
+    print(dictionary["event_id"], dictionary["data"]["type"], dictionary["data"]["priority"])
 # --8<-- [end:dictionaries]
 
-log.stored(log.root(), 0, range(64))
+with cache.sequence(token_ids=range(1000, 1064)) as seq:
+    seq.commit(range(1000, 1064))
 # --8<-- [start:publish]
 local = "tcp://127.0.0.1:*"  # a free port; for other hosts, "tcp://*:5557"
 publisher = EventPublisher(log, local, topic="kv@pod-1@llama", replay_endpoint=local)
@@ -59,7 +74,17 @@ assert [(event["type"], len(event["block_hashes"])) for event in events] == [("B
 
 # --8<-- [start:close]
 publisher.close()
-log.close()
+cache.close()
 # --8<-- [end:close]
 router.close(linger=0)
-asyncio.run(follow())  # ends at once
+asyncio.run(follow(log))  # ends soon: the log was closed with the cache
+
+# --8<-- [start:produce]
+log = EventLog(block_size=16)
+log.created(device_blocks=4096, host_blocks=16_384)
+
+system = log.stored(log.root(salt="tenant-1"), 0, range(100))  # six blocks, and four tokens of a seventh
+answer = log.stored(system, 100, [*range(96, 100), *range(500, 540)])  # ids from the beginning of the block on
+log.removed(answer, 120)  # tokens 120 to 139: what was a block that ended there is none now
+log.updated(system, 0, range(32), tier=("device", "host"))
+# --8<-- [end:produce]

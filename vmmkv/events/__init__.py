@@ -4,8 +4,22 @@
 `publisher` need the extra `vmmkv[events]`.
 """
 
-from .chain import Blocks, Span
-from .kinds import Created, Dropped, Event, Removed, Stored, Tier, Updated
-from .log import EventLog
+from .chain import Blocks, Span, salt_of
+from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .log import EventLog, check_ids
 
-__all__ = ["Blocks", "Created", "Dropped", "Event", "EventLog", "Removed", "Span", "Stored", "Tier", "Updated"]
+__all__ = [
+    "Blocks",
+    "Cleared",
+    "Created",
+    "Dropped",
+    "Event",
+    "EventLog",
+    "Removed",
+    "Span",
+    "Stored",
+    "Tier",
+    "Updated",
+    "check_ids",
+    "salt_of",
+]

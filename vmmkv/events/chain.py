@@ -11,10 +11,14 @@ Blocks have nothing to do with pages. A block belongs to the span in which its l
 from __future__ import annotations
 
 import hashlib
+import json
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..errors import ArgumentError
 
 DIGEST_BYTES = 32
 
@@ -140,6 +144,29 @@ class Span:
         digests = self._digests or bytearray()
         wanted = range(len(digests) // DIGEST_BYTES)[start:stop]
         return [_number(digests[DIGEST_BYTES * i : DIGEST_BYTES * (i + 1)]) for i in wanted]
+
+
+def salt_of(salt: Hashable, tenant: Hashable = None) -> Hashable:
+    """The salt that routers are told: of a cache with tenants it names the tenant, too.
+
+    Args:
+        salt: of the sequence.
+        tenant: whose it is; None is nobody in particular.
+
+    Returns:
+        The salt itself where there is no tenant, otherwise JSON: `["tenant", "salt"]`, or `["tenant", null]`.
+
+    Raises:
+        ArgumentError: a tenant that is neither a name nor a number, or beside one a salt that is no text.
+    """
+    if tenant is None:
+        return salt
+    if type(tenant) not in (str, int) or not isinstance(salt, str | None):
+        raise ArgumentError(
+            f"salt={salt!r}, tenant={tenant!r}: routers are told of salts that are text, and of tenants that are names "
+            "or numbers. Give such, or make the cache without event_log"
+        )
+    return json.dumps([tenant, salt])
 
 
 def _number(digest: bytes | bytearray) -> int:

@@ -1,4 +1,4 @@
-"""What is told: a cache has been made, blocks were stored, have gone or moved, events are missing."""
+"""What is told: a cache has been made, blocks were stored, have moved or gone, one or all, events are missing."""
 
 from __future__ import annotations
 
@@ -77,6 +77,11 @@ class Updated(Event):
     blocks: Blocks
     tier: tuple[Tier, Tier] | None
     priority: tuple[int, int] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cleared(Event):
+    """All blocks that were told of are gone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

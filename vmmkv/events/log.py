@@ -14,15 +14,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from itertools import islice
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from ..errors import ArgumentError, BudgetError, LayoutError, ShapeError
 from .chain import Root, Span
-from .kinds import TIERS, Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .kinds import TIERS, Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
 
 Record = tuple[int, Callable[[], Event | None]]
 """Token ids that it holds, and what makes an event of it, if there is anything to tell."""
@@ -57,7 +58,7 @@ class EventLog:
             raise BudgetError(f"max_events={max_events}, max_tokens={max_tokens}: a log has to hold something")
         self.block_size = block_size
         self.max_events, self.max_tokens = max_events, max_tokens
-        self._closed = False
+        self._closed = self._is_of_cache = False
         self._reset()
         _logs.add(self)
 
@@ -87,26 +88,40 @@ class EventLog:
 
     # Producers.
 
-    def root(self, salt: str | None = None, adapter: str | int | None = None) -> Span:
+    def check_new(self) -> None:
+        """Checks that it can be a new cache's.
+
+        Raises:
+            ArgumentError: it was closed, or is another cache's.
+        """
+        if self._closed or self._is_of_cache:
+            state = "was closed" if self._closed else "is another cache's"
+            raise ArgumentError(f"asked to tell of a new cache in a log that {state}; each cache needs one of its own")
+
+    def root(self, salt: Hashable = None, adapter: Hashable = None) -> Span:
         """The empty beginning of all sequences of a tenant and an adapter. Two roots of the same are the same.
 
         Raises:
             ArgumentError: a salt that is no text, or an adapter that is neither a name nor a number.
         """
-        text = f"{salt}{adapter}"
-        is_number = isinstance(adapter, int) and 0 <= adapter < 1 << 63
-        if (
-            not isinstance(salt, str | None)
-            or not (isinstance(adapter, str | None) or is_number)
-            or text.encode(errors="ignore").decode() != text
-        ):
+        if not _is_text_or_none(salt) or not (_is_text_or_none(adapter) or _is_number(adapter)):
             raise ArgumentError(
-                f"salt={salt!r}, adapter={adapter!r}: a salt is text, an adapter a name or a number from 0 on"
+                f"salt={salt!r}, adapter={adapter!r}: routers are told of a salt that is text, and of an adapter that "
+                "is a name or a number from 0 on"
             )
+        # Of enumerations the plain values, which compare equal.
+        salt = salt if salt is None else str.__str__(salt)
+        adapter = int(adapter) if isinstance(adapter, int) else adapter if adapter is None else str.__str__(adapter)
         return Span(Root(salt, adapter, self.block_size), None, 0, 0)
 
     def created(self, device_blocks: int, host_blocks: int = 0) -> None:
-        """Tells that a cache has been made, with room for so many blocks in each tier. It is empty."""
+        """Tells that a cache has been made, with room for so many blocks in each tier. It is empty.
+
+        Raises:
+            ArgumentError: the log was closed, or is another cache's.
+        """
+        self.check_new()
+        self._is_of_cache = True
         at = time.time()
         self._append(lambda: Created(at, device_blocks, host_blocks))
 
@@ -192,11 +207,15 @@ class EventLog:
 
         self._append(event, len(ids))
 
+    def cleared(self) -> None:
+        """Tells that all blocks are gone. Spans that were stored before cannot be removed, or continued, any more."""
+        at = time.time()
+        self._append(lambda: Cleared(at))
+
     def _ids(self, start: int, ids: ArrayLike) -> tuple[NDArray[np.int64], int]:
         """A copy of token ids, and the position behind the last one."""
         array = np.array(ids)
-        if array.dtype.kind not in "iu" or (array.size and not 0 <= array.min() <= array.max() < 1 << 32):
-            raise ArgumentError(f"token ids of type {array.dtype}; routers read whole numbers from 0 to 2**32 - 1")
+        check_ids(array)
         begin = start - start % self.block_size
         if start < 0 or array.ndim != 1 or begin + len(array) <= start:
             raise ShapeError(
@@ -296,6 +315,22 @@ class EventLog:
             event = Dropped(time.time(), missed) if missed else make()
             if event:
                 yield event
+
+
+def check_ids(ids: NDArray[Any]) -> None:
+    """Raises `ArgumentError` where these are no ids that routers can be told."""
+    if ids.dtype.kind not in "iu" or (ids.size and not 0 <= ids.min() <= ids.max() < 1 << 32):
+        raise ArgumentError(f"token ids of type {ids.dtype}; routers read whole numbers from 0 to 2**32 - 1")
+
+
+def _is_text_or_none(value: Hashable) -> TypeGuard[str | None]:
+    """Whether it is None, or text that can be encoded."""
+    return value is None or (isinstance(value, str) and value.encode(errors="ignore").decode() == value)
+
+
+def _is_number(value: Hashable) -> TypeGuard[int]:
+    """Whether it is a number from 0 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 63
 
 
 def _check_tiers(*tiers: Tier) -> None:

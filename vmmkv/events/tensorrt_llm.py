@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .chain import Blocks
-from .kinds import Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
 
 CACHE_LEVEL: dict[Tier, int] = {"device": 0, "host": 1}
 HASH_ALGORITHM = "vmmkv_sha256_64"
@@ -17,7 +17,10 @@ HASH_ALGORITHM = "vmmkv_sha256_64"
 
 
 class Encoder:
-    """Makes dictionaries, and numbers them: ids are missing where events were dropped."""
+    """Makes dictionaries, and numbers them: ids are missing where events were dropped.
+
+    TensorRT-LLM has no word for a cache that was cleared: all blocks that are known from this encoder are removed.
+    """
 
     def __init__(self, window_size: int, attention_dp_rank: int | None = None) -> None:
         """Begins at id 0.
@@ -30,36 +33,51 @@ class Encoder:
         if attention_dp_rank is not None:
             self._common["attention_dp_rank"] = attention_dp_rank
         self._next_id = 0
+        self._known: set[int] = set()
 
     def encode(self, events: Iterable[Event]) -> list[dict[str, Any]]:
-        """Makes dictionaries of events, in order; `Updated` becomes one for each block."""
+        """Makes dictionaries of events, in order. `Updated` becomes one for each block; `Cleared` and `Dropped` remove
+        all that is known: of what was dropped nobody knows whether it is still there."""
         encoded = []
         for event in events:
             if isinstance(event, Dropped):
                 self._next_id += event.count
-            for data in _data(event):
+            for data in self._data(event):
                 encoded.append({"event_id": self._next_id, "data": data} | self._common)
                 self._next_id += 1
         return encoded
 
+    def _data(self, event: Event) -> Iterator[dict[str, Any]]:
+        match event:
+            case Created():
+                yield {"type": "created", "num_blocks_per_cache_level": [event.device_blocks, event.host_blocks]}
+            case Stored():
+                self._known.update(event.blocks.hashes)
+                yield _stored(event)
+            case Removed():
+                self._known.difference_update(event.hashes)
+                yield _removed(event.hashes)
+            case Updated():
+                yield from _updated(event)
+            case Cleared() | Dropped():
+                if self._known:
+                    yield _removed(self._known)
+                self._known = set()
 
-def _data(event: Event) -> Iterator[dict[str, Any]]:
-    match event:
-        case Created():
-            yield {"type": "created", "num_blocks_per_cache_level": [event.device_blocks, event.host_blocks]}
-        case Stored():
-            yield _stored(event)
-        case Removed():
-            yield {"type": "removed", "block_hashes": list(event.hashes)}
-        case Updated():
-            levels = event.tier and (CACHE_LEVEL[event.tier[0]], CACHE_LEVEL[event.tier[1]])
-            for block_hash in event.blocks.hashes:
-                yield {
-                    "type": "updated",
-                    "block_hash": block_hash,
-                    "cache_level": _difference(levels),
-                    "priority": _difference(event.priority),
-                }
+
+def _removed(hashes: Iterable[int]) -> dict[str, Any]:
+    return {"type": "removed", "block_hashes": list(hashes)}
+
+
+def _updated(event: Updated) -> Iterator[dict[str, Any]]:
+    levels = event.tier and (CACHE_LEVEL[event.tier[0]], CACHE_LEVEL[event.tier[1]])
+    for block_hash in event.blocks.hashes:
+        yield {
+            "type": "updated",
+            "block_hash": block_hash,
+            "cache_level": _difference(levels),
+            "priority": _difference(event.priority),
+        }
 
 
 def _stored(event: Stored) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from .chain import Blocks
-from .kinds import Created, Dropped, Event, Removed, Stored, Tier, Updated
+from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
 
 MEDIUM: dict[Tier, str] = {"device": "GPU", "host": "CPU"}
 
@@ -23,8 +23,8 @@ def encode(events: Sequence[Event], *, data_parallel_rank: int | None = None, ar
     """Packs events into one batch.
 
     `Stored` is a `BlockStored`, `Removed` a `BlockRemoved`. `Updated` is a `BlockStored` in the new tier and a
-    `BlockRemoved` from the old one. `Created` and `Dropped` are an `AllBlocksCleared`: what a router knew of this
-    worker may be wrong.
+    `BlockRemoved` from the old one. `Cleared`, `Created` and `Dropped` are an `AllBlocksCleared`: what a router knew of
+    this worker is wrong, or may be.
 
     Args:
         events: in order; the batch has the time of the last one.
@@ -41,7 +41,7 @@ def encode(events: Sequence[Event], *, data_parallel_rank: int | None = None, ar
 def _told(event: Event) -> Iterator[tuple[str, Fields, Fields]]:
     """Name, fields, and optional fields of what vLLM would tell."""
     match event:
-        case Created() | Dropped():
+        case Cleared() | Created() | Dropped():
             yield "AllBlocksCleared", {}, {}
         case Stored():
             yield _stored(event.blocks, event.tier)

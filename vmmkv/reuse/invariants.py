@@ -56,5 +56,7 @@ def _contents(tree: PrefixTree, node: Node) -> Iterator[str]:
     first, behind = tree.geometry.pages(node.begin), tree.geometry.pages(node.end)
     if [*map(len, node.pages)] != [last - page for page, last in zip(first, behind)]:
         yield f"{where} have not the pages that become whole with them"
+    if tree.teller and not node.children and not tree.teller.is_right(node):
+        yield f"of the path to {where} routers were told other tokens than can be found"
     if len(node.children) < 2 and not (node.num_pages and tree.geometry.last_whole(node.end) == node.end):
         yield f"{where} have no page at their end, nor several that follow"

@@ -11,6 +11,7 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
+from ..events import Span
 from .retention import DEFAULT_PRIORITY
 
 Ids = npt.NDArray[np.int64]
@@ -19,7 +20,19 @@ Ids = npt.NDArray[np.int64]
 class Node:
     """Tokens `[begin, end)` of a path."""
 
-    __slots__ = ("begin", "children", "expires", "holders", "ids", "locks", "pages", "parent", "priority", "used")
+    __slots__ = (
+        "begin",
+        "children",
+        "expires",
+        "holders",
+        "ids",
+        "locks",
+        "pages",
+        "parent",
+        "priority",
+        "span",
+        "used",
+    )
 
     def __init__(self, parent: Node | None, begin: int, ids: Ids, pages: list[list[int]]) -> None:
         self.parent = parent
@@ -39,6 +52,8 @@ class Node:
         self.priority = DEFAULT_PRIORITY
         self.expires = inf
         """When its priority is the default again."""
+        self.span: Span | None = None
+        """Of its last token that routers were told of, or one behind that, whose parents lead there."""
 
     @property
     def end(self) -> int:
@@ -68,6 +83,13 @@ class Node:
             yield node
             node = node.parent
 
+    def told(self) -> tuple[Span, int] | None:
+        """The span of its last token that routers were told of, where there is one, and the position behind it."""
+        span, end = self.span, self.end
+        while span and (span.start >= end or span.start == span.stop):
+            end, span = min(end, span.start), span.parent  # from there on the parent may go elsewhere
+        return (span, min(span.stop, end)) if span and min(span.stop, end) > self.begin else None
+
     def common(self, ids: Ids) -> int:
         """How many of its tokens these ids begin with."""
         mine = self.ids if len(self.ids) <= len(ids) else self.ids[: len(ids)]
@@ -90,6 +112,7 @@ class Node:
         tokens = at - self.begin
         upper = Node(self.parent, self.begin, owned(self.ids[:tokens]), [of[:n] for of, n in zip(self.pages, pages)])
         upper.locks, upper.used, upper.priority, upper.expires = self.locks, self.used, self.priority, self.expires
+        upper.span = self.span
         self.parent.children[upper.ids.item(0)] = upper
         self.parent, self.begin, self.ids = upper, at, owned(self.ids[tokens:])
         self.pages = [of[n:] for of, n in zip(self.pages, pages)]
@@ -104,6 +127,7 @@ class Node:
         (child,) = self.children.values()
         if self.num_pages and self.kept != child.kept:
             return False
+        child.span = child.span if child.told() else self.span
         child.begin, child.ids = self.begin, np.concatenate([self.ids, child.ids])
         child.pages = [mine + its for mine, its in zip(self.pages, child.pages)]
         child.parent, self.parent = self.parent, None

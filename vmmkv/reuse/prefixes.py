@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ArgumentError, InvariantError, UnsupportedError, VmmkvError
+from ..errors import ArgumentError, InvariantError, UnsupportedError
+from ..events import EventLog, check_ids
 from ..memory.fence import Fence
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces
@@ -125,9 +126,11 @@ class Prefixes:
 
     Args:
         rows: the rows of the cache.
+        log: what is told of them to routers, if anything is.
     """
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, log: EventLog | None = None) -> None:
+        self._log = log
         self._rows: Rows = weakref.proxy(rows)  # which hold this: memory must not wait for the garbage collector
         self._table, self._books, self._pool = rows.table, rows.books, rows.pool
         self._tree = self._new_tree()
@@ -145,7 +148,7 @@ class Prefixes:
         weakref.finalize(self, self._held.leave_behind).atexit = False
 
     def _new_tree(self) -> PrefixTree:
-        return PrefixTree(self._books.page_size, self._books.records)
+        return PrefixTree(self._books.page_size, self._books.records, log=self._log)
 
     @property
     def pages(self) -> int:
@@ -194,7 +197,7 @@ class Prefixes:
         """Gives a row to a new sequence that begins with a hit, with room for all of its tokens.
 
         Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is to be released.
         """
         current, known = self._pool.driver.current_stream(), ids[: hit.tokens].copy()
         meanwhile = self._tree.lock(hit.node, hit.locked)
@@ -212,9 +215,6 @@ class Prefixes:
                 self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
             else:
                 self._rows.grow_one(row, len(ids))
-        except VmmkvError:
-            self._rows.release([(row, owner)])
-            raise
         finally:
             self._tree.unlock(meanwhile)
 
@@ -251,6 +251,8 @@ class Prefixes:
             RetentionError: ranges overlap.
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
         """
+        if self._log:
+            check_ids(ids)
         length = self._table.length[row]
         if len(ids) > length:
             raise ArgumentError(f"asked to commit {len(ids)} tokens; the sequence has {length}. Compute them first")
@@ -293,6 +295,11 @@ class Prefixes:
     def held_pages(self) -> list[int]:
         """The pages that are kept, wherever they lie; of large frames all."""
         return self._held.mapped_pages()
+
+    def ids(self, row: int) -> Ids:
+        """What the first tokens of a row are known to be."""
+        chain = self._chains.get(row)
+        return chain.ids if chain else np.empty(0, np.int64)
 
     def shorten(self, row: int, tokens: int) -> None:
         """Says that a live row holds its first tokens only, or has given back some in front."""
@@ -411,6 +418,8 @@ class Prefixes:
         self._tree = self._new_tree()
         self._chains.clear()
         self._last.clear()
+        if self._log:
+            self._log.cleared()
 
     def close(self) -> None:
         """Gives all up, with the cache."""

@@ -30,12 +30,14 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvariantError, ShapeError, StaleMatchError
+from ..events import EventLog
 from .geometry import Geometry
 from .invariants import faults
 from .lookup import Duplicate, duplicates, readable, token_ids, walk
 from .node import Ids, Node, Root
 from .order import EvictionOrder
 from .retention import Retention, in_order
+from .telling import Teller
 
 
 class Page(NamedTuple):
@@ -84,13 +86,21 @@ class PrefixTree:
         page_size: bytes of a page.
         records: bytes of a token, by arena.
         clock: seconds, for priorities that end; any monotonic clock.
+        log: is told what can be found here, under each `Key`.
 
     Raises:
         LayoutError: there can be no such pages or records.
     """
 
-    def __init__(self, page_size: int, records: Sequence[int], clock: Callable[[], float] = monotonic) -> None:
+    def __init__(
+        self,
+        page_size: int,
+        records: Sequence[int],
+        clock: Callable[[], float] = monotonic,
+        log: EventLog | None = None,
+    ) -> None:
         self.geometry = Geometry(page_size, records)
+        self.teller = Teller(log, self.geometry) if log else None
         self.roots: dict[Hashable, Root] = {}
         self.order = EvictionOrder()
         self.numbers: list[set[int]] = [set() for _ in records]
@@ -174,11 +184,14 @@ class PrefixTree:
         path, known = walk(root, ids)
         others = duplicates(path, known, pages, self.geometry)
         self._check_new([each.given for each in others if each.arena == arena] for arena in range(len(pages)))
-        if mine > readable(path, known, self.geometry)[0]:
+        is_new = mine > readable(path, known, self.geometry)[0]
+        if is_new:
             node = self._append(root, path[-1], ids, known, pages)
         else:
             node = self._node_ending(path[-1], self.geometry.last_whole(known))
         self._retain(node, ranges)
+        if is_new and self.teller:
+            self.teller.stored(key, node)
         self._use(node)
         return Insertion(node.end, others, node)
 
@@ -186,13 +199,15 @@ class PrefixTree:
         """Drops all that is known under a key, also what somebody uses: nothing matches it any more. Returns its pages.
         Who holds a node of it may still `unlock` that."""
         gone: list[Page] = []
-        waiting: list[Node] = [self.roots.pop(key)] if key in self.roots else []
-        while waiting:
-            node = waiting.pop()
+        nodes: list[Node] = [self.roots.pop(key)] if key in self.roots else []
+        for node in nodes:
+            nodes += node.children.values()
+        for node in reversed(nodes):
+            if self.teller:
+                self.teller.forgotten(node)
             self.nodes -= node.parent is not None
             self.tokens -= len(node.ids)
             self.locked_pages -= node.num_pages if node.locks else 0
-            waiting += node.children.values()
             self._drop(node, node.begin, gone)
             node.parent, node.children = None, {}
         return gone
@@ -251,6 +266,8 @@ class PrefixTree:
         now = self.now()
         while len(gone) < pages and (leaf := self.order.pop(now)):
             end = self._end_without(leaf, pages - len(gone))
+            if self.teller:
+                self.teller.removed(leaf, end)
             self._drop(leaf, end, gone)
             self._end_at(leaf, end)
         return gone
@@ -306,6 +323,8 @@ class PrefixTree:
                 expires = inf if each.seconds is None else self.now() + each.seconds
                 for part in node.path():
                     if begin <= part.begin and part.end <= end:
+                        if self.teller:
+                            self.teller.updated(part, each.priority)
                         part.priority, part.expires = each.priority, expires
 
     def _use(self, node: Node) -> None:

@@ -495,7 +495,7 @@ class Rows:
         needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]
         extents = np.stack([table.starts[rows] if starts is None else starts, lengths], axis=1)
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
-        self.sharing.make_own(needing.tolist())
+        self._make_own(needing.tolist())
         self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
         table.stirred.update(dict.fromkeys(rows[lengths > table.alerts[rows]].tolist()))
@@ -506,10 +506,20 @@ class Rows:
 
     def grow_one(self, row: int, length: int) -> None:
         """`grow` for one row, without arrays."""
-        self.sharing.make_own([row])
+        self._make_own([row])
         self.growing.make_room({row: (self.table.start[row], length)}, [row])
         self.table.length[row] = length
         self.books.refresh(row)
+
+    def _make_own(self, rows: list[int]) -> None:
+        """Sees to it that rows may write behind their last tokens: see `Sharing.make_own`."""
+        try:
+            self.sharing.make_own(rows)
+        except VmmkvError:
+            for row in rows:
+                if self.keeper and not self.table.is_live(row):  # the driver has not mapped its tokens again
+                    self.keeper.shorten(row, 0)
+            raise
 
     def shrink(self, row: int, start: int, length: int) -> None:
         """Moves a live row's start forward or its length back. Pages without tokens become surplus.

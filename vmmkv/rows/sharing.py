@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from ..errors import DriverError, OutOfPagesError, VmmkvError
-from ..memory.calls import SET_ACCESS, SET_READ_ACCESS, VACANT
+from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
@@ -114,19 +114,21 @@ class Sharing:
             DriverError: a call failed. What was mapped before it is in the books.
         """
         books, change = self._books, Change(self._pool.calls, self._pool.frames)
-        for (arena, _), (first, split) in zip(books.ranges, splits):
-            if first < split:
-                self.mark(arena, row, first, split)
-                for child in children:
-                    if not arena.table.pages(child):
-                        arena.table.begin_at(child, first)
-                    if (begin := arena.table.end[child]) < split:
-                        if books.rules.zero_tail:
-                            arena.make_way(child, split)
-                        arena.table.own[child] = split
-                        frames = arena.table.frames_in(row, begin, split)
-                        self._pool.frames.share(frames)
-                        change.place(arena.table, Run(child, begin, split), frames, split, kind=SET_READ_ACCESS)
+        shared = [(arena, *span) for (arena, _), span in zip(books.ranges, splits) if span[0] < span[1]]
+        for arena, _, split in shared if books.rules.zero_tail else ():  # all of this can fail, and plans nothing
+            for child in children:
+                arena.make_way(child, split)
+        for arena, first, split in shared:
+            table = arena.table
+            self.mark(arena, row, first, split)
+            for child in children:
+                if not table.pages(child):
+                    table.begin_at(child, first)
+                if (begin := table.end[child]) < split:
+                    table.own[child] = split
+                    frames = table.frames_in(row, begin, split)
+                    self._pool.frames.share(frames)
+                    change.place(table, Run(child, begin, split), frames, split, kind=SET_READ_ACCESS)
         self.run_shared(change, children, spans)
 
     def run_shared(self, change: Change, rows: list[int], spans: list[Span]) -> None:
@@ -186,52 +188,74 @@ class Sharing:
 
     def make_own_from(self, row: int, pages: list[int]) -> None:
         """Sees to it that a row may write from a page on, in each range. Raises what `make_own` raises."""
-        books, length = self._books, self._table.length[row]
+        books, (start, length) = self._books, self._table.extents[row].tolist()
         places = zip(books.ranges, pages, books.touched(row), books.used(row))
-        for (arena, record), page, (_, end), (_, used_end) in places:
+        for (arena, record), page, (_, end), used in places:
             page = max(page, arena.table.first[row])
             if page < arena.table.own[row]:
                 page = arena.table.frame_begin(row, page)
-                used = Run(row, page, max(used_end, page))
-                arguments = arena, used, max(end - page, 0), max(length * record - page * books.page_size, 0)
+                part = Run(row, page, max(end, page) if start < length else page)
+                arguments = arena, part, used, max(length * record - page * books.page_size, 0)
                 try:
                     self._make_own(*arguments)
                 except OutOfPagesError:
-                    if self._is_elsewhere(arena, used):
+                    if self._is_elsewhere(arena, part):
                         raise
                     self._make_own(*arguments)  # those who had it, too, have given it up to make room
 
-    def _make_own(self, arena: Arena, used: Run, pages: int, nbytes: int) -> None:
-        """Has a row have what it uses from a page on for its own: so many pages, of which some bytes hold tokens. What
-        it shares behind that is gone then."""
-        books, table, (row, page, used_end, _) = self._books, arena.table, used
-        books.duplicates -= table.leave(row, page, used_end)  # what is to be had for it is no less for what it leaves
+    def _make_own(self, arena: Arena, part: Run, used: Span, nbytes: int) -> None:
+        """Has a row have what it holds from a page on for its own: a part, of which some bytes hold tokens. What it
+        shares behind that is gone then.
+
+        Args:
+            used: pages of the row.
+        """
+        books, table, (row, page, *_) = self._books, arena.table, part
+        left = max(used[0], page), used[1]
+        books.duplicates -= table.leave(row, *left)  # what is to be had for it is no less for what it leaves
         try:
-            if self._is_elsewhere(arena, used):
-                fence = self._table.fences[row] | self._table.fence_after(self._driver, [row])
-                part = Run(row, page, page + pages)
-                if pages:
-                    self._copy_out(arena, part, nbytes, fence)
-                fence.wait()
-                self._replace(arena, part)
-                self.clear()
+            fence = self._table.fences[row] | self._table.fence_after(self._driver, [row])
+            if self._is_elsewhere(arena, part):
+                self._copy_out(arena, part, nbytes, fence)
             else:
-                run = Run(row, page, table.frame_end(row, table.own[row]))
-                self._pool.calls.run([SET_ACCESS, *table.range_of(run), VACANT]).check()
-                table.own[row] = page
+                part = self._lift(arena, part)
+            fence.wait()
+            self._replace(arena, part)
+            self.clear()
         except VmmkvError as error:
-            books.duplicates += table.use(row, page, used_end)
-            if table.ready[row] < page + pages:
+            books.duplicates += table.use(row, *left)
+            if table.ready[row] < part.end:
                 error.add_note(f"Sequence {self._table.owner[row]} has ended: the driver did not map its tokens again")
                 self.lose(row)
             raise
         finally:
+            books.retire_front(row)
             books.refresh(row)
 
-    def _is_elsewhere(self, arena: Arena, used: Run) -> bool:
-        """Whether any of what a row may share from a page on lies in others."""
-        table = arena.table
-        return bool(self._pool.frames.shares[table.frames_in(used.row, used.begin, table.own[used.row])].any())
+    def _frames_of(self, arena: Arena, part: Run) -> list[int]:
+        """The frames that a part begins with, and lies on."""
+        return arena.table.frames_in(part.row, part.begin, arena.table.frame_end(part.row, part.end))
+
+    def _is_elsewhere(self, arena: Arena, part: Run) -> bool:
+        """Whether any of what a part lies on is in others, too."""
+        return bool(self._pool.frames.shares[self._frames_of(arena, part)].any())
+
+    def _lift(self, arena: Arena, part: Run) -> Run:
+        """Maps what a row alone has in the staging row, too: a part, with what else is on its frames, which it returns.
+
+        To make it writable where it is would be a call less, but what becomes so while it is mapped cannot be mapped
+        in another place again: `cuMemMap` fails with CUDA_ERROR_UNKNOWN (driver 580, where threads take turns).
+        """
+        frames, staging = self._frames_of(arena, part), self.stage()
+        pages = len(self._pool.frames.in_pages(frames))
+        if frames:
+            change = Change(self._pool.calls, self._pool.frames)
+            self._pool.frames.share(frames)
+            change.place(staging.table, Run(0, 0, pages), frames, pages, kind=SET_READ_ACCESS)
+            change.run()
+            change.commit(self._pool)
+            change.check()
+        return Run(part.row, part.begin, part.begin + pages)
 
     def _copy_out(self, arena: Arena, part: Run, nbytes: int, fence: Fence) -> None:
         """Maps new frames in the staging row, which begin with some bytes of a part. Waits for the copy."""

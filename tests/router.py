@@ -1,0 +1,200 @@
+"""A router for tests: what it makes of events, in either engine's words, read by structs of these engines' schemas."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+msgspec = pytest.importorskip("msgspec", reason="needs the extra events")
+
+from vmmkv.events import Event, vllm  # noqa: E402
+
+Hash = int | bytes
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+    """vLLM's batch, the same in all versions."""
+
+    ts: float
+    events: list[Any]
+    data_parallel_rank: int | None = None
+
+
+class ArrayEvent(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    """vLLM 0.23's: positions count."""
+
+
+class MapEvent(msgspec.Struct, omit_defaults=True, tag=True):
+    """vLLM's since 0.24, with the fields of 0.29."""
+
+
+def schema(base: type[msgspec.Struct], *later: str) -> Any:
+    """The three events of vLLM as structs; `later` are fields that came after 0.23, for blocks stored and removed."""
+    optional = [(name, str | None, None) for name in later]
+    stored = [
+        ("block_hashes", list[Hash]),
+        ("parent_block_hash", Hash | None),
+        ("token_ids", list[int]),
+        ("block_size", int),
+        ("lora_id", int | None),
+        ("medium", str | None),
+        ("lora_name", str | None),
+        ("extra_keys", list[tuple[Any, ...] | None] | None, None),
+        ("group_idx", int | None, None),
+        ("kv_cache_spec_kind", str | None, None),
+        ("kv_cache_spec_sliding_window", int | None, None),
+    ]
+    removed = [("block_hashes", list[Hash]), ("medium", str | None), ("group_idx", int | None, None)]
+    kinds = {"BlockStored": stored + optional, "BlockRemoved": removed + optional, "AllBlocksCleared": []}
+    stored_type, removed_type, cleared_type = (
+        msgspec.defstruct(name, fields, bases=(base,), tag=name) for name, fields in kinds.items()
+    )
+    return msgspec.defstruct(
+        "KVEventBatch", [("events", list[stored_type | removed_type | cleared_type])], bases=(Batch,)
+    )
+
+
+ARRAYS = schema(ArrayEvent)
+MAPS = schema(MapEvent, "locality", "ownership")
+
+
+def read(payload: bytes, arrays: bool = False) -> Any:
+    """A batch, as vLLM's own structs read it, which also would have written the same bytes."""
+    batch = msgspec.msgpack.decode(payload, type=ARRAYS if arrays else MAPS)
+    assert msgspec.msgpack.encode(batch) == payload
+    return batch
+
+
+class Token(msgspec.Struct, tag_field="type", tag="unique_token", forbid_unknown_fields=True):
+    """TensorRT-LLM's, and so are the following."""
+
+    token_id: int
+    token_extra_id: int
+
+
+class StoredBlock(msgspec.Struct, tag_field="type", tag="stored_block", forbid_unknown_fields=True):
+    block_hash: int
+    tokens: list[Token]
+    cache_level: int
+    priority: int
+    mm_keys: list[Any]
+    cache_salt: str | None
+
+
+class Difference(msgspec.Struct, tag_field="type", tag="event_diff", forbid_unknown_fields=True):
+    old_value: int
+    new_value: int
+
+
+class CreatedData(msgspec.Struct, tag_field="type", tag="created", forbid_unknown_fields=True):
+    num_blocks_per_cache_level: list[int]
+
+
+class StoredData(msgspec.Struct, tag_field="type", tag="stored", forbid_unknown_fields=True):
+    parent_hash: int | None
+    blocks: list[StoredBlock]
+    lora_name: str | None = None  # Dynamo's
+
+
+class RemovedData(msgspec.Struct, tag_field="type", tag="removed", forbid_unknown_fields=True):
+    block_hashes: list[int]
+
+
+class UpdatedData(msgspec.Struct, tag_field="type", tag="updated", forbid_unknown_fields=True):
+    block_hash: int
+    cache_level: Difference | None
+    priority: Difference | None
+
+
+class Dictionary(msgspec.Struct, forbid_unknown_fields=True):
+    event_id: int
+    data: CreatedData | StoredData | RemovedData | UpdatedData
+    window_size: int
+    hash_algo: str
+    attention_dp_rank: int | None = None
+
+
+Prefix = tuple[Any, ...]
+
+
+class Router:
+    """What a router knows of a worker: prefixes, by the hashes of their last blocks, and where they lie."""
+
+    def __init__(self) -> None:
+        self.prefixes: dict[int, Prefix] = {}
+        self.tiers: dict[int, set[str]] = {}
+        self.next_id = 0
+        self.has_missed = False  # so that it may be told of what it does not know
+
+    @property
+    def known(self) -> dict[Prefix, set[str]]:
+        assert len(set(self.prefixes.values())) == len(self.prefixes)
+        return {self.prefixes[each]: tiers for each, tiers in self.tiers.items()}
+
+    def hit(self, key: Prefix, ids: list[int], size: int) -> int:
+        """How many of the ids lie in blocks that are known, from the first one on."""
+        known, tokens = self.known, size
+        while tokens <= len(ids) and (*key, *ids[:tokens]) in known:
+            tokens += size
+        return tokens - size
+
+    def stored(self, hashes: list[int], parent: int | None, ids: list[int], tier: str, key: Prefix) -> None:
+        if parent is not None and parent not in self.tiers:
+            assert self.has_missed
+            return  # as routers do: without the prefix it is no use
+        size = len(ids) // len(hashes)
+        assert len(ids) == size * len(hashes)
+        prefix = key if parent is None else self.prefixes[parent]
+        for i, block in enumerate(hashes):
+            assert 0 <= block < 1 << 64
+            prefix = (*prefix, *ids[i * size : (i + 1) * size])
+            assert self.prefixes.setdefault(block, prefix) == prefix
+            self.tiers.setdefault(block, set()).add(tier)
+
+    def removed(self, hashes: list[int], tier: str | None) -> None:
+        for block in hashes:
+            assert block in self.tiers or self.has_missed
+            if block in self.tiers:
+                self.tiers[block].discard(tier or next(iter(self.tiers[block])))
+                if not self.tiers[block]:
+                    del self.tiers[block], self.prefixes[block]
+
+    def cleared(self) -> None:
+        self.has_missed = True
+        self.tiers.clear()
+        self.prefixes.clear()
+
+    def read_vllm(self, events: list[Event], arrays: bool) -> None:
+        payload = vllm.encode(events, arrays=arrays)
+        for event in read(payload, arrays).events if payload else []:
+            match type(event).__name__:
+                case "BlockStored":
+                    salt = event.extra_keys[0][0] if event.extra_keys else None
+                    key = (salt, event.lora_name)
+                    assert event.extra_keys is None or event.extra_keys[1:] == [None] * (len(event.block_hashes) - 1)
+                    self.stored(event.block_hashes, event.parent_block_hash, event.token_ids, event.medium, key)
+                case "BlockRemoved":
+                    self.removed(event.block_hashes, event.medium)
+                case "AllBlocksCleared":
+                    self.cleared()
+
+    def read_tensorrt_llm(self, dictionaries: list[dict[str, Any]]) -> None:
+        tiers = ["GPU", "CPU"]
+        for event in msgspec.convert(dictionaries, list[Dictionary]):
+            assert event.event_id >= self.next_id
+            if event.event_id > self.next_id:
+                self.cleared()
+            self.next_id = event.event_id + 1
+            match event.data:
+                case StoredData(parent_hash=parent, blocks=blocks):
+                    for block in blocks:
+                        ids = [token.token_id for token in block.tokens]
+                        key = (block.cache_salt, event.data.lora_name)
+                        self.stored([block.block_hash], parent, ids, tiers[block.cache_level], key)
+                        parent = block.block_hash
+                case RemovedData(block_hashes=hashes):
+                    self.removed(hashes, None)
+                case UpdatedData(block_hash=block, cache_level=Difference() as level) if block in self.tiers:
+                    assert self.tiers[block] == {tiers[level.old_value]}
+                    self.tiers[block] = {tiers[level.new_value]}

@@ -1,0 +1,427 @@
+"""Events of caches: who only hears them knows what a sequence will find, whatever happens to the cache."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from random import Random
+from typing import Any
+
+import pytest
+from conftest import small_driver, soon
+from faulty import FaultyDriver
+from interruption import interrupted
+from router import Router
+from test_interruption import EVERYTHING, some_lines
+from test_prefixes import LAYOUT, RANGES, World, prompt
+
+import vmmkv
+from vmmkv.events import Cleared, Created, Dropped, EventLog, Removed, Stored, Updated, salt_of, tensorrt_llm
+
+Key = tuple[Any, ...]
+KEYS: list[Key] = [(None, None, None), ("salt", None, None), (None, 7, None), ("salt", "lora", None)]
+KEYS += [(None, None, "tenant"), ("salt", None, 3)]
+
+
+class Listener:
+    """A cache that tells all it does to two routers, in vLLM's words and in TensorRT-LLM's.
+
+    Args:
+        world: of a cache with an event log.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.cache, self.log = world.cache, world.cache.event_log
+        self.routers = Router(), Router()
+        self.encoder = tensorrt_llm.Encoder(self.cache.max_seq_len)
+        self.arrays = world.random.random() < 0.5
+
+    def listen(self) -> list[Any]:
+        events = self.cache.events()
+        self.routers[0].read_vllm(events, self.arrays)
+        self.routers[1].read_tensorrt_llm(self.encoder.encode(events))
+        return events
+
+    def hit(self, key: Key, ids: list[int]) -> int:
+        """What the routers expect a sequence to find, in whole blocks."""
+        salt, adapter, tenant = key
+        told = salt_of(salt, tenant), None if adapter is None else str(adapter)
+        hits = {router.hit(told, ids[:-1], self.log.block_size) for router in self.routers}
+        assert len(hits) == 1
+        return hits.pop()
+
+    def known(self) -> list[tuple[Key, list[int]]]:
+        """All that is known."""
+        keys = {(salt_of(key[0], key[2]), None if key[1] is None else str(key[1])): key for key in KEYS}
+        return [(keys[prefix[:2]], list(prefix[2:])) for prefix in self.routers[0].known]
+
+
+def listened(random: Random, pages: int, layout: vmmkv.KVLayout = LAYOUT, block_size: int = 8, **options: Any) -> World:
+    return World(random, pages, layout, event_log=EventLog(block_size), **{"large_frames": False, **options})
+
+
+def loose(world: World) -> int:
+    """How many tokens a range's page has at most, by which a hit may differ."""
+    return max(-(-world.cache.page_size // record) for record in world.cache.layout.record_bytes)
+
+
+def finds_what_is_known(world: World, listener: Listener) -> None:
+    """All that routers know is there."""
+    world.cache.free(list(world.ids))
+    world.ids.clear()
+    for key, ids in world.random.sample(every := listener.known(), min(len(every), 20)):
+        listener.listen()
+        ids = [*ids, 99]
+        hit = listener.hit(key, ids)
+        salt, adapter, tenant = key
+        with world.cache.sequence(token_ids=ids, salt=salt, adapter=adapter, tenant=tenant) as sequence:
+            assert sequence.cached_tokens >= hit - (loose(world) if world.cache.layout is RANGES else 0)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16])
+@pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
+@pytest.mark.parametrize("pages", [60, 2000], ids=["tight", "plenty"])
+def test_who_hears_all_knows_what_is_found(layout: vmmkv.KVLayout, pages: int, block_size: int) -> None:
+    """To the block; the cache may find more where a row is adopted whole, which is less than a page."""
+    seed = Random().randrange(1 << 32)
+    print(f"{seed=}")
+    random = Random(seed)
+    world = listened(random, pages, layout, block_size)
+    listener = Listener(world)
+    below = loose(world) if layout is RANGES and pages < 1000 else 0
+    for _ in range(80):
+        live, what = list(world.ids), random.random()
+        listener.listen()
+        try:
+            if what < 0.45 or not live:
+                key, ids = random.choice(KEYS), prompt(world)
+                expected = listener.hit(key, ids)
+                sequence = world.start(ids, key)
+                assert expected - below <= sequence.cached_tokens < expected + block_size + loose(world)
+                if random.random() < 0.8:
+                    world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
+            elif what < 0.6:
+                sequence = random.choice(live)
+                before, new = sequence.length, [random.randrange(2) for _ in range(random.randint(1, 20))]
+                sequence.extend(len(new))
+                world.ids[sequence] += new
+                world.write(sequence, before)
+                world.commit(sequence)
+            elif what < 0.7:
+                sequence = random.choice(live)
+                tokens = random.randint(0, sequence.length)
+                sequence.truncate(tokens)
+                del world.ids[sequence][tokens:]
+            elif what < 0.75:
+                parent = random.choice(live)
+                child = parent.fork()
+                world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+            elif what < 0.97:
+                world.free(random.choice(live))
+            else:
+                world.cache.trim()
+        except (vmmkv.OutOfPagesError, vmmkv.OutOfRowsError):
+            for sequence in live:
+                world.free(sequence)
+        world.cache.check()
+    listener.listen()
+    finds_what_is_known(world, listener)
+    world.cache.close()
+    listener.listen()
+    assert not listener.known()
+    assert world.cache.event_log
+    assert world.cache.event_log.dropped == 0
+
+
+def test_hits_are_those_that_were_told_of() -> None:
+    """With whole pages committed, and memory for all, a sequence finds exactly the blocks that routers know."""
+    for block_size in (1, 2, 4, 8, 16, 24):
+        random = Random()
+        world = listened(random, 2000, block_size=block_size)
+        listener, hits = Listener(world), 0
+        for _ in range(60):
+            listener.listen()
+            key, ids = random.choice(KEYS[:3]), prompt(world)
+            if len(world.ids) == 4:
+                world.free(random.choice(list(world.ids)))
+            sequence = world.start(ids, key)
+            assert sequence.cached_tokens // block_size == listener.hit(key, ids) // block_size
+            hits += bool(sequence.cached_tokens)
+            world.commit(sequence, len(ids) // 8 * 8)
+        assert hits
+
+
+@pytest.mark.parametrize("block_size", [4, 8])
+def test_a_page_in_which_two_part_stays_known_while_one_of_them_does(block_size: int) -> None:
+    world = listened(Random(), 40, block_size=block_size)
+    listener = Listener(world)
+    first, second = [1] * 32, [1] * 22 + [2] * 10
+    for ids, priority in ((first, 50), (second, 20)):
+        sequence = world.start(ids)
+        sequence.commit(ids, retention=[vmmkv.Retention(priority=priority)])
+        world.free(sequence)
+    listener.listen()
+    ends = {len(ids) for _, ids in listener.known()}
+    assert ends == set(range(block_size, 33, block_size))
+    assert len(listener.known()) == 32 // block_size + (32 - 22 + block_size - 1) // block_size
+    for tokens in range(30 * 8, 41 * 8, 8):  # ever more memory goes to others
+        world.cache.sequence(min(tokens, 200)).free()
+        other = world.cache.sequence(tokens - 200) if tokens > 200 else None
+        listener.listen()
+        for ids in (first, second):
+            sequence = world.start([*ids, 9])
+            listener.listen()
+            world.free(sequence)
+        if other:
+            other.free()
+    finds_what_is_known(world, listener)
+
+
+def test_what_a_cache_tells() -> None:
+    """Created with the blocks that fit; stored at its priority, updated to another, removed, cleared."""
+    log = EventLog(8)
+    world = World(Random(), 40, LAYOUT, event_log=log, large_frames=False)
+    (created,) = world.cache.events()
+    assert isinstance(created, Created)
+    assert (created.device_blocks, created.host_blocks) == (40, 0)
+    sequence = world.start([1] * 40)
+    assert world.cache.events() == []
+    keep = [vmmkv.Retention(0, 16, 80), vmmkv.Retention(16, None, 20)]
+    sequence.commit([1] * 40, retention=keep)
+    sequence.commit([1] * 40)
+    events = world.cache.events()
+    assert [(event.blocks.start, len(event.blocks.hashes), event.priority, event.tier) for event in events] == [
+        (0, 2, 80, "device"),
+        (16, 3, 20, "device"),
+    ]
+    assert events[1].blocks.parent == events[0].blocks.hashes[-1]
+    sequence.commit([1] * 40, retention=[vmmkv.Retention(8, 24, 50)])
+    moved = world.cache.events()
+    assert all(isinstance(event, Updated) for event in moved)
+    assert sorted((event.blocks.start, event.blocks.hashes, event.priority) for event in moved) == [
+        (8, events[0].blocks.hashes[1:], (80, 50)),
+        (16, events[1].blocks.hashes[:1], (20, 50)),
+    ]
+    world.free(sequence)
+    world.cache.trim()
+    hashes = events[0].blocks.hashes + events[1].blocks.hashes
+    removed = world.cache.events()
+    assert all(isinstance(event, Removed) for event in removed)
+    assert [each for event in removed for each in event.hashes] == list(reversed(hashes))
+    world.commit(world.start([1] * 40))
+    world.cache.close()
+    (stored, cleared) = world.cache.events(timeout=None)
+    assert isinstance(stored, Stored)
+    assert stored.blocks.hashes == hashes  # the same tokens, the same names
+    assert isinstance(cleared, Cleared)
+    assert world.cache.events(timeout=None) == []
+
+
+def test_a_neighbour_on_the_pool_evicts_and_that_is_told() -> None:
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = vmmkv.FramePool(40 * driver.page_size, driver=driver)
+    logs = EventLog(8), EventLog(8)
+    first, second = (vmmkv.KVCache(LAYOUT, 4, 320, pool=pool, large_frames=False, event_log=log) for log in logs)
+    with first.sequence(token_ids=[1] * 80) as sequence:
+        sequence.commit([1] * 80)
+    stored = sum(len(event.blocks.hashes) for event in first.events() if isinstance(event, Stored))
+    assert stored == 10
+    kept = second.sequence(36 * 8)
+    removed = sum(len(event.hashes) for event in first.events())
+    assert removed == 6
+    assert [type(event) for event in second.events()] == [Created]
+    kept.free()
+    with first.sequence(token_ids=[1] * 81) as sequence:
+        assert sequence.cached_tokens == 8 * (stored - removed)
+    pool.set_limit(driver.page_size)
+    assert sum(len(event.hashes) for event in first.events()) >= stored - removed - 1
+
+
+def test_nobody_listens() -> None:
+    world = World(Random(), 40, LAYOUT)
+    world.commit(world.start([-1] * 20, (b"salt", 1.5, None)))
+    assert world.cache.event_log is None
+    with pytest.raises(vmmkv.ArgumentError, match="event_log"):
+        world.cache.events()
+
+
+def test_what_there_are_no_words_for_is_refused() -> None:
+    world = listened(Random(), 40)
+    listener = Listener(world)
+    live = world.start([1] * 20)
+    for change in ({"salt": b"x"}, {"adapter": 1.5}, {"adapter": True}, {"tenant": (1, 2)}, {"token_ids": [-1]}):
+        with pytest.raises(vmmkv.ArgumentError):
+            world.cache.sequence(**{"token_ids": [1, 2], **change})
+    with pytest.raises(vmmkv.ArgumentError):
+        world.cache.sequence(token_ids=[1], salt=b"x", tenant="a")
+    with pytest.raises(vmmkv.ArgumentError, match="routers"):
+        live.commit([1 << 32] * 16)
+    assert world.cache.sequence(token_ids=[-1], salt=b"x", reuse=False).length == 1  # nothing to tell of
+    assert world.cache.stats().rows["live"] == 1
+    world.commit(live)
+    listener.listen()
+    assert listener.hit(KEYS[0], [1] * 20) == 16
+    log = world.cache.event_log
+    closed = EventLog()
+    closed.close()
+    for wrong in (log, closed, 16):
+        with pytest.raises(vmmkv.ArgumentError):
+            World(Random(), 40, LAYOUT, event_log=wrong)
+    unspent = EventLog()
+    with pytest.raises(vmmkv.BudgetError):
+        vmmkv.KVCache(LAYOUT, 2, 20, max_bytes=1, event_log=unspent, device="cpu")
+    World(Random(), 40, LAYOUT, event_log=unspent)
+
+
+def test_salts_and_tenants_have_names_of_their_own() -> None:
+    """Whatever keeps sequences apart keeps the hashes of their blocks apart."""
+    world = listened(Random(), 200)
+    hashes: set[int] = set()
+    keys = [*KEYS, ("tenant", None, None), ('["tenant", null]x', None, None), (None, "7", None), (None, None, "3")]
+    for key in keys:
+        world.commit(sequence := world.start([1] * 16, key))
+        world.free(sequence)
+        hashes.update(*(event.blocks.hashes for event in world.cache.events() if isinstance(event, Stored)))
+    assert len(hashes) == 2 * len(keys)
+
+
+@pytest.mark.parametrize("operation", ["start", "hit", "commit", "free", "trim", "evict"])
+def test_an_interruption_leaves_nobody_with_what_is_not_there(operation: str) -> None:
+    """At any line of an operation: what routers know after the next one can be found."""
+    lines = EVERYTHING
+
+    def check(line: int) -> int | None:
+        world = listened(random := Random(), 24)
+        world.driver.unmaps_anything = True
+        listener = Listener(world)
+        for ids in ([1] * 40, [1] * 20 + [2] * 20, [3] * 40):
+            world.commit(sequence := world.start(ids))
+            world.free(sequence)
+        live = world.start([1] * 16 + [4] * 30)
+        if random.random() < 0.5:
+            listener.listen()
+        what = {
+            "start": lambda: world.cache.sequence(token_ids=[5] * 20),
+            "hit": lambda: world.cache.sequence(token_ids=[1] * 40 + [5]),
+            "commit": lambda: live.commit([1] * 16 + [4] * 24, retention=[vmmkv.Retention(8, 20, 60)]),
+            "free": live.free,
+            "trim": world.cache.trim,
+            "evict": lambda: world.cache.sequence(15 * 8),
+        }
+        count = interrupted(what[operation], line)
+        try:
+            world.cache.check()
+        except vmmkv.InterruptedChangeError:
+            world.cache.close()
+            listener.listen()
+            assert not listener.known()
+        else:
+            listener.listen()
+            finds_what_is_known(world, listener)
+            world.cache.free([])
+            world.commit(sequence := world.start([1] * 40))  # goes on as ever
+            listener.listen()
+            assert listener.hit(KEYS[0], [1] * 40) == 32
+            world.free(sequence)
+        return count
+
+    for line in some_lines(check(lines)):
+        assert check(line) is None
+
+
+def test_threads_tell_in_order() -> None:
+    """Several compute and evict, one listens: it never hears of what continues nothing, and knows all in the end."""
+    seed = Random().randrange(1 << 32)
+    print(f"{seed=}")
+    world = listened(Random(seed), 60, rows=12)
+    listener = Listener(world)
+    errors: list[BaseException] = []
+
+    def compute(number: int) -> None:
+        random = Random(seed + number)
+        try:
+            for _ in range(60):
+                ids = [random.randrange(2) for _ in range(random.randint(1, 6))] * 8
+                try:
+                    with world.cache.sequence(token_ids=ids, salt=random.choice([None, "salt"])) as sequence:
+                        sequence.commit(ids)
+                except vmmkv.OutOfPagesError:
+                    world.cache.trim()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=compute, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    try:
+        while any(thread.is_alive() for thread in threads):
+            listener.listen()
+    finally:
+        for thread in threads:
+            thread.join()
+    assert not errors
+    listener.listen()
+    world.cache.check()
+    finds_what_is_known(world, listener)
+
+
+def test_events_that_nobody_drains() -> None:
+    """They are dropped, and counted; who comes late knows nothing that is not there."""
+    world = World(Random(), 60, LAYOUT, event_log=EventLog(8, max_events=10), large_frames=False)
+    listener = Listener(world)
+    for token in range(40):
+        world.commit(sequence := world.start([token] * 40))
+        world.free(sequence)
+    dropped = world.cache.stats().events_dropped
+    assert dropped > 10
+    events = listener.listen()
+    assert isinstance(events[0], Dropped)
+    assert events[0].count == dropped
+    finds_what_is_known(world, listener)
+    before = {tuple(ids) for _, ids in listener.known()}
+    world.commit(world.start([77] * 40))
+    listener.listen()
+    assert {tuple(ids) for _, ids in listener.known()} - before >= {(77,) * 8}
+    assert world.cache.stats().events_dropped == dropped
+
+
+def test_who_awaits_events_is_woken_by_the_end() -> None:
+    async def main() -> list[str]:
+        world = listened(Random(), 40)
+        log = world.cache.event_log
+        assert log
+
+        async def follow() -> list[str]:
+            return [type(event).__name__ async for event in log]
+
+        following = asyncio.create_task(follow())
+        await asyncio.to_thread(lambda: world.commit(world.start([1] * 40)))
+        await asyncio.to_thread(world.cache.close)
+        return await following
+
+    assert asyncio.run(main()) == ["Created", "Stored", "Cleared"]
+
+
+def test_a_cache_that_is_collected_ends_its_log() -> None:
+    world = listened(Random(), 40)
+    world.commit(world.start([1] * 40))
+    log = world.cache.event_log
+    assert log
+    found: list[Any] = []
+
+    def follow() -> None:
+        while events := log.events(timeout=None):
+            found.extend(type(event) for event in events)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    soon(lambda: len(found) == 2)
+    world.ids.clear()
+    world.keys.clear()
+    del world
+    gc.collect()
+    thread.join(timeout=300)
+    assert not thread.is_alive()
+    assert found == [Created, Stored, Cleared]
+    assert log.closed

@@ -1,0 +1,223 @@
+"""A call fails, or somebody interrupts, while sequences begin with what is known: nobody loses a token."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection
+from random import Random
+from typing import Any
+
+import pytest
+from conftest import small_driver
+from faulty import FaultyDriver
+from interruption import interrupted
+from simulated_device import NotReady, SimulatedDevice
+from test_interruption import EVERYTHING, some_lines
+from test_prefixes import LAYOUT, RANGES, World
+
+import vmmkv
+from vmmkv.errors import DriverError, OutOfPagesError
+
+PROMPT = [1] * 150
+POLICIES: dict[str, dict[str, Any]] = {
+    "large frames": {},
+    "pages": {"large_frames": False},
+    "scrub": {"scrub": True},
+    "ranges": {"layout": RANGES},
+}
+
+
+class Busy(World):
+    """A cache with little memory, of which each sequence has been used in another way."""
+
+    def __init__(self, policy: str, driver: FaultyDriver) -> None:
+        options = {"layout": LAYOUT} | POLICIES[policy]
+        layout = options.pop("layout")
+        super().__init__(Random(), 75 if layout is LAYOUT else 140, layout, rows=8, driver=driver, **options)
+        parent = self.started("parent", PROMPT)
+        self.commit(parent)
+        self.fork("parent", "child")
+        self.cut("child", 130)
+        self.started("laid", PROMPT[:77] + [2] * 20)
+        self.cut("laid", 40)
+        kept = self.started("kept", [3] * 60)
+        self.commit(kept, 40)
+        kept.free()
+        self.forget("kept")
+        self.finish()
+
+    def finish(self) -> None:
+        if isinstance(self.driver, SimulatedDevice):
+            self.driver.finish()
+
+    def started(self, name: str, ids: list[int]) -> vmmkv.Sequence:
+        sequence = self.cache.sequence(token_ids=ids)
+        self.names = getattr(self, "names", {}) | {name: sequence}
+        self.ids[sequence], self.keys[sequence] = list(ids), (None, None, None)
+        self.finish()
+        self.read(sequence, sequence.cached_tokens)
+        self.write(sequence, sequence.cached_tokens)
+        return sequence
+
+    def fork(self, parent: str, name: str) -> None:
+        before = self.names[parent]
+        child = before.fork()
+        self.names[name] = child
+        self.ids[child], self.keys[child] = self.ids[before].copy(), self.keys[before]
+
+    def cut(self, name: str, tokens: int) -> None:
+        self.names[name].truncate(tokens)
+        del self.ids[self.names[name]][tokens:]
+
+    def grow(self, name: str, tokens: int) -> None:
+        sequence = self.names[name]
+        before = len(self.ids[sequence])
+        sequence.extend(tokens)
+        self.finish()
+        self.ids[sequence] += [5] * tokens
+        self.write(sequence, before)
+
+    def free(self, name: str) -> None:  # type: ignore[override]
+        self.names[name].free()
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        sequence = self.names.pop(name)
+        del self.ids[sequence], self.keys[sequence]
+
+    def keep(self, names: Collection[str]) -> None:
+        """Leaves behind what has other names, or none yet."""
+        self.names = {name: sequence for name, sequence in self.names.items() if name in names}
+        self.ids = {sequence: self.ids[sequence] for sequence in self.names.values() if sequence in self.ids}
+        self.keys = {sequence: self.keys[sequence] for sequence in self.names.values() if sequence in self.keys}
+
+    def check(self) -> None:
+        self.finish()
+        for name, sequence in list(self.names.items()):
+            if "gone" in repr(sequence):
+                self.forget(name)
+            else:
+                assert sequence.length == len(self.ids[sequence])
+        super().check()
+        assert self.cache.stats().rows["live"] == len(self.names)
+
+    def close(self) -> None:
+        """Nothing is left, and what was known is of use, or nobody's."""
+        self.cache.free(list(self.names.values()))
+        self.keep([])
+        self.started("again", [*PROMPT, 4])
+        self.started("other", [3] * 70)
+        self.check()
+        self.cache.free(list(self.names.values()))
+        self.keep([])
+        self.cache.trim()
+        assert self.driver.num_pages == 0
+        self.cache.check()
+        self.cache.close()
+        assert not self.driver.mapped
+
+
+def commit(world: Busy, name: str) -> None:
+    sequence = world.names[name]
+    sequence.commit(world.ids[sequence])
+
+
+OPERATIONS: dict[str, Callable[[Busy], object]] = {
+    "adopt a kept row": lambda world: world.started("new", [3] * 60 + [2] * 90),
+    "begin with all": lambda world: world.started("new", [*PROMPT, 2]),
+    "begin with a part": lambda world: world.started("new", PROMPT[:101] + [2] * 60),
+    "start where little is left": lambda world: world.started("new", [4] * 180),
+    "commit": lambda world: commit(world, "laid"),
+    "free": lambda world: world.free("parent"),
+    "fork": lambda world: world.fork("parent", "new"),
+    "grow what was cut": lambda world: world.grow("child", 40),
+    "grow what was laid": lambda world: world.grow("laid", 50),
+    "trim": lambda world: world.cache.trim(),
+    "limit": lambda world: world.cache.pool.set_limit(
+        (70 if len(world.cache.layout.record_bytes) == 1 else 130) * 4096
+    ),
+    "close": lambda world: (world.cache.close(), world.keep([])),
+}
+
+
+def survives(policy: str, name: str, kind: str, skip: int) -> bool:
+    """Does an operation whose n-th call fails, and once more; False of one that makes fewer calls."""
+    device = SimulatedDevice(Random())
+    world = Busy(policy, device)
+    for sequence in world.names.values():  # somebody reads, later
+        address = sequence.k(0).data_ptr()
+        device.streams[0].submit(lambda address=address: device.touch(address, 512, lambda: None))
+    if kind == "for want of memory":
+        device.fail("create", skip, out_of_memory=True)
+    elif kind == "not ready":
+        device.fail("query", skip, error=NotReady)
+    else:
+        device.fail("any", skip, lasting=kind == "for good")
+    error: Exception | None = None
+    try:
+        OPERATIONS[name](world)
+    except (DriverError, OutOfPagesError) as caught:
+        error = caught.with_traceback(None)
+    if device.heal():
+        assert not error
+        return False
+    assert not error or kind != "not ready", "what is not ready can be waited for"
+    names = list(world.names)
+    world.check()
+    if error and names == list(world.names):  # none was lost, by a driver that mapped nothing any more
+        OPERATIONS[name](world)
+        world.check()
+    world.close()
+    return True
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "close"])
+def test_a_failed_call(name: str, policy: str) -> None:
+    calls = {}
+    for kind in ("once", "for want of memory", "not ready", "for good"):
+        skips = itertools.count() if kind != "for good" else range(0, calls["once"], max(calls["once"] // 3, 1))
+        for calls[kind] in skips:
+            try:
+                if not survives(policy, name, kind, calls[kind]):
+                    break
+            except BaseException as error:
+                error.add_note(f"survives({policy!r}, {name!r}, {kind!r}, {calls[kind]})")
+                raise
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_interruption_at_any_line(name: str, policy: str) -> None:
+    """Live sequences have their tokens, and what was known is forgotten; or the cache says that it is unusable."""
+
+    def check(line: int) -> int | None:
+        driver = FaultyDriver(small_driver("cpu"))
+        world = Busy(policy, driver)
+        driver.unmaps_anything = True
+        before = {name: len(world.ids[sequence]) for name, sequence in world.names.items()}
+        lines = interrupted(lambda: OPERATIONS[name](world), line)
+        world.keep(before)
+        try:
+            for each, sequence in world.names.items():
+                if "gone" not in repr(sequence):
+                    sequence.truncate(before[each])
+                    del world.ids[sequence][before[each] :]
+            if name != "close":
+                world.check()
+                world.close()
+        except vmmkv.InterruptedChangeError:
+            pass
+        except vmmkv.UseAfterFreeError:
+            assert name == "close"
+        world.cache.close()
+        assert not driver.mapped
+        assert driver.num_pages <= 16, "of a frame in the making, or on its way back, nobody knows"
+        return lines
+
+    for line in some_lines(check(EVERYTHING) or 0):
+        try:
+            assert check(line) is None
+        except BaseException as error:
+            error.add_note(f"{line=}")
+            raise
