@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import operator
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
