@@ -705,6 +705,7 @@ CHANGES: dict[str, Callable[[Cache, Tokens], object]] = {
     "announcement": lambda cache, kv: cache.get_mask_sizes(20, 0),
     "reorder": lambda cache, kv: cache.reorder_cache(torch.tensor([1, 1], device=kv[0][0].device)),
     "repeat": lambda cache, kv: cache.batch_repeat_interleave(2),
+    "copy": lambda cache, kv: copy.deepcopy(cache),
     "crop": lambda cache, kv: cache.crop(-3),
     "reset": lambda cache, kv: cache.reset(),
 }
