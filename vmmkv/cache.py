@@ -22,7 +22,8 @@ from .errors import (
     UnsupportedError,
     VmmkvError,
 )
-from .events import Event, EventLog, check_ids
+from .events import Event, EventLog
+from .events.log import check_ids
 from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
@@ -255,6 +256,7 @@ class KVCache(Owner):
                 in particular, and one of them.
 
         Raises:
+            ArgumentError: the cache has an event log, which has no words for these ids, or for what they depend on.
             OutOfRowsError: `max_sequences` sequences are alive.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
                 new sequence then.
