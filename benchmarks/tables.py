@@ -17,7 +17,7 @@ from vmmkv import KVLayout
 from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
-from . import fragmentation, idle, mapper, overread, pools, reuse, scale, sharing
+from . import fragmentation, idle, mapper, overread, pools, reuse, scale, sharing, transfer
 from .serve import report as serving
 from .virtual import SCHEMES
 
@@ -396,6 +396,14 @@ def forking_kernels(result: Result) -> str:
 @table("sharing_h200.json")
 def samples(result: Result) -> str:
     return markdown(*sharing.sample_table(result))
+
+
+# ------------------------------------------------------------------ other processes
+
+
+@table("transfer_h200.json")
+def handing_over(result: Result) -> str:
+    return markdown(*transfer.way_table(result))
 
 
 @table()

@@ -142,7 +142,9 @@ class FaultyDriver:
         self.changes += 1
 
     def _before_set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
-        assert set(self._pages(address, nbytes)) <= self.mapped.keys(), "set access where nothing is mapped"
+        pages = set(self._pages(address, nbytes))
+        assert pages <= self.mapped.keys(), "set access where nothing is mapped"
+        assert (pages & self.accessible <= self.writable) == writable or not pages & self.accessible, "changed access"
 
     def _after_set_access(self, _: None, address: int, nbytes: int, writable: bool = True) -> None:
         pages = self._pages(address, nbytes)

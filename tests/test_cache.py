@@ -434,6 +434,34 @@ def test_more_sequences_than_rows(make_cache) -> None:
     cache.sequence()
 
 
+def test_a_certain_row(make_cache) -> None:
+    """Whether it is empty, parked, cut in front, or was shared."""
+    cache = make_cache(max_sequences=4)
+    one, two, three = (cache.sequence(30, row=row) for row in (2, 0, 3))
+    assert [sequence.row for sequence in (one, two, three)] == [2, 0, 3]
+    fork = one.fork()
+    assert fork.row == 1
+    with pytest.raises(vmmkv.OutOfRowsError, match=f"row 1.*sequence {fork.number}"):
+        cache.sequence(row=1)
+    for row in (-1, 4, 1 << 70):
+        with pytest.raises(vmmkv.OutOfRangeError, match="rows are 0 to 3"):
+            cache.sequence(row=row)
+    with pytest.raises(TypeError):
+        cache.sequence(row=1.5)
+    with pytest.raises(vmmkv.ArgumentError, match="row=1 and token_ids"):
+        cache.sequence(token_ids=[1, 2], row=1)
+    two.release_before(25)
+    kept = []
+    for sequence in (one, two, three, fork):
+        row = sequence.row
+        sequence.free()
+        kept.append(cache.sequence(40, row=row))
+        assert kept[-1].row == row
+        kept[-1].k(0).normal_()
+        cache.check()
+    assert cache.stats().rows["live"] == 4
+
+
 def test_more_tokens_than_a_row(make_cache) -> None:
     cache = make_cache()
     sequence = cache.sequence(99)

@@ -108,6 +108,53 @@ def test_an_interruption_at_any_line(make_cache, device: str, name: str, policy:
         assert check(line) is None
 
 
+@pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("indices", [[1, 0, 2, 3, 4], [0, 0, 0, 4, 3], [3, 2, 0, 0, 1]], ids=str)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_an_interruption_of_a_reordering(
+    make_cache, device: str, indices: list[int], share: bool, policy: dict
+) -> None:
+    """Sequences that were to change hold what they did, or what they were to hold, or are at their end."""
+
+    def check(line: int) -> int | None:
+        driver = FaultyDriver(small_driver(device))
+        driver.unmaps_anything = True
+        cache = make_cache(max_sequences=6, pages=60, driver=driver, layers_per_range=2, **policy)
+        kept = [cache.sequence(20), cache.sequence(27), cache.sequence()]
+        for sequence in kept:
+            sequence.k(0).normal_()
+        kept += [kept[0].fork(), kept[1].fork()]
+        kept[3].extend(9)
+        kept[3].k(0)[20:].normal_()
+        before = [sequence.k(0).clone() for sequence in kept]
+        lines = interrupted(lambda: cache.reorder(kept, indices, share=share), line)
+        try:
+            books(cache, driver)
+        except vmmkv.InterruptedChangeError:
+            cache.close()
+        else:
+            for number, (sequence, index) in enumerate(zip(kept, indices)):
+                if "gone" in repr(sequence):
+                    assert number != index, "it was not to change"
+                    continue
+                assert any(torch.equal(sequence.k(0), before[each]) for each in (number, index))
+                sequence.extend(5)
+                assert has_memory(sequence, driver)
+            cache.free(kept)
+            books(cache, driver)
+            assert cache.stats().rows["live"] == 0
+            cache.trim()
+            assert driver.num_pages == bool(policy.get("zero_tail"))
+            cache.close()
+        assert not driver.mapped
+        assert driver.num_pages <= 1, "of a page in the making, or on its way back, nobody knows"
+        return lines
+
+    for line in some_lines(check(EVERYTHING)):
+        assert check(line) is None
+
+
 @pytest.mark.parametrize("device", ["cpu"])
 def test_an_interruption_while_a_failure_is_made_good(make_cache, device: str) -> None:
     """Pages that were mapped, and that failed to be made accessible and to be unmapped, are no reason to give up."""

@@ -9,6 +9,7 @@ import ctypes
 import gc
 import hashlib
 from collections.abc import Callable
+from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -110,6 +111,12 @@ class World:
         sequence.commit(np.array(ids, np.int64))
         self.known.setdefault(self.keys[sequence], []).append(ids)
 
+    def reorder(self, sequences: list[vmmkv.Sequence], indices: list[int], share: bool = True) -> None:
+        self.cache.reorder(sequences, indices, share=share)
+        before = [(self.ids[sequences[index]], self.keys[sequences[index]]) for index in indices]
+        for sequence, (ids, key) in zip(sequences, before):
+            self.ids[sequence], self.keys[sequence] = ids.copy(), key
+
     def free(self, sequence: vmmkv.Sequence) -> None:
         sequence.free()
         del self.ids[sequence], self.keys[sequence]
@@ -166,6 +173,14 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                 parent = random.choice(live)
                 child = parent.fork()
                 world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+            elif what < 0.84:
+                tenant = world.keys[random.choice(live)][2]
+                own = [sequence for sequence in live if world.keys[sequence][2] == tenant]
+                chosen = random.sample(own, random.randint(1, len(own)))
+                world.reorder(chosen, [random.randrange(len(chosen)) for _ in chosen], random.random() < 0.7)
+                for sequence in chosen:
+                    if sequence.key and random.random() < 0.3:
+                        world.commit(sequence)
             elif what < 0.97:
                 world.free(random.choice(live))
             else:
@@ -225,6 +240,69 @@ def test_the_page_in_which_two_part_is_copied() -> None:
     second = world.start([1] * 21 + [2] * 9)
     assert second.cached_tokens == 21
     world.check()
+
+
+@pytest.mark.parametrize("indices", [[1, 1], [0, 0], [1, 0]], ids=str)
+@pytest.mark.parametrize("tokens", [40, 43], ids=["full pages", "and a part"])
+def test_what_is_known_goes_along_when_sequences_are_reordered(indices: list[int], tokens: int) -> None:
+    world = make(large_frames=False)
+    one, two = world.start([1] * tokens, ("salt", None, None)), world.start([2] * tokens)
+    world.commit(one)
+    world.commit(two)
+    world.reorder([one, two], indices)
+    world.check()
+    for sequence in (one, two):
+        before = len(world.ids[sequence])
+        sequence.extend(13)
+        world.ids[sequence] += [3] * 13
+        world.write(sequence, before)
+        world.commit(sequence)
+    held = [(world.ids[sequence], world.keys[sequence]) for sequence in (one, two)]
+    for sequence in (one, two):
+        world.free(sequence)
+    for ids, key in held:
+        assert world.start([*ids, 4], key).cached_tokens >= world.whole(len(ids))
+    world.start([1] * tokens + [3] * 14)
+    world.start([2] * tokens + [3] * 14, ("salt", None, None))
+    world.check()
+
+
+def test_who_turns_in_a_circle_keeps_nothing_from_being_evicted_that_it_has_copied() -> None:
+    world = make(pages=16, large_frames=False)
+    one, two = world.start([1] * 40), world.start([2] * 40)
+    world.commit(one)
+    world.commit(two)
+    world.reorder([one, two], [1, 0])  # 6 pages are free: enough for one of the copies, until what it had is evicted
+    world.check()
+
+
+@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
+@pytest.mark.parametrize("indices", [[1, 0, 0, 1], [0, 0, 2, 2], [3, 0, 1, 2]], ids=str)
+def test_nobody_reads_what_a_failed_reordering_has_left(call: str, indices: list[int]) -> None:
+    for skip in range(8):
+        world = make(large_frames=False)
+        sequences = [world.start([first] * 45) for first in (1, 2, 3)] + [world.start([])]
+        for sequence in sequences:
+            world.commit(sequence)
+        world.driver.fail(call, skip)
+        with suppress(vmmkv.DriverError):
+            world.reorder(sequences, indices)
+        world.driver.heal()
+        world.ids = {sequence: ids for sequence, ids in world.ids.items() if is_live(sequence)}
+        world.check()
+        for sequence in list(world.ids):
+            world.free(sequence)
+        for first in (1, 2, 3, 4, 5, 6):
+            world.commit(world.start([first] * 45 + [first]))
+        world.check()
+
+
+def is_live(sequence: vmmkv.Sequence) -> bool:
+    try:
+        sequence.check_usable()
+    except vmmkv.UseAfterFreeError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("other", [("salt", None, None), (None, "adapter", None), (None, None, "tenant")])
@@ -476,3 +554,19 @@ def test_a_capture_changes_nothing() -> None:
     assert torch.equal(second.k(0)[:21], first.k(0)[:21])
     world.cache.check()
     assert world.cache.stats().rows["live"] == 2
+
+
+def test_who_asks_for_a_row_that_was_kept_has_it() -> None:
+    world = make()
+    sequence = world.start([1] * 45)
+    world.commit(sequence)
+    row = sequence.row
+    world.free(sequence)
+    other = world.cache.sequence(20, row=row)
+    assert other.row == row
+    other.k(0).fill_(0)
+    world.check()
+    other.free()
+    world.check()
+    again = world.start([1] * 46)
+    assert again.cached_tokens >= world.whole(45)

@@ -170,6 +170,67 @@ def test_who_was_truncated_into_shared_pages_has_its_own_before_it_grows(
     used(cache)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"scrub": True}, {"zero_tail": True}, {"overread": 11}, {"large_frames": True}], ids=str
+)
+@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_who_unshares_may_write_over_old_tokens(which: int, layout: vmmkv.KVLayout, options: dict) -> None:
+    cache = make(800, layout=layout, **options)
+    parent = cache.sequence(Random().randint(60, 300))
+    values = write(parent)
+    family = [parent, *cache.fork_many(parent, 2)]
+    writer, length = family[which], parent.length
+    start, front = sorted(Random().sample(range(length + 1), 2))
+    if Random().random() < 0.5:
+        writer.release_before(front)
+        cache.unshare([writer], start)
+        start = front
+    else:
+        cache.unshare([writer], start)
+    written = torch.cat([values[writer.start : start], write(writer, start)])
+    check(writer, written)
+    for other in (each for each in family if each is not writer):
+        check(other, values)
+    used(cache)
+    for each, held in ((writer, written), *((each, values) for each in family if each is not writer)):
+        each.extend(9)
+        check(each, torch.cat([held, write(each, length)]))
+    cache.free(family)
+    assert used(cache) == 0
+
+
+def test_to_unshare_what_is_nobody_elses_takes_nothing() -> None:
+    cache = make(pages=20)
+    one, two = cache.sequence(5 * TOKENS), cache.sequence()
+    calls = cache.stats().driver_calls
+    cache.unshare([one, two])
+    assert cache.stats().driver_calls == calls
+
+
+def test_what_cannot_be_unshared_is_as_before() -> None:
+    cache = make(pages=6)
+    parent = cache.sequence(4 * TOKENS)
+    values = write(parent)
+    child = parent.fork()
+    with pytest.raises(vmmkv.OutOfPagesError):
+        cache.unshare([child])
+    for sequences, start, error in [
+        ([child], 4 * TOKENS + 1, ValueError),
+        ([child], -1, ValueError),
+        ([child], 0.5, TypeError),
+        ([child, child], 0, ValueError),
+        ([None], 0, TypeError),
+    ]:
+        with pytest.raises(error):
+            cache.unshare(sequences, start)
+    check(child, values)
+    cache.unshare([child], 2 * TOKENS)  # for two pages there is memory
+    check(child, torch.cat([values[: 2 * TOKENS], write(child, 2 * TOKENS)]))
+    check(parent, values)
+    assert used(cache) == 6
+
+
 def test_who_is_the_last_to_have_a_page_needs_no_copy() -> None:
     """Also where no page is left, and those of the others are still in their rows."""
     cache = make(pages=3, rows=3)
@@ -368,6 +429,26 @@ def test_a_page_goes_to_nobody_before_all_who_shared_it_are_done() -> None:
             states.fill_(7)
         device.finish()
         cache.check()
+
+
+def test_who_reads_what_was_shared_is_waited_for_before_it_can_be_written() -> None:
+    """Also where nobody else has it any more, and nothing has to be copied."""
+    for _ in range(30):
+        device = SimulatedDevice(Random())
+        cache = make(driver=device)
+        parent = cache.sequence(3 * TOKENS)
+        values = write(parent)
+        child = parent.fork()
+        parent.free()
+        cache.trim()
+        late = Random().choice(device.streams)
+        child.record_stream(late)  # type: ignore[arg-type]
+        late.submit(partial(read, device, child.k(0), values))
+        child.truncate(2 * TOKENS)
+        child.extend(1)
+        values = torch.cat([values[: 2 * TOKENS], write(child, 2 * TOKENS)])
+        device.finish()
+        check(child, values)
 
 
 def test_a_copy_shows_no_other_tenants_bytes() -> None:

@@ -231,6 +231,54 @@ class CacheMachine(RuleBasedStateMachine):
                 content = parent.content.clone()
                 self.live.append(Model(made.pop(), content, parent.start, parent.length, self.driver.failures))
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        order = data.draw(st.permutations(range(len(self.live))))
+        models = [self.live[index] for index in order[: data.draw(st.integers(1, len(order)))]]
+        indices = data.draw(st.lists(st.integers(0, len(models) - 1), min_size=len(models), max_size=len(models)))
+        after = [(models[index].start, models[index].length, models[index].content.clone()) for index in indices]
+        changed = {number for number, index in enumerate(indices) if number != index}
+        self.has_forked = True
+        cache = self.cache
+
+        def is_done() -> bool:
+            return all(self.is_gone(models[number]) or self.holds(models[number], *after[number]) for number in changed)
+
+        def reorder() -> None:
+            try:
+                cache.reorder([model.sequence for model in models], indices)
+            except vmmkv.UnsupportedError:
+                assert any(model.start for model in models)
+                refused.append(True)
+
+        refused: list[bool] = []
+        done = self.outcome(reorder, None, is_done) and not refused
+        if self.cache is not cache:
+            return
+        gone = [number for number in changed if self.is_gone(models[number])]
+        assert not gone or set(gone) == changed
+        assert not gone or self.driver.failures
+        self.live = [model for model in self.live if not self.is_gone(model)]
+        for number in changed if done and not gone else ():
+            model, (model.start, model.length, content) = models[number], after[number]
+            model.content[:, : model.length] = content[:, : model.length]
+
+    def is_gone(self, model: Model) -> bool:
+        """Whether a sequence was ended that a failure has left between what it held and what it was to hold."""
+        try:
+            return model.sequence.length < 0
+        except vmmkv.UseAfterFreeError:
+            return True
+
+    def holds(self, model: Model, start: int, length: int, content: torch.Tensor) -> bool:
+        sequence = model.sequence
+        if (sequence.start, sequence.length) != (start, length):
+            return False
+        held = [(sequence.k(layer), sequence.v(layer)) for layer in range(3)]
+        wanted = content[:, start:length]
+        return all(torch.equal(kv[which], wanted[layer, :, which]) for layer, kv in enumerate(held) for which in (0, 1))
+
     @precondition(lambda self: any(not model.length for model in self.live))
     @rule(tokens=st.integers(0, MAX_SEQ_LEN), before=st.integers(0, MAX_SEQ_LEN))
     def extend_from(self, tokens: int, before: int) -> None:

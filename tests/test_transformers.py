@@ -239,15 +239,16 @@ def check_same_state(cache: VmmCache, reference: DynamicCache) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_random_operations(seed: int, device: str, mixed_config: PreTrainedConfig) -> None:
     random = np.random.default_rng(seed)
-    recording = seed % 2 == 0
+    recording, looking = seed % 2 == 0, seed % 4 < 2
     cache, reference = vmm_cache(mixed_config, device, max_batch_size=8), DynamicCache(config=mixed_config)
     rows, newest = 2, 0  # newest: tokens since the last crop, all of which a recording cache can drop
+    others: list[tuple[VmmCache, DynamicCache, int, int]] = []
     if recording:
         for each in (cache, reference):
             each.activate_past_recording()
     for _ in range(50):
         length = reference.get_seq_length()
-        operation = random.choice(["forward"] * 4 + ["crop", "reorder", "repeat", "select", "copy", "reset"])
+        operation = random.choice(["forward"] * 4 + ["crop", "reorder", "repeat", "select", "copy", "return", "reset"])
         if operation == "reset" or length > 150:
             cache.reset()
             reference = DynamicCache(config=mixed_config)  # 5.17 zeroes it, but keeps its length
@@ -277,10 +278,18 @@ def test_random_operations(seed: int, device: str, mixed_config: PreTrainedConfi
                 each.batch_select_indices(kept)
             rows = len(kept)
         elif operation == "copy":
-            cache = copy.deepcopy(cache)
-        check_same_state(cache, reference)
+            others = [*others[-5:], (cache, reference, rows, newest)]
+            cache, reference = copy.deepcopy(cache), copy.deepcopy(reference)
+        elif operation == "return" and others:
+            others.append((cache, reference, rows, newest))
+            cache, reference, rows, newest = others.pop(int(random.integers(len(others))))
+        if looking:
+            check_same_state(cache, reference)
         for kv_cache in cache.kv_caches:
             kv_cache.check()
+    check_same_state(cache, reference)
+    for other, expected, *_ in others:
+        check_same_state(other, expected)
 
 
 def test_tokens_from_anywhere(device: str, mixed_config: PreTrainedConfig) -> None:
@@ -457,11 +466,13 @@ def test_the_end_of_a_cache_returns_everything(device: str, mixed_config: PreTra
     cache = vmm_cache(mixed_config, device)
     forward(device, 3, 30, cache)
     twin = copy.deepcopy(cache)
-    assert len(drivers) == 2
+    cache.layers[0].keys.zero_()
+    other = copy.deepcopy(cache)
+    assert len(cache.kv_caches) == len(twin.kv_caches) == len(other.kv_caches)
     assert all(driver.handles for driver in drivers)
     gc.disable()
     try:
-        del cache, twin
+        del cache, twin, other
         assert not any(driver.handles or driver.mapped or driver.ranges for driver in drivers)
     finally:
         gc.enable()
@@ -471,9 +482,15 @@ def test_a_copy_holds_live_tokens_only(device: str, mixed_config: PreTrainedConf
     cache, reference = vmm_cache(mixed_config, device, lookahead=0), DynamicCache(config=mixed_config)
     for tokens in (30, *[1] * 20):
         forward(device, 2, tokens, cache, reference)
+    before = pages(cache)
     twin, twin_reference = copy.deepcopy(cache), copy.deepcopy(reference)
-    assert pages(twin) == [2 * 7, 2 * 2]
-    assert pages(twin, "surplus") == [0, 0]
+    assert pages(twin) == [used + 2 for used in before], "a page for each sequence"
+    for layer in cache.layers:
+        assert layer.keys is not None, "whoever looks at them may write to them"
+    apart = copy.deepcopy(cache)
+    assert pages(apart) == [2 * 7, 2 * 2]
+    assert pages(apart, "surplus") == [0, 0]
+    del apart
     forward(device, 2, 3, cache, reference)
     forward(device, 2, 5, twin, twin_reference)
     check_same_state(cache, reference)
@@ -790,3 +807,34 @@ def test_attention_reads_the_last_token_of_the_longest_row(backend: SDPBackend) 
     with sdpa_kernel(backend):
         output = torch.nn.functional.scaled_dot_product_attention(query, *attended)
     torch.testing.assert_close(output, v[:, :, -1:], atol=0.05, rtol=0.02)
+
+
+def test_what_was_reordered_can_be_written_over(device: str, mixed_config: PreTrainedConfig) -> None:
+    cache, reference = vmm_cache(mixed_config, device), DynamicCache(config=mixed_config)
+    forward(device, 3, 60, cache, reference)
+    for each in (cache, reference):
+        each.batch_repeat_interleave(2)
+        for _ in range(40):
+            each.reorder_cache(torch.tensor([0, 0, 0, 3, 3, 3], device=device))
+    for layer, expected in zip(cache.layers, reference.layers):
+        new = torch.randn_like(expected.keys)
+        layer.keys, expected.keys = new, new.clone()
+    check_same_state(cache, reference)
+
+
+@pytest.mark.parametrize("skip", range(6))
+def test_a_reordering_that_fails_in_the_middle(skip: int, mixed_config: PreTrainedConfig) -> None:
+    """What is left is refused, until a reset."""
+    driver = FaultyDriver(open_driver("cpu", 4096))
+    pool = vmmkv.FramePool("64MiB", driver=driver)
+    cache, reference = VmmCache(mixed_config, 200, pool=pool), DynamicCache(config=mixed_config)
+    forward("cpu", 3, 60, cache)
+    driver.fail("copy", skip)
+    try:
+        cache.reorder_cache(torch.tensor([1, 2, 0]))
+    except vmmkv.DriverError:
+        with pytest.raises(vmmkv.UnfinishedPassError):
+            forward("cpu", 3, 1, cache)
+        cache.reset()
+        forward("cpu", 3, 20, cache, reference)
+        check_same_state(cache, reference)

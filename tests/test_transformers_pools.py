@@ -104,18 +104,17 @@ def test_both_halves_of_an_encoder_and_decoder_share_what_they_are_given(device:
     assert pool.stats().holders == 2
 
 
-def test_copies_keep_the_limit_and_a_given_pool(device: str) -> None:
+def test_copies_lie_on_the_same_pool_and_what_was_saved_on_its_own(device: str) -> None:
     own = VmmCache(LlamaConfig(**DECODER), 400, max_bytes=32 * PAGE_SIZE[device], page_size=PAGE_SIZE[device])
     pool = make_pool(device)
     given = full_layers(pool)
     for cache in (own, given):
         forward(cache, 2, 5, device)
-    twin = copy.deepcopy(own)
-    assert twin.pools != own.pools
-    assert twin.pools[0].limit == own.pools[0].limit == 32
-    shared = copy.deepcopy(given)
+    twin, shared = copy.deepcopy(own), copy.deepcopy(given)
+    assert twin.pools == own.pools
+    assert own.pools[0].limit == 32
     assert shared.pools == given.pools == [pool]
-    assert pool.stats().holders == 2
+    assert own.pools[0].stats().holders == pool.stats().holders == 1, "rows of the same KVCache"
     loaded = pickle.loads(pickle.dumps([own, given]))
     assert loaded[0].pools[0].limit == 32
     assert loaded[1].pools not in ([], [pool])

@@ -557,7 +557,7 @@ def test_a_selection_that_finds_no_memory_changes_nothing(config: PreTrainedConf
     config = copy.deepcopy(config)
     config.layer_types = ["full_attention", *["sliding_attention"] * 3]
     config.sliding_window = 100
-    cache, reference = vmm_cache(config, "cpu", max_bytes=40 * PAGE_SIZE["cpu"]), DynamicCache(config=config)
+    cache, reference = vmm_cache(config, "cpu", max_bytes=33 * PAGE_SIZE["cpu"]), DynamicCache(config=config)
     forward(3, 30, cache, reference)
     with pytest.raises(vmmkv.OutOfPagesError):
         cache.batch_repeat_interleave(3)
@@ -877,7 +877,7 @@ def test_a_model_on_two_gpus(name: str) -> None:
 
 def test_a_batch_that_loses_its_rows_is_as_new() -> None:
     pool = vmmkv.FramePool("1MiB", device="cpu", page_size=4096)
-    batch = Batch(vmmkv.KVLayout(1, 2, 64, torch.float32), Limits(max_seq_len=64, max_batch_size=2), pool)
+    batch = Batch.open(vmmkv.KVLayout(1, 2, 64, torch.float32), Limits(max_seq_len=64, max_batch_size=2), pool)
     batch.reserve(2, 0, 40)
     batch.shrink(0, 30, 40)
     assert (batch.rows, batch.origin, batch.first, batch.end) == (0, 0, 0, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import itertools
+import operator
 import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterable, KeysView, Mapping, Set
@@ -13,12 +14,14 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from .errors import (
     ArgumentError,
     BusyError,
     LayoutError,
     LeakWarning,
+    OutOfRangeError,
     UnsupportedError,
     VmmkvError,
 )
@@ -35,7 +38,9 @@ from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
+from .reuse.states import states_of
 from .reuse.telling import Key, check_key, check_log
+from .reuse.transfer import Head, Peer
 from .rows.books import Rules
 from .rows.rows import Rows
 from .sequence import Sequence, check_length, check_tokens
@@ -231,6 +236,7 @@ class KVCache(Owner):
         reuse: bool = True,
         expected_tokens: int = 0,
         tenant: Hashable = None,
+        row: int | None = None,
     ) -> Sequence:
         """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one; or of given
         tokens, which begins with K and V that others have made known.
@@ -254,30 +260,47 @@ class KVCache(Owner):
             tenant: whose it is. What a tenant's sequences wrote can never be read from another's rows, in all that is
                 mapped there: their rows are not adopted, and their pages are zeroed before they go on. None is nobody
                 in particular, and one of them.
+            row: that it is to have, for who reads neighbouring rows as one tensor; None: the one that suits it best.
 
         Raises:
             ArgumentError: the cache has an event log, which has no words for these ids, or for what they depend on.
-            OutOfRowsError: `max_sequences` sequences are alive.
+            OutOfRowsError: `max_sequences` sequences are alive, or the row is another's.
+            OutOfRangeError: there is no such row.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
                 new sequence then.
         """
         ids = None
+        if row is not None:
+            row = self._check_row(row)
         if token_ids is not None:
             ids = ids_of(token_ids)
-            tokens = self._check_ids(ids, tokens)
+            tokens = self._check_ids(ids, tokens, row)
         for count in (tokens, expected_tokens):
             check_length(check_tokens(count), self.max_seq_len)
         if ids is None or not reuse:
-            return self._sequence(tokens, expected_tokens, tenant)
+            return self._sequence(tokens, expected_tokens, tenant, row)
         if self.event_log:
             check_ids(ids)
             check_key(self.event_log, salt, adapter, tenant)
         return self._sequence_of(ids, salt, adapter, expected_tokens, tenant)
 
-    def _check_ids(self, ids: Ids, tokens: int) -> int:
+    def _check_row(self, row: int) -> int:
+        """The number of a row.
+
+        Raises:
+            TypeError, OutOfRangeError: it is none.
+        """
+        row = operator.index(row)
+        if not 0 <= row < self.max_sequences:
+            raise OutOfRangeError(f"asked for row {shown(row)}; rows are 0 to {self.max_sequences - 1}")
+        return row
+
+    def _check_ids(self, ids: Ids, tokens: int, row: int | None) -> int:
         """How many tokens these are, where they can be reused."""
         if tokens:
             raise ArgumentError(f"got tokens={tokens!r} and {len(ids)} token_ids; give one of them")
+        if row is not None:
+            raise ArgumentError(f"got row={row} and token_ids, which may lie in another row; give one of them")
         if self._rows.rules.zero_tail:
             raise UnsupportedError(
                 "asked for token_ids with zero_tail, which promises zeros behind sequences; make the cache without it"
@@ -285,16 +308,16 @@ class KVCache(Owner):
         return len(ids)
 
     @operation
-    def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
+    def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None) -> Sequence:
         self._rows.release_abandoned()
-        return self._take(tokens, expected_tokens, tenant)
+        return self._take(tokens, expected_tokens, tenant, row)
 
-    def _take(self, tokens: int, expected_tokens: int, tenant: Hashable) -> Sequence:
+    def _take(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None = None) -> Sequence:
         """A sequence on a row that is free, and whose pages nobody else has."""
         whose, stream = self.pool.tenant_number(tenant), self._driver.current_stream()
-        sequence = self._new_sequence(self._rows.pick(max(tokens, expected_tokens), stream, whose))
-        row, number = sequence.index, sequence.number
-        self._rows.take(row, number, tokens, expected_tokens, stream, whose)  # from here on somebody will free it
+        sequence = self._new_sequence(self._rows.pick(max(tokens, expected_tokens), stream, whose, row))
+        index, number = sequence.index, sequence.number
+        self._rows.take(index, number, tokens, expected_tokens, stream, whose)  # from here on somebody will free it
         self._rows.ring()
         return sequence
 
@@ -345,6 +368,78 @@ class KVCache(Owner):
         prefixes.count(len(ids), hit.tokens)
         return sequence
 
+    def receive(
+        self,
+        rank: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        expected_tokens: int = 0,
+        tenant: Hashable = None,
+        reuse: bool = True,
+    ) -> Sequence:
+        """Starts a sequence with the tokens of another process's, which calls `Sequence.send`. The host waits for that.
+
+        Its layout must be the same; pages may differ in size. It belongs to the current stream: with NCCL its tokens
+        are there in the order of that stream, with gloo when this returns.
+
+        Token ids that the other one has committed are committed here, under the same salt and adapter; those that are
+        known here already (`Sequence.cached_tokens`) do not come again.
+
+        Args:
+            rank: of the other process, in the default group.
+            group: that both are in; None is the default one.
+            expected_tokens: that it will soon have in all: see `sequence`.
+            tenant: whose it is here: see `sequence`.
+            reuse: False neither begins with what is known nor leaves anything.
+
+        Raises:
+            ArgumentError: there is no such process or group.
+            LayoutError: the sequence is of another layout.
+            SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. The other process has
+                `TransferRefusedError` of all these, nothing has changed, and both can go on.
+            TransferError: the other process is gone, does not send within the group's timeout, or sends something else.
+            StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
+        """
+        peer = Peer(rank, group, self.device)
+        self._check_no_capture()
+        head = peer.listen()
+        with peer.told():
+            head.check(self.layout)
+            sequence = self._sequence_for(head, expected_tokens, tenant, reuse)
+        first = max(head.start, sequence.cached_tokens)
+        try:
+            peer.accept(first)
+            peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
+            if sequence.key is not None and len(head.ids):
+                sequence.commit(head.ids)
+        except BaseException:
+            self._abandon([sequence])
+            raise
+        return sequence
+
+    @bookkeeping
+    def _check_no_capture(self) -> None:
+        """Raises `StreamCaptureError` where nothing can be received."""
+        self._driver.record(self._driver.current_stream())
+
+    def _sequence_for(self, head: Head, expected_tokens: int, tenant: Hashable, reuse: bool) -> Sequence:
+        """A sequence with room for another process's, which begins with what is known of it."""
+        expected = max(check_tokens(expected_tokens), head.length)
+        if reuse and head.key and not self._rows.rules.zero_tail:
+            salt, adapter = head.key
+            sequence = self.sequence(
+                token_ids=head.ids, salt=salt, adapter=adapter, expected_tokens=expected, tenant=tenant
+            )
+        else:
+            sequence = self.sequence(expected_tokens=expected, tenant=tenant)
+        try:
+            starts = [head.start] if head.start else None
+            self.extend([sequence], head.length - sequence.length, starts=starts)
+        except BaseException:
+            self._abandon([sequence])
+            raise
+        return sequence
+
     def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
         """Starts sequences that begin with all tokens of another: see `Sequence.fork`. All of them or none.
 
@@ -372,13 +467,97 @@ class KVCache(Owner):
             if children:
                 index = [child.index for child in children]
                 self._rows.sharing.fork(row, index)
-                if self._rows.keeper:
-                    self._rows.keeper.inherit(row, index)
+                self._rows.inherit(dict.fromkeys(index, row))
         except VmmkvError:  # whoever holds it holds them
             self._abandon(children)
             raise
         self._rows.ring()
         return children
+
+    def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True) -> None:
+        """Makes sequence i hold what sequence `indices[i]` of them held, as beams do: its row, and the address of that,
+        stay. All of them or none.
+
+        What two rows have on the same pages is neither copied nor mapped, so beams that were forked copy what lies
+        behind the fork. The rest costs either a copy, which is 1 for a page, or to share pages that are full, which is
+        35 for a frame, and 44 where one has to be made (so it is on an H200); from then on they are the same. A
+        sequence copies where it has pages of its own to copy to, until it has copied as much in this way as sharing
+        would have cost: then it shares, if the other one keeps its tokens. It shares at once where that costs less,
+        since pages would have to be mapped anyway, and where it holds no tokens: it becomes a fork then. Sequences that
+        take each other's place in a circle only copy. Pages that others share are never written to: who would have to
+        has them for its own first, or shares others.
+
+        It is done in the order of the current stream, behind all work on the sequences so far; what comes later on
+        their own streams, and on those named with `record_stream`, waits for it.
+
+        Args:
+            sequences: live sequences of this cache, each once.
+            indices: as many numbers, of sequences in this list; any number of times.
+            share: whether pages may be shared. Otherwise all is copied, and who writes over tokens that are there may
+                go on to do so.
+
+        Raises:
+            OutOfPagesError: there is no memory for what longer sequences need, or for pages that were shared.
+            torch.OutOfMemoryError: nor for up to 32 MiB beside the cache, which sequences in a circle take.
+            StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. Nothing has changed in these cases.
+            DriverError: a call failed: before anything changed, or else the sequences that were to change are at their
+                end, and all others as before.
+            OutOfRangeError: there is no such index.
+            UnsupportedError: in a circle one has given back its front (`release_before`) where another begins; or
+                tokens would come to another tenant. Nothing has changed.
+            TypeError, ValueError: they are no sequences of this cache, or one is named twice; or the indices are no
+                whole numbers, or not as many.
+        """
+        batch = self._batch(sequences)
+        chosen = [operator.index(index) for index in indices]
+        if len(chosen) != len(batch):
+            raise ValueError(f"got {len(chosen)} indices for {len(batch)} sequences; give one for each")
+        if chosen and not 0 <= min(chosen) <= max(chosen) < len(batch):
+            raise OutOfRangeError(
+                f"got indices {chosen}; they are from 0 to {len(batch) - 1}, for {len(batch)} sequences"
+            )
+        self._reorder(batch, chosen, share)
+
+    @operation
+    def _reorder(self, batch: list[Sequence], indices: list[int], share: bool) -> None:
+        self._rows.release_abandoned()
+        rows, keys = [sequence.row for sequence in batch], [sequence.key for sequence in batch]
+        changing = [(sequence, keys[index]) for sequence, index in zip(batch, indices) if sequence.key != keys[index]]
+        for sequence, _ in changing:
+            sequence.key = None  # who is interrupted makes nothing known under a key that may be another's
+        try:
+            self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share)
+        except VmmkvError:
+            for sequence, key in zip(batch, keys):
+                sequence.key = key
+            raise
+        for sequence, key in changing:
+            sequence.key = key
+        self._rows.ring()
+
+    def unshare(self, sequences: Iterable[Sequence], start: int = 0) -> None:
+        """Sees to it that what sequences hold from token `start` on can be written over, and changes in no other: what
+        they share there is copied. `extend` does so by itself for what it makes room for.
+
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. All sequences
+                hold their tokens as before.
+            TypeError, ValueError: they are no sequences of this cache, or one is named twice; or `start` is no whole
+                number, or one that a sequence ends before.
+        """
+        batch, start = self._batch(sequences), check_tokens(start)
+        self._unshare(batch, start)
+
+    @operation
+    def _unshare(self, batch: list[Sequence], start: int) -> None:
+        self._rows.release_abandoned()
+        rows = [sequence.row for sequence in batch]
+        for sequence, row in zip(batch, rows):
+            if start > self._rows.table.length[row]:
+                raise ValueError(f"asked for tokens from {shown(start)} on; {sequence!r} is shorter")
+        for row in rows:
+            self._rows.unshare(row, start)
+        self._rows.ring()
 
     def extend(
         self,

@@ -64,6 +64,23 @@ class SuspendedError(VmmkvError):
     """A sequence was used while its tokens are in host memory."""
 
 
+class TransferError(VmmkvError, RuntimeError):
+    """A sequence was not sent, or not received: the other process is gone or late, or says something else. Messages of
+    the two may be out of step now: make a new process group."""
+
+
+class TransferRefusedError(TransferError):
+    """The process that a sequence was sent to has refused it, and says why. No K or V has moved, and both can go on.
+
+    Attributes:
+        reason: the name of the error that was raised there, such as `"OutOfPagesError"`.
+    """
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
 class OutOfRowsError(VmmkvError):
     """Every row of the cache belongs to a live sequence."""
 

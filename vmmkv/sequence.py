@@ -5,12 +5,14 @@ from __future__ import annotations
 import html
 import operator
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
+import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from .errors import (
     ArgumentError,
@@ -24,13 +26,16 @@ from .errors import (
     VmmkvError,
 )
 from .layout import shown
-from .memory.fence import check_stream
+from .memory.fence import Fence, check_stream
 from .memory.monitor import bookkeeping, operation
 from .memory.pool import FramePool
 from .picture import draw_sequence
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
 from .reuse.retention import Retention
+from .reuse.states import states_of
+from .reuse.telling import Key
+from .reuse.transfer import Head, Peer, geometry_of
 from .rows.rows import Rows
 from .tensors import check_dense
 
@@ -61,7 +66,7 @@ class Sequence:
         self.cache, self._rows, self.number, self.index = cache, rows, number, row
         self.cached_tokens = 0
         """Tokens that held K and V when it began."""
-        self.key: Hashable = None
+        self.key: Key | None = None
         """What its tokens are known under, where they are: salt, adapter and tenant."""
 
     @property
@@ -248,6 +253,55 @@ class Sequence:
         if self.index in self._rows.table.suspended:
             self.cache.host_tier().resume(self.index)
             self._rows.ring()
+
+    def send(self, rank: int, *, group: dist.ProcessGroup | None = None) -> None:
+        """Sends its tokens to another process, which calls `KVCache.receive`, over torch.distributed: NCCL from a GPU,
+        gloo from host memory. It is unchanged, and may be extended or freed right after.
+
+        Behind all work on it so far. The host waits until the other process has memory for it. Then with NCCL the
+        tokens go in the order of the current stream; with gloo they are on their way when it returns. That they have
+        arrived nobody says.
+
+        With it go the token ids that it has committed, salt and adapter; what the receiver knows of them already is
+        not sent. Not sent are its tenant, and tokens in front of `start`.
+
+        Args:
+            rank: of the other process, in the default group.
+            group: that both are in; None is the default one. It takes one transfer at a time between two processes.
+
+        Raises:
+            ArgumentError: there is no such process or group; or salt or adapter is no literal (strings, bytes, numbers
+                and tuples of them), with which it could not be known there.
+            SuspendedError: it is suspended. Nothing was sent so far, and who receives waits on.
+            TransferRefusedError: the other process refuses it, for want of memory, say. Both can go on.
+            TransferError: the other process is gone, does not answer within the group's timeout, or sends something
+                else.
+            StreamCaptureError: a CUDA graph is being captured.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
+        peer, head = Peer(rank, group, self.pool.device), self._head()
+        first = peer.ask(head)
+        ranges = [self.cache.range(index) for index in range(len(self._rows.ranges))]
+        try:
+            peer.send(states_of(self._rows, ranges, self.index, first, head.length))
+        finally:
+            self._fence_sent()
+
+    @bookkeeping
+    def _head(self) -> Head:
+        """What a receiver is told; the current stream comes behind all work on it."""
+        self._check_here()
+        table, driver, keeper = self._rows.table, self.pool.driver, self._rows.keeper
+        table.fence_after(driver, [self.index]).order(driver.current_stream())
+        key = None if self.key is None else self.key[:2]
+        ids = keeper.ids(self.index) if isinstance(keeper, Prefixes) else np.empty(0, np.int64)
+        return Head(geometry_of(self.cache.layout), self.start, self.length, key, ids)
+
+    @bookkeeping
+    def _fence_sent(self) -> None:
+        """Keeps its pages until the current stream has read them."""
+        driver = self.pool.driver
+        self._rows.table.fence(self.index, Fence.after(driver, [driver.current_stream()]))
 
     def free(self) -> None:
         """Ends the sequence. Its row goes to others after all work on the current stream, and on

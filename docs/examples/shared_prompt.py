@@ -50,6 +50,19 @@ assert torch.equal(sample.k(0)[:1000], k[:1000])
 assert torch.equal(prompt.k(0)[:2100], k)  # nobody else sees it
 # --8<-- [end:truncate]
 
+# --8<-- [start:unshare]
+cache.unshare([sample], start=500)  # to change old tokens in one of them, too
+sample.k(0)[500:] = 1.0
+assert torch.equal(prompt.k(0)[:2100], k)
+# --8<-- [end:unshare]
+
+# --8<-- [start:reorder]
+beams = [prompt, *samples[1:4]]
+before = [beam.k(0).clone() for beam in beams]
+cache.reorder(beams, [2, 0, 0, 3])  # each holds what the one named did; rows, and their addresses, stay
+assert all(torch.equal(beam.k(0), before[index]) for beam, index in zip(beams, [2, 0, 0, 3]))
+# --8<-- [end:reorder]
+
 # --8<-- [start:stats]
 stats = cache.stats()
 print(f"{stats.tokens:,} tokens of {stats.rows['live']} sequences take {stats.token_bytes >> 20} MiB row by row,")

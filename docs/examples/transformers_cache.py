@@ -53,7 +53,21 @@ for _ in range(3):
     assert torch.equal(answer, expected)
 # --8<-- [end:copy]
 
+# --8<-- [start:samples]
+cache.reset()
+with torch.no_grad():
+    model(prompt[:1, :-1], past_key_values=cache)  # one prompt, once
+cache.batch_repeat_interleave(8)  # eight forks of it
+samples = model.generate(
+    prompt[:1], past_key_values=cache, num_return_sequences=8, do_sample=True, max_new_tokens=20
+)  # or num_beams=8
+assert samples.shape == (8, 60)
+# --8<-- [end:samples]
+
 path = Path(tempfile.mkdtemp()) / "prompt.pt"
+cache.reset()
+with torch.no_grad():
+    model(prompt[:, :-1], past_key_values=cache)
 # --8<-- [start:save]
 torch.save(cache, path)  # the tokens, and no other memory of the rows
 loaded = torch.load(path, weights_only=False)  # map_location="cuda:1" brings them there

@@ -1,8 +1,10 @@
-"""A batch: equally long sequences in rows 0, 1, 2, … of one `KVCache`, read and written as one tensor per layer.
+"""A batch: equally long sequences in neighbouring rows of a `KVCache`, read and written as one tensor per layer.
 
 Invariants:
- 1. Rows `[0, rows)` hold the tokens `[first, end)`; token `t` lies at position `t - origin` of its row.
- 2. Every row belongs to the batch for good, also those without tokens: so the i-th sequence is in row i.
+ 1. Rows `[0, rows)` of the batch hold the tokens `[first, end)`; token `t` lies at position `t - origin` of its row.
+ 2. As many rows as it may have belong to the batch for good, also those without tokens: so the i-th sequence is in the
+    i-th of them. A copy has others of the same `KVCache`, and shares pages.
+ 3. Tokens from `shared_end` on lie in pages that can be written, and are no other sequence's.
 The first holds at every line, whatever interrupts it: the books say less before sequences hold less, and more after
 they hold more. What was cut short is put right by the next change.
 """
@@ -11,17 +13,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from ..cache import KVCache
-from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, VmmkvError
+from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, UseAfterFreeError, VmmkvError
 from ..layout import KVLayout
 from ..memory.pool import FramePool
 from ..sequence import Sequence, check_length
+from ..space.arena import ADDRESS_LIMIT
 from .row_writes import RowWriter
+
+MAX_BATCHES = 8
+"""Batches that share the rows of a `KVCache`, and with them pages."""
+MAX_ADDRESSES = ADDRESS_LIMIT // 8
+"""Bytes of addresses that all of them take together, unless one alone takes more."""
 
 
 @dataclass(frozen=True)
@@ -78,8 +87,8 @@ class Place(NamedTuple):
     v_offset: int
 
     @classmethod
-    def of(cls, kv_cache: KVCache, layer: int) -> Place:
-        k, v = kv_cache.kv(layer)
+    def of(cls, kv_cache: KVCache, layer: int, first_row: int) -> Place:
+        k, v = (states[first_row:] for states in kv_cache.kv(layer))
         return cls(
             kv_cache.layout.layers[layer].range,
             tuple(k.shape[1:]),
@@ -95,19 +104,41 @@ class Batch:
     """Equally long sequences.
 
     Args:
-        layout: the shape of a token.
+        kv_cache: whose rows they are in.
         limits: what it can grow to.
-        pool: the memory for K and V.
         zero_tail: rows can be read to their end, as in `KVCache`.
+        first_row: the first of its rows.
 
     Raises:
-        LayoutError, OutOfPagesError, DriverError: as in `KVCache`.
+        OutOfRowsError: one of them is another's.
+        DriverError: as in `KVCache.sequence`.
     """
 
-    def __init__(self, layout: KVLayout, limits: Limits, pool: FramePool, zero_tail: bool = False) -> None:
-        self.kv_cache = KVCache(
+    def __init__(self, kv_cache: KVCache, limits: Limits, zero_tail: bool, first_row: int = 0) -> None:
+        self.kv_cache, self._limits, self.zero_tail, self._first_row = kv_cache, limits, zero_tail, first_row
+        self._places = [Place.of(kv_cache, layer, first_row) for layer in range(kv_cache.layout.num_layers)]
+        self.origin = self.first = self.end = self.shared_end = 0
+        self.page_tokens = max(kv_cache.page_size // max(kv_cache.layout.record_bytes), 1)
+        self._sequences: list[Sequence] = []
+        self._is_changing = True
+        self._set_rows(0)
+        self._finish_change()
+
+    @classmethod
+    def open(cls, layout: KVLayout, limits: Limits, pool: FramePool, zero_tail: bool = False) -> Batch:
+        """A batch in a `KVCache` of its own, with rows for copies.
+
+        Args:
+            layout: the shape of a token.
+            pool: the memory for K and V.
+
+        Raises:
+            LayoutError, OutOfPagesError, DriverError: as in `KVCache`.
+        """
+        addresses = limits.max_batch_size * limits.max_seq_len * layout.token_bytes
+        kv_cache = KVCache(
             layout,
-            limits.max_batch_size,
+            limits.max_batch_size * max(min(MAX_ADDRESSES // addresses, MAX_BATCHES), 1),
             limits.max_seq_len,
             pool=pool,
             int32_strides=True,
@@ -115,15 +146,7 @@ class Batch:
             lookahead=0 if zero_tail else limits.lookahead,
             large_frames=limits.large_frames,
         )
-        self._limits = limits
-        self._places = [Place.of(self.kv_cache, layer) for layer in range(layout.num_layers)]
-        self.zero_tail = zero_tail
-        self.origin = self.first = self.end = 0
-        self.page_tokens = max(self.kv_cache.page_size // max(layout.record_bytes), 1)
-        self._sequences: list[Sequence] = []
-        self._is_changing = True
-        self._set_rows(0)
-        self._finish_change()
+        return cls(kv_cache, limits, zero_tail)
 
     def holds(self, rows: int, first: int, end: int) -> bool:
         """Whether rows `[0, rows)` hold the tokens `[first, end)`."""
@@ -141,11 +164,7 @@ class Batch:
             SequenceTooLongError, OutOfPagesError, DriverError: as in `KVCache.extend`.
                 Nothing has changed in any case.
         """
-        if rows > self.kv_cache.max_sequences:
-            raise OutOfRowsError(
-                f"asked for a batch of {rows} sequences; there are {self.kv_cache.max_sequences} rows. Make the cache "
-                "with a larger max_batch_size: a row without tokens takes addresses, not memory"
-            )
+        self._check_rows(rows)
         check_length(end, self._limits.max_seq_len)  # also where a window has moved, and the row has room yet
         self._finish_change()
         if not self.rows:
@@ -168,6 +187,14 @@ class Batch:
             raise
         self.end = end
         self._is_changing = False
+
+    def _check_rows(self, rows: int) -> None:
+        """Raises `OutOfRowsError` where it has not as many."""
+        if rows > self._limits.max_batch_size:
+            raise OutOfRowsError(
+                f"asked for a batch of {rows} sequences; there are {self._limits.max_batch_size} rows. Make the cache "
+                "with a larger max_batch_size: a row without tokens takes addresses, not memory"
+            )
 
     def shrink(self, rows: int, first: int, end: int) -> None:
         """Gives back the rows from `rows` on, and the tokens outside of `[first, end)`.
@@ -194,10 +221,70 @@ class Batch:
                 sequence.release_before(first - self.origin)
         self._is_changing = False
 
+    def reorder(self, indices: list[int], share: bool) -> None:
+        """Makes the i-th sequence hold what the `indices[i]`-th did. There may be more of them then, and no fewer.
+
+        Args:
+            share: whether they may share pages: then what is written before `end` is to be unshared.
+
+        Raises:
+            OutOfRowsError, OutOfPagesError, torch.OutOfMemoryError: there is no room; nothing has changed.
+            DriverError: as in `KVCache.reorder`. After a failure in the middle no row that was there before, and was to
+                change, holds tokens any more.
+        """
+        rows = max(len(indices), self.rows)
+        self._check_rows(rows)
+        self._finish_change()
+        self._is_changing = True
+        if share:
+            self.shared_end = self.end
+        self.kv_cache.reorder(self._sequences[:rows], [*indices, *range(len(indices), rows)], share=share)
+        if rows > self.rows:
+            self._set_rows(rows)
+        self._is_changing = False
+
+    def fork(self) -> Batch | None:
+        """Another batch that holds the same tokens, on the same pages as far as those are full; None where there are no
+        rows for it. What is written before `end` is to be unshared then, in both.
+
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError: as in `KVCache.reorder`; there is no other then.
+        """
+        self._finish_change()
+        twin = self._beside()
+        if twin:
+            self.shared_end = twin.shared_end = self.end
+            sequences = [*self._sequences[: self.rows], *twin._sequences[: self.rows]]
+            self.kv_cache.reorder(sequences, [*range(self.rows)] * 2)
+            twin.origin, twin.first, twin.end = self.origin, self.first, self.end
+            twin._set_rows(self.rows)
+        return twin
+
+    def _beside(self) -> Batch | None:
+        """An empty batch in other rows, if there are any."""
+        for first_row in range(0, self.kv_cache.max_sequences, self._limits.max_batch_size):
+            with suppress(OutOfRowsError):
+                return Batch(self.kv_cache, self._limits, self.zero_tail, first_row)
+        return None
+
+    def unshare(self, first: int) -> None:
+        """Sees to it that tokens from `first` on can be written over.
+
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError: as in `KVCache.unshare`.
+        """
+        if first < self.shared_end:
+            start = min(max(first, self.first), self.end) - self.origin
+            self.kv_cache.unshare(self._sequences[: self.rows], start)
+            self.shared_end = first
+
     def _finish_change(self) -> None:
         """Makes sequences hold what the books say, where a change was cut short."""
         if self._is_changing:
-            self._truncate()
+            try:
+                self._truncate()
+            except UseAfterFreeError:  # reordering has ended in the middle, and these with it
+                self._set_rows(0)
             self._renew(self.rows)
             self._is_changing = False
 
@@ -209,12 +296,14 @@ class Batch:
         """Empties the rows from `first` on. Their pages stay mapped, ready for the next tokens there."""
         self.kv_cache.free(self._sequences[first:])
         del self._sequences[first:]
-        while len(self._sequences) < self.kv_cache.max_sequences:
-            self._sequences.append(self.kv_cache.sequence())
-        self._sequences[first:] = sorted(self._sequences[first:], key=lambda sequence: sequence.row)
+        for row in range(self._first_row + first, self._first_row + self._limits.max_batch_size):
+            self._sequences.append(self.kv_cache.sequence(row=row))
 
     def _set_rows(self, rows: int) -> None:
-        views = [self.kv_cache.kv(layer) for layer in range(self.kv_cache.layout.num_layers)]
+        if not rows:
+            self.shared_end = 0
+        layers = range(self.kv_cache.layout.num_layers)
+        views = [tuple(states[self._first_row :] for states in self.kv_cache.kv(layer)) for layer in layers]
         numbers = torch.arange(rows, dtype=torch.int32, device=self.kv_cache.device)
         writers = [RowWriter(k, v, numbers) for k, v in views]
         kv = [(k[:rows].transpose(1, 2), v[:rows].transpose(1, 2)) for k, v in views]
@@ -260,7 +349,7 @@ class Batch:
         Raises:
             OutOfPagesError, DriverError: as in `reserve`.
         """
-        twin = Batch(layout, self._limits, pool, zero_tail)
+        twin = Batch.open(layout, self._limits, pool, zero_tail)
         twin.reserve(self.rows, self.first, self.end, self.origin)
         for layer in layers:
             there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))

@@ -17,7 +17,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn, Self
 
 import torch
@@ -111,6 +112,7 @@ class CompiledLayerGroup(LayerGroup):
         if not batch.holds(rows, first, end):
             if batch.rows:  # what windows have left behind goes; what was announced, or reserved, stays
                 batch.shrink(batch.rows, self._needed()[1], batch.end)
+            self._check_rows()
             batch.reserve(rows, first, max(self._whole_pages(end), end))
         self._tell_limit()
 
@@ -190,6 +192,7 @@ class CompiledLayerGroup(LayerGroup):
             rows, first, _ = self._needed()
             end = max(extent.end for extent in held) + tokens
             self._make_room(rows, first, end)
+            self._held().unshare(min(extent.end for extent in held))
             if not self.is_reserved and self._held().end > self._whole_pages(end):  # a longer one was expected
                 self._held().shrink(rows, first, self._whole_pages(end))
                 self._tell_limit()
@@ -226,6 +229,7 @@ class CompiledLayerGroup(LayerGroup):
             self.tell_all()
         batch = self._held()
         batch.reserve(batch.rows, batch.first, seq_len)
+        batch.unshare(batch.first)  # tokens may be dropped, and others written, without a word
         self._tell_limit()
         self.is_reserved = True
 
@@ -233,6 +237,16 @@ class CompiledLayerGroup(LayerGroup):
         self.settle()
         super().select(layer, indices)
         self.tell(layer)
+
+    @contextmanager
+    def selecting(self, indices: list[int]) -> Iterator[None]:
+        if self.batch:
+            self.settle()
+        with super().selecting(indices):
+            yield
+
+    def _can_share(self) -> bool:
+        return not self.is_reserved and super()._can_share()
 
     def fit(self) -> None:
         if self.batch is None:

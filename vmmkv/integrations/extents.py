@@ -41,7 +41,7 @@ class Extent:
 
     def is_in_step_with(self, other: Extent) -> bool:
         """Whether one forward pass may give both of them as many tokens."""
-        return (self.end, self.changes) == (other.end, other.changes)
+        return (self.end, self.changes) == (other.end, other.changes) and not self.changes % 2
 
     def clear(self) -> None:
         """Drops all tokens."""

@@ -7,6 +7,8 @@ is the union of them.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
@@ -15,7 +17,7 @@ import torch
 from ..errors import AutogradError, DeviceError, DtypeError, ShapeError, StreamCaptureError
 from ..layout import KVLayout
 from .batch import Batch, Limits
-from .extents import Extent, Passes
+from .extents import Extent, Passes, unfinished
 from .pools import Pools
 
 
@@ -58,6 +60,10 @@ class LayerGroup:
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []
         self.batch: Batch | None = None
+        self._has_selected = False
+        """Whether rows were put into another order as a whole, so that layers need not do it one by one."""
+        self._is_shown = False
+        """Whether anybody has views of K and V to write to."""
 
     @property
     def device(self) -> torch.device | None:
@@ -118,7 +124,7 @@ class LayerGroup:
         if self.batch is None:
             layout = self._layout([known or shape for known in shapes], keys.dtype)
             zero_tail = self._reads_whole_rows(keys, values)
-            self.batch = Batch(layout, self._limits, self._pools.on(keys.device), zero_tail)
+            self.batch = Batch.open(layout, self._limits, self._pools.on(keys.device), zero_tail)
         else:
             dtype = self._dtype_with(keys.dtype)
             zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
@@ -173,6 +179,7 @@ class LayerGroup:
         begin, end = extent.first if extent.rows else first, first + tokens
         self.passes.check(extent, end - extent.end)
         self._make_room(rows, begin, end)
+        self._held().unshare(first)
         self._put(layer, keys, values, first)
         extent.first = begin
         self.passes.record(extent, rows, extent.first_kept(end), end)
@@ -188,7 +195,13 @@ class LayerGroup:
                 )
             self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
         if not batch.holds(rows, first, end):
+            self._check_rows()
             batch.reserve(rows, first, end)
+
+    def _check_rows(self) -> None:
+        """Raises `UnfinishedPassError` where a failure of the driver has ended sequences that layers hold tokens of."""
+        if any(extent.rows > self._held().rows for extent in self._extents):
+            raise unfinished()
 
     @property
     def is_captured(self) -> bool:
@@ -244,22 +257,48 @@ class LayerGroup:
         extent = self._extents[layer]
         return self._held().kv(layer, extent.rows, first, extent.end)
 
-    def reserve_rows(self, rows: int) -> None:
-        """Makes room for as many sequences, as long as those that are there.
+    def show(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The same for whoever may write to them. From now on rows share no pages, until there are no tokens.
 
         Raises:
-            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`; nothing has changed.
+            OutOfPagesError, DriverError, StreamCaptureError: as in `Batch.unshare`.
         """
-        if self.batch and self.batch.rows:
-            self.batch.reserve(rows, self.batch.first, self.batch.end)
+        self._is_shown = True
+        self._held().unshare(first)
+        return self.read(layer, first)
+
+    def add_rows(self, indices: list[int]) -> None:
+        """Makes room for as many sequences as are named; those that are added hold what they are to. `fit` takes it
+        back.
+
+        Raises:
+            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reorder`; nothing has changed.
+        """
+        self.fit()
+        if self.batch and 0 < (rows := self.batch.rows) < len(indices):
+            if self._are_alike():
+                self.batch.reorder([*range(rows), *indices[rows:]], self._can_share())
+            else:
+                self.batch.reserve(len(indices), self.batch.first, self.batch.end)
+
+    def _are_alike(self) -> bool:
+        """Whether all layers that hold tokens hold those of as many sequences."""
+        return len({extent.rows for extent in self._extents if extent.rows}) == 1
+
+    def _can_share(self) -> bool:
+        """Whether all that may be written comes behind what rows hold, so that they may share pages."""
+        return not self._is_shown and all(e.end == self._held().end for e in self._extents if e.rows)
 
     def select(self, layer: int, indices: torch.Tensor) -> None:
         """Makes the layer's i-th sequence what its `indices[i]`-th was. A copy of its K, or V, is made meanwhile.
 
         Raises:
-            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve`; nothing has changed.
+            OutOfRowsError, OutOfPagesError, DriverError: as in `Batch.reserve` and `unshare`; nothing has changed.
         """
         extent, batch = self._extents[layer], self._held()
+        if self._has_selected:
+            extent.changes += 1
+            return
         if not len(indices):
             extent.clear()
             return
@@ -267,6 +306,7 @@ class LayerGroup:
         indices = indices.to(k.device)
         chosen = k.index_select(0, indices)
         batch.reserve(len(indices), extent.first, extent.end)
+        batch.unshare(extent.first)
         extent.changes += 1
         extent.rows = len(indices)
         new_k, new_v = self.read(layer, extent.first)
@@ -275,10 +315,34 @@ class LayerGroup:
         new_v.copy_(v.index_select(0, indices))
         extent.changes += 1
 
+    @contextmanager
+    def selecting(self, indices: list[int]) -> Iterator[None]:
+        """Does at once, for all layers that hold tokens, what they ask for with `select` inside, if they hold tokens of
+        as many sequences; each says by asking that the rest of it is about to follow. `add_rows` comes before.
+
+        Raises:
+            OutOfPagesError, torch.OutOfMemoryError, DriverError: as in `Batch.reorder`.
+        """
+        held = [extent for extent in self._extents if extent.rows]
+        if self._are_alike():
+            share = self._can_share()
+            for extent in held:
+                extent.changes += 1
+            self._held().reorder(indices[: held[0].rows], share)
+            for extent in held:
+                extent.rows = len(indices)
+            self._has_selected = True
+        try:
+            yield
+        finally:
+            self._has_selected = False
+
     def fit(self) -> None:
         """Gives back rows, and tokens, that no layer holds any more."""
         if self.batch:
-            self.batch.shrink(*self._needed())
+            rows, first, end = self._needed()
+            self.batch.shrink(rows, first, end)
+            self._is_shown = self._is_shown and rows > 0
 
     def _needed(self) -> tuple[int, int, int]:
         """Rows, first token and end of what layers hold."""
@@ -293,12 +357,20 @@ class LayerGroup:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self)] = twin = object.__new__(type(self))
-        vars(twin).update(copy.deepcopy(vars(self) | {"batch": None}, memo))
-        if self.batch:
+        batch = self._forked()
+        vars(twin).update(copy.deepcopy(vars(self) | {"batch": None, "_is_shown": False}, memo))
+        if self.batch and batch is None:
             layout = self.batch.kv_cache.layout
-            pool = twin._pools.on(self.batch.kv_cache.device)
-            twin.batch = self.batch.copy(layout, range(layout.num_layers), self.batch.zero_tail, pool)
+            batch = self.batch.copy(layout, range(layout.num_layers), self.batch.zero_tail, self.batch.kv_cache.pool)
+        twin.batch = batch
         return twin
+
+    def _forked(self) -> Batch | None:
+        """A fork of its batch; None where there is none, or no rows for it, or where it must not share pages."""
+        if self.batch is None or any(extent.expected for extent in self._extents):
+            return None
+        self.fit()
+        return self.batch.fork() if self._can_share() else None
 
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: the tokens that the layers hold, and nothing else of the rows."""
@@ -308,7 +380,7 @@ class LayerGroup:
             if extent.rows
         }
         layout = self._held().kv_cache.layout if held else None
-        return vars(self) | {"batch": None, "saved": (layout, held)}
+        return vars(self) | {"batch": None, "_is_shown": False, "saved": (layout, held)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes up tokens where they were loaded to, which may be another device."""
@@ -318,7 +390,7 @@ class LayerGroup:
             extent.accepted = ()
         if held:
             k, _ = next(iter(held.values()))
-            self.batch = Batch(layout, self._limits, self._pools.on(k.device))
+            self.batch = Batch.open(layout, self._limits, self._pools.on(k.device))
             self.batch.reserve(*self._needed())
             for index, (k, v) in held.items():
                 self.batch.write(index, k, v, self._extents[index].first)

@@ -78,7 +78,8 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def keys(self) -> torch.Tensor | None:
         """K of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: a view of the
         rows; None while it keeps none. What it shows after the next crop, reorder or reset is undefined. To assign to
-        it is to write there: other K of the same shape, dtype and device."""
+        it is to write there: other K of the same shape, dtype and device. Since it can be written to, whoever asks for
+        it has pages that are shared copied, and until the next reset none are shared any more."""
         held = self._held()
         return held and held[0]
 
@@ -97,8 +98,8 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         self._overwrite("V", self.values, states)
 
     def _held(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """K and V of the tokens that the layer keeps."""
-        return self._group.read(self._index, self._extent.first) if self._extent.rows else None
+        """K and V of the tokens that the layer keeps, to read and to write."""
+        return self._group.show(self._index, self._extent.first) if self._extent.rows else None
 
     def _overwrite(self, name: str, held: torch.Tensor | None, states: torch.Tensor | None) -> None:
         if not isinstance(states, torch.Tensor):

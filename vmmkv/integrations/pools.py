@@ -66,9 +66,8 @@ class Pools:
         return pool
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Of a copy: pools of its own with the same limit, or the one that was given."""
-        memo[id(self)] = twin = type(self)(self._max_bytes, self._page_size, self._given)
-        return twin
+        """Of a copy: the same ones, on which it shares pages."""
+        return self
 
     def __reduce__(self) -> tuple[Any, ...]:
         """What is pickled: no memory. Who lay on a given pool comes back on one of its own."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial, reduce
 from typing import Any
 
@@ -54,13 +54,12 @@ class VmmCache(DynamicCache):
     window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped
     for it: what fits into them costs no driver call (a window that has moved starts over at the front of its
     rows, and pages move there). `trim()` of each of the `pools` gives them back to the system, as does the
-    end of the cache. `copy.deepcopy` copies the tokens that are there and nothing else; `pickle` and `torch.save`
-    keep those (not with `compile=True`).
+    end of the cache. `copy.deepcopy` forks: full pages are shared, the rest is copied. `pickle` and `torch.save` keep
+    the tokens that are there and nothing else (not with `compile=True`).
 
     Full attention and each window have rows of their own; on each device all of them lie on one `FramePool`, and what
-    some do not use others can have. With `pool` they share it with whatever else lies there: other models, the other
-    half of an `EncoderDecoderCache`, a `KVCache`. A copy lies on the same one then; otherwise it has its own, with the
-    same limit.
+    some do not use others can have, copies of the cache included. With `pool` they share it with whatever else lies
+    there: other models, the other half of an `EncoderDecoderCache`, a `KVCache`.
 
     Attention reads strided views. Torch's memory-efficient SDPA counts their strides in 32 bits, so layers
     share a token record only as far as it can address `max_seq_len` tokens (`layers_per_range` of the
@@ -352,10 +351,14 @@ class VmmCache(DynamicCache):
             self.reset()
             return
         try:
+            indices = chosen.tolist()
             for group in self._groups:
-                group.reserve_rows(len(chosen))
-            for layer in self.layers:
-                layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
+                group.add_rows(indices)
+            with ExitStack() as stack:
+                for group in self._groups:
+                    stack.enter_context(group.selecting(indices))
+                for layer in self.layers:
+                    layer.reorder_cache(chosen)  # every kind of layer has it, and takes more, or fewer
         finally:
             self._fit()
 

@@ -20,6 +20,7 @@ from ..errors import OutOfHostMemoryError, VmmkvError
 from ..memory.budget import parse_bytes
 from ..rows.rows import Rows
 from ..rows.table import Suspended
+from .states import states_of
 
 
 class HostTier:
@@ -52,7 +53,7 @@ class HostTier:
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in both cases.
         """
         table, driver = self._table, self._rows.pool.driver
-        sources = self._states(row, table.start[row], table.length[row])
+        sources = states_of(self._rows, self._ranges, row, table.start[row], table.length[row])
         nbytes = sum(source.nbytes for source in sources)
         if self.used + nbytes > self.limit:
             raise OutOfHostMemoryError(
@@ -76,7 +77,8 @@ class HostTier:
         table, driver = self._table, self._rows.pool.driver
         record = table.suspended[row]
         self._rows.bring_back(row, record)
-        for state, target in zip(record.states, self._states(row, record.start, record.length)):
+        targets = states_of(self._rows, self._ranges, row, record.start, record.length)
+        for state, target in zip(record.states, targets):
             target.copy_(state, non_blocking=True)
         try:
             driver.record(driver.current_stream()).wait(table.own_streams[row])
@@ -84,11 +86,3 @@ class HostTier:
             self._rows.leave_away(row, record)
             raise
         self._rows.settle_back(row)
-
-    def _states(self, row: int, start: int, end: int) -> list[torch.Tensor]:
-        """By range the elements of tokens `[start, end)` of a row."""
-        states = []
-        for flat, (arena, record) in zip(self._ranges, self._rows.ranges):
-            base = arena.table.address_of(row, 0) - arena.address
-            states.append(flat[(base + start * record) // flat.itemsize : (base + end * record) // flat.itemsize])
-        return states

@@ -145,7 +145,7 @@ class Prefixes:
         """Passes when all that is known has been written."""
         self._held = Held(rows.pool, rows.account)
         rows.pool.tables.append(self._held)
-        rows.keeper, rows.reclaimer.evict = self, self.evict
+        rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
         weakref.finalize(self, self._held.leave_behind).atexit = False
 
     def _new_tree(self) -> PrefixTree:
@@ -297,6 +297,11 @@ class Prefixes:
         """The pages that are kept, wherever they lie; of large frames all."""
         return self._held.mapped_pages()
 
+    def ids(self, row: int) -> Ids:
+        """What the first tokens of a row are known to be."""
+        chain = self._chains.get(row)
+        return chain.ids if chain else np.empty(0, np.int64)
+
     def shorten(self, row: int, tokens: int) -> None:
         """Says that a live row holds its first tokens only, or has given back some in front."""
         chain = self._chains.get(row)
@@ -335,14 +340,18 @@ class Prefixes:
         self._chains[row] = Chain(chain.key, chain.ids, None, last)
         return True
 
-    def inherit(self, row: int, children: list[int]) -> None:
-        """Says that rows hold what another holds."""
-        chain = self._chains.get(row)
-        if chain and chain.node:
-            for child in children:
-                ends = [arena.table.own[child] for arena, _ in self._books.ranges]  # behind are copies
+    def inherit(self, sources: dict[int, int]) -> None:
+        """Says that live rows hold what others have held so far, and have the same pages as far as they may share."""
+        chains = [(row, self._chains.get(source)) for row, source in sources.items()]
+        before = [self._chains.pop(row, None) for row in sources]
+        for row, chain in chains:
+            if chain and chain.node:
+                ends = [arena.table.own[row] for arena, _ in self._books.ranges]  # behind are copies
                 node = self._lock_before(chain.node, ends)
-                self._chains[child] = Chain(chain.key, chain.ids, node)
+                self._chains[row] = Chain(chain.key, chain.ids, node)
+        for chain in before:
+            if chain and chain.node:
+                self._tree.unlock(chain.node)
 
     def _last_page(self, row: int, tokens: int) -> int | None:
         """The number of the last whole page of the first arena, if the tree knows it."""
@@ -430,6 +439,8 @@ class Prefixes:
         if known != self._held.known_pages(known):
             raise InvariantError("the tree knows a page whose frame is not held, or one is held for nothing")
         for row, chain in self._chains.items():
+            if not self._table.is_live(row) and row not in self._table.kept:
+                raise InvariantError(f"row {row} is nobody's, and known to hold tokens")
             for node in chain.node.path() if chain.node else ():
                 if not self._pool.frames.users[[page for of in node.pages for page in of]].all():
                     raise InvariantError(f"row {row} keeps a page from being evicted that nobody uses")

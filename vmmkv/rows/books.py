@@ -88,6 +88,8 @@ class Books:
         self.forget_counts()
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
+        self.unsettled: set[int] = set()
+        """Rows whose tokens are just being changed into those of others: who is interrupted then has neither."""
         self.duplicates = 0
         """How many pages too many come of counting the pages of each live row, where several use the same."""
         self.zero_frames: list[int] = []

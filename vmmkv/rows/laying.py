@@ -116,7 +116,7 @@ class Laying:
                 self._growing.make_room({row: (0, length)}, [row])
                 self._copy(row, tokens, sources, laid, partial)
             except BaseException:
-                self._sharing.unshare(row)
+                self._sharing.unshare(row, [(0, split) for split in splits])
                 raise
         finally:
             self._pool.give(self._account, sources)
@@ -150,7 +150,7 @@ class Laying:
                 elif supply:
                     change.place(arena.table, run, supply.pop(piece.pages, 0), end, since=run.begin)
             splits.append(end)
-        self._sharing.run_shared(change, [row], splits)
+        self._sharing.run_shared(change, [row], [(0, split) for split in splits])
         return splits
 
     def _copy(

@@ -37,6 +37,7 @@ from .cleaning import Cleaner
 from .growing import Growing
 from .laying import Laying
 from .reclaiming import Reclaimer
+from .reordering import Reordering
 from .sharing import Sharing
 from .shelf import Shelf
 from .table import NOBODY, Place, RowTable, Suspended
@@ -77,8 +78,8 @@ class Keeper(Protocol):
     def shorten(self, row: int, tokens: int) -> None:
         """Says that a live row holds its first tokens only."""
 
-    def inherit(self, row: int, children: list[int]) -> None:
-        """Says that rows hold what another holds."""
+    def inherit(self, sources: dict[int, int]) -> None:
+        """Says that live rows hold what others have held so far, and have the same pages as far as they may share."""
 
     def forget(self, row: int) -> None:
         """Says that a live row holds nothing any more."""
@@ -121,6 +122,8 @@ class Rows:
     """What has several lie on the same pages."""
     laying: Laying
     """What has them begin with pages that are kept."""
+    reordering: Reordering
+    """What has them hold what others held."""
 
     def __init__(self, pool: FramePool, num_rows: int, rules: Rules) -> None:
         self.pool, self.table, self.rules = pool, RowTable(num_rows), rules
@@ -156,6 +159,7 @@ class Rows:
         self.growing = Growing(self.pool, account, self.books, self.reclaimer, self._cleaner)
         self.sharing = Sharing(self.pool, account, self.books, self.reclaimer, self.growing)
         self.laying = Laying(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
+        self.reordering = Reordering(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
         self.pool.open_account(account, self)
         if self.rules.zero_tail:
             try:
@@ -281,16 +285,24 @@ class Rows:
 
     # ------------------------------------------------------------------ taking and leaving rows
 
-    def pick(self, tokens: int, stream: Any, tenant: int) -> int:
+    def pick(self, tokens: int, stream: Any, tenant: int, row: int | None = None) -> int:
         """Takes a row off the lists, for a sequence of so many tokens on a stream; what another tenant had there is
         unmapped.
 
+        Args:
+            row: which; None: the one that suits it best.
+
         Raises:
-            OutOfRowsError: all rows are live.
+            OutOfRowsError: all rows are live, or that one.
             DriverError: what is there could not be unmapped, or waited for; the row is back on the lists.
         """
         table = self.table
-        row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
+        if row is not None:
+            if self.keeper and row in table.kept:
+                self.keeper.give_up(row)
+            table.pick_row(row)
+        else:
+            row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
         if row is None:
             if self.keeper and not table.retired:
                 self.keeper.give_up(next(iter(table.kept)))
@@ -444,7 +456,7 @@ class Rows:
         self.sharing.restore()
         self.sharing.clear()
         for row in dict.fromkeys([*parked, *retired, *range(table.num_rows - 1, -1, -1)]):  # as old as they were
-            if table.is_live(row):
+            if table.is_live(row) and row not in self.books.unsettled:
                 table.live[row] = table.fenced[row] = None
                 self.books.use(row)
                 if self.rules.cleans or self.pool.tenants:
@@ -453,6 +465,7 @@ class Rows:
                 self.books.refresh(row)
             else:
                 self.books.vacate(row)
+        self.books.unsettled = set()
 
     def _forget_unclean(self, row: int) -> None:
         """After an interruption: fences what may be being filled in a live row, and unmaps what another tenant had."""
@@ -526,6 +539,26 @@ class Rows:
         if self.books.is_shared(row):
             self.books.refresh(row)  # it may not write where others read
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)
+
+    # ------------------------------------------------------------------ holding what others hold
+
+    def unshare(self, row: int, token: int) -> None:
+        """Has a live row have what it holds from a token on for its own. Raises what `Sharing.make_own` raises."""
+        places = zip(self.books.records, self.books.used(row))
+        pages = [max(token * record // self.books.page_size, first) for record, (first, _) in places]
+        try:
+            self.sharing.make_own_from(row, pages)
+        finally:
+            self.inherit({row: row})  # on copies, from some page on
+
+    def reorder(self, sources: dict[int, int], share: bool) -> None:
+        """Has live rows hold what others hold: see `Reordering.reorder`."""
+        self.reordering.reorder(sources, share, self)
+
+    def inherit(self, sources: dict[int, int]) -> None:
+        """Says that rows hold what others have held so far."""
+        if self.keeper:
+            self.keeper.inherit(sources)
 
     # ------------------------------------------------------------------ tokens on the host
 

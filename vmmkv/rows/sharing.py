@@ -12,11 +12,11 @@ copied in the time of one driver call.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 
 from ..errors import DriverError, OutOfPagesError, VmmkvError
-from ..memory.calls import SET_ACCESS, SET_READ_ACCESS, VACANT
+from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
@@ -25,10 +25,15 @@ from ..space.change import Change
 from ..space.page_table import Run
 from .books import Books
 from .growing import Growing
+from .policy import Span
 from .reclaiming import Reclaimer
 
 MAX_COPIES = 3
 """Pieces of large frames that a row may begin with as copies, in each range, where what is kept is of several rows."""
+
+
+def _nothing(row: int) -> None:
+    """Forgets nothing: nobody knows what rows hold."""
 
 
 class Sharing:
@@ -52,11 +57,17 @@ class Sharing:
         """Passes when all has been copied from there."""
         self._copied: tuple[Arena, Run] | None = None
         """Whose place what is there is to take."""
+        self.forget: Callable[[int], None] = _nothing
+        """Says that a live row holds nothing any more."""
 
     # ------------------------------------------------------------------ having the same
 
-    def fork(self, row: int, children: list[int]) -> None:
-        """Gives rows of new sequences, on which nothing is mapped, all tokens of another.
+    def fork(self, row: int, children: list[int], splits: list[Span] | None = None) -> None:
+        """Gives rows without tokens all tokens of another. On them nothing is mapped, or what the other's first pages
+        are, which stays.
+
+        Args:
+            splits: what to share; None: all that `splits` says.
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the children have no tokens then.
@@ -64,21 +75,22 @@ class Sharing:
         table, current = self._table, self._driver.current_stream()
         table.fence_after(self._driver, [row]).order(current)  # who copies, or reads, comes after who has written
         extent = table.start[row], table.length[row]
-        splits = [self._split(arena, record, row) for arena, record in self._books.ranges]
-        self._share(row, children, splits)
+        splits = splits or self.splits(row)
+        spans = [(first, end) for (first, _), (_, end) in zip(splits, self._books.used(row))]
+        self._share(row, children, splits, spans)
         try:
             self._growing.make_room(dict.fromkeys(children, extent), children)
             with finished_on_error(self._driver):
                 for child in children:
                     for (arena, record), (_, split) in zip(self._books.ranges, splits):
-                        begin = max(split * self._books.page_size, extent[0] * record)
-                        self._copy(arena, row, child, begin, extent[1] * record)
+                        begin = max(max(split, arena.table.own[child]) * self._books.page_size, extent[0] * record)
+                        self.copy(arena, row, child, begin, extent[1] * record)
                 copied = Fence.after(self._driver, [current])
             table.fence(row, copied)
             copied.order(table.own_streams[row])  # what is written there next must not be copied
         except BaseException:
             for child in children:
-                self.unshare(child)
+                self.unshare(child, spans)
             raise
         for child in children:
             table.extents[child] = extent
@@ -86,50 +98,56 @@ class Sharing:
             self._books.refresh(child)
         self._books.refresh(row)
 
-    def _split(self, arena: Arena, record: int, row: int) -> tuple[int, int]:
-        """The pages of a row that can be shared: from its first token on whole frames that are full."""
-        table, size = arena.table, self._books.page_size
-        start, length = self._table.start[row], self._table.length[row]
-        first = table.frame_begin(row, start * record // size)
-        return first, max(table.frame_begin(row, length * record // size), first)
+    def splits(self, row: int) -> list[Span]:
+        """Per arena the pages of a row that can be shared: from its first token on whole frames that are full."""
+        size, (start, length) = self._books.page_size, self._table.extents[row].tolist()
+        splits = []
+        for arena, record in self._books.ranges:
+            first = arena.table.frame_begin(row, start * record // size)
+            splits.append((first, max(arena.table.frame_begin(row, length * record // size), first)))
+        return splits
 
-    def _share(self, row: int, children: list[int], splits: list[tuple[int, int]]) -> None:
-        """Maps what can be shared.
+    def _share(self, row: int, children: list[int], splits: list[Span], spans: list[Span]) -> None:
+        """Maps what can be shared of the pages that are to be used.
 
         Raises:
             DriverError: a call failed. What was mapped before it is in the books.
         """
         books, change = self._books, Change(self._pool.calls, self._pool.frames)
-        for (arena, _), (first, split) in zip(books.ranges, splits):
-            if first < split:
-                self.mark(arena, row, first, split)
-                for child in children:
-                    if books.rules.zero_tail:
-                        arena.make_way(child, split)
-                    arena.table.begin_at(child, first)
-                    arena.table.own[child] = split
-                    frames = arena.table.frames_in(row, first, split)
+        shared = [(arena, *span) for (arena, _), span in zip(books.ranges, splits) if span[0] < span[1]]
+        for arena, _, split in shared if books.rules.zero_tail else ():  # all of this can fail, and plans nothing
+            for child in children:
+                arena.make_way(child, split)
+        for arena, first, split in shared:
+            table = arena.table
+            self.mark(arena, row, first, split)
+            for child in children:
+                if not table.pages(child):
+                    table.begin_at(child, first)
+                if (begin := table.end[child]) < split:
+                    table.own[child] = split
+                    frames = table.frames_in(row, begin, split)
                     self._pool.frames.share(frames)
-                    change.place(arena.table, Run(child, first, split), frames, split, kind=SET_READ_ACCESS)
-        self.run_shared(change, children, [split for _, split in splits])
+                    change.place(table, Run(child, begin, split), frames, split, kind=SET_READ_ACCESS)
+        self.run_shared(change, children, spans)
 
-    def run_shared(self, change: Change, rows: list[int], splits: list[int]) -> None:
-        """Runs a change that maps what rows share, up to a page of each range, or takes it back.
+    def run_shared(self, change: Change, rows: list[int], spans: list[Span]) -> None:
+        """Runs a change that maps what rows share of the pages that they are to use in each range, or takes it back.
 
         Raises:
             DriverError: a call failed.
         """
         change.run()
         change.commit(self._pool)
-        for (arena, _), split in zip(self._books.ranges, splits):
+        for (arena, _), span in zip(self._books.ranges, spans):
             for row in rows:
                 arena.table.own[row] = min(arena.table.own[row], arena.table.end[row])
-                self._books.duplicates += arena.table.use(row, 0, split)
+                self._books.duplicates += arena.table.use(row, *span)
         try:
             change.check()
         except DriverError:
             for row in rows:
-                self.unshare(row)
+                self.unshare(row, spans)
             raise
 
     def mark(self, arena: Arena, row: int, first: int, split: int) -> None:
@@ -140,16 +158,17 @@ class Sharing:
             table.own[row] = split
             self._books.duplicates += table.use(row, max(before, first), split)
 
-    def _copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> None:
+    def copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> None:
+        """Copies bytes `[begin, end)` of a row to another."""
         if begin < end:
             target, source = arena.table.address_of(child, 0), arena.table.address_of(row, 0)
             self._driver.copy(target + begin, source + begin, end - begin)
 
-    def unshare(self, child: int) -> None:
-        """Writes down that a row gets no tokens. Its pages stay until what may be queued there is done."""
-        for arena, _ in self._books.ranges:
-            table = arena.table
-            self._books.duplicates -= table.leave(child, table.first[child], table.own[child])
+    def unshare(self, child: int, spans: list[Span]) -> None:
+        """Writes down that a row gets no tokens, which was to use pages in each range. They stay until what may be
+        queued there is done."""
+        for (arena, _), span in zip(self._books.ranges, spans):
+            self._books.duplicates -= arena.table.leave(child, *span)
         self._books.refresh(child)
 
     # ------------------------------------------------------------------ having it alone
@@ -164,51 +183,79 @@ class Sharing:
         if not self._pool.frames.has_shared:
             return
         for row in rows:
-            books, length = self._books, self._table.length[row]
-            for (arena, record), (_, end), (_, used_end) in zip(books.ranges, books.touched(row), books.used(row)):
-                page = max(length * record // books.page_size, arena.table.first[row])
-                if page < arena.table.own[row]:
-                    page = arena.table.frame_begin(row, page)
-                    used = Run(row, page, max(used_end, page))
-                    arguments = arena, used, max(end - page, 0), length * record - page * books.page_size
-                    try:
-                        self._make_own(*arguments)
-                    except OutOfPagesError:
-                        if self._is_elsewhere(arena, used):
-                            raise
-                        self._make_own(*arguments)  # those who had it, too, have given it up to make room
+            length, size = self._table.length[row], self._books.page_size
+            self.make_own_from(row, [length * record // size for record in self._books.records])
 
-    def _make_own(self, arena: Arena, used: Run, pages: int, nbytes: int) -> None:
-        """Has a row have what it uses from a page on for its own: so many pages, of which some bytes hold tokens. What
-        it shares behind that is gone then."""
-        books, table, (row, page, used_end, _) = self._books, arena.table, used
-        books.duplicates -= table.leave(row, page, used_end)  # what is to be had for it is no less for what it leaves
+    def make_own_from(self, row: int, pages: list[int]) -> None:
+        """Sees to it that a row may write from a page on, in each range. Raises what `make_own` raises."""
+        books, (start, length) = self._books, self._table.extents[row].tolist()
+        places = zip(books.ranges, pages, books.touched(row), books.used(row))
+        for (arena, record), page, (_, end), used in places:
+            page = max(page, arena.table.first[row])
+            if page < arena.table.own[row]:
+                page = arena.table.frame_begin(row, page)
+                part = Run(row, page, max(end, page) if start < length else page)
+                arguments = arena, part, used, max(length * record - page * books.page_size, 0)
+                try:
+                    self._make_own(*arguments)
+                except OutOfPagesError:
+                    if self._is_elsewhere(arena, part):
+                        raise
+                    self._make_own(*arguments)  # those who had it, too, have given it up to make room
+
+    def _make_own(self, arena: Arena, part: Run, used: Span, nbytes: int) -> None:
+        """Has a row have what it holds from a page on for its own: a part, of which some bytes hold tokens. What it
+        shares behind that is gone then.
+
+        Args:
+            used: pages of the row.
+        """
+        books, table, (row, page, *_) = self._books, arena.table, part
+        left = max(used[0], page), used[1]
+        books.duplicates -= table.leave(row, *left)  # what is to be had for it is no less for what it leaves
         try:
-            if self._is_elsewhere(arena, used):
-                fence = self._table.fences[row] | self._table.fence_after(self._driver, [row])
-                part = Run(row, page, page + pages)
-                if pages:
-                    self._copy_out(arena, part, nbytes, fence)
-                fence.wait()
-                self._replace(arena, part)
-                self.clear()
+            fence = self._table.fences[row] | self._table.fence_after(self._driver, [row])
+            if self._is_elsewhere(arena, part):
+                self._copy_out(arena, part, nbytes, fence)
             else:
-                run = Run(row, page, table.frame_end(row, table.own[row]))
-                self._pool.calls.run([SET_ACCESS, *table.range_of(run), VACANT]).check()
-                table.own[row] = page
+                part = self._lift(arena, part)
+            fence.wait()
+            self._replace(arena, part)
+            self.clear()
         except VmmkvError as error:
-            books.duplicates += table.use(row, page, used_end)
-            if table.ready[row] < page + pages:
+            books.duplicates += table.use(row, *left)
+            if table.ready[row] < part.end:
                 error.add_note(f"Sequence {self._table.owner[row]} has ended: the driver did not map its tokens again")
-                self._lose(row)
+                self.lose(row)
             raise
         finally:
+            books.retire_front(row)
             books.refresh(row)
 
-    def _is_elsewhere(self, arena: Arena, used: Run) -> bool:
-        """Whether any of what a row may share from a page on lies in others."""
-        table = arena.table
-        return bool(self._pool.frames.shares[table.frames_in(used.row, used.begin, table.own[used.row])].any())
+    def _frames_of(self, arena: Arena, part: Run) -> list[int]:
+        """The frames that a part begins with, and lies on."""
+        return arena.table.frames_in(part.row, part.begin, arena.table.frame_end(part.row, part.end))
+
+    def _is_elsewhere(self, arena: Arena, part: Run) -> bool:
+        """Whether any of what a part lies on is in others, too."""
+        return bool(self._pool.frames.shares[self._frames_of(arena, part)].any())
+
+    def _lift(self, arena: Arena, part: Run) -> Run:
+        """Maps what a row alone has in the staging row, too: a part, with what else is on its frames, which it returns.
+
+        To make it writable where it is would be a call less, but what becomes so while it is mapped cannot be mapped
+        in another place again: `cuMemMap` fails with CUDA_ERROR_UNKNOWN (driver 580, where threads take turns).
+        """
+        frames, staging = self._frames_of(arena, part), self.stage()
+        pages = len(self._pool.frames.in_pages(frames))
+        if frames:
+            change = Change(self._pool.calls, self._pool.frames)
+            self._pool.frames.share(frames)
+            change.place(staging.table, Run(0, 0, pages), frames, pages, kind=SET_READ_ACCESS)
+            change.run()
+            change.commit(self._pool)
+            change.check()
+        return Run(part.row, part.begin, part.begin + pages)
 
     def _copy_out(self, arena: Arena, part: Run, nbytes: int, fence: Fence) -> None:
         """Maps new frames in the staging row, which begin with some bytes of a part. Waits for the copy."""
@@ -263,10 +310,11 @@ class Sharing:
         change.commit(self._pool)
         change.check()
 
-    def _lose(self, row: int) -> None:
+    def lose(self, row: int) -> None:
         """Ends a sequence whose tokens could not be put back."""
         self._books.leave(row, self._books.leaving(row, 0, 0))
         self._books.vacate(row)
+        self.forget(row)
 
     def stage(self) -> Arena:
         """The staging row, empty: as long as all that may have to be there at once."""
@@ -274,7 +322,8 @@ class Sharing:
         if self.staging is None:
             size, overread = self._books.page_size, self._books.rules.overread * max(self._books.records)
             pages = (MAX_COPIES + 2) * LARGE * len(self._books.ranges) + 2 + overread // size
-            self.staging = Arena(self._pool, self._account, 1, pages * size)
+            row_bytes = max(arena.row_bytes for arena, _ in self._books.ranges)  # what a row has for its own
+            self.staging = Arena(self._pool, self._account, 1, max(pages * size, row_bytes))
         return self.staging
 
     def clear(self, wait: bool = True) -> None:

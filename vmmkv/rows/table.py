@@ -94,6 +94,9 @@ class RowTable:
         self.alerts = np.full(num_rows, UNCOUNTED, np.int64)
         """By row: the tokens to which it grows, and nothing follows from it: up to its wake and its brink."""
         self.alert = self.alerts.data
+        self.debts = np.zeros(num_rows, np.int64)
+        """By row: pages that were copied to it in vain, since to share them would have spared all such copies."""
+        self.debt = self.debts.data
         self.tenants = np.zeros(num_rows, np.int32)
         """By row: whose bytes its pages hold, also when nobody has it; numbers of `Tenants`."""
         self.tenant = self.tenants.data
@@ -164,6 +167,17 @@ class RowTable:
         self.check_left(1)
         return None
 
+    def pick_row(self, row: int) -> None:
+        """Takes a row off the lists of what can be adopted, or is empty.
+
+        Raises:
+            OutOfRowsError: it is live.
+        """
+        if self.is_live(row):
+            raise OutOfRowsError(f"asked for row {row}, which belongs to sequence {self.owner[row]}; free that first")
+        self.parked.remove(row)
+        self.empty.pop(row, None)
+
     def check_left(self, count: int) -> None:
         """Raises `OutOfRowsError`, where not as many rows are left."""
         if count > (left := self.num_rows - len(self.live)):
@@ -183,6 +197,7 @@ class RowTable:
         self.tenant[row] = tenant
         self.own_streams[row] = stream
         self.expected[row] = expected
+        self.debt[row] = 0
         if self.fences[row].is_pending:
             self.fenced[row] = None
         self.live[row] = None

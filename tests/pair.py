@@ -1,0 +1,59 @@
+"""Two processes of one group, for tests: a function that both run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from conftest import run_python
+
+TIMEOUT = timedelta(minutes=5)
+"""After which whoever waits for a process that is gone, and is not told so, has an error."""
+
+
+def together(role: Callable[..., None], *args: str | int, backend: str = "gloo") -> str:
+    """Runs `role(rank, *args)` in two processes at a time; returns what they print. Where one fails the other, which
+    loses it, does, too."""
+    with TemporaryDirectory() as folder:
+        place = str(Path(folder) / "store"), backend, role.__module__, role.__name__
+        done = run_python(f"import pair; pair.be_two({place!r}, {args!r})")
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def be_two(place: tuple[str, str, str, str], args: tuple[str | int, ...]) -> None:
+    """Forks, and has both processes run a role: in a process that has used neither a GPU nor threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        other = os.fork()
+    try:
+        _run(0 if other else 1, place, args)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    if other:
+        assert os.waitpid(other, 0)[1] == 0
+    os._exit(0)
+
+
+def _run(rank: int, place: tuple[str, str, str, str], args: tuple[str | int, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    store, backend, module, role = place
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    sys.path.append(str(Path(__file__).parent.parent))  # roles may use benchmarks
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=TIMEOUT)
+    dist.barrier()  # who ends at once would otherwise end while the other one still connects
+    getattr(import_module(module), role)(rank, *args)
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,238 @@
+"""`KVCache.reorder`: sequences come to hold what others held, against tensors that are cloned and indexed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import pytest
+import torch
+from conftest import small_driver, small_layout
+from faulty import FaultyDriver
+
+import vmmkv
+
+ROWS = 5
+
+
+def tokens_of(sequence: vmmkv.Sequence) -> list[torch.Tensor]:
+    """K and V of each layer, copied."""
+    layers = range(sequence.cache.layout.num_layers)
+    return [states.clone() for layer in layers for states in (sequence.k(layer), sequence.v(layer))]
+
+
+def write(sequence: vmmkv.Sequence, begin: int) -> None:
+    """Writes fresh random K and V from token `begin` on."""
+    for layer in range(sequence.cache.layout.num_layers):
+        for states in (sequence.k(layer), sequence.v(layer)):
+            new = states[begin - sequence.start :]
+            new.copy_(torch.randn_like(new))
+
+
+def grow(sequence: vmmkv.Sequence, tokens: int) -> None:
+    length = sequence.length
+    sequence.extend(tokens)
+    write(sequence, length)
+
+
+def started(cache: vmmkv.KVCache, *lengths: int) -> list[vmmkv.Sequence]:
+    """Sequences of random tokens."""
+    sequences = [cache.sequence(length) for length in lengths]
+    for sequence in sequences:
+        write(sequence, 0)
+    return sequences
+
+
+def reordered(sequences: list[vmmkv.Sequence], indices: list[int]) -> None:
+    """Reorders, and compares with the model; rows and addresses stay."""
+    cache = sequences[0].cache
+    before = [(s.start, s.length, tokens_of(s)) for s in sequences]
+    rows = [sequence.row for sequence in sequences]
+    cache.reorder(sequences, indices)
+    cache.check()
+    assert [sequence.row for sequence in sequences] == rows
+    for sequence, index in zip(sequences, indices):
+        start, length, tokens = before[index]
+        assert (sequence.start, sequence.length) == (start, length)
+        assert all(map(torch.equal, tokens_of(sequence), tokens))
+
+
+def mapped(cache: vmmkv.KVCache) -> int:
+    """Calls that have mapped a frame so far."""
+    return cache.stats().driver_calls["map"].count
+
+
+KINDS = [
+    {},
+    {"layers_per_range": 1},
+    {"layers_per_range": 2, "scrub": True},
+    {"zero_tail": True},
+    {"overread": 7},
+    {"large_frames": True, "pages": 700, "head_dim": 5},
+    {"large_frames": True, "pages": 700, "head_dim": 5, "layers_per_range": 2},
+]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_any_reorderings_of_any_sequences(make_cache, device: str, kind: dict) -> None:
+    options = dict(kind)
+    if factor := options.pop("head_dim", 0):  # rows of several large frames
+        layout = small_layout(small_driver(device), layers_per_range=options.pop("layers_per_range", None))
+        options["layout"] = replace(layout, head_dim=factor * layout.head_dim)
+    for _ in range(12):
+        seed = Random().randrange(1 << 32)
+        try:
+            reorder_at_random(make_cache(ROWS, 100, **{"pages": 200, **options}), Random(seed))
+        except BaseException as error:
+            error.add_note(f"Random({seed})")
+            raise
+
+
+def reorder_at_random(cache: vmmkv.KVCache, random: Random) -> None:
+    """Sequences that were forked, and others, and change between reorderings."""
+    live = started(cache, *(random.randint(0, 60) for _ in range(random.randint(1, 3))))
+    live += cache.fork_many(random.choice(live), random.randint(0, ROWS - len(live)))
+    for _ in range(12):
+        for sequence in live:
+            change = random.choice(["grow", "grow", "truncate", "window", "leave"])
+            if change == "grow":
+                grow(sequence, random.randint(0, min(12, 100 - sequence.length)))
+            elif change == "truncate" and not random.randrange(4):
+                sequence.truncate(random.randint(sequence.start, sequence.length))
+            elif change == "window" and not random.randrange(4):
+                sequence.release_before(random.randint(sequence.start, sequence.length))
+        if not random.randrange(3):
+            cache.trim()
+        chosen = random.sample(live, random.randint(1, len(live)))
+        indices = [random.randrange(len(chosen)) for _ in chosen]
+        if not random.randrange(3):
+            random.shuffle(indices := list(range(len(chosen))))
+        try:
+            reordered(chosen, indices)
+        except vmmkv.UnsupportedError:
+            assert any(sequence.start for sequence in chosen)
+
+
+def test_beams_that_were_forked_copy_and_map_nothing(make_cache) -> None:
+    cache = make_cache(4, 100, pages=100)
+    (first,) = started(cache, 50)
+    beams = [first, *cache.fork_many(first, 3)]
+    for beam in beams:
+        grow(beam, 3)
+    before, used = mapped(cache), cache.stats().pages["used"]
+    for indices in ([1, 0, 2, 3], [2, 2, 2, 3], [1, 2, 3, 0], [3, 3, 3, 3]):
+        reordered(beams, indices)
+    assert mapped(cache) == before
+    assert cache.stats().pages["used"] == used
+
+
+def test_who_has_no_pages_shares_those_that_are_full(make_cache) -> None:
+    cache = make_cache(4, 100, pages=16)
+    (first,) = started(cache, 64)  # 12 pages
+    beams = [first, *(cache.sequence() for _ in range(3))]
+    reordered(beams, [0, 0, 0, 0])
+    assert cache.stats().pages["used"] <= 12 + 3
+    for beam in beams:
+        grow(beam, 1)
+    reordered(beams, [3, 2, 1, 0])
+
+
+def test_what_is_copied_again_and_again_is_shared_at_last(make_cache) -> None:
+    cache = make_cache(2, 100, pages=60)
+    beams = started(cache, 64, 64)
+    apart, before = cache.stats().pages["used"], mapped(cache)
+    copied = 0
+    while cache.stats().pages["used"] == apart and copied < 100:
+        reordered(beams, [0, 0])
+        copied += 1
+    assert 10 < copied < 100, "shared before it had paid, or not when it would have"
+    assert cache.stats().pages["used"] <= apart // 2 + 2
+    before = mapped(cache)
+    for beam in beams:
+        grow(beam, 1)
+    reordered(beams, [1, 0])
+    reordered(beams, [0, 0])
+    assert mapped(cache) <= before + 2  # a page of their own to grow into
+
+
+def test_what_turns_in_a_circle_is_never_shared(make_cache) -> None:
+    cache = make_cache(3, 100, pages=60)
+    sequences = started(cache, 64, 64, 64)
+    before = mapped(cache)
+    for _ in range(100):
+        reordered(sequences, [1, 2, 0])
+    assert mapped(cache) == before
+
+
+def test_without_memory_nothing_changes(make_cache) -> None:
+    cache = make_cache(4, 100, pages=14)
+    long, short, other = started(cache, 60, 5, 1)
+    before = [(s.start, s.length, tokens_of(s)) for s in (long, short, other)]
+    with pytest.raises(vmmkv.OutOfPagesError):
+        cache.reorder([long, short, other], [1, 0, 1])
+    cache.check()
+    for sequence, (start, length, tokens) in zip((long, short, other), before):
+        assert (sequence.start, sequence.length) == (start, length)
+        assert all(map(torch.equal, tokens_of(sequence), tokens))
+    other.free()
+    short.free()
+    (other,) = started(cache, 5)
+    reordered([long, other], [0, 0])  # shared: there is no memory for another
+
+
+@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
+def test_a_failed_call_leaves_what_was_or_nothing(make_cache, call: str) -> None:
+    for skip in range(8):
+        driver = FaultyDriver(small_driver("cpu"))
+        cache = make_cache(4, 100, pages=100, driver=driver)
+        (first,) = started(cache, 50)
+        beams = [first, *cache.fork_many(first, 2)]
+        for beam in beams:
+            grow(beam, 30)
+        beams.append(cache.sequence())
+        before = [tokens_of(beam) for beam in beams]
+        indices = [1, 0, 0, 2]
+        driver.fail(call, skip)
+        try:
+            cache.reorder(beams, indices)
+        except vmmkv.DriverError:
+            driver.heal()
+            cache.check()
+            ended = [not _is_live(beam) for beam in beams]
+            assert all(ended) or not any(ended)
+            for beam, tokens in zip(beams, before) if not any(ended) else ():
+                assert all(map(torch.equal, tokens_of(beam), tokens))
+            continue
+        for beam, index in zip(beams, indices):
+            assert all(map(torch.equal, tokens_of(beam), before[index]))
+
+
+def _is_live(sequence: vmmkv.Sequence) -> bool:
+    try:
+        sequence.check_usable()
+    except vmmkv.UseAfterFreeError:
+        return False
+    return True
+
+
+def test_what_is_no_order_is_refused(make_cache) -> None:
+    cache, other = make_cache(), make_cache()
+    one, two = started(cache, 10, 20)
+    stranger, guest = other.sequence(5), cache.sequence(3, tenant="another")
+    before = tokens_of(one)
+    for sequences, indices, error in [
+        ([one, two], [0], ValueError),
+        ([one, two], [0, 2], vmmkv.OutOfRangeError),
+        ([one, two], [0, -1], vmmkv.OutOfRangeError),
+        ([one, two], [0, 0.5], TypeError),
+        ([one, one], [0, 0], ValueError),
+        ([one, stranger], [0, 0], ValueError),
+        ([one, guest], [1, 1], vmmkv.UnsupportedError),
+    ]:
+        with pytest.raises(error):
+            cache.reorder(sequences, indices)
+    cache.reorder([], [])
+    assert all(map(torch.equal, tokens_of(one), before))
+    two.free()
+    with pytest.raises(vmmkv.UseAfterFreeError):
+        cache.reorder([one, two], [1, 0])

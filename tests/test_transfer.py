@@ -1,0 +1,553 @@
+"""Sequences that go from one process to another: the same bytes there, or an error in both, and nothing changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import small_driver
+from faulty import FaultyDriver
+from interruption import interrupted
+from pair import together
+from simulated_device import SimulatedDevice
+
+import vmmkv
+from vmmkv.memory.driver import open_driver
+from vmmkv.reuse.transfer import Head, Peer
+
+SENDER, RECEIVER = 0, 1
+
+
+def make(layout: vmmkv.KVLayout, pages: int = 60, page_size: int = 4096, **options: Any) -> vmmkv.KVCache:
+    driver = open_driver("cpu", page_size)
+    return vmmkv.KVCache(layout, 5, 200, max_bytes=pages * page_size, driver=driver, **options)
+
+
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 8 tokens in a page
+
+
+def states(sequence: vmmkv.Sequence) -> list[torch.Tensor]:
+    layers = range(sequence.cache.layout.num_layers)
+    return [states for layer in layers for states in (sequence.k(layer), sequence.v(layer))]
+
+
+def value(random: Random, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Any bytes but those of NaN: the same for the same random numbers, in whichever process."""
+    numbers = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(random.randrange(1 << 32)))
+    return numbers.to(dtype)
+
+
+def write(sequence: vmmkv.Sequence, seed: int) -> None:
+    random = Random(seed)
+    for each in states(sequence):
+        each.copy_(value(random, each.shape, each.dtype))
+
+
+def check(sequence: vmmkv.Sequence, seed: int) -> None:
+    """It holds what `write` writes to a sequence of as many tokens."""
+    random = Random(seed)
+    for each in states(sequence):
+        expected = value(random, each.shape, each.dtype)
+        assert torch.equal(each.cpu().view(torch.uint8), expected.view(torch.uint8))
+    sequence.cache.check()
+
+
+# ------------------------------------------------------------------ what arrives
+
+
+RULES: list[dict[str, Any]] = [{}, {"scrub": True}, {"zero_tail": True}, {"overread": 9}, {"large_frames": False}]
+
+
+def exchange(rank: int, seed: int) -> None:
+    """Sequences of any geometry, between caches of any pages and rules, back and forth."""
+    for number in range(20):
+        random = Random(f"{seed} {number}")  # in both processes the same
+        layers = random.randint(1, 4)
+        heads, width = random.choice([2, [random.randint(1, 3) for _ in range(layers)]]), random.choice([None, 8])
+        dtype = random.choice([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+        layout = vmmkv.KVLayout(layers, heads, 24, dtype, width, layers_per_range=random.choice([None, 1, 2]))
+        length = random.choice([0, 1, 199, 200, random.randint(0, 200)])
+        start = random.choice([0, 0, length, random.randint(0, length)])
+        caches = [make(layout, 400, random.choice([4096, 8192, 20480]), **random.choice(RULES)) for _ in range(2)]
+        cache = caches[rank]
+        beside = cache.sequence(77)
+        write(beside, number + 1000)
+        if rank == number % 2:
+            sequence = cache.sequence(length)
+            sequence.release_before(start)
+            write(sequence, number)
+            sent = sequence.fork() if random.random() < 0.5 else sequence
+            sent.send(1 - rank)
+            check(sent, number)
+        else:
+            with cache.sequence(random.randint(0, 200)) as before:
+                write(before, number + 2000)  # what the row held
+            sequence = cache.receive(1 - rank)
+            assert (sequence.start, sequence.length, sequence.cached_tokens) == (start, length, 0)
+        check(sequence, number)
+        check(beside, number + 1000)
+        sequence.free()
+        check(beside, number + 1000)
+
+
+def test_what_is_sent_arrives() -> None:
+    seed = Random().randrange(1 << 32)
+    print(f"{seed=}")
+    together(exchange, seed)
+
+
+def extend_on(rank: int, device: str, backend: str) -> None:
+    """A chat that goes on in the other process after each turn, on streams of its own."""
+    place = f"cuda:{rank}" if device == "cuda" else "cpu"
+    cache = vmmkv.KVCache(vmmkv.KVLayout(3, 2, 64, torch.bfloat16), 3, 21_000, max_bytes="256MiB", device=place)
+    sequence = cache.sequence(3000)
+    for turn in range(6):
+        tokens, seed = 3000 * (turn + 1), turn
+        if rank == turn % 2:
+            write(sequence, seed)
+            sequence.send(1 - rank)
+            sequence.free()  # and whoever comes next writes over it, behind what is on its way
+            write(cache.sequence(tokens), seed + 1000)
+        else:
+            sequence = cache.receive(1 - rank, expected_tokens=tokens + 3000)
+            check(sequence, seed)
+            sequence.extend(3000)
+
+
+def test_a_sequence_goes_on_wherever_it_is() -> None:
+    together(extend_on, "cpu", "gloo")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_sequence_goes_on_on_another_gpu() -> None:
+    together(extend_on, "cuda", "nccl", backend="nccl")
+
+
+# ------------------------------------------------------------------ what is known
+
+
+STATES = value(Random(0), torch.Size([1000, 2, 16]), torch.float32)
+"""K and V by token id, of a model in which they depend on that alone."""
+
+
+def compute(sequence: vmmkv.Sequence, ids: np.ndarray) -> None:
+    """Writes the last tokens."""
+    for layer in range(2):
+        sequence.write(layer, STATES[ids], -STATES[ids])
+
+
+def is_right(sequence: vmmkv.Sequence, ids: np.ndarray) -> bool:
+    found = zip(states(sequence), [STATES[ids], -STATES[ids]] * 2, strict=True)
+    return sequence.length == len(ids) and all(torch.equal(each, expected) for each, expected in found)
+
+
+def sizes_received() -> list[int]:
+    """Of messages that come to this process from now on."""
+    sizes: list[int] = []
+    receive = dist.recv
+
+    def recv(tensor: torch.Tensor, *args: Any) -> None:
+        sizes.append(tensor.nbytes)
+        receive(tensor, *args)
+
+    dist.recv = recv
+    return sizes
+
+
+KEYS: list[dict[str, Any]] = [
+    {},
+    {"salt": "a"},
+    {"salt": ("a", (b"b\n", 3, 1.5, True)), "adapter": "french"},
+    {"salt": "long" * 2000},
+]
+
+
+def known(rank: int, seed: int, which: int) -> None:
+    random = Random(seed)
+    ids = np.array([random.randrange(1000) for _ in range(190)])
+    key, other_key = KEYS[which], KEYS[which - 1]
+    length, cache = random.randint(120, 180), make(LAYOUT)
+    if rank == SENDER:
+        with cache.sequence(token_ids=ids[:100], **key) as sequence:
+            compute(sequence, ids[:100])
+            sequence.send(RECEIVER)
+            sequence.commit(ids[:100])
+            sequence.send(RECEIVER)
+            sequence.extend(length - 100)
+            compute(sequence, ids[100:length])
+            sequence.commit(ids[: length - 5])
+            for _ in range(4):
+                sequence.send(RECEIVER)
+            sequence.truncate(50)
+            sequence.send(RECEIVER)
+            assert is_right(sequence, ids[:50])
+        return
+    sizes = sizes_received()
+
+    def receive(tokens: int, **options: Any) -> vmmkv.Sequence:
+        sequence = cache.receive(SENDER, **options)
+        assert is_right(sequence, ids[:tokens])
+        assert sizes[-1] == (tokens - sequence.cached_tokens) * LAYOUT.token_bytes
+        cache.check()
+        return sequence
+
+    def found(**key: Any) -> int:
+        """How much a sequence of these ids would begin with."""
+        with cache.sequence(token_ids=ids[:100], **key) as sequence:
+            return sequence.cached_tokens
+
+    sequence = receive(100)
+    assert (sequence.cached_tokens, found(**key)) == (0, 0)  # what nobody has committed nobody knows
+    sequence.commit(ids[:100])  # but it can be made known here
+    assert found(**key) == 96  # of which pages are full
+    sequence.free()
+    cache.trim()
+
+    first = receive(100)
+    assert (first.cached_tokens, found(**key), found(**other_key)) == (0, 96, 0)
+    second = receive(length)
+    assert second.cached_tokens == 96
+    cache.free([first, second])
+    with receive(length) as third:
+        assert third.cached_tokens == length - 6  # on the second one's row: all of the committed but the last
+    for options in {"reuse": False}, {"tenant": "another"}:
+        with receive(length, **options) as apart:
+            assert apart.cached_tokens == 0
+    with receive(50) as beginning:
+        assert beginning.cached_tokens >= 48
+
+
+@pytest.mark.parametrize("which", range(len(KEYS)))
+def test_what_is_known_there_is_not_sent_again(which: int) -> None:
+    seed = Random().randrange(1 << 32)
+    print(f"{seed=}")
+    together(known, seed, which)
+
+
+# ------------------------------------------------------------------ when it is read
+
+
+def test_what_is_sent_is_read_before_others_have_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On streams that run late, whichever stream it is sent, freed and followed on. A byte tells whose a token is."""
+    seed = Random().randrange(1 << 32)
+    print(f"{seed=}")
+    random = Random(seed)
+    layout = vmmkv.KVLayout(1, 1, 128, torch.int8, layers_per_range=1)  # 16 tokens in a page
+    reads: list[bool] = []
+    for _ in range(100):
+        device = SimulatedDevice(random)
+        cache = vmmkv.KVCache(layout, 2, 40, max_bytes=3 * 4096, driver=device)
+
+        def on(tensor: torch.Tensor, work: Callable[[], object], device: SimulatedDevice = device) -> None:
+            device.current.submit(lambda: device.touch(tensor.data_ptr(), tensor.nbytes, work))
+
+        class Late:
+            """A peer that takes everything, in the order of the current stream."""
+
+            number = 0
+
+            def __init__(self, *_: object) -> None: ...
+
+            def ask(self, head: Head) -> int:
+                return head.start
+
+            def send(self, states: list[torch.Tensor]) -> None:
+                for each in states:
+                    on(each, lambda each=each, expected=self.number: reads.append(bool((each == expected).all())))
+
+        monkeypatch.setattr("vmmkv.sequence.Peer", Late)
+        for number in range(6):
+            Late.number, device.current = number, random.choice(device.streams)
+            with cache.sequence(random.randint(1, 40)) as sequence:
+                for each in (sequence.k(0), sequence.v(0)):
+                    on(each, lambda each=each, number=number: each.fill_(number))
+                device.run(random.randint(0, 3))
+                device.current = random.choice(device.streams)
+                sequence.send(RECEIVER)
+                device.current = random.choice(device.streams)
+            device.run(random.randint(0, 3))
+        device.finish()
+    assert len(reads) == 600
+    assert all(reads)
+
+
+# ------------------------------------------------------------------ what is refused
+
+DIFFERENT = {
+    "dtype bfloat16 there, float32 here": vmmkv.KVLayout(2, 2, 16, torch.bfloat16),
+    "num_layers 3 there, 2 here": vmmkv.KVLayout(3, 2, 16, torch.float32),
+    r"num_kv_heads \[2, 1\] there, 2 here": vmmkv.KVLayout(2, [2, 1], 16, torch.float32),
+    "head_dim 8 there, 16 here, v_head_dim 8 there, 16 here": vmmkv.KVLayout(2, 2, 8, torch.float32),
+    "layers_per_range 1 there, 2 here": vmmkv.KVLayout(2, 2, 16, torch.float32, layers_per_range=1),
+}
+
+
+def refuse_layouts(rank: int) -> None:
+    cache = make(LAYOUT)
+    for difference, layout in DIFFERENT.items():
+        if rank == SENDER:
+            sequence = make(layout).sequence(30)
+            write(sequence, 1)
+            with pytest.raises(vmmkv.TransferRefusedError, match=f"rank 1 refused 30 tokens: .*{difference}") as raised:
+                sequence.send(RECEIVER)
+            assert raised.value.reason == "LayoutError"
+            check(sequence, 1)
+        else:
+            with pytest.raises(vmmkv.LayoutError, match=difference):
+                cache.receive(SENDER)
+            assert cache.stats().rows["live"] == 0
+            cache.check()
+    same = vmmkv.KVLayout(2, [2, 2], 16, torch.float32, [16, 16], layers_per_range=7)  # in other words
+    if rank == SENDER:
+        write(sequence := make(same).sequence(30), 2)
+        sequence.send(RECEIVER)
+    else:
+        check(cache.receive(SENDER), 2)
+
+
+def test_another_layout_is_refused_by_name() -> None:
+    together(refuse_layouts)
+
+
+def refuse_for_want(rank: int) -> None:
+    wants = [
+        ("OutOfPagesError", {"pages": 10}, {}),
+        ("OutOfRowsError", {}, {"full": True}),
+        ("SequenceTooLongError", {}, {"expected_tokens": 201}),
+        ("OutOfPagesError", {"pages": 10, "start": 40}, {}),
+    ]
+    for reason, options, has in wants:
+        start = options.pop("start", 0)
+        if rank == SENDER:
+            sequence = make(LAYOUT).sequence(150)
+            sequence.release_before(start)
+            write(sequence, 1)
+            with pytest.raises(vmmkv.TransferRefusedError, match=reason) as raised:
+                sequence.send(RECEIVER)
+            assert raised.value.reason == reason
+            check(sequence, 1)
+            sequence.send(RECEIVER)
+        else:
+            cache = make(LAYOUT, **options)
+            beside = [cache.sequence(15) for _ in range(5 if has.pop("full", False) else 1)]
+            for each in beside:
+                write(each, 3)
+            before = cache.stats().rows, cache.stats().pages["used"]
+            with pytest.raises(getattr(vmmkv, reason)):
+                cache.receive(SENDER, **has)
+            assert (cache.stats().rows, cache.stats().pages["used"]) == before
+            for each in beside:
+                check(each, 3)
+            check(make(LAYOUT).receive(SENDER), 1)
+
+
+def test_who_has_no_room_refuses() -> None:
+    together(refuse_for_want)
+
+
+def fail_once(rank: int, known: int) -> None:
+    """Any call of the receiver's driver, which knows so many of the tokens."""
+    ids = np.arange(100) * 7 % 1000
+    for skip in range(1000):
+        if rank == SENDER:
+            sequence = make(LAYOUT).sequence(token_ids=ids)
+            compute(sequence, ids)
+            sequence.commit(ids)
+            try:
+                sequence.send(RECEIVER)
+                break
+            except vmmkv.TransferRefusedError as error:
+                assert error.reason == "DriverError"  # noqa: PT017
+            sequence.send(RECEIVER)
+            assert is_right(sequence, ids)
+        else:
+            driver = FaultyDriver(small_driver("cpu"))
+            cache = vmmkv.KVCache(LAYOUT, 5, 200, max_bytes="1MiB", driver=driver)
+            with cache.sequence(token_ids=ids[:known]) as before:
+                compute(before, ids[:known])
+                before.commit(ids[:known])
+                beside = before.fork()
+            driver.fail("any", skip)
+            try:
+                sequence = cache.receive(SENDER)
+            except vmmkv.DriverError:
+                assert cache.stats().rows["live"] == 1
+                sequence = cache.receive(SENDER)
+            assert sequence.cached_tokens >= known // 8 * 8
+            assert is_right(sequence, ids)
+            assert is_right(beside, ids[:known])
+            cache.check()
+            if driver.heal():
+                break
+            cache.close()
+            assert not driver.handles
+    assert 3 < skip < 100
+
+
+@pytest.mark.parametrize("known", [0, 60])
+def test_a_failed_call_is_a_refusal(known: int) -> None:
+    together(fail_once, known)
+
+
+def misuse(rank: int) -> None:
+    cache = make(LAYOUT, host_bytes="1MiB")
+    alone = dist.new_group([SENDER])
+    if rank == RECEIVER:
+        for options in {}, {"group": alone}:
+            with pytest.raises(vmmkv.ArgumentError):
+                cache.receive(RECEIVER, **options)
+        check(cache.receive(SENDER), 1)
+        return
+    with cache.sequence(30) as freed:
+        pass
+    write(suspended := cache.sequence(30), 1)
+    odd = cache.sequence(token_ids=range(30), salt=frozenset("a"))
+    suspended.suspend()
+    with pytest.raises(vmmkv.UseAfterFreeError):
+        freed.send(RECEIVER)
+    with pytest.raises(vmmkv.SuspendedError):
+        suspended.send(RECEIVER)
+    with pytest.raises(vmmkv.ArgumentError, match="frozenset"):
+        odd.send(RECEIVER)
+    suspended.resume()
+    for rank_given, group in ((SENDER, None), (2, None), ("1", None), (RECEIVER, alone), (RECEIVER, "default")):
+        with pytest.raises(vmmkv.ArgumentError):
+            suspended.send(rank_given, group=group)
+    suspended.send(RECEIVER)  # nothing of all that was sent
+    check(suspended, 1)
+
+
+def test_misuse_sends_nothing() -> None:
+    cache = make(LAYOUT)
+    with pytest.raises(vmmkv.ArgumentError, match="init_process_group"):
+        cache.sequence(3).send(1)
+    with pytest.raises(vmmkv.ArgumentError, match="init_process_group"):
+        cache.receive(0)
+    together(misuse)
+
+
+# ------------------------------------------------------------------ who is interrupted
+
+
+class Loop:
+    """A peer that is this process: what is received is what was sent last."""
+
+    head: Head
+    sent: list[torch.Tensor]
+
+    def __init__(self, *_: object) -> None: ...
+
+    def ask(self, head: Head) -> int:
+        Loop.head = head
+        return head.start
+
+    def send(self, states: list[torch.Tensor]) -> None:
+        Loop.sent = [each.clone() for each in states]
+
+    def listen(self) -> Head:
+        return Loop.head
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        yield
+
+    def accept(self, first: int) -> None: ...
+
+    def receive(self, states: list[torch.Tensor]) -> None:
+        for each, sent in zip(states, Loop.sent, strict=True):
+            each.copy_(sent)
+
+
+def _receive_into(received: list[vmmkv.Sequence], cache: vmmkv.KVCache) -> None:
+    received.append(cache.receive(SENDER))
+
+
+@pytest.mark.parametrize("start", [0, 30])
+@pytest.mark.parametrize("name", ["send", "receive"])
+def test_an_interruption_at_any_line(name: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a new sequence, with all tokens, or none; the one that is sent is as it was."""
+    monkeypatch.setattr("vmmkv.sequence.Peer", Loop)
+    monkeypatch.setattr("vmmkv.cache.Peer", Loop)
+    ended, line = None, 0
+    while ended is None:
+        line += Random().randint(1, 30)  # not at all of them, and at others in each run
+        driver = FaultyDriver(small_driver("cpu"))
+        driver.unmaps_anything = True
+        cache = vmmkv.KVCache(LAYOUT, 5, 200, max_bytes="1MiB", driver=driver)
+        write(sequence := cache.sequence(100), 1)
+        if start:
+            sequence.release_before(start)
+            write(sequence, 1)
+        sequence.send(RECEIVER)
+        received: list[vmmkv.Sequence] = []
+        send, receive = partial(sequence.send, RECEIVER), partial(_receive_into, received, cache)
+        ended = interrupted(send if name == "send" else receive, line)
+        try:
+            cache.check()
+        except vmmkv.InterruptedChangeError:
+            cache.close()
+            continue
+        assert cache.stats().rows["live"] == 1 + len(received)
+        for each in (sequence, *received):
+            check(each, 1)
+        check(cache.receive(SENDER), 1)
+        cache.close()
+
+
+# ------------------------------------------------------------------ who is gone
+
+
+def vanish(rank: int, who: int, when: str) -> None:
+    """A process ends in the middle: the other one has an error, and what it had."""
+    driver = FaultyDriver(open_driver("cpu"))
+    layout = vmmkv.KVLayout(4, 8, 128, torch.float32)
+    cache = vmmkv.KVCache(layout, 2, 4000, max_bytes="256MiB", driver=driver)
+    write(sequence := cache.sequence(2000 if rank == SENDER else 50), 1)  # 64 MiB: more than sockets hold
+    if rank == who:
+        setattr(Peer, when, lambda *_: os._exit(0))
+    with pytest.raises(vmmkv.TransferError) as raised:
+        sequence.send(RECEIVER) if rank == SENDER else cache.receive(SENDER)
+    assert type(raised.value) is vmmkv.TransferError
+    check(sequence, 1)
+    sequence.free()
+    assert cache.stats().rows["live"] == 0
+    cache.trim()
+    assert not driver.handles
+    os._exit(0)  # nobody is there for a barrier
+
+
+@pytest.mark.parametrize(
+    ("who", "when"),
+    [
+        (SENDER, "ask"),
+        (SENDER, "send"),
+        (RECEIVER, "listen"),
+        (RECEIVER, "accept"),
+        (RECEIVER, "receive"),
+    ],
+)
+def test_a_process_that_disappears(who: int, when: str) -> None:
+    together(vanish, who, when)
+
+
+def talk_of_something_else(rank: int) -> None:
+    cache = make(LAYOUT)
+    if rank == SENDER:
+        dist.send(torch.arange(1024, dtype=torch.float32), RECEIVER)
+        return
+    with pytest.raises(vmmkv.TransferError, match="something else"):
+        cache.receive(SENDER)
+    assert cache.stats().rows["live"] == 0
+
+
+def test_something_else_is_no_sequence() -> None:
+    together(talk_of_something_else)

@@ -1,0 +1,227 @@
+"""Sequences that go from one process to another, as messages of torch.distributed.
+
+    sender      what it is: layout, first token and length, token ids -->
+    receiver    <-- the token from which on it lacks K and V, or why it refuses
+    sender      these tokens: a message for each range of the layout -->
+
+A row is contiguous, so its tokens in a range, K and V of all layers, are one message, whatever the pages under them
+are, here and there. No K or V moves before the receiver has memory for all of it: then both know how much that is.
+
+NCCL works in the order of the current stream, and with gloo all is done when a call returns. Only for what is said
+before K and V the host waits.
+"""
+
+from __future__ import annotations
+
+from ast import literal_eval
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from ..errors import ArgumentError, LayoutError, TransferError, TransferRefusedError
+from ..layout import KVLayout
+from .node import Ids
+
+MARK = b"vmmkv 1\n"
+"""What a letter begins with; the number is that of how sequences are sent."""
+FIRST = 4096
+"""Bytes of a letter's first message: its mark, its length, and what there is room for."""
+BEGIN = len(MARK) + 8
+"""Where that begins."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a receiver is told of a sequence.
+
+    Attributes:
+        geometry: of its layout, by name.
+        start: the first token that it keeps.
+        length: its tokens.
+        key: salt and adapter that its tokens may be known under; None where they may not.
+        ids: what its first tokens are known to be.
+    """
+
+    geometry: dict[str, Any]
+    start: int
+    length: int
+    key: tuple[Hashable, Hashable] | None
+    ids: Ids
+
+    def packed(self) -> bytes:
+        """As bytes: literals of Python, which keep tuples and bytes as they are and run nothing, a line's end, and ids.
+
+        Raises:
+            ArgumentError: salt or adapter cannot be written so.
+        """
+        facts = repr((self.geometry, self.start, self.length, self.key))
+        try:
+            is_kept = literal_eval(facts)[-1] == self.key
+        except (ValueError, SyntaxError):
+            is_kept = False
+        if not is_kept:
+            raise ArgumentError(
+                f"asked to send a sequence of salt and adapter {self.key}; for another process they must be of "
+                "strings, bytes, numbers and tuples"
+            )
+        return facts.encode() + b"\n" + self.ids.astype("<i8").tobytes()
+
+    @classmethod
+    def unpacked(cls, letter: bytes) -> Head:
+        """What was packed."""
+        facts, _, ids = letter.partition(b"\n")
+        geometry, start, length, key = literal_eval(facts.decode())
+        return cls(geometry, start, length, key, np.frombuffer(ids, "<i8"))
+
+    def check(self, layout: KVLayout) -> None:
+        """Raises `LayoutError` where a cache of a layout cannot hold it."""
+        ours = geometry_of(layout)
+        pairs = [(name, value, ours[name]) for name, value in self.geometry.items()]
+        wrong = [f"{name} {theirs} there, {here} here" for name, theirs, here in pairs if theirs != here]
+        if wrong:
+            raise LayoutError(
+                f"asked to receive a sequence of another layout: {', '.join(wrong)}. Make both caches with the same "
+                "KVLayout (pages may differ in size)"
+            )
+
+
+def geometry_of(layout: KVLayout) -> dict[str, Any]:
+    """What two layouts have to agree on, so that token records do."""
+    facts: dict[str, Any] = {
+        "dtype": str(layout.dtype).removeprefix("torch."),
+        "num_layers": layout.num_layers,
+        "layers_per_range": min(layout.layers_per_range or layout.num_layers, layout.num_layers),
+    }
+    for name, attribute in ("num_kv_heads", "num_kv_heads"), ("head_dim", "k_head_dim"), ("v_head_dim", "v_head_dim"):
+        values = [getattr(layer, attribute) for layer in layout.layers]
+        facts[name] = values[0] if len(set(values)) == 1 else values
+    return facts
+
+
+class Peer:
+    """Another process of a group: messages to it, and from it.
+
+    Args:
+        rank: in the default group, as `torch.distributed.send` takes it.
+        group: None is the default one.
+        device: where messages are.
+
+    Raises:
+        ArgumentError: there is no such process, or no group.
+    """
+
+    def __init__(self, rank: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise ArgumentError("there are no other processes: call torch.distributed.init_process_group() first")
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ArgumentError(f"got group={group!r}; it must be a process group that this process is in")
+        ranks, own = dist.get_process_group_ranks(group), dist.get_rank()
+        if rank not in ranks or rank == own:
+            raise ArgumentError(f"got rank={rank!r}; it must be another one than {own}, among {ranks}")
+        self.rank, self._group, self._device = int(rank), group, device
+
+    # ------------------------------------------------------------------ sequences
+
+    def ask(self, head: Head) -> int:
+        """Sends what there is to be told of a sequence; returns from which token on it is wanted.
+
+        Raises:
+            TransferRefusedError: it is not.
+            TransferError: the other process is gone, or has said something else.
+        """
+        self._post(head.packed())
+        first, reason, why = literal_eval(self._fetch().decode())
+        if reason:
+            raise TransferRefusedError(f"rank {self.rank} refused {head.length} tokens: {reason}: {why}", reason)
+        return int(first)
+
+    def listen(self) -> Head:
+        """What the other process has to tell of a sequence; `accept` follows, or an error within `told`.
+
+        Raises:
+            TransferError: it is gone, or has said something else.
+        """
+        return Head.unpacked(self._fetch())
+
+    def accept(self, first: int) -> None:
+        """Asks for all tokens from the first one that is wanted.
+
+        Raises:
+            TransferError: the other process is gone.
+        """
+        self._post(repr((first, "", "")).encode())
+
+    @contextmanager
+    def told(self) -> Iterator[None]:
+        """Tells the other process, which waits, why a sequence is refused: what is raised inside."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(TransferError):
+                self._post(repr((0, type(error).__name__, str(error))).encode())
+            raise
+
+    def send(self, states: Sequence[torch.Tensor]) -> None:
+        """Sends tokens, a message for each tensor.
+
+        Raises:
+            TransferError: the other process is gone.
+        """
+        for each in states:
+            self._send(each.view(torch.uint8))
+
+    def receive(self, states: Sequence[torch.Tensor]) -> None:
+        """Receives what `send` sends, of tensors of the same sizes.
+
+        Raises:
+            TransferError: the other process is gone.
+        """
+        for each in states:
+            self._receive(each.view(torch.uint8))
+
+    # ------------------------------------------------------------------ letters
+
+    def _post(self, letter: bytes) -> None:
+        """Sends bytes: one message, or two if they are many."""
+        whole = MARK + len(letter).to_bytes(8, "little") + letter
+        parts = whole[:FIRST].ljust(FIRST), whole[FIRST:]
+        for part in parts:
+            self._send(torch.tensor(np.frombuffer(part, np.uint8), device=self._device))
+
+    def _fetch(self) -> bytes:
+        """The bytes that the other process posts; the host waits for them."""
+        first = self._arrived(FIRST)
+        if not first.startswith(MARK):
+            raise TransferError(f"rank {self.rank} has sent something else than a sequence of this version of vmmkv")
+        length = int.from_bytes(first[len(MARK) : BEGIN], "little")
+        return first[BEGIN : BEGIN + length] + self._arrived(max(length - (FIRST - BEGIN), 0))
+
+    def _arrived(self, nbytes: int) -> bytes:
+        message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self._receive(message)
+        return message.cpu().numpy().tobytes()
+
+    # ------------------------------------------------------------------ messages
+
+    def _send(self, message: torch.Tensor) -> None:
+        if message.numel():
+            with self._explained("sent to"):
+                dist.send(message, self.rank, self._group)
+
+    def _receive(self, message: torch.Tensor) -> None:
+        if message.numel():
+            with self._explained("received from"):
+                dist.recv(message, self.rank, self._group)
+
+    @contextmanager
+    def _explained(self, what: str) -> Iterator[None]:
+        """Makes one type of all that torch raises."""
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:
+            raise TransferError(f"nothing could be {what} rank {self.rank}: {error}") from error
