@@ -37,8 +37,8 @@ class Listener:
         self.encoder = tensorrt_llm.Encoder(self.cache.max_seq_len)
         self.arrays = world.random.random() < 0.5
 
-    def listen(self) -> list[Any]:
-        events = self.cache.events()
+    def listen(self, timeout: float = 0.0) -> list[Any]:
+        events = self.cache.events(timeout)
         self.routers[0].read_vllm(events, self.arrays)
         self.routers[1].read_tensorrt_llm(self.encoder.encode(events))
         return events
@@ -348,7 +348,7 @@ def test_threads_tell_in_order() -> None:
         thread.start()
     try:
         while any(thread.is_alive() for thread in threads):
-            listener.listen()
+            listener.listen(timeout=0.1)
     finally:
         for thread in threads:
             thread.join()

@@ -393,7 +393,8 @@ class KVCache(Owner):
             reuse: False neither begins with what is known nor leaves anything.
 
         Raises:
-            ArgumentError: there is no such process or group.
+            ArgumentError: there is no such process or group; or the cache has an event log, which has no words for the
+                other's ids, or for what they depend on.
             LayoutError: the sequence is of another layout.
             SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. The other process has
                 `TransferRefusedError` of all these, nothing has changed, and both can go on.
