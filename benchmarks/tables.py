@@ -17,7 +17,7 @@ from vmmkv import KVLayout
 from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
-from . import fragmentation, idle, mapper, overread, pools, reuse, scale, sharing, transfer
+from . import fragmentation, idle, mapper, overread, pools, prefixes, reuse, scale, sharing, swap, transfer
 from .serve import report as serving
 from .virtual import SCHEMES
 
@@ -404,6 +404,16 @@ def samples(result: Result) -> str:
 
 
 # ------------------------------------------------------------------ other processes
+
+
+@table("prefixes_h200.json")
+def beginnings(result: Result) -> str:
+    return markdown(*prefixes.start_table(result))
+
+
+@table("swap_h200.json")
+def swapping(result: Result) -> str:
+    return markdown(*swap.way_table(result))
 
 
 @table("transfer_h200.json")

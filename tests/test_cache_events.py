@@ -37,8 +37,8 @@ class Listener:
         self.encoder = tensorrt_llm.Encoder(self.cache.max_seq_len)
         self.arrays = world.random.random() < 0.5
 
-    def listen(self) -> list[Any]:
-        events = self.cache.events()
+    def listen(self, timeout: float = 0.0) -> list[Any]:
+        events = self.cache.events(timeout)
         self.routers[0].read_vllm(events, self.arrays)
         self.routers[1].read_tensorrt_llm(self.encoder.encode(events))
         return events
@@ -75,8 +75,11 @@ def finds_what_is_known(world: World, listener: Listener) -> None:
         ids = [*ids, 99]
         hit = listener.hit(key, ids)
         salt, adapter, tenant = key
-        with world.cache.sequence(token_ids=ids, salt=salt, adapter=adapter, tenant=tenant) as sequence:
-            assert sequence.cached_tokens >= hit - (loose(world) if world.cache.layout is RANGES else 0)
+        try:
+            with world.cache.sequence(token_ids=ids, salt=salt, adapter=adapter, tenant=tenant) as sequence:
+                assert sequence.cached_tokens >= hit - (loose(world) if world.cache.layout is RANGES else 0)
+        except vmmkv.OutOfPagesError:  # a page in which two part is there twice while it is copied
+            world.cache.trim()
 
 
 @pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16])
@@ -89,7 +92,7 @@ def test_who_hears_all_knows_what_is_found(layout: vmmkv.KVLayout, pages: int, b
     random = Random(seed)
     world = listened(random, pages, layout, block_size)
     listener = Listener(world)
-    below = loose(world) if layout is RANGES and pages < 1000 else 0
+    below = loose(world) if layout is RANGES else 0  # where of two that part one was evicted in part
     for _ in range(80):
         live, what = list(world.ids), random.random()
         listener.listen()
@@ -154,28 +157,20 @@ def test_hits_are_those_that_were_told_of() -> None:
 
 @pytest.mark.parametrize("block_size", [4, 8])
 def test_a_page_in_which_two_part_stays_known_while_one_of_them_does(block_size: int) -> None:
+    """The less needed of two prompts goes first, from its end to where they part, then the other to its beginning."""
     world = listened(Random(), 40, block_size=block_size)
     listener = Listener(world)
-    first, second = [1] * 32, [1] * 22 + [2] * 10
-    for ids, priority in ((first, 50), (second, 20)):
-        sequence = world.start(ids)
-        sequence.commit(ids, retention=[vmmkv.Retention(priority=priority)])
-        world.free(sequence)
-    listener.listen()
-    ends = {len(ids) for _, ids in listener.known()}
-    assert ends == set(range(block_size, 33, block_size))
-    assert len(listener.known()) == 32 // block_size + (32 - 22 + block_size - 1) // block_size
-    for tokens in range(30 * 8, 41 * 8, 8):  # ever more memory goes to others
-        world.cache.sequence(min(tokens, 200)).free()
-        other = world.cache.sequence(tokens - 200) if tokens > 200 else None
-        listener.listen()
-        for ids in (first, second):
-            sequence = world.start([*ids, 9])
+    prompts = [1] * 32, [1] * 22 + [2] * 10
+    for ids, priority in zip(prompts, (50, 20)):
+        with world.cache.sequence(token_ids=ids) as sequence:
+            sequence.commit(ids, retention=[vmmkv.Retention(priority=priority)])
+    hits = []
+    for pages in range(34, 41):  # that others have; 6 are known
+        with world.cache.sequence(25 * 8), world.cache.sequence((pages - 25) * 8):
             listener.listen()
-            world.free(sequence)
-        if other:
-            other.free()
-    finds_what_is_known(world, listener)
+            hits.append([listener.hit(KEYS[0], [*ids, 9]) for ids in prompts])
+    shared = 22 // block_size * block_size
+    assert hits == [[32, 32], [32, 24], [32, shared], [24, shared], [16, 16], [8, 8], [0, 0]]
 
 
 def test_what_a_cache_tells() -> None:
@@ -356,7 +351,7 @@ def test_threads_tell_in_order() -> None:
         thread.start()
     try:
         while any(thread.is_alive() for thread in threads):
-            listener.listen()
+            listener.listen(timeout=0.1)
     finally:
         for thread in threads:
             thread.join()

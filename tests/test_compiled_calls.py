@@ -29,6 +29,7 @@ class CLibrary(FaultyDriver):
 
     def __init__(self) -> None:
         super().__init__(small_driver("cpu"))
+        self.changes_access = True
         kinds = {name: ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_int64] * count) for name, count in ARGUMENTS.items()}
         self.callbacks = {name: kind(self._function(name)) for name, kind in kinds.items()}
 

@@ -377,7 +377,7 @@ def test_mappings_run_out_before_they_do_for_linux(most_mappings: int, pages: in
     with pytest.raises(DriverError, match=r"mmap failed with ENOMEM.*larger page_size"):
         map_until_it_is_refused()
     if pages == 1:
-        assert abs(mappings() - most_mappings) < 20  # Python's own come and go
+        assert most_mappings - 200 < mappings() < most_mappings + 20  # Python's own come and go
     with pytest.raises(DriverError, match="ENOMEM"):
         small_driver("cpu").reserve(size)
     for place in places[1::2]:

@@ -200,6 +200,22 @@ def test_who_unshares_may_write_over_old_tokens(which: int, layout: vmmkv.KVLayo
     assert used(cache) == 0
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, WIDE], ids=["one range", "three"])
+@pytest.mark.parametrize("which", [0, 1])
+def test_who_unshares_can_be_read_to_its_end_with_a_zero_tail(which: int, layout: vmmkv.KVLayout) -> None:
+    cache = make(400, layout=layout, zero_tail=True)
+    parent = cache.sequence(Random().randint(60, 80))
+    values = write(parent)
+    parent.truncate(Random().randint(20, 40))  # the pages behind stay in its row
+    family = [parent, parent.fork()]
+    cache.unshare([family[which]], Random().randint(0, parent.length))
+    for layer in range(layout.num_layers):
+        for states in cache.kv(layer):
+            for sequence in family:
+                behind = states[sequence.row, sequence.length :]
+                assert ((behind == 0) | torch.isin(behind, values)).all(), "not what the family wrote"
+
+
 def test_to_unshare_what_is_nobody_elses_takes_nothing() -> None:
     cache = make(pages=20)
     one, two = cache.sequence(5 * TOKENS), cache.sequence()

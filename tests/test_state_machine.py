@@ -313,6 +313,15 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
+    def write_over(self, data: st.DataObject) -> None:
+        """Old tokens, which others may have, too."""
+        model, cache = self.live[data.draw(st.integers(0, len(self.live) - 1))], self.cache
+        token = data.draw(st.integers(model.start, model.length))
+        if self.outcome(lambda: cache.unshare([model.sequence], token), None):
+            self.write(model, token)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
         model = self.live[data.draw(st.integers(0, len(self.live) - 1))]
         length = data.draw(st.integers(model.start, model.length))

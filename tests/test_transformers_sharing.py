@@ -101,6 +101,22 @@ def test_a_prompt_goes_on_in_copies(name: str, compile: bool, mode: dict) -> Non
         assert torch.equal(output, expected)
 
 
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3"])
+def test_copies_drop_what_was_proposed_and_refused(name: str, compile: bool) -> None:
+    """With each crop the next tokens come to lie further in front, down to where the prompt ends."""
+    model = tiny_model(name, "sdpa", "cpu")
+    prompt = random_tokens(model, 1, 9).repeat(1, 5)
+    outputs = []
+    for cache in caches(model, compile=compile):
+        with torch.no_grad():
+            model(prompt[:, :-1], past_key_values=cache)
+        for each in (copy.deepcopy(cache), copy.deepcopy(cache), cache):
+            arguments = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "prompt_lookup_num_tokens": 6}
+            outputs.append(model.generate(prompt, past_key_values=each, **arguments, **LENGTHS))
+    assert all(torch.equal(output, outputs[0]) for output in outputs)
+
+
 def extended(mask: torch.Tensor, tokens: torch.Tensor, rows: int) -> torch.Tensor:
     """A mask with as many tokens more."""
     mask = mask[:: rows // len(tokens)]

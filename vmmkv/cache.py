@@ -25,7 +25,8 @@ from .errors import (
     UnsupportedError,
     VmmkvError,
 )
-from .events import Event, EventLog, check_ids
+from .events import Event, EventLog
+from .events.log import check_ids
 from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
@@ -262,6 +263,7 @@ class KVCache(Owner):
             row: that it is to have, for who reads neighbouring rows as one tensor; None: the one that suits it best.
 
         Raises:
+            ArgumentError: the cache has an event log, which has no words for these ids, or for what they depend on.
             OutOfRowsError: `max_sequences` sequences are alive, or the row is another's.
             OutOfRangeError: there is no such row.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
@@ -391,7 +393,8 @@ class KVCache(Owner):
             reuse: False neither begins with what is known nor leaves anything.
 
         Raises:
-            ArgumentError: there is no such process or group.
+            ArgumentError: there is no such process or group; or the cache has an event log, which has no words for the
+                other's ids, or for what they depend on.
             LayoutError: the sequence is of another layout.
             SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. The other process has
                 `TransferRefusedError` of all these, nothing has changed, and both can go on.

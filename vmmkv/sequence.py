@@ -169,7 +169,8 @@ class Sequence:
             retention: how long they are to be kept, once nobody uses them; otherwise the least recently used go first.
 
         Raises:
-            ArgumentError: it has not as many tokens, or was started without `token_ids`, or with `reuse=False`.
+            ArgumentError: it has not as many tokens, or was started without `token_ids`, or with `reuse=False`; or the
+                cache has an event log, which has no words for these ids.
             ValueError: it is known to hold other tokens.
             UnsupportedError: its first tokens were given back.
             RetentionError: ranges overlap.

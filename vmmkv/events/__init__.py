@@ -6,7 +6,7 @@
 
 from .chain import Blocks, Span, salt_of
 from .kinds import Cleared, Created, Dropped, Event, Removed, Stored, Tier, Updated
-from .log import EventLog, check_ids
+from .log import EventLog
 
 __all__ = [
     "Blocks",
@@ -20,6 +20,5 @@ __all__ = [
     "Stored",
     "Tier",
     "Updated",
-    "check_ids",
     "salt_of",
 ]

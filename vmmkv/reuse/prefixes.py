@@ -24,7 +24,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ArgumentError, InvariantError, UnsupportedError
-from ..events import EventLog, check_ids
+from ..events import EventLog
+from ..events.log import check_ids
 from ..memory.fence import Fence
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces

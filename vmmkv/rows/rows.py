@@ -548,6 +548,8 @@ class Rows:
         pages = [max(token * record // self.books.page_size, first) for record, (first, _) in places]
         try:
             self.sharing.make_own_from(row, pages)
+            if self.rules.zero_tail:  # what lay behind is gone
+                self.growing.make_room({row: self.books.extent(row)}, [row])
         finally:
             self.inherit({row: row})  # on copies, from some page on
 

@@ -188,13 +188,13 @@ class Sharing:
 
     def make_own_from(self, row: int, pages: list[int]) -> None:
         """Sees to it that a row may write from a page on, in each range. Raises what `make_own` raises."""
-        books, (start, length) = self._books, self._table.extents[row].tolist()
+        books, length = self._books, self._table.length[row]
         places = zip(books.ranges, pages, books.touched(row), books.used(row))
-        for (arena, record), page, (_, end), used in places:
+        for (arena, record), page, (first, end), used in places:
             page = max(page, arena.table.first[row])
             if page < arena.table.own[row]:
                 page = arena.table.frame_begin(row, page)
-                part = Run(row, page, max(end, page) if start < length else page)
+                part = Run(row, page, max(end, page) if first < end else page)
                 arguments = arena, part, used, max(length * record - page * books.page_size, 0)
                 try:
                     self._make_own(*arguments)

@@ -1,0 +1,239 @@
+"""What it takes to suspend a sequence and to resume it: against one pinned copy, and against blocks.
+
+    python -m benchmarks.swap [--device cuda] [--tokens 32768] [--rounds 10] [--json]
+
+The same bytes go to the host and back in several ways, in turns: from a plain tensor to pinned memory in one copy; by
+`Sequence.suspend` and `Sequence.resume`, onto pages that are still there and onto new ones; and as a cache of blocks
+has to, in scattered pieces, which go by one call of `cuMemcpyBatchAsync`, or are gathered into a buffer and scattered
+from there. A time is from the call until the device has done.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from time import perf_counter
+from typing import Annotated, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import typer
+from rich.progress import track
+
+from vmmkv import KVCache, Sequence
+from vmmkv.cli.options import Device, JsonOutput
+from vmmkv.cli.output import console, errors, format_bytes, make_table, print_json
+from vmmkv.environment import environment
+from vmmkv.memory.driver import open_driver
+
+from .transfer import PIECE, PLAIN, WARM_UP, Row, figures, in_turn, layout_on, synchronize
+
+GATHERED = f"pieces of {format_bytes(PIECE)}, gathered"
+BATCHED = f"pieces of {format_bytes(PIECE)}, one batch of copies"
+IN_STREAM_ORDER = 1
+"""`CU_MEMCPY_SRC_ACCESS_ORDER_STREAM`."""
+Places = npt.NDArray[np.uint64]
+SUSPENDED, SUSPENDED_NEW = "suspend() and resume()", "suspend() and resume(), onto new pages"
+
+
+class Way(Protocol):
+    """How bytes go to the host and come back."""
+
+    content: torch.Tensor
+    """What has to be there again."""
+
+    def out(self) -> None:
+        """Brings them to the host."""
+
+    def forget(self) -> None:
+        """Has nothing of them left on the device."""
+
+    def back(self) -> None:
+        """Brings them back."""
+
+    def here(self) -> torch.Tensor:
+        """What is there now."""
+
+
+class Plain:
+    """A tensor, and one copy."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.memory = torch.randint(256, (nbytes,), dtype=torch.uint8, device=device)
+        self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        self.content = self.memory.clone()
+
+    def out(self) -> None:
+        self.host.copy_(self.memory, non_blocking=True)
+
+    def forget(self) -> None:
+        self.memory.zero_()
+
+    def back(self) -> None:
+        self.memory.copy_(self.host, non_blocking=True)
+
+    def here(self) -> torch.Tensor:
+        return self.memory
+
+
+class Gathered(Plain):
+    """Pieces that lie anywhere: a kernel puts them side by side."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__(nbytes, device)
+        self.pieces = self.memory.view(-1, PIECE)
+        self.places = torch.randperm(len(self.pieces), device=device)
+        self.buffer = torch.empty_like(self.pieces)
+
+    def out(self) -> None:
+        torch.index_select(self.pieces, 0, self.places, out=self.buffer)
+        self.host.view(-1, PIECE).copy_(self.buffer, non_blocking=True)
+
+    def back(self) -> None:
+        self.buffer.copy_(self.host.view(-1, PIECE), non_blocking=True)
+        self.pieces.index_copy_(0, self.places, self.buffer)
+
+
+class Batched(Plain):
+    """Pieces that lie anywhere, on a GPU: the driver copies each, and is told of all in one call from C arrays."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        super().__init__(nbytes, device)
+        self.call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
+        count = nbytes // PIECE
+        self.places = self.memory.data_ptr() + torch.randperm(count).numpy().astype(np.uint64) * PIECE
+        self.host_places = self.host.data_ptr() + np.arange(count, dtype=np.uint64) * PIECE
+        self.sizes = np.full(count, PIECE, np.uint64)
+        self.attributes = np.array([IN_STREAM_ORDER, 0, 0, 0, 0, 0], np.int32)  # CUmemcpyAttributes, without hints
+        self.first = np.zeros(1, np.uint64)
+        self.stream = torch.cuda.Stream(device)
+
+    def copy(self, targets: Places, sources: Places) -> None:
+        arrays = [each.ctypes.data_as(ctypes.c_void_p) for each in (targets, sources, self.sizes)]
+        attributes = [each.ctypes.data_as(ctypes.c_void_p) for each in (self.attributes, self.first)]
+        count, one, stream = (
+            ctypes.c_size_t(len(self.sizes)),
+            ctypes.c_size_t(1),
+            ctypes.c_void_p(self.stream.cuda_stream),
+        )
+        status = self.call(*arrays, count, *attributes, one, stream)
+        if status:
+            raise RuntimeError(f"cuMemcpyBatchAsync failed with {status}")
+
+    def out(self) -> None:
+        self.copy(self.host_places, self.places)
+
+    def back(self) -> None:
+        self.copy(self.places, self.host_places)
+
+
+class Suspended:
+    """A sequence.
+
+    Args:
+        takes_pages: whether it has to have new pages when it comes back.
+    """
+
+    def __init__(self, cache: KVCache, tokens: int, takes_pages: bool) -> None:
+        self.cache, self.sequence, self.takes_pages = cache, cache.sequence(tokens), takes_pages
+        for states in self.states():
+            states.copy_(torch.randn(states.shape, device=states.device))
+        self.content = self.here()
+
+    def states(self) -> list[torch.Tensor]:
+        sequence: Sequence = self.sequence
+        return [sequence.k(0), sequence.v(self.cache.layout.num_layers - 1)]
+
+    def out(self) -> None:
+        self.sequence.suspend()
+
+    def forget(self) -> None:
+        if self.takes_pages:
+            self.cache.trim()
+
+    def back(self) -> None:
+        self.sequence.resume()
+
+    def here(self) -> torch.Tensor:
+        return torch.stack(self.states())
+
+
+def measure(ways: dict[str, Way], device: torch.device, rounds: int) -> tuple[dict[str, list[float]], ...]:
+    """By way, the seconds of each round: to the host, and back."""
+    out: dict[str, list[float]] = {name: [] for name in ways}
+    back: dict[str, list[float]] = {name: [] for name in ways}
+    steps = range(WARM_UP + rounds)
+    for number in track(steps, "Copying", console=errors, disable=not errors.is_terminal):
+        for name in in_turn(ways, number):
+            way = ways[name]
+            for seconds, move in ((out, way.out), (back, way.back)):
+                if move == way.back:
+                    way.forget()
+                synchronize(device)
+                start = perf_counter()
+                move()
+                synchronize(device)
+                if number >= WARM_UP:
+                    seconds[name].append(perf_counter() - start)
+            assert torch.equal(way.here(), way.content)
+    return out, back
+
+
+def main(
+    device: Device = None,
+    tokens: Annotated[int | None, typer.Option(min=16, help="Of the sequence: 32,768, or 512 on a CPU.")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each figure.")] = 10,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure suspending and resuming."""
+    place = open_driver(device).device
+    on_gpu = place.type == "cuda"
+    layout = layout_on(on_gpu)
+    tokens = (tokens or (32_768 if on_gpu else 512)) // 16 * 16  # which fill pieces
+    nbytes = tokens * layout.token_bytes
+    budget = 2 * nbytes + (256 << 20)
+    with KVCache(layout, 2, tokens, max_bytes=budget, device=place, lookahead=0, host_bytes=2 * nbytes) as cache:
+        ways: dict[str, Way] = {
+            PLAIN: Plain(nbytes, place),
+            SUSPENDED: Suspended(cache, tokens, takes_pages=False),
+            SUSPENDED_NEW: Suspended(cache, tokens, takes_pages=True),
+            GATHERED: Gathered(nbytes, place),
+        }
+        if on_gpu:
+            ways[BATCHED] = Batched(nbytes, place)
+        out, back = measure(ways, place, rounds)
+    result: dict[str, Any] = {
+        "environment": environment(place),
+        "tokens": tokens,
+        "token_bytes": layout.token_bytes,
+        "rounds": rounds,
+        "out": figures(out, nbytes),
+        "back": figures(back, nbytes),
+    }
+    if json_output:
+        print_json(result)
+    else:
+        console.print(make_table(f"{format_bytes(nbytes)} to the host and back, {place}", *way_table(result)))
+
+
+def way_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns of a table, and a line for each way."""
+    columns = "", "to the host, GB/s", "of one copy", "back, GB/s", "of one copy"
+    return columns, [
+        (
+            out["way"],
+            *(
+                text
+                for row in (out, back)
+                for text in (
+                    f"{row['gb_per_s']:.1f} ({row['gb_per_s_p10']:.1f} to {row['gb_per_s_p90']:.1f})",
+                    f"{row['ratio']:.2f}",
+                )
+            ),
+        )
+        for out, back in zip(result["out"], result["back"])
+    ]
+
+
+if __name__ == "__main__":
+    typer.run(main)
