@@ -145,7 +145,7 @@ def test_reuse_is_measured_on_rows_and_blocks_next_to_none(mooncake: Path, tmp_p
         assert row["same_tokens"] > 0.5
         best = about[name]["known_tokens"] / about[name]["prompt_tokens"]
         if "reuse" in backend:
-            assert 0.3 * best < row["hit_rate"] <= best
+            assert 0.3 * best < row["hit_rate"] < best + 0.01  # two tokens may be the same where prompts part
         else:
             assert row["hit_rate"] == 0
         assert row["idle_bytes"] == (0 if "vmm" in backend else row["peak_bytes"])
