@@ -570,3 +570,18 @@ def test_who_asks_for_a_row_that_was_kept_has_it() -> None:
     world.check()
     again = world.start([1] * 46)
     assert again.cached_tokens >= world.whole(45)
+
+
+@pytest.mark.parametrize("ids", [[1] * 32, [1] * 29 + [2] * 3], ids=["all is known", "some is known"])
+def test_what_there_is_no_room_to_copy_is_computed_anew(ids: list[int]) -> None:
+    """A sequence starts wherever it would without reuse."""
+    pool = vmmkv.FramePool(40 * 4096, driver=small_driver("cpu"))
+    layout = vmmkv.KVLayout(1, 1, 64, torch.float32)  # 8 tokens a page
+    cache, other = (vmmkv.KVCache(layout, 4, 400, pool=pool, large_frames=False) for _ in range(2))
+    first = cache.sequence(token_ids=[1] * 80)
+    first.commit([1] * 80)
+    first.free()
+    taken = other.sequence(36 * 8)
+    sequence = cache.sequence(token_ids=ids)
+    assert (sequence.length, sequence.cached_tokens, taken.length) == (32, 0, 36 * 8)
+    cache.check()

@@ -21,6 +21,7 @@ from .errors import (
     BusyError,
     LayoutError,
     LeakWarning,
+    OutOfPagesError,
     OutOfRangeError,
     UnsupportedError,
     VmmkvError,
@@ -37,7 +38,7 @@ from .memory.pool import Account, FramePool
 from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids
-from .reuse.prefixes import Prefixes, ids_of
+from .reuse.prefixes import Hit, Prefixes, ids_of
 from .reuse.states import states_of
 from .reuse.telling import Key, check_key, check_log
 from .reuse.transfer import Head, Peer
@@ -354,18 +355,27 @@ class KVCache(Owner):
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
         key = Key(salt, adapter, tenant, whose)
         hit = prefixes.find(key, ids)
-        if hit.tokens:
-            sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
+        sequence, cached = None, hit.tokens
+        if cached:
             try:
-                prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
-            except VmmkvError:  # whoever holds it holds the sequence
-                self._abandon([sequence])
-                raise
-            self._rows.ring()
-        else:
-            sequence = self._take(len(ids), expected, tenant)
-        sequence.key, sequence.cached_tokens = key, hit.tokens
-        prefixes.count(len(ids), hit.tokens)
+                sequence = self._begin(hit, key, ids, expected, whose)
+            except OutOfPagesError:  # what is copied is there twice meanwhile; without it there may be room
+                self._rows.release_abandoned()
+                cached = 0
+        sequence = sequence or self._take(len(ids), expected, tenant)
+        sequence.key, sequence.cached_tokens = key, cached
+        prefixes.count(len(ids), cached)
+        return sequence
+
+    def _begin(self, hit: Hit, key: Key, ids: Ids, expected: int, tenant: int) -> Sequence:
+        """A sequence that begins with what is known."""
+        sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
+        try:
+            self._prefixes().begin(sequence.index, sequence.number, hit, key, ids, expected, tenant)
+        except VmmkvError:  # whoever holds it holds the sequence
+            self._abandon([sequence])
+            raise
+        self._rows.ring()
         return sequence
 
     def receive(
