@@ -285,8 +285,9 @@ class Sharing:
         try:
             self._put(arena, part)
         except DriverError:
-            if table.pages_in(row, page).tolist() == before:
-                table.ready[row] = ready  # nothing has happened to it
+            is_as_before = table.pages_in(row, page).tolist() == before
+            if is_as_before and table.own[row] > page:  # not unmapped, and the same ones mapped anew
+                table.ready[row] = ready
             with suppress(DriverError):
                 self.restore()
             raise
