@@ -7,6 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
@@ -23,9 +24,14 @@ def together(role: Callable[..., None], *args: str | int, backend: str = "gloo")
     loses it, does, too."""
     with TemporaryDirectory() as folder:
         place = str(Path(folder) / "store"), backend, role.__module__, role.__name__
-        done = run_python(f"import pair; pair.be_two({place!r}, {args!r})")
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+        if backend == "gloo":
+            done = [run_python(f"import pair; pair.be_two({place!r}, {args!r})")]
+        else:  # who has used a GPU cannot be forked
+            with ThreadPoolExecutor() as threads:
+                one = lambda rank: run_python(f"import pair; pair.run({rank}, {place!r}, {args!r})", fresh=True)  # noqa: E731
+                done = list(threads.map(one, range(2)))
+    assert all(each.returncode == 0 for each in done), "".join(each.stdout + each.stderr for each in done)
+    return "".join(each.stdout for each in done)
 
 
 def be_two(place: tuple[str, str, str, str], args: tuple[str | int, ...]) -> None:
@@ -34,7 +40,7 @@ def be_two(place: tuple[str, str, str, str], args: tuple[str | int, ...]) -> Non
         warnings.simplefilter("ignore", DeprecationWarning)
         other = os.fork()
     try:
-        _run(0 if other else 1, place, args)
+        run(0 if other else 1, place, args)
     except BaseException:
         traceback.print_exc()
         os._exit(1)
@@ -43,7 +49,8 @@ def be_two(place: tuple[str, str, str, str], args: tuple[str | int, ...]) -> Non
     os._exit(0)
 
 
-def _run(rank: int, place: tuple[str, str, str, str], args: tuple[str | int, ...]) -> None:
+def run(rank: int, place: tuple[str, str, str, str], args: tuple[str | int, ...]) -> None:
+    """Runs a role, as one of the two."""
     import torch
     import torch.distributed as dist
 
