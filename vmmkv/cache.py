@@ -88,8 +88,10 @@ class KVCache(Owner):
         large_frames: lay prompts, and what is expected to be long, on pieces of 16 pages, which the driver makes and
             maps as fast as one page. Not under windows (`release_before`), where pages in front could not be given back
             one by one; and never with `zero_tail` or `max_tokens`, which promise to the page.
-        host_bytes: host memory, pinned where there is a GPU, that sequences may be suspended to: bytes, `"20GiB"`, or a
-            share of the host's memory. It is taken when they are.
+        host_bytes: host memory, pinned where there is a GPU, that sequences may be suspended to, and that keeps what is
+            known of evicted pages: bytes, `"20GiB"`, or a share of the host's memory. It is taken when they come.
+        host_priority: the lowest priority (`Retention`) of pages that the host keeps when they are evicted; None keeps
+            none. TensorRT-LLM's `secondary_offload_min_priority`.
         event_log: is told which prefixes can be found, for `events`, or for an `EventPublisher`: a new
             `vmmkv.events.EventLog`, of this cache alone. None tells nobody, and costs nothing. Token ids are from 0 to
             2**32 - 1 then, salts are text, and adapters and tenants names or numbers.
@@ -120,6 +122,7 @@ class KVCache(Owner):
         overread: int = 0,
         large_frames: bool = True,
         host_bytes: float | str = 0,
+        host_priority: int | None = 30,
         event_log: EventLog | None = None,
     ) -> None:
         if not isinstance(layout, KVLayout):
@@ -179,7 +182,7 @@ class KVCache(Owner):
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
         self.event_log = event_log
         """What is told which prefixes can be found, if anything is."""
-        self._host_tier = HostTier(self._rows, self._ranges, host_bytes) if host_bytes else None
+        self._host_tier = HostTier(self._rows, self._ranges, host_bytes, host_priority) if host_bytes else None
         self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
         """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
         any thread, so it takes no Python code, which could be interrupted."""
@@ -344,7 +347,9 @@ class KVCache(Owner):
     def _prefixes(self) -> Prefixes:
         """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
         keeper = self._rows.keeper
-        return keeper if isinstance(keeper, Prefixes) else Prefixes(self._rows, self.event_log)
+        if isinstance(keeper, Prefixes):
+            return keeper
+        return Prefixes(self._rows, self.event_log, self._host_tier.prefixes if self._host_tier else None)
 
     @operation
     def _sequence_of(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> Sequence:
@@ -362,8 +367,8 @@ class KVCache(Owner):
             self._rows.ring()
         else:
             sequence = self._take(len(ids), expected, tenant)
-        sequence.key, sequence.cached_tokens = key, hit.tokens
-        prefixes.count(len(ids), hit.tokens)
+        sequence.key, sequence.cached_tokens = key, prefixes.load(sequence.index, key, ids, hit.tokens)
+        prefixes.count(len(ids), sequence.cached_tokens)
         return sequence
 
     def receive(
@@ -808,6 +813,8 @@ class KVCache(Owner):
             reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
             adoptions=rows.adoptions,
             prefix_pages=prefixes.pages if prefixes else 0,
+            host_bytes=self._host_tier.used if self._host_tier else 0,
+            host_prefix_pages=self._host_tier.prefixes.pages if self._host_tier else 0,
             prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
             cached_tokens=prefixes.cached_tokens if prefixes else 0,
             events_dropped=self.event_log.dropped if self.event_log else 0,

@@ -36,7 +36,7 @@ from .invariants import faults
 from .lookup import Duplicate, duplicates, readable, token_ids, walk
 from .node import Ids, Node, Root
 from .order import EvictionOrder
-from .retention import Retention, in_order
+from .retention import MAX_PRIORITY, Retention, in_order
 from .telling import Teller
 
 
@@ -255,16 +255,25 @@ class PrefixTree:
         for each in path:
             self._join(each)
 
-    def evict(self, pages: int) -> list[Page]:
+    def evict(
+        self, pages: int, priority: int = MAX_PRIORITY, leaving: Callable[[Node], None] | None = None
+    ) -> list[Page]:
         """Gives up pages that nobody uses: those of the lowest priority first, of these the least recently used, each
         after all that follow it.
 
         Args:
             pages: at least so many, if there are. With a token go all pages that it made whole.
+            priority: the highest that goes.
+            leaving: is told of each leaf before it loses pages.
         """
         gone: list[Page] = []
         now = self.now()
         while len(gone) < pages and (leaf := self.order.pop(now)):
+            if leaf.priority_at(now) > priority:
+                self.order.offer(leaf, now)
+                break
+            if leaving:
+                leaving(leaf)
             end = self._end_without(leaf, pages - len(gone))
             if self.teller:
                 self.teller.removed(leaf, end)
