@@ -11,7 +11,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from random import Random
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from conftest import small_driver
@@ -77,6 +77,8 @@ class SimulatedDevice(FaultyDriver):
         streams: how many there are.
     """
 
+    host: ClassVar[dict[int, int]] = {}
+    """By address, bytes of host memory that may be used."""
     calls = (*CALLS, "record", "synchronize", "query", "wait", "wait_for")
 
     def __init__(self, random: Random, streams: int = 3) -> None:
@@ -84,8 +86,6 @@ class SimulatedDevice(FaultyDriver):
         self.random = random
         self.streams = [Stream(chr(ord("a") + index)) for index in range(streams)]
         self.current = self.streams[0]
-        self.host: dict[int, int] = {}
-        """By address, bytes of host memory that may be used."""
 
     def memory_info(self) -> tuple[int, int]:
         return 1 << 40, 1 << 40
