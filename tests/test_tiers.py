@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import small_driver
 from faulty import FaultyDriver
+from interruption import Interruption
 from simulated_device import SimulatedDevice, Stream
 from test_prefixes import LAYOUT, RANGES, World, prompt
 from test_prefixes_failing import POLICIES, Busy, is_interrupted_everywhere, survives_all
 
 import vmmkv
+from vmmkv.memory.fence import Fence
 from vmmkv.reuse import host_pages
 from vmmkv.reuse.host_pages import HostPages, Piece
 
@@ -281,15 +282,16 @@ def test_others_find_nothing_on_the_host() -> None:
 
 def test_a_tenant_of_whom_nothing_is_left_but_on_the_host_is_known_still() -> None:
     world = tiered(Random(), 60, rows=2)
+    world.cache.pool.tenants.spare = 0
     key = (None, None, "tenant")
     sequence = world.start([1] * 40, key)
     world.commit(sequence)
     world.free(sequence)
     world.cache.trim()
-    for other in range(5):
-        for tenant in ("a", "b"):
-            world.free(world.start([other] * 150, (None, None, tenant)))
+    for other in range(40):
+        world.free(world.start([2] * 150, (None, None, other)))
         world.cache.trim()
+    assert len(world.cache.pool.tenants) < 40
     assert world.start([1] * 40, key).cached_tokens == 39
     world.check()
 
@@ -317,7 +319,7 @@ def test_pieces_are_given_back_when_nothing_of_them_is_wanted() -> None:
         if random.random() < 0.5:
             for number in pages.add(random.randint(0, 50)):
                 held[number] = random.randrange(256)
-                for run in pages.runs([number]):
+                for run in pages.runs(pages.places([number])):
                     ctypes.memset(run.address, held[number], PAGE)
         else:
             gone = random.sample(sorted(held), random.randint(0, len(held)))
@@ -327,7 +329,7 @@ def test_pieces_are_given_back_when_nothing_of_them_is_wanted() -> None:
         assert len(pages) == len(held)
         assert pages.nbytes >= len(held) * PAGE
         chosen = random.sample(sorted(held), min(len(held), 20)) + sorted(held)
-        runs = list(pages.runs(chosen))
+        runs = list(pages.runs(pages.places(chosen)))
         assert [at for run in runs for at in range(run.begin, run.end)] == list(range(len(chosen)))
         for run in runs:
             bytes_there = ctypes.string_at(run.address, (run.end - run.begin) * PAGE)
@@ -387,6 +389,12 @@ class Late:
         sequence.free()
         del self.ids[sequence], self.streams[sequence]
 
+    def commit_and_free(self) -> None:
+        for sequence in list(self.ids):
+            sequence.commit(self.ids[sequence])
+            self.known.append(self.ids[sequence])
+            self.free(sequence)
+
     def step(self) -> None:
         random, live = self.random, list(self.ids)
         self.device.current, what = random.choice(self.mine), random.random()
@@ -403,10 +411,7 @@ class Late:
                 sequence = random.choice(live)
                 self.read(sequence, sequence.length)
             elif what < 0.97:
-                sequence = random.choice(live)
-                sequence.commit(self.ids[sequence])
-                self.known.append(self.ids[sequence])
-                self.free(sequence)
+                self.commit_and_free() if random.random() < 0.2 else self.free(random.choice(live))
             else:
                 self.cache.trim()
         except (vmmkv.OutOfPagesError, vmmkv.OutOfRowsError):
@@ -494,5 +499,47 @@ def test_what_cannot_be_loaded_is_computed_again() -> None:
             world.close()
 
 
-def test_small_driver_has_no_streams() -> None:
-    assert small_driver("cpu").new_stream() is None
+@pytest.mark.parametrize("skip", [1, 2])
+def test_an_interruption_while_copies_are_under_way(skip: int) -> None:
+    """They run late, when the row may be another's, and the host's pages, too."""
+    for _ in range(20):
+        late = Late(Random(), RANGES, host_bytes=100 * PAGE)
+        device, ids = late.device, [1] * 50
+        late.start(ids)
+        late.commit_and_free()
+        device.finish()
+        late.cache.trim()
+        device.finish()
+        device.fail("copy", skip, error=Interruption)
+        with pytest.raises(Interruption):
+            late.cache.sequence(token_ids=[*ids, 2])
+        gc.collect()
+        for first in (3, 4):
+            late.start([first] * 55)
+        device.finish()
+        late.cache.check()
+        late.cache.close()
+
+
+@pytest.mark.parametrize("wants", ["another prefix", "nobody"])
+def test_the_host_keeps_what_is_being_copied(wants: str) -> None:
+    late = Late(Random(), LAYOUT, host_bytes=5 * PAGE)
+    late.start([1] * 41)
+    late.commit_and_free()
+    late.cache.trim()
+    late.start([2] * 41)
+    late.commit_and_free()
+    late.device.finish()
+    device = late.device
+    late.start([1] * 42)
+    assert late.hits == 1
+    if wants == "nobody":
+        late.cache.close()
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Fence, "wait", lambda fence: None)  # it would for what `trim` gives back
+            late.cache.trim()
+        late.device.finish()
+        late.cache.check()
+        late.cache.close()
+    device.finish()

@@ -182,7 +182,9 @@ class KVCache(Owner):
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
         self.event_log = event_log
         """What is told which prefixes can be found, if anything is."""
-        self._host_tier = HostTier(self._rows, self._ranges, host_bytes, host_priority) if host_bytes else None
+        self._host_tier = (
+            HostTier(self._rows, self._ranges, host_bytes, host_priority, event_log) if host_bytes else None
+        )
         self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
         """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
         any thread, so it takes no Python code, which could be interrupted."""
@@ -191,8 +193,9 @@ class KVCache(Owner):
         """With debugging: what lived when it was closed."""
         owners.add(self)
         if event_log:
-            tokens = (pool.limit if limit is None else limit) * size // sum(layout.record_bytes)
-            event_log.created(tokens // event_log.block_size)
+            block = sum(layout.record_bytes) * event_log.block_size
+            on_host = self._host_tier.limit if self._host_tier and host_priority is not None else 0
+            event_log.created((pool.limit if limit is None else limit) * size // block, on_host // block)
             weakref.finalize(self, _end, event_log).atexit = False
 
     def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
@@ -357,17 +360,18 @@ class KVCache(Owner):
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
         key = Key(salt, adapter, tenant, whose)
         hit = prefixes.find(key, ids)
-        if hit.tokens:
-            sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
-            try:
-                prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
-            except VmmkvError:  # whoever holds it holds the sequence
-                self._abandon([sequence])
-                raise
-            self._rows.ring()
-        else:
-            sequence = self._take(len(ids), expected, tenant)
-        sequence.key, sequence.cached_tokens = key, prefixes.load(sequence.index, key, ids, hit.tokens)
+        with prefixes.completed(key, ids) as complete:
+            if hit.tokens:
+                sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
+                try:
+                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, whose)
+                except VmmkvError:  # whoever holds it holds the sequence
+                    self._abandon([sequence])
+                    raise
+                self._rows.ring()
+            else:
+                sequence = self._take(len(ids), expected, tenant)
+            sequence.key, sequence.cached_tokens = key, complete(sequence.index, hit.tokens)
         prefixes.count(len(ids), sequence.cached_tokens)
         return sequence
 

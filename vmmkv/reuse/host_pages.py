@@ -7,7 +7,7 @@ largest is moved at full speed. It is given back when none of its pages is wante
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
@@ -26,7 +26,7 @@ class Piece:
 
     Attributes:
         memory: their bytes.
-        wanted: how many of them are.
+        wanted: how many want any of them.
         fence: passes when no copy uses them; None: one may, and nobody knows when it ends.
     """
 
@@ -40,6 +40,10 @@ class Piece:
         with suppress(VmmkvError):
             return self.fence is not None and self.fence.passed()
         return False
+
+
+Place = tuple[Piece, int]
+"""A piece, and which of its pages."""
 
 
 class Run(NamedTuple):
@@ -60,8 +64,9 @@ class HostPages:
 
     def __init__(self, page_size: int, pinned: bool) -> None:
         self._page_size, self._pinned = page_size, pinned
-        self._places: dict[int, tuple[Piece, int]] = {}
-        """By number the piece, and which of its pages it is."""
+        self._places: dict[int, Place] = {}
+        """By number."""
+        self._pieces: set[Piece] = set()
         self._leaving: list[Piece] = []
         """Those that nobody wants, and a copy may use."""
         self._numbers = count()
@@ -69,7 +74,7 @@ class HostPages:
         """Bytes of all pieces."""
         self.leaving_bytes = 0
         """Those of pieces that nobody wants."""
-        weakref.finalize(self, _leave_behind, self._places, self._leaving).atexit = False
+        weakref.finalize(self, _leave_behind, self._pieces).atexit = False
 
     def __len__(self) -> int:
         return len(self._places)
@@ -87,6 +92,7 @@ class HostPages:
                 memory = torch.empty(size * self._page_size, dtype=torch.uint8, pin_memory=self._pinned)
                 self.nbytes += memory.nbytes
                 piece = Piece(memory, size)
+                self._pieces.add(piece)
                 for index in range(size):
                     number = next(self._numbers)
                     self._places[number] = piece, index
@@ -97,9 +103,21 @@ class HostPages:
         return numbers
 
     def drop(self, numbers: Iterable[int]) -> None:
-        """Says that pages are not wanted any more."""
-        for number in numbers:
-            piece, _ = self._places.pop(number)
+        """Says that pages are not known any more."""
+        self.release([self._places.pop(number) for number in numbers])
+
+    def places(self, numbers: Iterable[int]) -> list[Place]:
+        """Where pages are."""
+        return [self._places[number] for number in numbers]
+
+    def hold(self, places: Iterable[Place]) -> None:
+        """Wants pages, whether they stay known or not."""
+        for piece, _ in places:
+            piece.wanted += 1
+
+    def release(self, places: Iterable[Place]) -> None:
+        """Wants them no more."""
+        for piece, _ in places:
             piece.wanted -= 1
             if not piece.wanted:
                 self._leaving.append(piece)
@@ -120,6 +138,7 @@ class HostPages:
                 piece.fence.wait()
         left = [piece for piece in self._leaving if not piece.is_idle]
         gone = self.leaving_bytes - sum(piece.memory.nbytes for piece in left)
+        self._pieces.difference_update(piece for piece in self._leaving if piece not in left)
         self._leaving[:] = left
         self.leaving_bytes -= gone
         self.nbytes -= gone
@@ -128,18 +147,18 @@ class HostPages:
                 with suppress(ValueError):  # another thread's cache was faster
                     _left_behind.remove(piece)
 
-    def use(self, numbers: Iterable[int], fence: Fence | None) -> None:
+    def use(self, places: Iterable[Place], fence: Fence | None) -> None:
         """Says when copies that use pages have ended: with a fence, or, for now, nobody knows."""
-        for piece in {self._places[number][0] for number in numbers}:
+        for piece in {piece for piece, _ in places}:
             piece.fence = fence
 
-    def runs(self, numbers: list[int]) -> Iterator[Run]:
-        """Where pages lie, as few runs of neighbours as there are."""
+    def runs(self, places: Sequence[Place]) -> Iterator[Run]:
+        """Places as runs of neighbours, as few as there are."""
         begin = 0
-        while begin < len(numbers):
-            piece, index = self._places[numbers[begin]]
+        while begin < len(places):
+            piece, index = places[begin]
             end = begin + 1
-            while end < len(numbers) and self._places[numbers[end]] == (piece, index + end - begin):
+            while end < len(places) and places[end] == (piece, index + end - begin):
                 end += 1
             yield Run(begin, end, piece.memory.data_ptr() + index * self._page_size)
             begin = end
@@ -151,8 +170,9 @@ class HostPages:
             finished: whether all copies are known to have ended.
         """
         if not finished:
-            _leave_behind(self._places, self._leaving)
+            _leave_behind(self._pieces)
         self._places.clear()
+        self._pieces.clear()
         self._leaving.clear()
         self.nbytes = self.leaving_bytes = 0
 
@@ -161,7 +181,6 @@ _left_behind: list[Piece] = []
 """Pieces of caches that are gone, which copies may use."""
 
 
-def _leave_behind(places: dict[int, tuple[Piece, int]], leaving: list[Piece]) -> None:
+def _leave_behind(pieces: set[Piece]) -> None:
     """Keeps what copies may use for a while longer than who had it."""
-    pieces = {piece for piece, _ in places.values()} | set(leaving)
     _left_behind.extend(piece for piece in pieces if not piece.is_idle)

@@ -18,24 +18,33 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from math import inf
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import ArgumentError, DriverError, InvariantError, OutOfHostMemoryError, StreamCaptureError, VmmkvError
+from ..events import EventLog
 from ..memory.fence import Fence, wait_for_device
 from ..memory.frames import LARGE
 from ..rows.rows import Rows
 from ..space.arena import Arena
-from .host_pages import HostPages
+from .host_pages import HostPages, Place
 from .node import Ids, Node
 from .retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, Retention
-from .tree import Match, PrefixTree
+from .telling import Key
+from .tree import PrefixTree
 
 BATCH = 4 * LARGE
 """Pages on no row that are mapped at a time, to be copied."""
 FAILURES = DriverError, StreamCaptureError, OutOfHostMemoryError
 """What is not to be had on the host, or from there, is computed anew."""
+
+
+class Found(NamedTuple):
+    """So many first tokens of a sequence, and by range where the pages are that they lie in."""
+
+    tokens: int
+    places: list[list[Place]]
 
 
 class HostPrefixes:
@@ -45,12 +54,13 @@ class HostPrefixes:
         rows: the rows of the cache.
         limit: the most bytes that they, and suspended sequences, may take.
         priority: the lowest that is worth to be kept; None: none is.
+        log: what is told of them to routers, if anything is.
 
     Raises:
         ArgumentError: there is no such priority.
     """
 
-    def __init__(self, rows: Rows, limit: int, priority: int | None) -> None:
+    def __init__(self, rows: Rows, limit: int, priority: int | None, log: EventLog | None) -> None:
         if priority is not None and (
             not isinstance(priority, int) or isinstance(priority, bool) or not MIN_PRIORITY <= priority <= MAX_PRIORITY
         ):
@@ -58,13 +68,16 @@ class HostPrefixes:
                 f"got host_priority={priority!r}; it is a priority from {MIN_PRIORITY} to {MAX_PRIORITY}, or None"
             )
         self._rows: Rows = weakref.proxy(rows)  # whose keeper holds this
-        self._limit, self._priority = limit, priority
+        self._limit, self._priority, self._log = limit, priority, log
         self._driver, self._books, self._table = rows.pool.driver, rows.books, rows.table
         self._pages = HostPages(self._books.page_size, self._driver.device.type == "cuda")
-        self._tree = PrefixTree(self._books.page_size, self._books.records)
+        self._tree = self._new_tree()
         self._stream: Any = None
         self.is_copying = False
         """Whether copies may be under way that no fence knows."""
+
+    def _new_tree(self) -> PrefixTree:
+        return PrefixTree(self._books.page_size, self._books.records, log=self._log, tier="host")
 
     @property
     def pages(self) -> int:
@@ -157,16 +170,17 @@ class HostPrefixes:
                 new.append(self._pages.add(len(of) - begin))
             Fence.after(self._driver, [self._driver.current_stream()])  # fails in a graph capture
             written.order(self._side())
-            with self._copying([page for of in new for page in of]):
-                for (arena, _), of, begin, its in zip(self._books.ranges, numbers, begins, new):
-                    self._copy_range(arena, of, begin, its)
+            targets = [self._pages.places(its) for its in new]
+            with self._copying([place for of in targets for place in of]):
+                for (arena, _), of, begin, target in zip(self._books.ranges, numbers, begins, targets):
+                    self._copy_range(arena, of, begin, target)
         except FAILURES:
-            for its in new:
-                self._pages.drop(its)
+            for each in new:
+                self._pages.drop(each)
             raise
         return new
 
-    def _copy_range(self, arena: Arena, numbers: list[int], begin: int, new: list[int]) -> None:
+    def _copy_range(self, arena: Arena, numbers: list[int], begin: int, targets: list[Place]) -> None:
         """Copies pages of a path in one range, from `begin` on."""
         nowhere: list[int] = []
         for first, end, row in _places(arena, numbers, begin):
@@ -174,14 +188,14 @@ class HostPrefixes:
                 nowhere += range(first, end)
                 continue
             address, size = arena.table.address_of(row, first), self._books.page_size
-            for run in self._pages.runs(new[first - begin : end - begin]):
+            for run in self._pages.runs(targets[first - begin : end - begin]):
                 self._copy(run.address, address + run.begin * size, (run.end - run.begin) * size)
             self._table.fence(row, Fence.after(self._driver, [self._side()]))
         nowhere.sort()
         while nowhere:
             count = self._showable([numbers[page] for page in nowhere])
             pages, nowhere = nowhere[:count], nowhere[count:]
-            self._copy_from_nowhere([numbers[page] for page in pages], [new[page - begin] for page in pages])
+            self._copy_from_nowhere([numbers[page] for page in pages], [targets[page - begin] for page in pages])
 
     def _showable(self, numbers: list[int]) -> int:
         """How many of these pages, of whatever frames, can be mapped at a time."""
@@ -192,13 +206,13 @@ class HostPrefixes:
                 return at
         return len(numbers)
 
-    def _copy_from_nowhere(self, numbers: list[int], new: list[int]) -> None:
+    def _copy_from_nowhere(self, numbers: list[int], targets: list[Place]) -> None:
         """Copies pages that lie on no row, from where they are mapped for it."""
         frames, size = self._rows.pool.frames, self._books.page_size
         owners = [frames.frame_of(page) for page in numbers]
         addresses = self._rows.laying.show(list(dict.fromkeys(owners)))
         sources = [addresses[frame] + (page - frame) * size for page, frame in zip(numbers, owners)]
-        for run in self._pages.runs(new):
+        for run in self._pages.runs(targets):
             begin = run.begin
             for at in range(run.begin + 1, run.end + 1):
                 if at == run.end or sources[at] != sources[at - 1] + size:
@@ -209,28 +223,42 @@ class HostPrefixes:
 
     # ------------------------------------------------------------------ in
 
-    def load(self, row: int, key: Hashable, ids: Ids, cached: int) -> int:
-        """Copies tokens to a live row, on the current stream, that has room for them and holds the first ones.
+    @contextmanager
+    def found(self, key: Hashable, ids: Ids) -> Iterator[Found]:
+        """What is here of a sequence's beginning. It can be loaded meanwhile, also where it has to make way."""
+        match = self._tree.match(key, ids)
+        self._tree.unlock(self._tree.lock(match.node, match.tokens))  # it is used now
+        places = [
+            self._pages.places([*of, *([last] if last is not None else [])])
+            for of, last in zip(match.pages, match.partial)
+        ]
+        for of in places:
+            self._pages.hold(of)
+        try:
+            yield Found(match.tokens, places)
+        finally:
+            for of in places:
+                self._pages.release(of)
+
+    def load(self, row: int, found: Found, cached: int) -> int:
+        """Copies tokens that were found to a live row, on the current stream, that has room for them.
 
         Args:
-            ids: that the row is to begin with.
-            cached: how many are there.
+            cached: how many the row has already, the first ones.
 
         Returns:
-            How many are there then.
+            How many it has then.
         """
-        match = self._tree.match(key, ids)
-        if match.tokens <= cached:
+        if found.tokens <= cached:
             return cached
         try:
-            self._copy_in(row, match, cached)
+            self._copy_in(row, found, cached)
         except FAILURES:
             return cached
-        self._tree.unlock(self._tree.lock(match.node, match.tokens))  # it was used now
-        return match.tokens
+        return found.tokens
 
-    def _copy_in(self, row: int, match: Match, cached: int) -> None:
-        """Copies the tokens of a match from one on.
+    def _copy_in(self, row: int, found: Found, cached: int) -> None:
+        """Copies the tokens that were found, from one on.
 
         Raises:
             VmmkvError: a call failed; nothing is under way.
@@ -240,10 +268,9 @@ class HostPrefixes:
         if self._books.rules.cleans or self._rows.pool.tenants:
             before.order(side)  # it is being filled
         self._table.fences[row].order(side)  # who had the row may still use it
-        numbers = [[*of, *([last] if last is not None else [])] for of, last in zip(match.pages, match.partial)]
-        with self._copying([page for of in numbers for page in of], current):
-            for (arena, record), of in zip(self._books.ranges, numbers):
-                base, begin, end = arena.table.address_of(row, 0), cached * record, match.tokens * record
+        with self._copying([place for of in found.places for place in of], current):
+            for (arena, record), of in zip(self._books.ranges, found.places):
+                base, begin, end = arena.table.address_of(row, 0), cached * record, found.tokens * record
                 first = begin // size
                 for run in self._pages.runs(of[first:]):
                     at = (first + run.begin) * size
@@ -262,7 +289,7 @@ class HostPrefixes:
         self._driver.copy(target, source, nbytes, self._side())
 
     @contextmanager
-    def _copying(self, numbers: Sequence[int], then: Any = None) -> Iterator[None]:
+    def _copying(self, places: Sequence[Place], then: Any = None) -> Iterator[None]:
         """Around copies from these pages, or to them.
 
         Args:
@@ -272,7 +299,7 @@ class HostPrefixes:
             VmmkvError: a call failed, and none of the copies is under way any more.
         """
         self.is_copying = True
-        self._pages.use(numbers, None)
+        self._pages.use(places, None)
         try:
             yield
             fence = Fence.after(self._driver, [self._side()])
@@ -281,21 +308,21 @@ class HostPrefixes:
         except VmmkvError:
             with suppress(VmmkvError):
                 wait_for_device(self._driver)
-                self._pages.use(numbers, Fence())
+                self._pages.use(places, Fence())
             self.is_copying = False
             raise
-        self._pages.use(numbers, fence)
+        self._pages.use(places, fence)
         self.is_copying = False
 
     # ------------------------------------------------------------------ the end
 
     def known_tenants(self) -> set[int]:
         """Numbers of tenants of whom there is something."""
-        return {getattr(key, "number", 0) for key in self._tree.roots}
+        return {key.number for key in self._tree.roots if isinstance(key, Key)}
 
     def reset(self) -> None:
         """Forgets all. If copies were under way that no fence knows, somebody has waited for the device."""
-        self._tree = PrefixTree(self._books.page_size, self._books.records)
+        self._tree = self._new_tree()
         self._pages.clear(finished=self.is_copying)
         self.is_copying = False
 

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import OutOfHostMemoryError, VmmkvError
+from ..events import EventLog
 from ..memory.budget import parse_bytes
 from ..rows.rows import Rows
 from ..rows.table import Suspended
@@ -33,6 +34,7 @@ class HostTier:
         host_bytes: the most that suspended sequences and evicted prefixes may take: bytes, `"20GiB"`, or a share of the
             host's memory.
         priority: the lowest of prefixes that are kept when they are evicted; None: none are.
+        log: what is told of these to routers, if anything is.
 
     Raises:
         BudgetError: it is no size.
@@ -40,12 +42,17 @@ class HostTier:
     """
 
     def __init__(
-        self, rows: Rows, ranges: Sequence[torch.Tensor], host_bytes: float | str, priority: int | None
+        self,
+        rows: Rows,
+        ranges: Sequence[torch.Tensor],
+        host_bytes: float | str,
+        priority: int | None,
+        log: EventLog | None = None,
     ) -> None:
         self._rows, self._table, self._ranges = rows, rows.table, ranges
         self.limit = parse_bytes(host_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         """Bytes."""
-        self.prefixes = HostPrefixes(rows, self.limit, priority)
+        self.prefixes = HostPrefixes(rows, self.limit, priority, log)
         """What was evicted, and makes way for sequences."""
 
     @property

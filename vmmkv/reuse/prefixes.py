@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -234,10 +235,16 @@ class Prefixes:
         size, records = self._books.page_size, self._books.records
         return self._tree.lock(node, min(node.end, *(end * size // record for end, record in zip(ends, records))))
 
-    def load(self, row: int, key: Hashable, ids: Ids, cached: int) -> int:
-        """Gives a live row that has begun with so many tokens those behind them that the host knows, as if it had
-        computed them, but for the last one. Returns how many it has then."""
-        return self._host.load(row, key, ids[:-1], cached) if self._host else cached
+    @contextmanager
+    def completed(self, key: Hashable, ids: Ids) -> Iterator[Callable[[int, int], int]]:
+        """Around the beginning of a sequence of these ids. Yields what gives a live row that has begun with so many of
+        them those behind that the host knows, as if it had computed them; it returns how many the row has then."""
+        host = self._host
+        if host is None:
+            yield lambda row, cached: cached
+            return
+        with host.found(key, ids[:-1]) as found:
+            yield lambda row, cached: host.load(row, found, cached)
 
     def count(self, tokens: int, cached: int) -> None:
         """Counts a sequence that has begun, with so many tokens, of which so many were there."""

@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvariantError, ShapeError, StaleMatchError
-from ..events import EventLog
+from ..events import EventLog, Tier
 from .geometry import Geometry
 from .invariants import faults
 from .lookup import Duplicate, duplicates, readable, token_ids, walk
@@ -87,6 +87,7 @@ class PrefixTree:
         records: bytes of a token, by arena.
         clock: seconds, for priorities that end; any monotonic clock.
         log: is told what can be found here, under each `Key`.
+        tier: where the pages lie, for who is told.
 
     Raises:
         LayoutError: there can be no such pages or records.
@@ -98,9 +99,10 @@ class PrefixTree:
         records: Sequence[int],
         clock: Callable[[], float] = monotonic,
         log: EventLog | None = None,
+        tier: Tier = "device",
     ) -> None:
         self.geometry = Geometry(page_size, records)
-        self.teller = Teller(log, self.geometry) if log else None
+        self.teller = Teller(log, self.geometry, tier) if log else None
         self.roots: dict[Hashable, Root] = {}
         self.order = EvictionOrder()
         self.numbers: list[set[int]] = [set() for _ in records]
