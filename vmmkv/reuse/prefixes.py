@@ -400,7 +400,8 @@ class Prefixes:
             return pages - later - (before - self._pool.frames.taken)
 
         while missing() > 0 and (gone := self._tree.evict(missing(), leaving=self._leaving)):
-            later += self._let_go(gone, wait)
+            waiting = self._let_go(gone, wait)
+            later += 0 if wait else waiting  # who has waited already, and what is there still, is about to be copied
         while missing() > 0 and self._table.kept:
             row = next(iter(self._table.kept))
             self.give_up(row)
