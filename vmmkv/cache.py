@@ -360,7 +360,7 @@ class KVCache(Owner):
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
         key = Key(salt, adapter, tenant, whose)
         hit = prefixes.find(key, ids)
-        with prefixes.completed(key, ids) as complete:
+        with prefixes.completed(key, ids, hit.tokens) as complete:
             if hit.tokens:
                 sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
                 try:
@@ -371,7 +371,7 @@ class KVCache(Owner):
                 self._rows.ring()
             else:
                 sequence = self._take(len(ids), expected, tenant)
-            sequence.key, sequence.cached_tokens = key, complete(sequence.index, hit.tokens)
+            sequence.key, sequence.cached_tokens = key, complete(sequence.index)
         prefixes.count(len(ids), sequence.cached_tokens)
         return sequence
 

@@ -224,9 +224,13 @@ class HostPrefixes:
     # ------------------------------------------------------------------ in
 
     @contextmanager
-    def found(self, key: Hashable, ids: Ids) -> Iterator[Found]:
-        """What is here of a sequence's beginning. It can be loaded meanwhile, also where it has to make way."""
+    def found(self, key: Hashable, ids: Ids, cached: int) -> Iterator[Found]:
+        """What is here of a sequence's beginning, if it is more than so many tokens. It can be loaded meanwhile, also
+        where it has to make way."""
         match = self._tree.match(key, ids)
+        if match.tokens <= cached:
+            yield Found(0, [])
+            return
         self._tree.unlock(self._tree.lock(match.node, match.tokens))  # it is used now
         places = [
             self._pages.places([*of, *([last] if last is not None else [])])

@@ -236,15 +236,15 @@ class Prefixes:
         return self._tree.lock(node, min(node.end, *(end * size // record for end, record in zip(ends, records))))
 
     @contextmanager
-    def completed(self, key: Hashable, ids: Ids) -> Iterator[Callable[[int, int], int]]:
-        """Around the beginning of a sequence of these ids. Yields what gives a live row that has begun with so many of
-        them those behind that the host knows, as if it had computed them; it returns how many the row has then."""
+    def completed(self, key: Hashable, ids: Ids, cached: int) -> Iterator[Callable[[int], int]]:
+        """Around the beginning of a sequence with so many tokens of these ids. Yields what gives its row those behind
+        that the host knows, as if it had computed them; it returns how many the row has then."""
         host = self._host
         if host is None:
-            yield lambda row, cached: cached
+            yield lambda row: cached
             return
-        with host.found(key, ids[:-1]) as found:
-            yield lambda row, cached: host.load(row, found, cached)
+        with host.found(key, ids[:-1], cached) as found:
+            yield lambda row: host.load(row, found, cached)
 
     def count(self, tokens: int, cached: int) -> None:
         """Counts a sequence that has begun, with so many tokens, of which so many were there."""
