@@ -9,6 +9,7 @@ import ctypes
 import gc
 import hashlib
 import weakref
+from collections import Counter
 from contextlib import suppress
 from random import Random
 from typing import Any
@@ -23,6 +24,7 @@ from test_prefixes import LAYOUT, RANGES, World, prompt
 from test_prefixes_failing import POLICIES, Busy, is_interrupted_everywhere, survives_all
 
 import vmmkv
+from vmmkv.events import EventLog, Removed, Stored, tensorrt_llm
 from vmmkv.memory.fence import Fence
 from vmmkv.reuse import host_pages
 from vmmkv.reuse.host_pages import HostPages, Piece
@@ -278,6 +280,36 @@ def test_others_find_nothing_on_the_host() -> None:
         assert world.start([1] * 40, key).cached_tokens == 0
     assert world.start([1] * 40, reuse=False).cached_tokens == 0
     world.check()
+
+
+def test_routers_hear_where_a_prefix_lies() -> None:
+    world = tiered(Random(), 60, event_log=EventLog(8))
+    encoder = tensorrt_llm.Encoder(200)
+
+    def told() -> tuple[list[tuple[str, str, int]], dict[str, int]]:
+        """Events by kind, tier and blocks; and TensorRT-LLM's, by kind, or by the level that blocks come to."""
+        events = world.cache.events()
+        plain = [
+            (type(each).__name__, each.tier, len(each.blocks.hashes) if isinstance(each, Stored) else len(each.hashes))
+            for each in events
+            if isinstance(each, Stored | Removed)
+        ]
+        data = [each["data"] for each in encoder.encode(events)]
+        return plain, Counter(
+            f"to {each['cache_level']['new_value']}" if each["type"] == "updated" else each["type"] for each in data
+        )
+
+    ids = known(world, 1)
+    assert told() == ([("Stored", "device", 5)], {"created": 1, "stored": 1})
+    world.cache.trim()
+    assert told() == ([("Stored", "host", 5), ("Removed", "device", 5)], {"to 1": 5})
+    world.commit(world.start([*ids, *[2] * 8]))
+    assert told() == ([("Stored", "device", 6)], {"to 0": 5, "stored": 1})
+    world.cache.host_tier().prefixes.make_room(world.cache.host_tier().limit)
+    assert told() == ([("Removed", "host", 1)] * 5, {})
+    created = vmmkv.KVCache(LAYOUT, 1, 8, max_bytes="1MiB", host_bytes="2MiB", device="cpu", event_log=EventLog(8))
+    (event,) = created.events()
+    assert (event.device_blocks, event.host_blocks) == (256, 512)
 
 
 def test_a_tenant_of_whom_nothing_is_left_but_on_the_host_is_known_still() -> None:

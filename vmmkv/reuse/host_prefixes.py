@@ -164,11 +164,13 @@ class HostPrefixes:
 
     def _copy_out(self, numbers: list[list[int]], begins: list[int], written: Fence) -> list[list[int]]:
         """Copies pages of a path, by range from one on; returns where, by their numbers here."""
+        Fence.after(
+            self._driver, [self._driver.current_stream()]
+        )  # fails in a graph capture, before it can disturb that
         new: list[list[int]] = []
         try:
             for of, begin in zip(numbers, begins):
                 new.append(self._pages.add(len(of) - begin))
-            Fence.after(self._driver, [self._driver.current_stream()])  # fails in a graph capture
             written.order(self._side())
             targets = [self._pages.places(its) for its in new]
             with self._copying([place for of in targets for place in of]):
