@@ -126,7 +126,8 @@ def test_hits_are_those_without_a_host_and_more(layout: vmmkv.KVLayout, host_pag
     print(f"{seed=}")
     random = Random(seed)
     pages = 40 if layout is LAYOUT else 70
-    worlds = [tiered(random, pages, layout, host_bytes=nbytes) for nbytes in (0, host_pages * PAGE)]
+    tiers = (0, host_pages * PAGE)
+    worlds = [tiered(random, pages, layout, host_bytes=nbytes, large_frames=False) for nbytes in tiers]
     hits = [0, 0]
     for _ in range(60):
         key, ids, committed = random.choice(KEYS), prompt(worlds[0]), random.choice([None, random.randint(0, 60)])
@@ -307,7 +308,8 @@ def test_routers_hear_where_a_prefix_lies() -> None:
     assert told() == ([("Stored", "device", 6)], {"to 0": 5, "stored": 1})
     world.cache.host_tier().prefixes.make_room(world.cache.host_tier().limit)
     assert told() == ([("Removed", "host", 1)] * 5, {})
-    created = vmmkv.KVCache(LAYOUT, 1, 8, max_bytes="1MiB", host_bytes="2MiB", device="cpu", event_log=EventLog(8))
+    options = {"max_bytes": "1MiB", "host_bytes": "2MiB", "device": "cpu", "page_size": PAGE}
+    created = vmmkv.KVCache(LAYOUT, 1, 8, event_log=EventLog(8), **options)
     (event,) = created.events()
     assert (event.device_blocks, event.host_blocks) == (256, 512)
 

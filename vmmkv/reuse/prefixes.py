@@ -406,7 +406,6 @@ class Prefixes:
             row = next(iter(self._table.kept))
             self.give_up(row)
             self._unmap(row, wait)
-        self._rows.sharing.clear(wait)  # of what was copied to the host
         return before - self._pool.frames.taken
 
     def _leaving(self, leaf: Node) -> None:
@@ -426,6 +425,7 @@ class Prefixes:
         before = self._pool.frames.taken
         for row in rows:
             self._unmap(row, wait)
+        self._rows.sharing.clear(wait)  # of what was copied to the host, and lay on no row
         return max(later - (before - self._pool.frames.taken), 0)
 
     def _unmap(self, row: int, wait: bool) -> None:
