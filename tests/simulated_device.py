@@ -11,7 +11,7 @@ import ctypes
 from collections import deque
 from collections.abc import Callable
 from random import Random
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from conftest import small_driver
@@ -77,6 +77,8 @@ class SimulatedDevice(FaultyDriver):
         streams: how many there are.
     """
 
+    host: ClassVar[dict[int, int]] = {}
+    """By address, bytes of host memory that may be used."""
     calls = (*CALLS, "record", "synchronize", "query", "wait", "wait_for")
 
     def __init__(self, random: Random, streams: int = 3) -> None:
@@ -108,18 +110,26 @@ class SimulatedDevice(FaultyDriver):
         self._before_fill(address, nbytes, value, stream)
         stream.submit(lambda: self.touch(address, nbytes, lambda: ctypes.memset(address, value, nbytes)))
 
-    def copy(self, destination: int, source: int, nbytes: int) -> None:
+    def new_stream(self) -> Stream:
+        self.streams.append(Stream(f"side {len(self.streams)}"))
+        return self.streams[-1]
+
+    def copy(self, destination: int, source: int, nbytes: int, stream: Stream | None = None) -> None:
         self.meet("copy")
 
         def copy() -> None:
             self.touch(source, nbytes, lambda: None)
             self.touch(destination, nbytes, lambda: ctypes.memmove(destination, source, nbytes))
 
-        self.current.submit(copy)
+        (stream or self.current).submit(copy)
 
     def touch(self, address: int, nbytes: int, work: Callable[[], object]) -> None:
-        """Does work on memory that must be accessible now."""
+        """Does work on memory that must be accessible now: of the device, or else of the host."""
         size = self.inner.page_size
+        if not any(start <= address < start + length for start, length in self.ranges.items()):
+            assert any(start <= address < start + length for start, length in self.host.items()), "gone from the host"
+            work()
+            return
         first, last = address // size * size, (address + nbytes - 1) // size * size
         assert self.accessible.issuperset(range(first, last + 1, size)), "work has met a page that is gone"
         work()

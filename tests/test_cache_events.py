@@ -83,12 +83,15 @@ def finds_what_is_known(world: World, listener: Listener) -> None:
 @pytest.mark.parametrize("block_size", [1, 3, 4, 8, 16])
 @pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
 @pytest.mark.parametrize("pages", [60, 2000], ids=["tight", "plenty"])
-def test_who_hears_all_knows_what_is_found(layout: vmmkv.KVLayout, pages: int, block_size: int) -> None:
+@pytest.mark.parametrize("host_pages", [0, 40, 10_000], ids=["no host", "a small host", "a large host"])
+def test_who_hears_all_knows_what_is_found(
+    layout: vmmkv.KVLayout, pages: int, block_size: int, host_pages: int
+) -> None:
     """To the block; the cache may find more where a row is adopted whole, which is less than a page."""
     seed = Random().randrange(1 << 32)
     print(f"{seed=}")
     random = Random(seed)
-    world = listened(random, pages, layout, block_size)
+    world = listened(random, pages, layout, block_size, host_bytes=host_pages * 4096)
     listener = Listener(world)
     below = loose(world) if layout is RANGES else 0  # where of two that part one was evicted in part
     for _ in range(80):

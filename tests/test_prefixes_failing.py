@@ -30,8 +30,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 class Busy(World):
     """A cache with little memory, of which each sequence has been used in another way."""
 
-    def __init__(self, policy: str, driver: FaultyDriver) -> None:
-        options = {"layout": LAYOUT} | POLICIES[policy]
+    def __init__(self, policy: str, driver: FaultyDriver, **more: Any) -> None:
+        options = {"layout": LAYOUT} | POLICIES[policy] | more
         layout = options.pop("layout")
         super().__init__(Random(), 75 if layout is LAYOUT else 140, layout, rows=8, driver=driver, **options)
         parent = self.started("parent", PROMPT)
@@ -122,7 +122,10 @@ def commit(world: Busy, name: str) -> None:
     sequence.commit(world.ids[sequence])
 
 
-OPERATIONS: dict[str, Callable[[Busy], object]] = {
+Make = Callable[[FaultyDriver], Busy]
+Operation = Callable[[Busy], object]
+
+OPERATIONS: dict[str, Operation] = {
     "adopt a kept row": lambda world: world.started("new", [3] * 60 + [2] * 90),
     "begin with all": lambda world: world.started("new", [*PROMPT, 2]),
     "begin with a part": lambda world: world.started("new", PROMPT[:101] + [2] * 60),
@@ -140,10 +143,10 @@ OPERATIONS: dict[str, Callable[[Busy], object]] = {
 }
 
 
-def survives(policy: str, name: str, kind: str, skip: int) -> bool:
+def survives(make: Make, operation: Operation, kind: str, skip: int) -> bool:
     """Does an operation whose n-th call fails, and once more; False of one that makes fewer calls."""
     device = SimulatedDevice(Random())
-    world = Busy(policy, device)
+    world = make(device)
     for sequence in world.names.values():  # somebody reads, later
         address = sequence.k(0).data_ptr()
         device.streams[0].submit(lambda address=address: device.touch(address, 512, lambda: None))
@@ -155,9 +158,10 @@ def survives(policy: str, name: str, kind: str, skip: int) -> bool:
         device.fail("any", skip, lasting=kind == "for good")
     error: Exception | None = None
     try:
-        OPERATIONS[name](world)
+        operation(world)
     except (DriverError, OutOfPagesError) as caught:
         error = caught.with_traceback(None)
+    device.finish()
     if device.heal():
         assert not error
         return False
@@ -165,51 +169,61 @@ def survives(policy: str, name: str, kind: str, skip: int) -> bool:
     names = list(world.names)
     world.check()
     if error and names == list(world.names):  # none was lost, by a driver that mapped nothing any more
-        OPERATIONS[name](world)
+        operation(world)
         world.check()
     world.close()
     return True
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "close"])
-def test_a_failed_call(name: str, policy: str) -> None:
+def survives_all(make: Make, operation: Operation) -> None:
+    """Has each call of an operation fail, in each way."""
     calls = {}
     for kind in ("once", "for want of memory", "not ready", "for good"):
         skips = itertools.count() if kind != "for good" else range(0, calls["once"], max(calls["once"] // 3, 1))
         for calls[kind] in skips:
             try:
-                if not survives(policy, name, kind, calls[kind]):
+                if not survives(make, operation, kind, calls[kind]):
                     break
             except BaseException as error:
-                error.add_note(f"survives({policy!r}, {name!r}, {kind!r}, {calls[kind]})")
+                error.add_note(f"{kind=}, skip={calls[kind]}")
                 raise
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "close"])
+def test_a_failed_call(name: str, policy: str) -> None:
+    survives_all(lambda driver: Busy(policy, driver), OPERATIONS[name])
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interruption_at_any_line(name: str, policy: str) -> None:
     """Live sequences have their tokens, and what was known is forgotten; or the cache says that it is unusable."""
+    is_interrupted_everywhere(lambda driver: Busy(policy, driver), OPERATIONS[name], closes=name == "close")
+
+
+def is_interrupted_everywhere(make: Make, operation: Operation, closes: bool = False) -> None:
+    """Interrupts an operation at many of its lines."""
 
     def check(line: int) -> int | None:
         driver = FaultyDriver(small_driver("cpu"))
-        world = Busy(policy, driver)
+        world = make(driver)
         driver.unmaps_anything = True
         before = {name: len(world.ids[sequence]) for name, sequence in world.names.items()}
-        lines = interrupted(lambda: OPERATIONS[name](world), line)
+        lines = interrupted(lambda: operation(world), line)
         world.keep(before)
         try:
             for each, sequence in world.names.items():
                 if "gone" not in repr(sequence):
                     sequence.truncate(before[each])
                     del world.ids[sequence][before[each] :]
-            if name != "close":
+            if not closes:
                 world.check()
                 world.close()
         except vmmkv.InterruptedChangeError:
             pass
         except vmmkv.UseAfterFreeError:
-            assert name == "close"
+            assert closes
         world.cache.close()
         assert not driver.mapped
         assert driver.num_pages <= 16, "of a frame in the making, or on its way back, nobody knows"

@@ -90,8 +90,10 @@ class KVCache(Owner):
         large_frames: lay prompts, and what is expected to be long, on pieces of 16 pages, which the driver makes and
             maps as fast as one page. Not under windows (`release_before`), where pages in front could not be given back
             one by one; and never with `zero_tail` or `max_tokens`, which promise to the page.
-        host_bytes: host memory, pinned where there is a GPU, that sequences may be suspended to: bytes, `"20GiB"`, or a
-            share of the host's memory. It is taken when they are.
+        host_bytes: host memory, pinned where there is a GPU, that sequences may be suspended to, and that keeps what is
+            known of evicted pages: bytes, `"20GiB"`, or a share of the host's memory. It is taken when they come.
+        host_priority: the lowest priority (`Retention`) of pages that the host keeps when they are evicted; None keeps
+            none. TensorRT-LLM's `secondary_offload_min_priority`.
         event_log: is told which prefixes can be found, for `events`, or for an `EventPublisher`: a new
             `vmmkv.events.EventLog`, of this cache alone. None tells nobody, and costs nothing. Token ids are from 0 to
             2**32 - 1 then, salts are text, and adapters and tenants names or numbers.
@@ -122,6 +124,7 @@ class KVCache(Owner):
         overread: int = 0,
         large_frames: bool = True,
         host_bytes: float | str = 0,
+        host_priority: int | None = 30,
         event_log: EventLog | None = None,
     ) -> None:
         if not isinstance(layout, KVLayout):
@@ -181,7 +184,9 @@ class KVCache(Owner):
             self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
         self.event_log = event_log
         """What is told which prefixes can be found, if anything is."""
-        self._host_tier = HostTier(self._rows, self._ranges, host_bytes) if host_bytes else None
+        self._host_tier = (
+            HostTier(self._rows, self._ranges, host_bytes, host_priority, event_log) if host_bytes else None
+        )
         self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
         """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
         any thread, so it takes no Python code, which could be interrupted."""
@@ -190,8 +195,9 @@ class KVCache(Owner):
         """With debugging: what lived when it was closed."""
         owners.add(self)
         if event_log:
-            tokens = (pool.limit if limit is None else limit) * size // sum(layout.record_bytes)
-            event_log.created(tokens // event_log.block_size)
+            block = sum(layout.record_bytes) * event_log.block_size
+            on_host = self._host_tier.limit if self._host_tier and host_priority is not None else 0
+            event_log.created((pool.limit if limit is None else limit) * size // block, on_host // block)
             weakref.finalize(self, _end, event_log).atexit = False
 
     def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
@@ -347,7 +353,9 @@ class KVCache(Owner):
     def _prefixes(self) -> Prefixes:
         """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
         keeper = self._rows.keeper
-        return keeper if isinstance(keeper, Prefixes) else Prefixes(self._rows, self.event_log)
+        if isinstance(keeper, Prefixes):
+            return keeper
+        return Prefixes(self._rows, self.event_log, self._host_tier.prefixes if self._host_tier else None)
 
     @operation
     def _sequence_of(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> Sequence:
@@ -355,27 +363,30 @@ class KVCache(Owner):
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
         key = Key(salt, adapter, tenant, whose)
         hit = prefixes.find(key, ids)
-        sequence, cached = None, hit.tokens
-        if cached:
-            try:
-                sequence = self._begin(hit, key, ids, expected, whose)
-            except OutOfPagesError:  # what is copied is there twice meanwhile; without it there may be room
-                self._rows.release_abandoned()
-                cached = 0
-        sequence = sequence or self._take(len(ids), expected, tenant)
-        sequence.key, sequence.cached_tokens = key, cached
-        prefixes.count(len(ids), cached)
-        return sequence
-
-    def _begin(self, hit: Hit, key: Key, ids: Ids, expected: int, tenant: int) -> Sequence:
-        """A sequence that begins with what is known."""
-        sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
         try:
-            self._prefixes().begin(sequence.index, sequence.number, hit, key, ids, expected, tenant)
-        except VmmkvError:  # whoever holds it holds the sequence
-            self._abandon([sequence])
-            raise
-        self._rows.ring()
+            return self._begin(hit, key, ids, expected, tenant)
+        except OutOfPagesError:
+            if not hit.tokens:
+                raise
+        self._rows.release_abandoned()  # what is copied is there twice meanwhile; without it there may be room
+        return self._begin(hit._replace(tokens=0), key, ids, expected, tenant)
+
+    def _begin(self, hit: Hit, key: Key, ids: Ids, expected: int, tenant: Hashable) -> Sequence:
+        """A sequence that begins with what is known, if anything is."""
+        prefixes = self._prefixes()
+        with prefixes.completed(key, ids, hit.tokens) as complete:
+            if hit.tokens:
+                sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
+                try:
+                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, key.number)
+                except VmmkvError:  # whoever holds it holds the sequence
+                    self._abandon([sequence])
+                    raise
+                self._rows.ring()
+            else:
+                sequence = self._take(len(ids), expected, tenant)
+            sequence.key, sequence.cached_tokens = key, complete(sequence.index)
+        prefixes.count(len(ids), sequence.cached_tokens)
         return sequence
 
     def receive(
@@ -821,6 +832,8 @@ class KVCache(Owner):
             reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
             adoptions=rows.adoptions,
             prefix_pages=prefixes.pages if prefixes else 0,
+            host_bytes=self._host_tier.used if self._host_tier else 0,
+            host_prefix_pages=self._host_tier.prefixes.pages if self._host_tier else 0,
             prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
             cached_tokens=prefixes.cached_tokens if prefixes else 0,
             events_dropped=self.event_log.dropped if self.event_log else 0,

@@ -76,6 +76,8 @@ class CacheStats:
         adoptions: sequences that started on a row whose pages were mapped already.
         prefix_pages: pages that are known to hold tokens that sequences may begin with, whether one uses them (`used`)
             or they are kept (`surplus`); see `Sequence.commit`.
+        host_bytes: host memory that suspended sequences and evicted prefixes take.
+        host_prefix_pages: pages that are known on the host, whether they are on the device as well or not.
         prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
         cached_tokens: those of them that held K and V already: hits.
         events_dropped: events that did not fit `event_log`, for nobody drained it in time; 0 without one.
@@ -98,6 +100,8 @@ class CacheStats:
     reuse_factor: float
     adoptions: int
     prefix_pages: int
+    host_bytes: int
+    host_prefix_pages: int
     prompt_tokens: int
     cached_tokens: int
     events_dropped: int

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import Any
 
 from .chain import Blocks
@@ -18,6 +19,8 @@ HASH_ALGORITHM = "vmmkv_sha256_64"
 
 class Encoder:
     """Makes dictionaries, and numbers them: ids are missing where events were dropped.
+
+    TensorRT-LLM has a block in one place. So of one that lies on the device and on the host only the former is told.
 
     TensorRT-LLM has no word for a cache that was cleared: all blocks that are known from this encoder are removed.
     """
@@ -33,7 +36,8 @@ class Encoder:
         if attention_dp_rank is not None:
             self._common["attention_dp_rank"] = attention_dp_rank
         self._next_id = 0
-        self._known: set[int] = set()
+        self._known: dict[int, set[Tier]] = {}
+        """Where blocks lie that were told of, by hash."""
 
     def encode(self, events: Iterable[Event]) -> list[dict[str, Any]]:
         """Makes dictionaries of events, in order. `Updated` becomes one for each block; `Cleared` and `Dropped` remove
@@ -52,39 +56,67 @@ class Encoder:
             case Created():
                 yield {"type": "created", "num_blocks_per_cache_level": [event.device_blocks, event.host_blocks]}
             case Stored():
-                self._known.update(event.blocks.hashes)
-                yield _stored(event)
+                yield from self._stored(event)
             case Removed():
-                self._known.difference_update(event.hashes)
-                yield _removed(event.hashes)
+                yield from self._removed(event)
             case Updated():
-                yield from _updated(event)
+                if event.tier:
+                    self._known.update((each, {event.tier[1]}) for each in event.blocks.hashes)
+                levels = event.tier and (CACHE_LEVEL[event.tier[0]], CACHE_LEVEL[event.tier[1]])
+                for block_hash in event.blocks.hashes:
+                    yield _updated(block_hash, levels, event.priority)
             case Cleared() | Dropped():
                 if self._known:
                     yield _removed(self._known)
-                self._known = set()
+                self._known = {}
+
+    def _stored(self, event: Stored) -> Iterator[dict[str, Any]]:
+        """What is new, and what has come to the device. Blocks that are known have all before them known."""
+        hashes = event.blocks.hashes
+        known = next((at for at, each in enumerate(hashes) if each not in self._known), len(hashes))
+        for block_hash in hashes[:known]:
+            if "device" not in self._known[block_hash] and event.tier == "device":
+                yield _updated(block_hash, (CACHE_LEVEL["host"], CACHE_LEVEL["device"]), None)
+        for block_hash in hashes:
+            self._known.setdefault(block_hash, set()).add(event.tier)
+        if known < len(hashes):
+            yield _stored(event, known)
+
+    def _removed(self, event: Removed) -> Iterator[dict[str, Any]]:
+        """What is gone, and what is on the host only."""
+        gone = []
+        for block_hash in event.hashes:
+            tiers = self._known.get(block_hash, set())
+            if len(tiers) < 2:
+                self._known.pop(block_hash, None)
+                gone.append(block_hash)
+                continue
+            tiers.discard(event.tier)
+            if event.tier == "device":
+                yield _updated(block_hash, (CACHE_LEVEL["device"], CACHE_LEVEL["host"]), None)
+        if gone:
+            yield _removed(gone)
 
 
 def _removed(hashes: Iterable[int]) -> dict[str, Any]:
     return {"type": "removed", "block_hashes": list(hashes)}
 
 
-def _updated(event: Updated) -> Iterator[dict[str, Any]]:
-    levels = event.tier and (CACHE_LEVEL[event.tier[0]], CACHE_LEVEL[event.tier[1]])
-    for block_hash in event.blocks.hashes:
-        yield {
-            "type": "updated",
-            "block_hash": block_hash,
-            "cache_level": _difference(levels),
-            "priority": _difference(event.priority),
-        }
+def _updated(block_hash: int, levels: tuple[int, int] | None, priority: tuple[int, int] | None) -> dict[str, Any]:
+    return {
+        "type": "updated",
+        "block_hash": block_hash,
+        "cache_level": _difference(levels),
+        "priority": _difference(priority),
+    }
 
 
-def _stored(event: Stored) -> dict[str, Any]:
+def _stored(event: Stored, first: int) -> dict[str, Any]:
+    """Of the blocks from one on."""
     blocks = event.blocks
     stored = {
         "type": "stored",
-        "parent_hash": blocks.parent,
+        "parent_hash": blocks.hashes[first - 1] if first else blocks.parent,
         "blocks": [
             {
                 "type": "stored_block",
@@ -95,7 +127,7 @@ def _stored(event: Stored) -> dict[str, Any]:
                 "mm_keys": [],
                 "cache_salt": blocks.salt,
             }
-            for block_hash, tokens in zip(blocks.hashes, _tokens(blocks))
+            for block_hash, tokens in islice(zip(blocks.hashes, _tokens(blocks)), first, None)
         ],
     }
     # TensorRT-LLM itself does not say it; Dynamo reads it from here.

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import OutOfHostMemoryError, VmmkvError
+from ..events import EventLog
 from ..memory.budget import parse_bytes
 from ..rows.rows import Rows
 from ..rows.table import Suspended
+from .host_prefixes import HostPrefixes
 from .states import states_of
 
 
@@ -29,21 +31,34 @@ class HostTier:
     Args:
         rows: the rows of the cache.
         ranges: the elements of each range of the layout.
-        host_bytes: the most that suspended sequences may take: bytes, `"20GiB"`, or a share of the host's memory.
+        host_bytes: the most that suspended sequences and evicted prefixes may take: bytes, `"20GiB"`, or a share of the
+            host's memory.
+        priority: the lowest of prefixes that are kept when they are evicted; None: none are.
+        log: what is told of these to routers, if anything is.
 
     Raises:
         BudgetError: it is no size.
+        ArgumentError: there is no such priority.
     """
 
-    def __init__(self, rows: Rows, ranges: Sequence[torch.Tensor], host_bytes: float | str) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        ranges: Sequence[torch.Tensor],
+        host_bytes: float | str,
+        priority: int | None,
+        log: EventLog | None = None,
+    ) -> None:
         self._rows, self._table, self._ranges = rows, rows.table, ranges
         self.limit = parse_bytes(host_bytes, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
         """Bytes."""
+        self.prefixes = HostPrefixes(rows, self.limit, priority, log)
+        """What was evicted, and makes way for sequences."""
 
     @property
     def used(self) -> int:
-        """Bytes that suspended sequences take."""
-        return sum(each.nbytes for each in self._table.suspended.values())
+        """Bytes that suspended sequences and prefixes take."""
+        return self._table.suspended_bytes + self.prefixes.nbytes
 
     def suspend(self, row: int) -> None:
         """Moves a live row's tokens to the host.
@@ -55,9 +70,10 @@ class HostTier:
         table, driver = self._table, self._rows.pool.driver
         sources = states_of(self._rows, self._ranges, row, table.start[row], table.length[row])
         nbytes = sum(source.nbytes for source in sources)
-        if self.used + nbytes > self.limit:
+        if not self.prefixes.make_room(nbytes, wait=True):
+            left = self.limit - self._table.suspended_bytes
             raise OutOfHostMemoryError(
-                f"asked to suspend a sequence of {nbytes} bytes; the host tier has {self.limit - self.used} of "
+                f"asked to suspend a sequence of {nbytes} bytes; the host tier has {left} of "
                 f"{self.limit} left. Resume or free others, or make the cache with more host_bytes"
             )
         table.fence_after(driver, [row]).order(driver.current_stream())

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,8 +31,9 @@ from ..memory.fence import Fence
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
+from .host_prefixes import HostPrefixes
 from .lookup import token_ids
-from .node import Ids, Node
+from .node import Ids, Node, Root
 from .retention import Retention
 from .tree import Match, Page, PrefixTree
 
@@ -128,10 +130,11 @@ class Prefixes:
     Args:
         rows: the rows of the cache.
         log: what is told of them to routers, if anything is.
+        host: keeps what is evicted, if anybody does.
     """
 
-    def __init__(self, rows: Rows, log: EventLog | None = None) -> None:
-        self._log = log
+    def __init__(self, rows: Rows, log: EventLog | None = None, host: HostPrefixes | None = None) -> None:
+        self._log, self._host = log, host
         self._rows: Rows = weakref.proxy(rows)  # which hold this: memory must not wait for the garbage collector
         self._table, self._books, self._pool = rows.table, rows.books, rows.pool
         self._tree = self._new_tree()
@@ -233,6 +236,17 @@ class Prefixes:
         size, records = self._books.page_size, self._books.records
         return self._tree.lock(node, min(node.end, *(end * size // record for end, record in zip(ends, records))))
 
+    @contextmanager
+    def completed(self, key: Hashable, ids: Ids, cached: int) -> Iterator[Callable[[int], int]]:
+        """Around the beginning of a sequence with so many tokens of these ids. Yields what gives its row those behind
+        that the host knows, as if it had computed them; it returns how many the row has then."""
+        host = self._host
+        if host is None:
+            yield lambda row: cached
+            return
+        with host.found(key, ids[:-1], cached) as found:
+            yield lambda row: host.load(row, found, cached)
+
     def count(self, tokens: int, cached: int) -> None:
         """Counts a sequence that has begun, with so many tokens, of which so many were there."""
         self.prompt_tokens += tokens
@@ -292,6 +306,15 @@ class Prefixes:
         return self._lock_before(insertion.node, ends), insertion.tokens
 
     # ------------------------------------------------------------------ what rows ask
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies to the host, or from it, may be under way that no fence knows."""
+        return self._host is not None and self._host.is_copying
+
+    def known_tenants(self) -> set[int]:
+        """Numbers of tenants of whom something is on the host."""
+        return self._host.known_tenants() if self._host else set()
 
     def held_pages(self) -> list[int]:
         """The pages that are kept, wherever they lie; of large frames all."""
@@ -377,13 +400,21 @@ class Prefixes:
         def missing() -> int:
             return pages - later - (before - self._pool.frames.taken)
 
-        while missing() > 0 and (gone := self._tree.evict(missing())):
-            later += self._let_go(gone, wait)
+        while missing() > 0 and (gone := self._tree.evict(missing(), leaving=self._leaving)):
+            waiting = self._let_go(gone, wait)
+            later += 0 if wait else waiting  # who has waited already, and what is there still, is about to be copied
         while missing() > 0 and self._table.kept:
             row = next(iter(self._table.kept))
             self.give_up(row)
             self._unmap(row, wait)
         return before - self._pool.frames.taken
+
+    def _leaving(self, leaf: Node) -> None:
+        """Has the host keep what is about to be evicted."""
+        if self._host:
+            *_, top = leaf.path()
+            assert isinstance(top.parent, Root)
+            self._host.keep(top.parent.key, leaf, self._written)
 
     def _let_go(self, gone: Sequence[Page], wait: bool) -> int:
         """Drops pages that the tree knows no more, where they are held, and the kept rows that they lie in. Returns how
@@ -395,6 +426,7 @@ class Prefixes:
         before = self._pool.frames.taken
         for row in rows:
             self._unmap(row, wait)
+        self._rows.sharing.clear(wait)  # of what was copied to the host, and lay on no row
         return max(later - (before - self._pool.frames.taken), 0)
 
     def _unmap(self, row: int, wait: bool) -> None:
@@ -419,6 +451,8 @@ class Prefixes:
         self._tree = self._new_tree()
         self._chains.clear()
         self._last.clear()
+        if self._host:
+            self._host.reset()
         if self._log:
             self._log.cleared()
 
@@ -435,6 +469,8 @@ class Prefixes:
             InvariantError: one is broken; the message says which.
         """
         self._tree.check()
+        if self._host:
+            self._host.check()
         known = set().union(*self._tree.numbers)
         if known != self._held.known_pages(known):
             raise InvariantError("the tree knows a page whose frame is not held, or one is held for nothing")

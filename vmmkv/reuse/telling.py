@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..errors import ArgumentError
-from ..events import EventLog, Span, salt_of
+from ..events import EventLog, Span, Tier, salt_of
 from .geometry import Geometry
 from .node import Ids, Node
 
@@ -53,12 +53,13 @@ class Teller:
     """Tells a log what happens to a tree.
 
     Args:
-        log: of nothing else.
+        log: of this tree, or of one in each tier.
         geometry: of the tree.
+        tier: where its pages lie.
     """
 
-    def __init__(self, log: EventLog, geometry: Geometry) -> None:
-        self._log, self._geometry = log, geometry
+    def __init__(self, log: EventLog, geometry: Geometry, tier: Tier = "device") -> None:
+        self._log, self._geometry, self._tier = log, geometry, tier
 
     def stored(self, key: Hashable, leaf: Node) -> None:
         """Tells of the tokens of the path to a new leaf that could not be found before."""
@@ -69,7 +70,7 @@ class Teller:
             stop = min(part.end, end)
             if stop > start:
                 ids = self._ids(part, start, stop)
-                parent = part.span = self._log.stored(parent, start, ids, priority=part.priority)
+                parent = part.span = self._log.stored(parent, start, ids, priority=part.priority, tier=self._tier)
                 start = stop
 
     def updated(self, node: Node, priority: int) -> None:
@@ -81,12 +82,12 @@ class Teller:
     def removed(self, leaf: Node, end: int) -> None:
         """Tells that a leaf is about to give up its tokens from `end` on."""
         for span, start, _ in self._pieces(leaf, self._left(leaf, end)):
-            self._log.removed(span, start)
+            self._log.removed(span, start, tier=self._tier)
 
     def forgotten(self, node: Node) -> None:
         """Tells that the tokens of a node are gone, after all that follow them."""
         for span, start, _ in self._pieces(node, node.begin):
-            self._log.removed(span, start)
+            self._log.removed(span, start, tier=self._tier)
 
     def is_right(self, leaf: Node) -> bool:
         """Whether of the path to a leaf as many tokens were told as can be found; slow."""

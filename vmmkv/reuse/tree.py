@@ -30,13 +30,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvariantError, ShapeError, StaleMatchError
-from ..events import EventLog
+from ..events import EventLog, Tier
 from .geometry import Geometry
 from .invariants import faults
 from .lookup import Duplicate, duplicates, readable, token_ids, walk
 from .node import Ids, Node, Root
 from .order import EvictionOrder
-from .retention import Retention, in_order
+from .retention import MAX_PRIORITY, Retention, in_order
 from .telling import Teller
 
 
@@ -87,6 +87,7 @@ class PrefixTree:
         records: bytes of a token, by arena.
         clock: seconds, for priorities that end; any monotonic clock.
         log: is told what can be found here, under each `Key`.
+        tier: where the pages lie, for who is told.
 
     Raises:
         LayoutError: there can be no such pages or records.
@@ -98,9 +99,10 @@ class PrefixTree:
         records: Sequence[int],
         clock: Callable[[], float] = monotonic,
         log: EventLog | None = None,
+        tier: Tier = "device",
     ) -> None:
         self.geometry = Geometry(page_size, records)
-        self.teller = Teller(log, self.geometry) if log else None
+        self.teller = Teller(log, self.geometry, tier) if log else None
         self.roots: dict[Hashable, Root] = {}
         self.order = EvictionOrder()
         self.numbers: list[set[int]] = [set() for _ in records]
@@ -255,16 +257,25 @@ class PrefixTree:
         for each in path:
             self._join(each)
 
-    def evict(self, pages: int) -> list[Page]:
+    def evict(
+        self, pages: int, priority: int = MAX_PRIORITY, leaving: Callable[[Node], None] | None = None
+    ) -> list[Page]:
         """Gives up pages that nobody uses: those of the lowest priority first, of these the least recently used, each
         after all that follow it.
 
         Args:
             pages: at least so many, if there are. With a token go all pages that it made whole.
+            priority: the highest that goes.
+            leaving: is told of each leaf before it loses pages.
         """
         gone: list[Page] = []
         now = self.now()
         while len(gone) < pages and (leaf := self.order.pop(now)):
+            if leaf.priority_at(now) > priority:
+                self.order.offer(leaf, now)
+                break
+            if leaving:
+                leaving(leaf)
             end = self._end_without(leaf, pages - len(gone))
             if self.teller:
                 self.teller.removed(leaf, end)

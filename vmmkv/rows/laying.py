@@ -161,7 +161,7 @@ class Laying:
             return
         driver = self._pool.driver
         Fence.after(driver, [driver.current_stream()])  # fails in a graph capture, of which the copies would be a part
-        addresses = self._show(sources)
+        addresses = self.show(sources)
         with finished_on_error(driver):
             self._copy_from(addresses, row, tokens, laid, partial)
             self._sharing.staged = Fence.after(driver, [driver.current_stream()])
@@ -185,8 +185,9 @@ class Laying:
                     driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))
                 at += piece.pages
 
-    def _show(self, sources: list[int]) -> dict[int, int]:
-        """Maps frames in the staging row, read-only; returns by frame the address.
+    def show(self, sources: list[int]) -> dict[int, int]:
+        """Maps frames in the staging row, read-only; returns by frame the address. Who copies from there says in
+        `Sharing.staged` when that is done.
 
         Raises:
             DriverError: a call failed.

@@ -69,6 +69,13 @@ MANY = 64
 class Keeper(Protocol):
     """Who knows what rows hold, and keeps it for sequences that begin alike."""
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether copies may be under way that no fence knows."""
+
+    def known_tenants(self) -> set[int]:
+        """Numbers of tenants of whom something is kept, beside what lies on the pool."""
+
     def held_pages(self) -> list[int]:
         """The pages that are kept, wherever they lie; of large frames all."""
 
@@ -237,8 +244,8 @@ class Rows:
         return len(self.table.live), self.table.tokens
 
     def known_tenants(self) -> set[int]:
-        """Numbers of tenants that have rows, or had them last."""
-        return set(self.table.tenants.tolist())
+        """Numbers of tenants that have rows, or had them last, or of whom something is kept."""
+        return set(self.table.tenants.tolist()) | (self.keeper.known_tenants() if self.keeper else set())
 
     def held(self) -> list[str]:
         """What live sequences hold, a line for each, and with debugging who has started it."""
@@ -440,8 +447,8 @@ class Rows:
 
     def recover(self) -> None:
         """Makes the books right after an interruption: what follows from other books is worked out anew."""
-        if self.rules.poison:
-            wait_for_device(self._driver)  # for what was being filled, which no fence may know
+        if self.rules.poison or (self.keeper and self.keeper.is_copying):
+            wait_for_device(self._driver)  # for what was being filled, or copied, which no fence may know
         self.books.claims = {}
         self._recover_suspended()
         table = self.table

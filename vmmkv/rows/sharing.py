@@ -259,9 +259,14 @@ class Sharing:
 
     def _copy_out(self, arena: Arena, part: Run, nbytes: int, fence: Fence) -> None:
         """Maps new frames in the staging row, which begin with some bytes of a part. Waits for the copy."""
-        staging = self.stage()
         pages = part.end - part.begin
+        self.clear()
         supply = self._reclaimer.supply(pages, 0)
+        try:
+            staging = self.stage()  # not before: what had to be evicted for it may have been copied from there
+        except BaseException:
+            self._pool.give(self._account, supply.large + supply.single)
+            raise
         change = Change(self._pool.calls, self._pool.frames)
         change.map(staging.table, 0, pages, supply)
         change.run()

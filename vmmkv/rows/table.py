@@ -135,6 +135,11 @@ class RowTable:
         return np.flatnonzero(self.owners != NOBODY)
 
     @property
+    def suspended_bytes(self) -> int:
+        """What suspended sequences take on the host."""
+        return sum(each.nbytes for each in self.suspended.values())
+
+    @property
     def tokens(self) -> int:
         """Those of all sequences."""
         return int(self.lengths.sum() - self.starts.sum())

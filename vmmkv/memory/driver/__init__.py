@@ -93,11 +93,15 @@ class Driver(Protocol):
     def fill(self, address: int, nbytes: int, value: int, stream: Any) -> None:
         """Sets bytes, in the order of a stream."""
 
-    def copy(self, destination: int, source: int, nbytes: int) -> None:
-        """Copies bytes between ranges that do not overlap, in the order of the current stream."""
+    def copy(self, destination: int, source: int, nbytes: int, stream: Any = None) -> None:
+        """Copies bytes between ranges that do not overlap, of which one may be pinned host memory, in the order of a
+        stream, or of the current one."""
 
     def current_stream(self) -> Any:
         """The stream that torch works on now; None where work is never asynchronous."""
+
+    def new_stream(self) -> Any:
+        """A stream that waits for no other; None where work is never asynchronous."""
 
     def record(self, stream: Any) -> Event:
         """An event after all work submitted to `stream` so far.

@@ -250,13 +250,16 @@ class CudaDriver:
         with self._outside_capture("cuMemsetD8Async", stream):
             check("cuMemsetD8Async", *cu.cuMemsetD8Async(address, value, nbytes, stream.cuda_stream))
 
-    def copy(self, destination: int, source: int, nbytes: int) -> None:
-        stream = self.current_stream()
-        with self._outside_capture("cuMemcpyDtoDAsync", stream):
-            check("cuMemcpyDtoDAsync", *cu.cuMemcpyDtoDAsync(destination, source, nbytes, stream.cuda_stream))
+    def copy(self, destination: int, source: int, nbytes: int, stream: torch.cuda.Stream | None = None) -> None:
+        stream = stream or self.current_stream()
+        with self._outside_capture("cuMemcpyAsync", stream):
+            check("cuMemcpyAsync", *cu.cuMemcpyAsync(destination, source, nbytes, stream.cuda_stream))
 
     def current_stream(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)
+
+    def new_stream(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
 
     def record(self, stream: torch.cuda.Stream) -> Event:
         with self._outside_capture("cuEventRecord", stream):

@@ -168,10 +168,13 @@ class HostDriver:
     def fill(self, address: int, nbytes: int, value: int, stream: None) -> None:
         ctypes.memset(address, value, nbytes)
 
-    def copy(self, destination: int, source: int, nbytes: int) -> None:
+    def copy(self, destination: int, source: int, nbytes: int, stream: None = None) -> None:
         ctypes.memmove(destination, source, nbytes)
 
     def current_stream(self) -> None:
+        return None
+
+    def new_stream(self) -> None:
         return None
 
     def record(self, stream: None) -> Event:
