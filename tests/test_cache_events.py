@@ -102,7 +102,9 @@ def test_who_hears_all_knows_what_is_found(
                 key, ids = random.choice(KEYS), prompt(world)
                 expected = listener.hit(key, ids)
                 sequence = world.start(ids, key)
-                assert expected - below <= sequence.cached_tokens < expected + block_size + loose(world)
+                assert sequence.cached_tokens < expected + block_size + loose(world)
+                if pages == 2000:  # else there may be no room for copies
+                    assert expected - below <= sequence.cached_tokens
                 if random.random() < 0.8:
                     world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
             elif what < 0.6:

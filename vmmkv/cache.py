@@ -369,7 +369,7 @@ class KVCache(Owner):
             if not hit.tokens:
                 raise
         self._rows.release_abandoned()  # what is copied is there twice meanwhile; without it there may be room
-        return self._begin(hit._replace(tokens=0), key, ids, expected, tenant)
+        return self._begin(hit.given_up(), key, ids, expected, tenant)
 
     def _begin(self, hit: Hit, key: Key, ids: Ids, expected: int, tenant: Hashable) -> Sequence:
         """A sequence that begins with what is known, if anything is."""

@@ -68,6 +68,10 @@ class Hit(NamedTuple):
     laid: Sequence[list[Piece]] = ()
     partial: Sequence[int | None] = ()
 
+    def given_up(self) -> Hit:
+        """Nothing, instead."""
+        return self._replace(tokens=0)
+
 
 class Held:
     """The frames of the tree, as the pool's tables say where frames are."""
