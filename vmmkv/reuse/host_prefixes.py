@@ -212,7 +212,7 @@ class HostPrefixes:
         """Copies pages that lie on no row, from where they are mapped for it."""
         frames, size = self._rows.pool.frames, self._books.page_size
         owners = [frames.frame_of(page) for page in numbers]
-        addresses = self._rows.laying.show(list(dict.fromkeys(owners)))
+        addresses = self._rows.sharing.show(list(dict.fromkeys(owners)))
         sources = [addresses[frame] + (page - frame) * size for page, frame in zip(numbers, owners)]
         for run in self._pages.runs(targets):
             begin = run.begin

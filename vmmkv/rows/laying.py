@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
@@ -161,7 +160,7 @@ class Laying:
             return
         driver = self._pool.driver
         Fence.after(driver, [driver.current_stream()])  # fails in a graph capture, of which the copies would be a part
-        addresses = self.show(sources)
+        addresses = self._sharing.show(sources)
         with finished_on_error(driver):
             self._copy_from(addresses, row, tokens, laid, partial)
             self._sharing.staged = Fence.after(driver, [driver.current_stream()])
@@ -184,26 +183,3 @@ class Laying:
                     source = addresses[frame] + (piece.page - frame) * size
                     driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))
                 at += piece.pages
-
-    def show(self, sources: list[int]) -> dict[int, int]:
-        """Maps frames in the staging row, read-only; returns by frame the address. Who copies from there says in
-        `Sharing.staged` when that is done.
-
-        Raises:
-            DriverError: a call failed.
-        """
-        if not sources:
-            return {}
-        staging, change, size = (
-            self._sharing.stage(),
-            Change(self._pool.calls, self._pool.frames),
-            self._books.page_size,
-        )
-        pages = [LARGE if self._pool.frames.is_large[frame] else 1 for frame in sources]
-        ends = list(accumulate(pages, initial=0))
-        self._pool.frames.share(sources)
-        change.place(staging.table, Run(0, 0, ends[-1]), sources, ends[-1], kind=SET_READ_ACCESS)
-        change.run()
-        change.commit(self._pool)
-        change.check()
-        return {frame: staging.address + end * size for frame, end in zip(sources, ends)}

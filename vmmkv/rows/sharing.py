@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from itertools import accumulate
 
 from ..errors import DriverError, OutOfPagesError, VmmkvError
 from ..memory.calls import SET_READ_ACCESS
@@ -246,16 +247,9 @@ class Sharing:
         To make it writable where it is would be a call less, but what becomes so while it is mapped cannot be mapped
         in another place again: `cuMemMap` fails with CUDA_ERROR_UNKNOWN (driver 580, where threads take turns).
         """
-        frames, staging = self._frames_of(arena, part), self.stage()
-        pages = len(self._pool.frames.in_pages(frames))
-        if frames:
-            change = Change(self._pool.calls, self._pool.frames)
-            self._pool.frames.share(frames)
-            change.place(staging.table, Run(0, 0, pages), frames, pages, kind=SET_READ_ACCESS)
-            change.run()
-            change.commit(self._pool)
-            change.check()
-        return Run(part.row, part.begin, part.begin + pages)
+        frames = self._frames_of(arena, part)
+        self.show(frames)
+        return Run(part.row, part.begin, part.begin + len(self._pool.frames.in_pages(frames)))
 
     def _copy_out(self, arena: Arena, part: Run, nbytes: int, fence: Fence) -> None:
         """Maps new frames in the staging row, which begin with some bytes of a part. Waits for the copy."""
@@ -331,6 +325,25 @@ class Sharing:
             row_bytes = max(arena.row_bytes for arena, _ in self._books.ranges)  # what a row has for its own
             self.staging = Arena(self._pool, self._account, 1, max(pages * size, row_bytes))
         return self.staging
+
+    def show(self, frames: list[int]) -> dict[int, int]:
+        """Maps frames in the staging row, read-only; returns by frame the address. Who copies from there says in
+        `staged` when that is done.
+
+        Raises:
+            DriverError: a call failed.
+        """
+        if not frames:
+            return {}
+        staging, change = self.stage(), Change(self._pool.calls, self._pool.frames)
+        pages = [LARGE if self._pool.frames.is_large[frame] else 1 for frame in frames]
+        ends = list(accumulate(pages, initial=0))
+        self._pool.frames.share(frames)
+        change.place(staging.table, Run(0, 0, ends[-1]), frames, ends[-1], kind=SET_READ_ACCESS)
+        change.run()
+        change.commit(self._pool)
+        change.check()
+        return {frame: staging.address + end * self._books.page_size for frame, end in zip(frames, ends)}
 
     def clear(self, wait: bool = True) -> None:
         """Gives back what is in the staging row; if it is not to wait, only where nobody copies from there any more."""
