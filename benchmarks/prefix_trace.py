@@ -1,55 +1,56 @@
-"""How much of a trace's prompts a prefix tree finds: with room for all, and under budgets beside an offline optimum.
+"""How much of a trace's prompts a cache finds: with room for all, and under budgets beside an offline optimum, with and
+without a host tier.
 
-    python -m benchmarks.prefix_trace TRACE [--pages N]... [--json]
+    python -m benchmarks.prefix_trace --trace FILE [--pages N]... [--json]
 
 The trace tells of each prompt the ids of its blocks; equal ids are equal content behind an equal beginning (Mooncake's
-traces: JSON lines with `hash_ids`, blocks of 512 tokens). Here a block is a page of a few tokens, which makes hit rates
-of the same blocks. Requests come one after another: each looks its prompt up, and makes all of it known.
+traces: `hash_ids`, blocks of 512 tokens). Here a block is a page of a few tokens, which makes hit rates of the same
+blocks, and each prompt ends with one more token, which is its own: the last one is never found, for it has to be
+computed. Requests come one after another on one `KVCache`, in host memory: each begins with what is known, writes K of
+the rest, makes it known, and ends. K of what was found is compared with what was written.
 
 The optimum is Belady's: it knows all requests, gives up the page that is needed last, and keeps none that is not needed
 before those it has. A page is never needed before the one that it follows, so it, too, keeps prefixes only. No policy
-finds more.
+finds more. Beside a host tier it has the pages of both.
 """
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from heapq import heappop, heappush
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import typer
 
+from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
 from vmmkv.environment import environment
-from vmmkv.reuse.node import Ids
-from vmmkv.workload import TraceError
+from vmmkv.events import EventLog, Removed, Stored
+from vmmkv.memory.driver import open_driver
+from vmmkv.workload import TraceError, read_trace
 
-from .prefix_tree import Prefixes
-
+Row = dict[str, Any]
+Ids = npt.NDArray[np.int64]
+Blocks = tuple[int, ...]
+"""Ids of a prompt's blocks."""
+LAYOUT = KVLayout(num_layers=1, num_kv_heads=1, head_dim=128, dtype=torch.int8)
+PAGE_TOKENS = 16
+"""Tokens that stand for a block, and fill a page of 4 KiB."""
+PAGE_BYTES = PAGE_TOKENS * LAYOUT.token_bytes
+ROWS = 8
+"""Of the cache. One sequence lives at a time; the other rows are kept, as long as they may be."""
 BUDGETS = 1000, 4000, 16_000, 64_000
+HOST = 4
+"""Pages of the host tier for each page of the budget."""
 
 
-def read_blocks(path: Path) -> list[list[int]]:
-    """By request the ids of its prompt's blocks.
-
-    Raises:
-        TraceError: it is no such trace, or empty.
-    """
-    try:
-        requests = [[int(block) for block in json.loads(line)["hash_ids"]] for line in path.read_text().splitlines()]
-    except (KeyError, TypeError, ValueError) as error:
-        raise TraceError(f"{path} is no trace ({type(error).__name__}): it must be JSON lines with hash_ids") from None
-    if not any(requests):
-        raise TraceError(f"{path} holds no blocks")
-    return requests
-
-
-def known_blocks(requests: list[list[int]]) -> list[int]:
+def known_blocks(requests: list[Blocks]) -> list[int]:
     """By request how many blocks, from its first on, are in a request before it."""
     seen: set[int] = set()
     known = []
@@ -59,7 +60,7 @@ def known_blocks(requests: list[list[int]]) -> list[int]:
     return known
 
 
-def optimum(requests: list[list[int]], pages: int) -> list[int]:
+def optimum(requests: list[Blocks], pages: int) -> list[int]:
     """By request how many blocks, from its first on, are there at best."""
     accesses = [block for blocks in requests for block in blocks]
     needed: list[float] = [inf] * len(accesses)
@@ -88,88 +89,127 @@ def optimum(requests: list[list[int]], pages: int) -> list[int]:
     return hits
 
 
-def replay(requests: list[list[int]], pages: int, page_tokens: int) -> dict[str, Any]:
-    """All requests on a tree of so many pages."""
-    prefixes = Prefixes(pages, page_tokens)
-    hits, nodes = [], 0
-    for blocks in requests:
-        hits.append(prefixes.serve(tokens_of(blocks, page_tokens)).tokens)
-        nodes = max(nodes, prefixes.tree.nodes)
-    prefixes.tree.check()
-    if prefixes.tree.pages + len(prefixes.free) != pages:
-        raise AssertionError("pages were lost")
-    return {"pages": pages, "hits": hits, "evicted": prefixes.evicted, "nodes": nodes}
+def prompts_of(requests: list[Blocks]) -> list[Ids]:
+    """Token ids of each prompt: those of its blocks, and one that no other has."""
+    names: dict[int, int] = {}
+    named = [[names.setdefault(block, len(names)) for block in blocks] for blocks in requests]
+    starts = [np.array(each, np.int64)[:, None] * PAGE_TOKENS for each in named]
+    own = len(names) * PAGE_TOKENS
+    return [np.append(start + np.arange(PAGE_TOKENS), own + index) for index, start in enumerate(starts)]
 
 
-def tokens_of(blocks: list[int], page_tokens: int) -> Ids:
-    return (np.array(blocks, np.int64)[:, None] * page_tokens + np.arange(page_tokens)).reshape(-1)
+def replay(prompts: list[Ids], pages: int, host_pages: int) -> Row:
+    """All prompts on a cache of so many pages, and one more for the token that is a prompt's own."""
+    log, blocks, cached = EventLog(PAGE_TOKENS), Counter[tuple[type, str]](), []
+    with KVCache(
+        LAYOUT,
+        ROWS,
+        max(map(len, prompts)),
+        max_bytes=(pages + 1) * PAGE_BYTES,
+        driver=open_driver("cpu", PAGE_BYTES),
+        large_frames=False,
+        host_bytes=host_pages * PAGE_BYTES,
+        event_log=log,
+    ) as cache:
+        for ids in prompts:
+            with cache.sequence(token_ids=ids) as sequence:
+                check_and_write(sequence, ids)
+                sequence.commit(ids)
+                cached.append(sequence.cached_tokens)
+            for event in log.events():
+                if isinstance(event, Stored):
+                    blocks[Stored, event.tier] += len(event.blocks.hashes)
+                elif isinstance(event, Removed):
+                    blocks[Removed, event.tier] += len(event.hashes)
+        cache.check()
+        if cache.stats().events_dropped:
+            raise AssertionError("events were dropped")
+    computed = sum(map(len, prompts)) - len(prompts) - sum(cached)
+    return {
+        "pages": pages,
+        "host_pages": host_pages,
+        "cached": cached,
+        "evicted": blocks[Removed, "device"],
+        "to_host": blocks[Stored, "host"],
+        # All that becomes known on the device was computed, or comes from there.
+        "from_host": blocks[Stored, "device"] - computed // PAGE_TOKENS,
+    }
+
+
+def check_and_write(sequence: Sequence, ids: Ids) -> None:
+    """Checks K of what a sequence begins with, and writes the rest: each token's is its id."""
+    k = sequence.k(0)[:, 0].view(torch.int64)
+    expected = torch.from_numpy(ids)[:, None]
+    if not (k[: sequence.cached_tokens] == expected[: sequence.cached_tokens]).all():
+        raise AssertionError("a sequence begins with K of other tokens")
+    k[sequence.cached_tokens :] = expected[sequence.cached_tokens :]
+
+
+def measure(requests: list[Blocks], prompts: list[Ids], pages: int, host_pages: int) -> Row:
+    """What was found with so many pages, and what could be at best."""
+    with errors.status(f"{pages:,} pages, {host_pages:,} on the host"):
+        row, best = replay(prompts, pages, host_pages), optimum(requests, pages + host_pages)
+    blocks, cached = sum(map(len, requests)), row.pop("cached")
+    return row | {
+        "hit_tokens": sum(cached),
+        "hit_rate": sum(cached) / (blocks * PAGE_TOKENS),
+        "optimal_hit_rate": sum(best) / blocks,
+        "exact": cached == [PAGE_TOKENS * known for known in known_blocks(requests)],
+    }
 
 
 def main(
-    trace: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Mooncake JSON lines with hash_ids.")],
+    trace: Annotated[Path, typer.Option(exists=True, dir_okay=False, help="Mooncake JSON lines with hash_ids.")],
     pages: Annotated[
         list[int] | None, typer.Option(min=1, help="A budget, in pages of a block; may be given often.")
     ] = None,
-    page_tokens: Annotated[int, typer.Option(min=1, help="Tokens that stand for a block.")] = 16,
     json_output: JsonOutput = False,
 ) -> None:
-    """Replay a trace through a prefix tree."""
-    requests = read_blocks(trace)
-    blocks, distinct = sum(map(len, requests)), len({block for each in requests for block in each})
-    known = known_blocks(requests)
-    rows = []
-    for budget in [*(pages or BUDGETS), distinct]:
-        with errors.status(f"{budget:,} pages"):
-            row = replay(requests, budget, page_tokens)
-            best = optimum(requests, budget)
-        found = row.pop("hits")
-        rows.append(
-            row
-            | {
-                "hit_tokens": sum(found),
-                "hit_rate": sum(found) / (blocks * page_tokens),
-                "optimal_hit_rate": sum(best) / blocks,
-                "exact": found == [page_tokens * n for n in known],
-            }
-        )
-    result = {
+    """Replay a trace's prompts through a cache."""
+    requests = [request.blocks for request in read_trace(trace)]
+    blocks, distinct, known = sum(map(len, requests)), len(set().union(*requests)), sum(known_blocks(requests))
+    if not blocks:
+        raise TraceError(f"{trace} tells of no blocks: its lines must have hash_ids")
+    longest, least = max(map(len, requests)), min(pages or BUDGETS)
+    if least < longest:
+        raise typer.BadParameter(f"--pages {least}: the longest prompt has {longest} blocks")
+    budgets = [(each, host * each) for each in pages or BUDGETS for host in (0, HOST)]
+    budgets.append((distinct + ROWS, 0))  # room for all, and for the own tokens of prompts whose rows are kept
+    prompts = prompts_of(requests)
+    result: Row = {
         "environment": environment(torch.device("cpu")),
         "trace": trace.name,
         "requests": len(requests),
         "blocks": blocks,
         "distinct_blocks": distinct,
-        "known_blocks": sum(known),
-        "known_rate": sum(known) / blocks,
-        "page_tokens": page_tokens,
-        "runs": rows,
+        "known_blocks": known,
+        "known_rate": known / blocks,
+        "page_tokens": PAGE_TOKENS,
+        "runs": [measure(requests, prompts, *budget) for budget in budgets],
     }
     if json_output:
         print_json(result)
     else:
-        show(result)
-    if not rows[-1]["exact"]:
-        raise AssertionError("with room for all the tree does not find what the trace says was there before")
+        title = f"{trace.name}: {len(requests):,} requests, {blocks:,} blocks, of which {known:,} were there before"
+        console.print(make_table(title, *hit_table(result)))
+    if not result["runs"][-1]["exact"]:
+        raise AssertionError("with room for all the cache does not find what the trace says was there before")
 
 
-def show(result: dict[str, Any]) -> None:
-    """Prints a line for each budget."""
-    title = (
-        f"{result['trace']}: {result['requests']:,} requests, {result['blocks']:,} blocks, of which "
-        f"{result['known_rate']:.1%} were there before"
-    )
-    rows = [
+def hit_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns of a table, and a line for each budget."""
+    columns = "pages", "on the host", "found", "optimum", "ratio", "evicted", "to the host", "back"
+    return columns, [
         (
-            f"{row['pages']:,}" + (" (all)" if row["pages"] == result["distinct_blocks"] else ""),
+            "room for all" if row["pages"] > result["distinct_blocks"] else f"{row['pages']:,}",
+            f"{row['host_pages']:,}",
             f"{row['hit_rate']:.1%}",
             f"{row['optimal_hit_rate']:.1%}",
             f"{row['hit_rate'] / row['optimal_hit_rate']:.2f}" if row["optimal_hit_rate"] else "-",
-            f"{row['evicted']:,}",
-            f"{row['nodes']:,}",
+            *(f"{row[moved]:,}" for moved in ("evicted", "to_host", "from_host")),
         )
         for row in result["runs"]
     ]
-    columns = "pages", "found", "optimum", "ratio", "pages evicted", "nodes at most"
-    console.print(make_table(title, columns, rows))
 
 
 if __name__ == "__main__":

@@ -47,7 +47,6 @@ class Prefixes:
     def __init__(self, pages: int, page_tokens: int) -> None:
         self.tree = PrefixTree(page_tokens, [1])
         self.free = list(range(pages))
-        self.evicted = 0
 
     def serve(self, ids: Ids) -> Match:
         """Looks a prompt up and makes all of it known, as far as there are pages; returns what was there."""
@@ -55,9 +54,7 @@ class Prefixes:
         held = self.tree.lock(found.node, found.tokens)
         missing = self.tree.geometry.pages(len(ids))[0] - len(found.pages[0])
         if missing > len(self.free):
-            gone = self.tree.evict(missing - len(self.free))
-            self.evicted += len(gone)
-            self.free += [page.number for page in gone]
+            self.free += [page.number for page in self.tree.evict(missing - len(self.free))]
         pages = found.pages[0] + [self.free.pop() for _ in range(min(missing, len(self.free)))]
         made = self.tree.insert(KEY, ids[: len(pages) * self.tree.geometry.page_size], [pages])
         end = self.tree.lock(made.node)
