@@ -25,13 +25,12 @@ from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
 from vmmkv.environment import environment
-from vmmkv.memory.driver import Driver, open_driver
+from vmmkv.memory.driver import Driver
 from vmmkv.workload import conversations
 
+from .geometry import open_geometry
+
 Row = dict[str, Any]
-LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
-"""Of Llama-3.1-8B: a page holds 16 tokens."""
-SMALL = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.float32)
 WAYS = MAPPED, AHEAD, IN_NEED = ("mapped before", "mapper", "no mapper")
 FRAMES = LARGE, SINGLE = ("large frames", "single pages")
 PROMPT_ROUNDS = 10
@@ -88,13 +87,10 @@ def main(
     json_output: JsonOutput = False,
 ) -> None:
     """Measure what mapping ahead, and large frames, save."""
-    driver = open_driver(device)
-    if driver.device.type == "cpu":
-        driver = open_driver(device, 16 * SMALL.token_bytes)
+    driver, layout = open_geometry(device)
     on_gpu = driver.device.type == "cuda"
-    layout, lookahead = (LAYOUT, None) if on_gpu else (SMALL, 32)
     steps = steps or (2000 if on_gpu else 100)
-    bench = Bench(driver, layout, lookahead, perf_counter() + budget_seconds, [])
+    bench = Bench(driver, layout, None if on_gpu else 32, perf_counter() + budget_seconds, [])
     result: Row = {
         "environment": environment(driver.device),
         "sequences": sequences,

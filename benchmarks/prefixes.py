@@ -20,11 +20,11 @@ from vmmkv import KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
 from vmmkv.environment import environment
-from vmmkv.memory.driver import Driver, open_driver
+from vmmkv.memory.driver import Driver
 
 from .allocator import microseconds, spread
-from .mapper import LAYOUT, SMALL
-from .sharing import calls_of
+from .geometry import LAYOUT, open_geometry
+from .sharing import calls_of, calls_since
 
 Row = dict[str, Any]
 TURN = 8
@@ -73,14 +73,13 @@ def start(
         if number:
             took.append(microseconds_taken)
             driver_us.append((cache.stats().driver_seconds - seconds) * 1e6)
-        calls = {name: count - before.get(name, 0) for name, count in calls_of(cache).items()}
+        calls = calls_since(cache, before)
         (sequence,) = sequences
         cached = sequence.cached_tokens
         sequence.truncate(cached)
         sequence.free()
         cache.pool.driver.synchronize()
-    row = {"what": what, "large_frames": large, "tokens": len(ids), "cached_tokens": cached}
-    row |= {"calls": {name: number for name, number in calls.items() if number}}
+    row = {"what": what, "large_frames": large, "tokens": len(ids), "cached_tokens": cached, "calls": calls}
     return row | spread("start", took) | spread("driver", driver_us)
 
 
@@ -91,9 +90,7 @@ def main(
     json_output: JsonOutput = False,
 ) -> None:
     """Measure starts on what is known."""
-    driver, layout = open_driver(device), LAYOUT
-    if driver.device.type == "cpu":
-        driver, layout = open_driver(device, 16 * SMALL.token_bytes), SMALL
+    driver, layout = open_geometry(device)
     tokens = tokens or (8192 if layout is LAYOUT else 512)
     result: Row = {"environment": environment(driver.device), "rounds": rounds, "token_bytes": layout.token_bytes}
     result["starts"] = [

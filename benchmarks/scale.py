@@ -19,17 +19,16 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
-from vmmkv import FramePool, KVCache, KVLayout, OutOfPagesError, Sequence
+from vmmkv import FramePool, KVCache, OutOfPagesError, Sequence
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
 from vmmkv.environment import environment
 from vmmkv.space.mapper import Mapper
 
+from .geometry import LAYOUT
 from .virtual import BookkeepingDriver
 
 Row = dict[str, Any]
-LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128)
-"""Of Llama-3.1-8B: a page holds 16 tokens."""
 PAGE = 16
 TOKENS, AHEAD, MOST = 8 * PAGE, 2 * PAGE, 256 * PAGE
 """Of a sequence, mapped behind it, and of a row."""

@@ -25,11 +25,11 @@ from vmmkv import SHARED_PAGE, KVCache, KVLayout, Sequence
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, format_bytes, make_table, print_json
 from vmmkv.environment import environment
-from vmmkv.memory.driver import Driver, open_driver
+from vmmkv.memory.driver import Driver
 from vmmkv.memory.frames import LARGE
 
 from .allocator import in_turns, microseconds, raw_calls, spread
-from .mapper import LAYOUT, SMALL
+from .geometry import LAYOUT, open_geometry
 
 Row = dict[str, Any]
 FRAMES = {True: "large frames", False: "single pages"}
@@ -61,11 +61,10 @@ def forking(driver: Driver, layout: KVLayout, tokens: int, count: int, large: bo
             driver.synchronize()
             before, seconds = calls_of(cache), cache.stats().driver_seconds
             took = microseconds(lambda: children.extend(cache.fork_many(prompt, count)))
-            calls = {name: number - before.get(name, 0) for name, number in calls_of(cache).items()}
             figures.append(
                 {
                     "driver_us": (cache.stats().driver_seconds - seconds) * 1e6,
-                    "calls": {name: number for name, number in calls.items() if number},
+                    "calls": calls_since(cache, before),
                     "shared": frames_of(cache, SHARED_PAGE),
                     "own": frames_of(cache, children[-1].number),
                 }
@@ -91,6 +90,12 @@ def forking(driver: Driver, layout: KVLayout, tokens: int, count: int, large: bo
 
 def calls_of(cache: KVCache) -> dict[str, int]:
     return {name: call.count for name, call in cache.stats().driver_calls.items()}
+
+
+def calls_since(cache: KVCache, before: dict[str, int]) -> dict[str, int]:
+    """How often each call was made since it had been made so often."""
+    counts = {name: count - before.get(name, 0) for name, count in calls_of(cache).items()}
+    return {name: count for name, count in counts.items() if count}
 
 
 def fill(sequence: Sequence) -> torch.Tensor:
@@ -295,9 +300,7 @@ def main(
     json_output: JsonOutput = False,
 ) -> None:
     """Measure forks."""
-    driver, layout = open_driver(device), LAYOUT
-    if driver.device.type == "cpu":
-        driver, layout = open_driver(device, 16 * SMALL.token_bytes), SMALL
+    driver, layout = open_geometry(device)
     tokens = tokens or (8192 if layout is LAYOUT else 512)
     prompts = [(length, large) for large in FRAMES for length in (tokens, tokens - SHORTER)]
     cases = [(*prompt, count) for prompt in prompts for count in (1, samples)]

@@ -26,7 +26,8 @@ from vmmkv.cli.output import console, errors, format_bytes, make_table, print_js
 from vmmkv.environment import environment
 from vmmkv.memory.driver import open_driver
 
-from .transfer import PIECE, PLAIN, WARM_UP, Row, figures, in_turn, layout_on, synchronize
+from .geometry import layout_on
+from .transfer import PIECE, PLAIN, WARM_UP, Row, figures, in_turn, synchronize
 
 GATHERED = f"pieces of {format_bytes(PIECE)}, gathered"
 BATCHED = f"pieces of {format_bytes(PIECE)}, one batch of copies"

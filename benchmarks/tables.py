@@ -17,7 +17,20 @@ from vmmkv import KVLayout
 from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
-from . import fragmentation, idle, mapper, overread, pools, prefixes, reuse, scale, sharing, swap, transfer
+from . import (
+    fragmentation,
+    idle,
+    mapper,
+    overread,
+    pools,
+    prefix_trace,
+    prefixes,
+    reuse,
+    scale,
+    sharing,
+    swap,
+    transfer,
+)
 from .serve import report as serving
 from .virtual import SCHEMES
 
@@ -403,12 +416,17 @@ def samples(result: Result) -> str:
     return markdown(*sharing.sample_table(result))
 
 
-# ------------------------------------------------------------------ other processes
-
-
 @table("prefixes_h200.json")
 def beginnings(result: Result) -> str:
     return markdown(*prefixes.start_table(result))
+
+
+@table("prefix_trace.json")
+def prefix_trace_hits(result: Result) -> str:
+    return markdown(*prefix_trace.hit_table(result))
+
+
+# ------------------------------------------------------------------ the host, and other processes
 
 
 @table("swap_h200.json")

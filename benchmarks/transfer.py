@@ -26,13 +26,13 @@ import torch
 import torch.distributed as dist
 import typer
 
-from vmmkv import KVCache, KVLayout
+from vmmkv import KVCache
 from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, format_bytes, make_table, print_json
 from vmmkv.environment import environment
 from vmmkv.memory.driver import open_driver
 
-from .mapper import LAYOUT, SMALL
+from .geometry import layout_on
 
 SENDER, RECEIVER = 0, 1
 PIECE = 32 << 10
@@ -187,11 +187,6 @@ def work(rank: int, folder: str, on_gpus: bool, tokens: int, rounds: int) -> Non
             (Path(folder) / "result.json").write_text(json.dumps(seconds))
     dist.barrier()
     dist.destroy_process_group()
-
-
-def layout_on(on_gpus: bool) -> KVLayout:
-    """The shape of a token: Llama-3.1-8B's, or a small one."""
-    return LAYOUT if on_gpus else SMALL
 
 
 def in_turn(ways: dict[str, Way], number: int) -> Iterator[str]:

@@ -8,16 +8,16 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import prefixes, tables
-from vmmkv.memory.driver import open_driver
+from benchmarks.geometry import open_geometry
 
 APP = Typer()
 APP.command()(prefixes.main)
 
 
 def test_what_is_found_and_called() -> None:
-    driver = open_driver("cpu", 16 * prefixes.SMALL.token_bytes)  # a page of 16 tokens
+    driver, layout = open_geometry("cpu")
     for large in (True, False):
-        hit, turn, listed, without = prefixes.beginnings(driver, prefixes.SMALL, 512, large, rounds=2)
+        hit, turn, listed, without = prefixes.beginnings(driver, layout, 512, large, rounds=2)
         assert (hit["cached_tokens"], without["cached_tokens"]) == (512, 0)
         assert turn["cached_tokens"] == listed["cached_tokens"] == 512
         assert hit["calls"]["map"] == (2 if large else 32) + 1, "what is known, and a page behind it"

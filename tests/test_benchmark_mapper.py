@@ -12,7 +12,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import mapper, tables
-from vmmkv.memory.driver import open_driver
+from benchmarks.geometry import open_geometry
 
 APP = Typer()
 APP.command()(mapper.main)
@@ -56,8 +56,7 @@ def test_it_compares_ways_to_have_pages(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize("way", mapper.WAYS)
 def test_one_way_has_a_mapper(way: str) -> None:
-    driver = open_driver("cpu", 16 * mapper.SMALL.token_bytes)
-    bench = mapper.Bench(driver, mapper.SMALL, lookahead=32, deadline=inf, missed=[])
+    bench = mapper.Bench(*open_geometry("cpu"), lookahead=32, deadline=inf, missed=[])
     with mapper.growing(bench, way, sequences=8, steps=40) as (cache, _):
         if way == mapper.AHEAD:
             soon(lambda: cache.stats().pages_mapped["ahead"] > 0)

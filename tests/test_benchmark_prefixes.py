@@ -1,4 +1,4 @@
-"""The benchmarks of the prefix tree: what they report adds up, the optimum is one, and what is no trace is refused."""
+"""The benchmarks of what prompts have in common: what they report adds up, the optimum is one, what is wrong shows."""
 
 from __future__ import annotations
 
@@ -9,22 +9,28 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import Result
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import prefix_trace, prefix_tree
+import vmmkv
+from benchmarks import prefix_trace, prefix_tree, tables
 from vmmkv.workload import TraceError
 
 
-def run(main: Any, *args: str) -> Any:
+def invoke(main: Any, *args: str) -> Result:
     app = Typer()
     app.command()(main)
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*args, "--json"])
+    return CliRunner(env={"COLUMNS": "200"}).invoke(app, args)
+
+
+def run(main: Any, *args: str) -> Any:
+    done = invoke(main, *args, "--json")
     assert done.exit_code == 0, done.output
     return json.loads(done.stdout)
 
 
-def random_requests(rng: np.random.Generator, count: int, blocks: int) -> list[list[int]]:
+def random_requests(rng: np.random.Generator, count: int, blocks: int) -> list[tuple[int, ...]]:
     """Walks down a random tree of blocks, so that equal ids have equal beginnings."""
     below = [int(rng.integers(-1, block)) if block else -1 for block in range(blocks)]
     requests = []
@@ -32,11 +38,11 @@ def random_requests(rng: np.random.Generator, count: int, blocks: int) -> list[l
         path = [int(rng.integers(blocks))]
         while below[path[0]] >= 0:
             path.insert(0, below[path[0]])
-        requests.append(path)
+        requests.append(tuple(path))
     return requests
 
 
-def most_hits(requests: list[list[int]], pages: int) -> int:
+def most_hits(requests: list[tuple[int, ...]], pages: int) -> int:
     """Tries out whatever could be kept after each request."""
     best: dict[frozenset[int], int] = {frozenset(): 0}
     for blocks in requests:
@@ -60,29 +66,56 @@ def test_the_optimum_is_what_no_choice_betters(pages: int) -> None:
         assert all(found <= known for found, known in zip(hits, prefix_trace.known_blocks(requests)))
 
 
+def write(path: Path, requests: list[tuple[int, ...]]) -> str:
+    lines = [{"input_length": 512 * len(blocks), "output_length": 1, "hash_ids": blocks} for blocks in requests]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def common(blocks: tuple[int, ...], other: tuple[int, ...]) -> int:
+    return next((n for n, pair in enumerate(zip(blocks, other)) if len(set(pair)) > 1), min(len(blocks), len(other)))
+
+
 def test_a_trace_is_found_to_the_token(tmp_path: Path) -> None:
-    requests = random_requests(np.random.default_rng(), 300, 100)
-    trace = tmp_path / "trace.jsonl"
-    trace.write_text("".join(json.dumps({"hash_ids": blocks}) + "\n" for blocks in requests))
-    result = run(prefix_trace.main, str(trace), "--pages", "8", "--pages", "30", "--page-tokens", "5")
-    *limited, all_of_them = result["runs"]
+    requests = random_requests(np.random.default_rng(), 60, 40)
+    known = [max((common(blocks, other) for other in requests[:n]), default=0) for n, blocks in enumerate(requests)]
+    longest = max(map(len, requests))
+    sizes = "--pages", str(longest), "--pages", str(2 * longest)
+    result = run(prefix_trace.main, "--trace", write(tmp_path / "trace.jsonl", requests), *sizes)
+    *limited, room_for_all = result["runs"]
     assert result["blocks"] == sum(map(len, requests))
-    assert all_of_them["pages"] == result["distinct_blocks"]
-    assert all_of_them["exact"]
-    assert all_of_them["hit_tokens"] == 5 * result["known_blocks"]
-    assert all_of_them["hit_rate"] == all_of_them["optimal_hit_rate"] == result["known_rate"]
-    for row in limited:
-        assert 0 < row["hit_rate"] <= row["optimal_hit_rate"] <= result["known_rate"]
-        assert row["evicted"] > 0
-    prefix_trace.show(result)
+    assert result["known_blocks"] == sum(known)
+    assert room_for_all["exact"]
+    assert room_for_all["hit_tokens"] == prefix_trace.PAGE_TOKENS * sum(known)
+    assert room_for_all["hit_rate"] == room_for_all["optimal_hit_rate"] == result["known_rate"]
+    assert not any(room_for_all[moved] for moved in ("evicted", "to_host", "from_host"))
+    for alone, tiered in zip(limited[::2], limited[1::2]):
+        assert 0 < alone["hit_rate"] <= alone["optimal_hit_rate"] <= tiered["optimal_hit_rate"] <= result["known_rate"]
+        assert tiered["hit_rate"] <= tiered["optimal_hit_rate"]
+        assert tiered["evicted"] == alone["evicted"] > 0, "the device's tree does not ask what the host knows"
+        assert tiered["to_host"] > alone["to_host"] == 0
+        more = tiered["hit_tokens"] - alone["hit_tokens"]
+        assert tiered["from_host"] * prefix_trace.PAGE_TOKENS == more
+        assert alone["from_host"] == 0
+    assert tables.TABLES["prefix-trace-hits"].write(result).count("\n") == 6
 
 
-@pytest.mark.parametrize("text", ["", "{}", "no JSON", '{"hash_ids": 3}', '{"hash_ids": [null]}', '{"hash_ids": []}'])
-def test_what_is_no_trace_is_refused(text: str, tmp_path: Path) -> None:
+def test_prompts_that_are_taken_for_one_another_show(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sequence, commit = vmmkv.KVCache.sequence, vmmkv.Sequence.commit
+    monkeypatch.setattr(vmmkv.KVCache, "sequence", lambda cache, *, token_ids: sequence(cache, token_ids=token_ids * 0))
+    monkeypatch.setattr(vmmkv.Sequence, "commit", lambda each, token_ids: commit(each, token_ids * 0))
+    trace = write(tmp_path / "trace.jsonl", [(1, 2), (3, 4)])
+    done = invoke(prefix_trace.main, "--trace", trace, "--pages", "2")
+    assert "K of other tokens" in str(done.exception)
+
+
+def test_what_cannot_be_replayed_is_refused(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text(text)
-    with pytest.raises(TraceError):
-        prefix_trace.read_blocks(trace)
+    done = invoke(prefix_trace.main, "--trace", write(trace, [(1, 2, 3)]), "--pages", "2")
+    assert done.exit_code == 2
+    assert "the longest prompt has 3 blocks" in done.output
+    done = invoke(prefix_trace.main, "--trace", write(trace, [()]))
+    assert isinstance(done.exception, TraceError)
 
 
 def test_the_tree_is_measured() -> None:

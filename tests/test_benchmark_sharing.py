@@ -12,7 +12,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import sharing, tables
-from benchmarks.mapper import SMALL
+from benchmarks.geometry import SMALL
 from vmmkv import KVCache
 from vmmkv.memory.driver import open_driver
 from vmmkv.memory.driver.host import HostDriver

@@ -13,6 +13,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import tables, transfer
+from benchmarks.geometry import SMALL
 from vmmkv import KVCache
 
 APP = Typer()
@@ -26,7 +27,7 @@ class Nothing(transfer.Plain):
 
 
 def time_ways(rank: int, seed: int) -> None:
-    layout, device, tokens = transfer.layout_on(False), torch.device("cpu"), 64
+    layout, device, tokens = SMALL, torch.device("cpu"), 64
     nbytes = tokens * layout.token_bytes
     content = torch.randint(256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     with KVCache(layout, 3, tokens, max_bytes="64MiB", device=device) as cache:

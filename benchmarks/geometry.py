@@ -1,0 +1,24 @@
+"""The geometry of benchmarks: Llama-3.1-8B's on a GPU, a small one on the host; a page holds 16 tokens of either."""
+
+from __future__ import annotations
+
+import torch
+
+from vmmkv import KVLayout
+from vmmkv.memory.driver import Driver, open_driver
+
+LAYOUT = KVLayout(num_layers=32, num_kv_heads=8, head_dim=128, dtype=torch.bfloat16)
+SMALL = KVLayout(num_layers=2, num_kv_heads=2, head_dim=64, dtype=torch.float32)
+
+
+def layout_on(on_gpu: bool) -> KVLayout:
+    """The shape of a token."""
+    return LAYOUT if on_gpu else SMALL
+
+
+def open_geometry(device: str | None) -> tuple[Driver, KVLayout]:
+    """A memory system, and the shape of a token, of which 16 fill a page."""
+    driver = open_driver(device)
+    if driver.device.type == "cpu":
+        driver = open_driver(device, 16 * SMALL.token_bytes)
+    return driver, layout_on(driver.device.type == "cuda")
