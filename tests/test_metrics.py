@@ -92,6 +92,25 @@ def test_hits_are_counted_of_all_caches_that_a_pool_has_had() -> None:
     assert scrape(pool)["vmmkv:prefix_cache_hits_total",] == hits
 
 
+def test_what_is_on_the_host_is_counted() -> None:
+    pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
+    caches = [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool, host_bytes="1MiB") for _ in range(2)]
+    ids = np.arange(random.randint(9, 40))
+    with caches[0].sequence(token_ids=ids) as sequence:
+        sequence.commit(ids)
+    caches[0].trim()
+    caches[0].sequence(80)
+    caches[1].sequence(80)  # fills the pool: what nobody uses goes to the host
+    caches[1].sequence(80)
+    tokens = random.randint(1, 20)
+    (away := caches[1].sequence(tokens, row=3)).suspend()
+    values, stats = scrape(pool), [cache.stats() for cache in caches]
+    assert values["vmmkv:host_prefix_pages",] == sum(of.host_prefix_pages for of in stats) == len(ids) // 8
+    assert values["vmmkv:host_bytes",] == sum(of.host_bytes for of in stats) > 4096 * (len(ids) // 8)
+    away.free()
+    assert scrape(pool)["vmmkv:host_bytes",] < values["vmmkv:host_bytes",]
+
+
 def test_events_that_were_dropped_are_counted() -> None:
     pool = vmmkv.FramePool("160KiB", device="cpu", page_size=4096)
     caches = [vmmkv.KVCache(LAYOUT, 4, 80, pool=pool)]

@@ -127,61 +127,36 @@ class KVCache(Owner):
         host_priority: int | None = 30,
         event_log: EventLog | None = None,
     ) -> None:
-        if not isinstance(layout, KVLayout):
-            raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
         if event_log is not None:
             check_log(event_log)
-        max_sequences = whole_number("max_sequences", max_sequences)
-        max_seq_len = whole_number("max_seq_len", max_seq_len)
+        max_sequences, max_seq_len = _check_shape(layout, max_sequences, max_seq_len, int32_strides)
         check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
-        if max_sequences < 1 or max_seq_len < 1:
-            raise LayoutError(
-                f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1"
-            )
-        if int32_strides and max_seq_len > layout.int32_token_limit:
-            raise LayoutError(
-                f"asked for max_seq_len={max_seq_len} with int32_strides; a token stride of "
-                f"{max(layout.record_bytes)} bytes allows {layout.int32_token_limit}. Lower max_seq_len, or lower "
-                "layers_per_range in the layout"
-            )
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
         overread = _not_negative("overread", overread)
         owns_pool = pool is None
+        limit: int | None = None
         if pool is None:
             driver = driver_for(driver, device, page_size)
             if max_bytes is None and max_tokens is None:
                 max_bytes = "80%"
             pages = budget_pages(driver, layout, max_sequences, max_bytes, max_tokens, zero_tail, overread)
-            pool, limit = FramePool(pages * driver.page_size, driver=driver), None
-        elif max_bytes is None and max_tokens is None:
-            limit = None
-        else:
+            pool = FramePool(pages * driver.page_size, driver=driver)
+        elif max_bytes is not None or max_tokens is not None:
             limit = budget_pages(pool, layout, max_sequences, max_bytes, max_tokens, zero_tail, overread)
         super().__init__(pool, owns_pool)
-        size = pool.page_size
-        tokens = max_seq_len + overread
-        row_bytes = [-(-tokens * record // size) * size for record in layout.record_bytes]
-        check_address_space(
-            sum(row_bytes) * max_sequences, f"max_sequences={max_sequences} x max_seq_len={max_seq_len}"
-        )
-        lookahead = self._lookahead(lookahead, zero_tail)
         rules = Rules(
             max_seq_len,
             scrub=scrub,
             zero_tail=zero_tail,
-            lookahead=lookahead,
+            lookahead=self._lookahead(lookahead, zero_tail),
             overread=overread,
             large=large_frames and not zero_tail and max_tokens is None,
             poison=pool.is_debugged and layout.dtype.is_floating_point and not zero_tail,
         )
-        self._rows = self._open_rows(Rows(pool, max_sequences, rules), row_bytes, limit, guaranteed)
-        arenas = [arena for arena, _ in self._rows.ranges]
-        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
-            ranges = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
-            self._ranges = [flat.view(layout.dtype) for flat in ranges]
-            self._views = kv_views(self._ranges, layout, max_sequences, max_seq_len)
+        self._rows = self._open_rows(Rows(pool, max_sequences, rules), self._row_bytes(overread), limit, guaranteed)
+        self._ranges, self._views = self._exported()
         self.event_log = event_log
         """What is told which prefixes can be found, if anything is."""
         self._host_tier = (
@@ -195,10 +170,16 @@ class KVCache(Owner):
         """With debugging: what lived when it was closed."""
         owners.add(self)
         if event_log:
-            block = sum(layout.record_bytes) * event_log.block_size
             on_host = self._host_tier.limit if self._host_tier and host_priority is not None else 0
-            event_log.created((pool.limit if limit is None else limit) * size // block, on_host // block)
-            weakref.finalize(self, _end, event_log).atexit = False
+            self._begin_telling(event_log, pool.limit if limit is None else limit, on_host)
+
+    def _row_bytes(self, overread: int) -> list[int]:
+        """Of a row in each range. Raises `LayoutError` where all rows together take too many addresses."""
+        size, tokens = self.page_size, self.max_seq_len + overread
+        row_bytes = [-(-tokens * record // size) * size for record in self.layout.record_bytes]
+        asked = f"max_sequences={self.max_sequences} x max_seq_len={self.max_seq_len}"
+        check_address_space(sum(row_bytes) * self.max_sequences, asked)
+        return row_bytes
 
     def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
         """The lookahead to use."""
@@ -225,6 +206,20 @@ class KVCache(Owner):
         pages = pages_within(pool, guaranteed) if guaranteed else 0
         rows.open(Account(limit, pages), zip(row_bytes, self.layout.record_bytes))
         return rows
+
+    def _exported(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+        """All ranges as tensors, and what `kv` returns of them."""
+        arenas = [arena for arena, _ in self._rows.ranges]
+        with torch.inference_mode(False):  # inference tensors could not be written outside of inference mode
+            exported = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
+            ranges = [flat.view(self.layout.dtype) for flat in exported]
+            return ranges, kv_views(ranges, self.layout, self.max_sequences, self.max_seq_len)
+
+    def _begin_telling(self, event_log: EventLog, pages: int, host_bytes: int) -> None:
+        """Has a log say how many blocks there can be on the device and on the host, and end with the cache."""
+        block = sum(self.layout.record_bytes) * event_log.block_size
+        event_log.created(pages * self.page_size // block, host_bytes // block)
+        weakref.finalize(self, _end, event_log).atexit = False
 
     # ------------------------------------------------------------------ sequences
 
@@ -911,6 +906,23 @@ def _end(log: EventLog) -> None:
     """Tells that a cache is gone."""
     log.cleared()
     log.close()
+
+
+def _check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_strides: bool) -> tuple[int, int]:
+    """How many sequences there are to be, and of how many tokens; raises `ArgumentError`, or `LayoutError`, where there
+    cannot be such."""
+    if not isinstance(layout, KVLayout):
+        raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
+    max_sequences = whole_number("max_sequences", max_sequences)
+    max_seq_len = whole_number("max_seq_len", max_seq_len)
+    if max_sequences < 1 or max_seq_len < 1:
+        raise LayoutError(f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1")
+    if int32_strides and max_seq_len > layout.int32_token_limit:
+        raise LayoutError(
+            f"asked for max_seq_len={max_seq_len} with int32_strides; a token stride of {max(layout.record_bytes)} "
+            f"bytes allows {layout.int32_token_limit}. Lower max_seq_len, or lower layers_per_range in the layout"
+        )
+    return max_sequences, max_seq_len
 
 
 def _not_negative(name: str, value: object) -> int:

@@ -9,14 +9,17 @@ that is not counted anyway.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from .cache import KVCache
+from .errors import VmmkvError
 from .memory.owner import owners
 from .memory.pool import FramePool, FramePoolStats, pool_stats
+from .stats import CacheStats
 
 Value = Callable[[FramePoolStats], float]
 
@@ -47,6 +50,8 @@ class PoolCollector(Collector):
       `user` who grew;
     - counters `vmmkv:prefix_cache_queries_total` and `vmmkv:prefix_cache_hits_total`, in tokens: of prompts that were
       looked up, and those of them whose K and V were there;
+    - gauges `vmmkv:host_bytes` and `vmmkv:host_prefix_pages`, what suspended sequences and evicted prefixes
+      of caches with `host_bytes` take of the host's memory, and the pages that are known there;
     - the counter `vmmkv:kv_events_dropped_total`, of the caches on the pool that have an `event_log`;
     - counters `vmmkv:driver_calls_total` and `vmmkv:driver_seconds_total`, by `call` and `thread`: `user` or `mapper`.
     """
@@ -61,6 +66,7 @@ class PoolCollector(Collector):
             yield gauge
         yield from _pages(pools)
         yield from _prefixes(pools)
+        yield from _host(pools)
         yield _events(pools)
         yield from _driver(pools)
 
@@ -102,6 +108,26 @@ def _prefixes(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
         queries.add_metric(_labels(pool), stats.prompt_tokens)
         hits.add_metric(_labels(pool), stats.cached_tokens)
     yield from (queries, hits)
+
+
+def _host(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
+    """What is on the host."""
+    labels = ["pool", "device"]
+    sizes = GaugeMetricFamily("vmmkv:host_bytes", "Host memory of suspended sequences and prefixes.", labels=labels)
+    pages = GaugeMetricFamily("vmmkv:host_prefix_pages", "Pages that are known on the host.", labels=labels)
+    caches = [owner for owner in list(owners) if isinstance(owner, KVCache)]
+    for pool in pools:
+        if mine := [stats for cache in caches if cache.pool is pool and (stats := _stats(cache))]:
+            sizes.add_metric(_labels(pool), sum(stats.host_bytes for stats in mine))
+            pages.add_metric(_labels(pool), sum(stats.host_prefix_pages for stats in mine))
+    yield from (sizes, pages)
+
+
+def _stats(cache: KVCache) -> CacheStats | None:
+    """What a cache says, unless it was closed meanwhile."""
+    with suppress(VmmkvError):
+        return cache.stats()
+    return None
 
 
 def _events(pools: dict[FramePool, FramePoolStats]) -> Metric:
