@@ -12,6 +12,7 @@ import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -44,6 +45,14 @@ def int32(values: Any) -> torch.Tensor:
 
 
 ROOT = Path(__file__).parent.parent
+
+ROUNDS = int(os.environ.get("VMMKV_ROUNDS", "1"))
+"""How many times as much is done of what is done at random: `VMMKV_ROUNDS=10 python -m pytest`."""
+
+
+def some(number: int, few: int) -> list[int]:
+    """Of so many things any few, others in each run: with enough rounds all of them."""
+    return Random().sample(range(number), min(number, few * ROUNDS))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
