@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -53,6 +54,18 @@ ROUNDS = int(os.environ.get("VMMKV_ROUNDS", "1"))
 def some(number: int, few: int) -> list[int]:
     """Of so many things any few, others in each run: with enough rounds all of them."""
     return Random().sample(range(number), min(number, few * ROUNDS))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """While all is imported little is garbage; and to look for garbage among it, which many tests have Python do, would
+    take a third of a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

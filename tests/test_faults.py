@@ -369,14 +369,6 @@ def survives(world: World, name: str, kind: str, skip: int) -> int | None:
     return None
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _frozen() -> Iterator[None]:
-    """What is there already is no garbage: to look for some is quicker so."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.mark.parametrize(
     ("name", "policy"),
     [*itertools.product(OPERATIONS, POLICIES), *itertools.product(OPERATIONS_BESIDE, ["any"])],
