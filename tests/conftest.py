@@ -169,3 +169,13 @@ def run_python(
         assert zygote.stdout
         print(json.dumps(child), file=zygote.stdin, flush=True)
         return subprocess.CompletedProcess(args, int(zygote.stdout.readline()), *(path.read_text() for path in output))
+
+
+def run_module(name: str, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m NAME` from the root, but forked as by `run_python`."""
+    code = f"""
+        import runpy
+        sys.path.insert(0, {str(ROOT)!r})
+        runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
+    """
+    return run_python(code, *args, env=env)
