@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
+from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -44,6 +46,26 @@ def int32(values: Any) -> torch.Tensor:
 
 
 ROOT = Path(__file__).parent.parent
+
+ROUNDS = int(os.environ.get("VMMKV_ROUNDS", "1"))
+"""How many times as much is done of what is done at random: `VMMKV_ROUNDS=10 python -m pytest`."""
+
+
+def some(number: int, few: int) -> list[int]:
+    """Of so many things any few, others in each run: with enough rounds all of them."""
+    return Random().sample(range(number), min(number, few * ROUNDS))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """While all is imported little is garbage; and to look for garbage among it, which many tests have Python do, would
+    take a third of a second each time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -147,3 +169,13 @@ def run_python(
         assert zygote.stdout
         print(json.dumps(child), file=zygote.stdin, flush=True)
         return subprocess.CompletedProcess(args, int(zygote.stdout.readline()), *(path.read_text() for path in output))
+
+
+def run_module(name: str, *args: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs `python -m NAME` from the root, but forked as by `run_python`."""
+    code = f"""
+        import runpy
+        sys.path.insert(0, {str(ROOT)!r})
+        runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
+    """
+    return run_python(code, *args, env=env)

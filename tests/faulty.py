@@ -18,7 +18,7 @@ class Fault:
     """What `FaultyDriver.fail` was asked for, and whether it has come to that."""
 
     call: str
-    skip: int
+    skip: int  # which are still to pass
     out_of_memory: bool
     error: type[Exception]
     lasting: bool
@@ -71,10 +71,11 @@ class FaultyDriver:
         *,
         error: type[Exception] = DriverError,
         lasting: bool = False,
-    ) -> None:
+    ) -> Fault:
         """Makes a call fail: the one named, or any, after `skip` of them have passed; a lasting fault, all from there
         on. With `out_of_memory`, a `create` fails for want of that."""
-        self._faults.append(Fault(call, skip, out_of_memory, error, lasting))
+        self._faults.append(fault := Fault(call, skip, out_of_memory, error, lasting))
+        return fault
 
     def heal(self) -> bool:
         """Forgets all faults; returns whether there were any that no call has met."""

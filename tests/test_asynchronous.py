@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from conftest import small_layout
+from conftest import ROUNDS, small_layout
 from simulated_device import SimulatedDevice, Stream
 
 import vmmkv
@@ -117,7 +117,7 @@ class User:
 
 @pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 def test_streams_that_run_late_see_their_own_bytes(policy: dict) -> None:
-    for _ in range(100):
+    for _ in range(40 * ROUNDS):
         seed = Random().randrange(1 << 32)
         try:
             run_late(policy, Random(seed))

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-import subprocess
-import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, ROOT
+from conftest import DEVICE, run_module
 from rich.console import Console
 
 from benchmarks.attention.__main__ import wrong_rows
@@ -118,8 +116,6 @@ def test_tables_of_a_result() -> None:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    command = [sys.executable, "-m", "benchmarks.attention", "--json"]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = run_module("benchmarks.attention", "--json", env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs an NVIDIA GPU" in done.stderr

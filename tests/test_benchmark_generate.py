@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import run_module
 from rich.console import Console
 from transformers import StaticCache
 
@@ -32,9 +29,7 @@ STATIC_COMPILED = next(entry for entry in CONTENDERS if entry.cache is StaticCac
 @pytest.fixture(scope="module")
 def result() -> dict:
     """Of the command, as CI can run it."""
-    command = [sys.executable, "-m", "benchmarks.generate", "--device", "cpu", "--json"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}  # more threads only wait for each other in so small a model
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = run_module("benchmarks.generate", "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import run_python, small_driver
+from conftest import run_module, run_python, small_driver
 from faulty import FaultyDriver
 from typer.testing import CliRunner, Result
 
@@ -35,8 +35,7 @@ def plan(*args: str) -> dict:
 def run_vmmkv(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m vmmkv` on a machine without a GPU."""
     clean = {key: value for key, value in os.environ.items() if key not in ("NO_COLOR", "FORCE_COLOR")}
-    code = "import runpy; runpy.run_module('vmmkv', run_name='__main__', alter_sys=True)"
-    return run_python(code, *args, env=clean | {"CUDA_VISIBLE_DEVICES": ""} | env)
+    return run_module("vmmkv", *args, env=clean | {"CUDA_VISIBLE_DEVICES": ""} | env)
 
 
 def test_size_of_a_given_cache_is_exact():

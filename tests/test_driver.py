@@ -335,6 +335,7 @@ def mappings() -> int:
 @pytest.fixture
 def most_mappings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> int:
     """With a limit that is 3,000 mappings away: how many there may be before drivers add no more."""
+    gc.collect()  # what other tests have left
     limit = mappings() + 3000
     monkeypatch.setattr(limits, "MAX_MAPPINGS", tmp_path / "max_map_count")
     limits.MAX_MAPPINGS.write_text(str(limit))
@@ -361,7 +362,6 @@ def test_addresses_may_be_another_threads_as_soon_as_they_are_free(monkeypatch: 
 @pytest.mark.parametrize(("pages", "step"), [(1, 2), (1, 1), (3000, 1)])
 def test_mappings_run_out_before_they_do_for_linux(most_mappings: int, pages: int, step: int) -> None:
     """Pages apart; side by side; and side by side in the file as well, which Linux takes for one until it is cut."""
-    gc.collect()  # what other tests have left
     driver, own = small_driver("cpu"), limits.mappings.own
     size = driver.page_size
     strangers = [mmap.mmap(-1, mmap.PAGESIZE) for _ in range(500)]
@@ -376,8 +376,8 @@ def test_mappings_run_out_before_they_do_for_linux(most_mappings: int, pages: in
 
     with pytest.raises(DriverError, match=r"mmap failed with ENOMEM.*larger page_size"):
         map_until_it_is_refused()
-    if pages == 1:
-        assert most_mappings - 200 < mappings() < most_mappings + 20  # Python's own come and go
+    if pages == 1:  # of who else has a driver here up to `own` are counted that Linux may have merged
+        assert most_mappings - own - 20 < mappings() < most_mappings + 20  # Python's own come and go
     with pytest.raises(DriverError, match="ENOMEM"):
         small_driver("cpu").reserve(size)
     for place in places[1::2]:

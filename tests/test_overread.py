@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
-from conftest import DEVICE, ROOT
+from conftest import DEVICE, run_module
 
 import vmmkv
 from benchmarks import overread, tables
@@ -104,8 +102,6 @@ def test_what_the_benchmark_tells() -> None:
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    command = [sys.executable, "-m", "benchmarks.overread", "--json"]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    done = run_module("benchmarks.overread", "--json", env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs an NVIDIA GPU" in done.stderr

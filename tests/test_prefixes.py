@@ -48,19 +48,20 @@ class World:
         self.keys: dict[vmmkv.Sequence, tuple[Any, ...]] = {}
         self.known: dict[tuple[Any, ...], list[list[int]]] = {}
 
-    def value(self, key: tuple[Any, ...], ids: list[int]) -> float:
-        """What K and V of the last of these tokens are."""
-        digest = hashlib.blake2b(repr((key, ids)).encode(), digest_size=3).digest()
-        return float(int.from_bytes(digest, "little"))
+    def values(self, sequence: vmmkv.Sequence) -> torch.Tensor:
+        """What K and V of each of its tokens are: each stands for the key, and all ids up to it."""
+        digest, values = repr(self.keys[sequence]).encode(), []
+        for token in self.ids[sequence]:
+            digest = hashlib.blake2b(digest + b"%d" % token, digest_size=8).digest()
+            values.append(int.from_bytes(digest[:3], "little"))
+        return torch.tensor(values, dtype=torch.float32)
 
     def write(self, sequence: vmmkv.Sequence, begin: int) -> None:
         """Computes tokens from one on."""
-        ids = self.ids[sequence]
-        for token in range(begin, len(ids)):
-            value = self.value(self.keys[sequence], ids[: token + 1])
-            for layer in range(self.cache.layout.num_layers):
-                for offset, states in enumerate((sequence.k(layer), sequence.v(layer))):
-                    states[token] = value + layer + offset / 2
+        new = self.values(sequence)[begin:, None, None]
+        for layer in range(self.cache.layout.num_layers):
+            for offset, states in enumerate((sequence.k(layer), sequence.v(layer))):
+                states[begin:] = new + layer + offset / 2
 
     def check(self) -> None:
         self.cache.check()
@@ -73,11 +74,10 @@ class World:
 
     def read(self, sequence: vmmkv.Sequence, end: int) -> None:
         """Looks whether the first tokens of a sequence are its own."""
-        ids = self.ids[sequence]
-        expected = torch.tensor([self.value(self.keys[sequence], ids[: token + 1]) for token in range(end)])
+        expected = self.values(sequence)[:end, None, None]
         for layer in range(self.cache.layout.num_layers):
             for offset, states in enumerate((sequence.k(layer), sequence.v(layer))):
-                assert (states[:end] == (expected + layer + offset / 2)[:, None, None]).all(), "another's K and V"
+                assert (states[:end] == expected + layer + offset / 2).all(), "another's K and V"
 
     def whole(self, tokens: int) -> int:
         """Of so many tokens those that lie in pages that they fill, in all ranges."""

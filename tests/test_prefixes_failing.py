@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Collection
 from random import Random
 from typing import Any
 
 import pytest
-from conftest import small_driver
+from conftest import small_driver, some
 from faulty import FaultyDriver
 from interruption import interrupted
 from simulated_device import NotReady, SimulatedDevice
+from test_faults import FEW
 from test_interruption import EVERYTHING, some_lines
 from test_prefixes import LAYOUT, RANGES, World
 
@@ -143,19 +143,23 @@ OPERATIONS: dict[str, Operation] = {
 }
 
 
-def survives(make: Make, operation: Operation, kind: str, skip: int) -> bool:
-    """Does an operation whose n-th call fails, and once more; False of one that makes fewer calls."""
+def survives(make: Make, operation: Operation, kind: str, skip: int) -> int | None:
+    """Does an operation whose n-th call fails, in one of the ways of `FEW`, and once more.
+
+    Returns:
+        None; of an operation that makes fewer calls, which of them could have failed so: how many.
+    """
     device = SimulatedDevice(Random())
     world = make(device)
     for sequence in world.names.values():  # somebody reads, later
         address = sequence.k(0).data_ptr()
         device.streams[0].submit(lambda address=address: device.touch(address, 512, lambda: None))
     if kind == "for want of memory":
-        device.fail("create", skip, out_of_memory=True)
+        fault = device.fail("create", skip, out_of_memory=True)
     elif kind == "not ready":
-        device.fail("query", skip, error=NotReady)
+        fault = device.fail("query", skip, error=NotReady)
     else:
-        device.fail("any", skip, lasting=kind == "for good")
+        fault = device.fail("any", skip, lasting=kind == "for good")
     error: Exception | None = None
     try:
         operation(world)
@@ -164,7 +168,7 @@ def survives(make: Make, operation: Operation, kind: str, skip: int) -> bool:
     device.finish()
     if device.heal():
         assert not error
-        return False
+        return skip - fault.skip
     assert not error or kind != "not ready", "what is not ready can be waited for"
     names = list(world.names)
     world.check()
@@ -172,20 +176,17 @@ def survives(make: Make, operation: Operation, kind: str, skip: int) -> bool:
         operation(world)
         world.check()
     world.close()
-    return True
+    return None
 
 
 def survives_all(make: Make, operation: Operation) -> None:
-    """Has each call of an operation fail, in each way."""
-    calls = {}
-    for kind in ("once", "for want of memory", "not ready", "for good"):
-        skips = itertools.count() if kind != "for good" else range(0, calls["once"], max(calls["once"] // 3, 1))
-        for calls[kind] in skips:
+    """Has calls of an operation fail, in each way."""
+    for kind, few in FEW.items():
+        for skip in some(survives(make, operation, kind, EVERYTHING) or 0, few):
             try:
-                if not survives(make, operation, kind, calls[kind]):
-                    break
+                survives(make, operation, kind, skip)
             except BaseException as error:
-                error.add_note(f"{kind=}, skip={calls[kind]}")
+                error.add_note(f"{kind=}, {skip=}")
                 raise
 
 

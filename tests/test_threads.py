@@ -7,7 +7,6 @@ for the device, so that pages leave their rows while work that reads them is sti
 from __future__ import annotations
 
 import faulthandler
-import os
 import random
 import sys
 import threading
@@ -16,12 +15,12 @@ from contextlib import nullcontext, suppress
 
 import pytest
 import torch
-from conftest import small_driver
+from conftest import ROUNDS, small_driver
 
 import vmmkv
 from vmmkv.errors import OutOfPagesError, OutOfRowsError
 
-SECONDS = float(os.environ.get("VMMKV_STRESS_SECONDS", "5" if torch.cuda.is_available() else "2"))
+SECONDS = (5 if torch.cuda.is_available() else 2) * ROUNDS
 """For all of these tests together."""
 PATIENCE = 300
 """Seconds after which somebody waits for ever."""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import run_python, soon
+from conftest import ROUNDS, run_python, soon
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -23,7 +23,6 @@ from vmmkv import publication
 from vmmkv.cli.app import app
 from vmmkv.cli.top import draw
 
-SECONDS = float(os.environ.get("VMMKV_STRESS_SECONDS", "2"))
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 
 
@@ -138,8 +137,7 @@ KILLED = """
 
 def test_processes_that_are_killed_at_any_moment(tmp_path: Path) -> None:
     """They leave nothing that others stumble over: not `vmmkv top`, not one that lives, and not the next one."""
-    kills = int(SECONDS * 15)
-    child = run_python(KILLED, str(tmp_path), str(kills))
+    child = run_python(KILLED, str(tmp_path), str(20 * ROUNDS))
     assert child.returncode == 0, child.stderr
     assert int(child.stdout) > 0
     assert not list(tmp_path.iterdir())

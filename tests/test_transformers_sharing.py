@@ -72,7 +72,7 @@ def full_pages(cache: VmmCache, tokens: int) -> int:
 # ---------------------------------------------------------------------- copies
 
 
-@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}, {"do_sample": True}], ids=str)
+@pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_a_prompt_goes_on_in_copies(name: str, compile: bool, mode: dict) -> None:
@@ -87,12 +87,13 @@ def test_a_prompt_goes_on_in_copies(name: str, compile: bool, mode: dict) -> Non
     for cache in caches(model, compile=compile):
         with torch.no_grad():
             model(prompt, attention_mask=mask, past_key_values=cache)
-        family = [cache, copy.deepcopy(cache), copy.deepcopy(cache)]
+        family = [cache, copy.deepcopy(cache)]
         family.append(copy.deepcopy(family[1]))
         for seed, each in enumerate(family):
             tokens = torch.cat([prompt, random_tokens(model, rows, 3, seed=seed)], dim=1)[:: mode.get("num_beams", 1)]
             torch.manual_seed(seed)
-            arguments = {"do_sample": False, **LENGTHS, **mode, "attention_mask": extended(mask, tokens, rows)}
+            arguments = {"do_sample": False, **mode, "attention_mask": extended(mask, tokens, rows)}
+            arguments |= {"max_new_tokens": 12, "min_new_tokens": 12}
             results.append(model.generate(tokens, past_key_values=each, **arguments))
             if seed == 1:
                 family[0] = None

@@ -15,7 +15,9 @@ from typing import Any
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
-import torch  # noqa: F401
+import torch
+
+torch.set_num_threads(1)  # as in the tests; and threads would not be there in a child
 
 
 def fork() -> int:
