@@ -221,7 +221,7 @@ class HostPrefixes:
                     target = run.address + (begin - run.begin) * size
                     self._copy(target, sources[begin], (at - begin) * size)
                     begin = at
-        self._rows.sharing.staged = Fence.after(self._driver, [self._side()])
+        self._rows.sharing.staged |= Fence.after(self._driver, [self._side()])
 
     # ------------------------------------------------------------------ in
 

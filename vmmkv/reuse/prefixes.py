@@ -28,6 +28,7 @@ from ..errors import ArgumentError, InvariantError, UnsupportedError
 from ..events import EventLog
 from ..events.log import check_ids
 from ..memory.fence import Fence
+from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
@@ -404,13 +405,14 @@ class Prefixes:
         def missing() -> int:
             return pages - later - (before - self._pool.frames.taken)
 
-        while missing() > 0 and (gone := self._tree.evict(missing(), leaving=self._leaving)):
+        beside = LARGE if self._pool.frames.has_large else 0  # only what has no known page left is free
+        while missing() > 0 and (gone := self._tree.evict(missing() + beside, leaving=self._leaving)):
             waiting = self._let_go(gone, wait)
             later += 0 if wait else waiting  # who has waited already, and what is there still, is about to be copied
         while missing() > 0 and self._table.kept:
             row = next(iter(self._table.kept))
             self.give_up(row)
-            self._unmap(row, wait)
+            self._unmap([row], wait)
         return before - self._pool.frames.taken
 
     def _leaving(self, leaf: Node) -> None:
@@ -423,32 +425,22 @@ class Prefixes:
     def _let_go(self, gone: Sequence[Page], wait: bool) -> int:
         """Drops pages that the tree knows no more, where they are held, and the kept rows that they lie in. Returns how
         many will be free as soon as nothing reads them."""
-        rows = self._kept_with(gone)
+        # Of a kept row the last page goes first, in the first arena; what others hold behind it is beside that.
+        rows = [self._last[number] for arena, _, number in gone if arena == 0 and number in self._last]
         for row in rows:
             self.give_up(row)
         later = self._held.drop(page.number for page in gone)
         before = self._pool.frames.taken
-        for row in rows:
-            self._unmap(row, wait)
+        self._unmap(rows, wait)
         self._rows.sharing.clear(wait)  # of what was copied to the host, and lay on no row
         return max(later - (before - self._pool.frames.taken), 0)
 
-    def _unmap(self, row: int, wait: bool) -> None:
-        """Unmaps what was kept on a row, unless something may still read it."""
-        if wait:
-            self._table.fences[row].wait()
-        if self._table.fences[row].passed():
-            self._rows.reclaimer.unmap_surplus(row)
-
-    def _kept_with(self, gone: Sequence[Page]) -> list[int]:
-        """Kept rows that any of these pages lie in."""
-        kept = np.fromiter(self._table.kept, np.int64, len(self._table.kept))
-        found: set[int] = set()
-        for arena, page, number in gone:
-            table = self._books.ranges[arena][0].table
-            inside = (table.memory[kept, page] == number) & (table.ends[kept] > page) & (table.firsts[kept] <= page)
-            found.update(kept[inside].tolist())
-        return list(found)
+    def _unmap(self, rows: Iterable[int], wait: bool) -> None:
+        """Unmaps what was kept on rows, but for those that something may still read."""
+        fences = {row: self._table.fences[row] for row in rows}
+        for fence in fences.values() if wait else ():
+            fence.wait()
+        self._rows.reclaimer.unmap_surplus({row: 0 for row, fence in fences.items() if fence.passed()})
 
     def reset(self) -> None:
         """Forgets all, after an interruption: frames that were held are nobody's then."""
