@@ -103,7 +103,7 @@ class Held:
                 del self._pages[frame]
                 gone.append(frame)
         elsewhere = frames.in_pages([frame for frame in gone if frames.shares[frame]])
-        unused = len(elsewhere) - np.count_nonzero(frames.users[elsewhere])
+        unused = len(elsewhere) - int(np.count_nonzero(frames.users[elsewhere]))
         self._pool.give(self.account, gone)
         return unused
 
@@ -155,6 +155,7 @@ class Prefixes:
         self._held = Held(rows.pool, rows.account)
         rows.pool.tables.append(self._held)
         rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
+        rows.ahead.give_way = self.give_way
         weakref.finalize(self, self._held.leave_behind).atexit = False
 
     def _new_tree(self) -> PrefixTree:
@@ -171,7 +172,8 @@ class Prefixes:
         """What a sequence of these ids can begin with: at most all of its tokens but the last, which has to be computed
         for what comes after it."""
         match = self._tree.match(key, ids[:-1])
-        for page in reversed(match.pages[0]):
+        pages = match.pages[0] + [page for page in match.partial[:1] if page is not None]
+        for page in reversed(pages):  # a row's last page may end in the middle of a token
             row = self._last.get(page)
             if row is not None:
                 tokens = _common(self._chains[row].ids, ids[:-1])
@@ -447,18 +449,29 @@ class Prefixes:
             assert isinstance(top.parent, Root)
             self._host.keep(top.parent.key, leaf, self._written)
 
+    def give_way(self, pages: int) -> None:
+        """Gives up so many pages that are known, least needed first, before somebody needs them. Those that lie on no
+        row are free then; the rows of the others are nobody's."""
+        if not self._host:  # the driver has no work in between for who has to copy them
+            self._drop(self._tree.evict(pages))
+
     def _let_go(self, gone: Sequence[Page], wait: bool) -> int:
-        """Drops pages that the tree knows no more, where they are held, and the kept rows that they lie in. Returns how
-        many will be free as soon as nothing reads them."""
-        # Of a kept row the last page goes first, in the first arena; what others hold behind it is beside that.
-        rows = [self._last[number] for arena, _, number in gone if arena == 0 and number in self._last]
-        for row in rows:
-            self.give_up(row)
-        later = self._held.drop(page.number for page in gone)
+        """Drops pages that the tree knows no more, and unmaps the kept rows that they lie in. Returns how many will be
+        free as soon as nothing reads them."""
+        rows, later = self._drop(gone)
         before = self._pool.frames.taken
         self._unmap(rows, wait)
         self._rows.sharing.clear(wait)  # of what was copied to the host, and lay on no row
         return max(later - (before - self._pool.frames.taken), 0)
+
+    def _drop(self, gone: Sequence[Page]) -> tuple[list[int], int]:
+        """Drops pages that the tree knows no more, where they are held. Returns the kept rows that they lie in, which
+        are given up, and how many are left on rows that do not use them."""
+        # Of a kept row the last page goes first, in the first arena; what others hold behind it is beside that.
+        rows = [self._last[number] for arena, _, number in gone if arena == 0 and number in self._last]
+        for row in rows:
+            self.give_up(row)
+        return rows, self._held.drop(page.number for page in gone)
 
     def _unmap(self, rows: Iterable[int], wait: bool) -> None:
         """Unmaps what was kept on rows, but for those that something may still read."""
@@ -499,7 +512,8 @@ class Prefixes:
             if not self._table.is_live(row) and row not in self._table.kept:
                 raise InvariantError(f"row {row} is nobody's, and known to hold tokens")
             for node in chain.node.path() if chain.node else ():
-                if node.end <= chain.own and not self._pool.frames.users[[page for of in node.pages for page in of]].all():
+                users = self._pool.frames.users[[page for of in node.pages for page in of]]
+                if node.end <= chain.own and not users.all():
                     raise InvariantError(f"row {row} keeps a page from being evicted that nobody uses")
         for row in self._table.kept:
             if self._last.get(self._chains[row].last) != row:

@@ -13,8 +13,8 @@ Invariants:
     not of how they happen to be divided among nodes.
 
 The tree knows no memory: pages are numbers. It refers once to each that it knows, and no more to those that `evict`,
-`replace` and `forget` return. It has no lock of its own either, and after an operation that was interrupted (Ctrl-C) nobody can trust
-it: begin a new one.
+`replace` and `forget` return. It has no lock of its own either, and after an operation that was interrupted (Ctrl-C)
+nobody can trust it: begin a new one.
 """
 
 from __future__ import annotations
