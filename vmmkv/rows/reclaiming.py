@@ -70,7 +70,7 @@ class Reclaimer:
                     if wait:
                         self._table.fences[row].wait()
                     if self._table.fences[row].passed():
-                        if self._books.is_shared(row):
+                        if self._books.shares_surplus(row):
                             reclaimed += self._unmap_shared(row, keep)
                         else:
                             reclaimed += self._plan(change, row, count - reclaimed, keep)
