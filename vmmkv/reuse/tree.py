@@ -372,7 +372,7 @@ class PrefixTree:
         """Takes from a node the pages that are not whole after `end` tokens, the last of an arena first."""
         bounds = zip(node.pages, self.geometry.pages(node.begin), self.geometry.pages(end))
         for arena, (numbers, first, keep) in enumerate(bounds):
-            last = numbers[: keep - first - 1 if keep > first else None : -1]
+            last = numbers[keep - first :][::-1]
             del numbers[keep - first :]
             self.numbers[arena].difference_update(last)
             gone += map(Page, repeat(arena), count(keep + len(last) - 1, -1), last)

@@ -100,10 +100,12 @@ class Ahead:
 
     def plan_release(self, change: Change, pages: int) -> int:
         """Plans to unmap up to so many pages of rows that nobody has and nothing may touch, retired ones before parked
-        ones, oldest first; returns how many. Where these have none, what is kept gives way."""
+        ones, oldest first; returns how many. Where there are no such rows, what is kept gives way, and what of it lay
+        on no row is free at once."""
+        before = self._pool.frames.taken
         if not self._table.parked and not self._table.retired:
             self.give_way(pages)
-        planned = 0
+        planned = before - self._pool.frames.taken
         for row in chain(self._table.retired, self._table.parked):
             if planned < pages and self._table.fences[row].passed():
                 for arena, _ in self._books.ranges:
