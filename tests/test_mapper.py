@@ -118,6 +118,19 @@ def test_parked_pages_make_way_ahead_of_pressure() -> None:
     assert driver.changes == changes
 
 
+def test_what_is_kept_makes_way_ahead_of_pressure() -> None:
+    cache, driver, mapper = make(pages=20)
+    kept, growing = cache.sequence(token_ids=[1] * 12 * PAGE_TOKENS), cache.sequence(8 * PAGE_TOKENS)
+    kept.commit([1] * 12 * PAGE_TOKENS)
+    kept.free()
+    work(mapper)
+    cache.check()
+    changes = driver.changes
+    growing.extend(LOOKAHEAD)
+    assert driver.changes == changes
+    assert cache.sequence(token_ids=[1] * 9 * PAGE_TOKENS).cached_tokens >= 8 * PAGE_TOKENS  # no more than is needed
+
+
 @settings(deadline=None)
 @given(st.integers(0, 1 << 32), st.booleans())
 def test_whatever_happens_while_it_is_at_work(seed: int, faults: bool) -> None:

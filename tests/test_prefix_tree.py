@@ -284,6 +284,17 @@ class TreeMachine(RuleBasedStateMachine):
             entry.locks -= 1
             entry.used = use
 
+    @precondition(lambda self: self.locked)
+    @rule(rng=RANDOM)
+    def replace(self, rng: Random) -> None:
+        node, key, ids = rng.choice(self.locked)
+        places = [(entry.pages, place) for _, entry in self.model.along(key, ids) for place in entry.pages]
+        if places:
+            pages, place = rng.choice(places)
+            number = next(self.fresh)
+            assert self.tree.replace(node, *place, number) == (*place, pages[place])
+            pages[place] = number
+
     @rule(pages=st.sampled_from([1, 1, 2, 3, 5, 20]))
     def evict(self, pages: int) -> None:
         evictable = self.tree.evictable_pages

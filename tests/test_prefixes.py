@@ -204,8 +204,9 @@ def changes(world: World) -> int:
     return world.driver.changes
 
 
-def test_a_chat_goes_on_on_its_own_row_without_a_driver_call() -> None:
-    world = make()
+@pytest.mark.parametrize("head_dim", [16, 18], ids=["whole tokens in pages", "parts of tokens"])
+def test_a_chat_goes_on_on_its_own_row_without_a_driver_call(head_dim: int) -> None:
+    world = World(Random(), 200, vmmkv.KVLayout(2, 2, head_dim, torch.float32))
     first = world.start([1] * 21)
     world.commit(first)
     first.extend(9)
@@ -356,6 +357,31 @@ def test_what_is_used_is_never_evicted() -> None:
         world.start([2] * 96)
     assert kept.length == 80
     assert world.start([1] * 81).cached_tokens == 80
+    world.check()
+
+
+def test_what_is_used_stays_known_where_it_was_computed_twice() -> None:
+    """What goes is what nobody uses, and not what follows it, on the pages of who lives."""
+    world = make(pages=20, large_frames=False)
+    both = [world.start([1] * 80) for _ in range(2)]
+    for sequence in both:
+        world.commit(sequence)
+    world.free(both[0])
+    world.free(world.start([2] * 72))  # 9 of its 10 pages
+    assert world.start([1] * 81).cached_tokens == 80
+    world.check()
+
+
+def test_who_begins_does_not_wait_for_the_copies_of_who_began_before() -> None:
+    device = SimulatedDevice(Random())
+    world = World(Random(), 200, LAYOUT, driver=device, large_frames=False)
+    world.commit(world.start([1] * 32))
+    for cached in (9, 17, 18):
+        before = sum(stream.done for stream in device.streams)
+        sequence = world.cache.sequence(token_ids=[1] * cached + [2] * 9)
+        assert sequence.cached_tokens == cached
+        assert sum(stream.done for stream in device.streams) == before
+    device.finish()
     world.check()
 
 

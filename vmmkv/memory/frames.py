@@ -208,6 +208,11 @@ class Frames:
         """The frame that a page is part of."""
         return page // LARGE * LARGE if self.is_large[page] else page
 
+    def frames_of(self, pages: Iterable[int]) -> list[int]:
+        """The frames that pages are part of, once for each page."""
+        is_large = self.is_large.data
+        return [page // LARGE * LARGE if is_large[page] else page for page in pages]
+
     def share(self, frames: Collection[int]) -> None:
         """Says that frames are in one place more."""
         self.has_shared = True

@@ -131,7 +131,7 @@ class HostPrefixes:
     def _keep(self, key: Hashable, leaf: Node, priority: int, written: Fence) -> None:
         path = list(leaf.path())[::-1]
         ids = np.concatenate([node.ids for node in path])
-        numbers = [[page for node in path for page in node.pages[arena]] for arena in range(len(leaf.pages))]
+        numbers = leaf.path_pages()
         match = self._tree.match(key, ids)
         begins = [len(of) for of in match.pages]
         if match.tokens < self._tree.geometry.readable(len(ids)):
@@ -221,7 +221,7 @@ class HostPrefixes:
                     target = run.address + (begin - run.begin) * size
                     self._copy(target, sources[begin], (at - begin) * size)
                     begin = at
-        self._rows.sharing.staged = Fence.after(self._driver, [self._side()])
+        self._rows.sharing.staged |= Fence.after(self._driver, [self._side()])
 
     # ------------------------------------------------------------------ in
 

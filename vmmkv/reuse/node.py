@@ -83,6 +83,11 @@ class Node:
             yield node
             node = node.parent
 
+    def path_pages(self) -> list[list[int]]:
+        """By arena the numbers of all pages of the path."""
+        path = list(self.path())[::-1]
+        return [[number for node in path for number in node.pages[arena]] for arena in range(len(self.pages))]
+
     def told(self) -> tuple[Span, int] | None:
         """The span of its last token that routers were told of, where there is one, and the position behind it."""
         span, end = self.span, self.end

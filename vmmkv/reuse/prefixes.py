@@ -8,8 +8,8 @@ evicted. A new sequence that begins with such tokens
 
 Invariants:
  1. A frame that holds a page of the tree is held here, as one place more where it is.
- 2. A live row's committed pages are locked in the tree, and no others: what is used is never evicted, and all that is
-    not can be.
+ 2. A live row's committed pages are locked in the tree, and those that it has copies of: what is used is never evicted,
+    and all that is not can be, where nothing else is left after the tree has come to know the copies instead.
  3. `kept` rows belong to nobody, are whole from their first page on, and hold what their chain says.
 """
 
@@ -28,6 +28,7 @@ from ..errors import ArgumentError, InvariantError, UnsupportedError
 from ..events import EventLog
 from ..events.log import check_ids
 from ..memory.fence import Fence
+from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
@@ -39,12 +40,14 @@ from .tree import Match, Page, PrefixTree
 
 
 class Chain(NamedTuple):
-    """What a row is known to hold: the tokens of these ids. While it is live `node` is locked; while it is kept, `last`
-    is the number of its last page that the tree knows, in the first arena."""
+    """What a row is known to hold: the tokens of these ids. While it is live `node` is locked, and it has itself what
+    the tree knows of the first `own` tokens; while it is kept, `last` is the number of its last page that the tree
+    knows, in the first arena."""
 
     key: Hashable
     ids: Ids
     node: Node | None
+    own: int = 0
     last: int = -1
 
 
@@ -86,28 +89,27 @@ class Held:
     def hold(self, pages: Iterable[int]) -> None:
         """Holds the frames of pages that have become known."""
         frames = self._pool.frames
-        for frame, count in Counter(map(frames.frame_of, pages)).items():
-            if frame not in self._pages:
-                frames.share([frame])
-            self._pages[frame] += count
+        counts = Counter(frames.frames_of(pages))
+        frames.share([frame for frame in counts if frame not in self._pages])
+        self._pages.update(counts)
 
     def drop(self, pages: Iterable[int]) -> int:
         """Gives up the frames of pages that are known no more, if they were the last ones there. Returns how many pages
         these still have on rows that do not use them."""
-        frames, unused = self._pool.frames, 0
-        for frame, count in Counter(map(frames.frame_of, pages)).items():
+        frames, gone = self._pool.frames, []
+        for frame, count in Counter(frames.frames_of(pages)).items():
             self._pages[frame] -= count
             if not self._pages[frame]:
                 del self._pages[frame]
-                inside = frames.in_pages([frame])
-                if frames.shares[frame] and not frames.users[inside].any():
-                    unused += len(inside)
-                self._pool.give(self.account, [frame])
+                gone.append(frame)
+        elsewhere = frames.in_pages([frame for frame in gone if frames.shares[frame]])
+        unused = len(elsewhere) - int(np.count_nonzero(frames.users[elsewhere]))
+        self._pool.give(self.account, gone)
         return unused
 
     def known_pages(self, pages: set[int]) -> set[int]:
         """Of pages those that are held, where these are all that are."""
-        counts = Counter(map(self._pool.frames.frame_of, pages))
+        counts = Counter(self._pool.frames.frames_of(pages))
         return pages if counts == self._pages else set()
 
     def tell_uses(self) -> None:
@@ -153,6 +155,7 @@ class Prefixes:
         self._held = Held(rows.pool, rows.account)
         rows.pool.tables.append(self._held)
         rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
+        rows.ahead.give_way = self.give_way
         weakref.finalize(self, self._held.leave_behind).atexit = False
 
     def _new_tree(self) -> PrefixTree:
@@ -169,7 +172,8 @@ class Prefixes:
         """What a sequence of these ids can begin with: at most all of its tokens but the last, which has to be computed
         for what comes after it."""
         match = self._tree.match(key, ids[:-1])
-        for page in reversed(match.pages[0]):
+        pages = match.pages[0] + [page for page in match.partial[:1] if page is not None]
+        for page in reversed(pages):  # a row's last page may end in the middle of a token
             row = self._last.get(page)
             if row is not None:
                 tokens = _common(self._chains[row].ids, ids[:-1])
@@ -215,30 +219,34 @@ class Prefixes:
             else:
                 self._last.pop(self._chains.pop(row).last)
                 self._rows.adopt(row, owner, hit.tokens, expected, tenant)
-                self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
+                self._chains[row] = self._locked(row, meanwhile, key, known, hit.pages)
             self._written.order(current)
             self._table.fences[row].order(current)  # who had the row may still read, or write, behind these tokens
             if hit.row is None:
                 self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
-                self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
+                self._chains[row] = self._locked(row, meanwhile, key, known, hit.pages)
             else:
                 self._rows.grow_one(row, len(ids))
         finally:
             self._tree.unlock(meanwhile)
 
-    def _lock(self, row: int, node: Node, pages: Sequence[list[int]]) -> Node:
+    def _locked(self, row: int, node: Node, key: Hashable, ids: Ids, pages: Sequence[list[int]]) -> Chain:
         """Locks of the path to a node, which has these pages, what is known by those that a row has, not by others that
-        were copied."""
+        were copied. Returns what the row holds then."""
         ends = []
         for (arena, _), known in zip(self._books.ranges, pages):
             differs = arena.table.pages_in(row, 0, len(known)) != known
             ends.append(int(differs.argmax()) if differs.any() else len(known) + 1)
-        return self._lock_before(node, ends)
+        own = self._tokens_before(ends)
+        return Chain(key, ids, self._lock(node, own), own)
 
-    def _lock_before(self, node: Node, ends: Iterable[int]) -> Node:
-        """Locks the path to a node, but for pages from one on, by range."""
-        size, records = self._books.page_size, self._books.records
-        return self._tree.lock(node, min(node.end, *(end * size // record for end, record in zip(ends, records))))
+    def _lock(self, node: Node, tokens: int) -> Node:
+        """Locks of the path to a node what is whole in so many tokens."""
+        return self._tree.lock(node, min(node.end, tokens))
+
+    def _tokens_before(self, ends: Iterable[int]) -> int:
+        """How many tokens lie in front of pages, one of each range."""
+        return min(end * self._books.page_size // record for end, record in zip(ends, self._books.records))
 
     @contextmanager
     def completed(self, key: Hashable, ids: Ids, cached: int) -> Iterator[Callable[[int], int]]:
@@ -286,17 +294,17 @@ class Prefixes:
         if before and len(ids) < len(before.ids):
             return
         written = self._table.fence_after(self._pool.driver, [row])
-        node, tokens = self._insert(row, key, ids, retention)
+        node, own, tokens = self._insert(row, key, ids, retention)
         for (arena, _), pages in zip(self._books.ranges, self._tree.geometry.pages(tokens)):
             self._rows.sharing.mark(arena, row, 0, pages)
         self._written |= written
         if before and before.node:
             self._tree.unlock(before.node)
-        self._chains[row] = Chain(key, ids.copy(), node)
+        self._chains[row] = Chain(key, ids.copy(), node, own)
 
-    def _insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> tuple[Node, int]:
-        """Has the tree know a row's pages, and holds those that it did not know; returns what to unlock, and how many
-        tokens are known now."""
+    def _insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> tuple[Node, int, int]:
+        """Has the tree know a row's pages, and holds those that it did not know; returns what to unlock, how many of
+        the tokens are known by pages of the row alone, and how many are known now."""
         counts = self._tree.geometry.pages(len(ids))
         pages = [arena.table.pages_in(row, 0, count).tolist() for (arena, _), count in zip(self._books.ranges, counts)]
         unknown = [[page for page in of if page not in known] for of, known in zip(pages, self._tree.numbers)]
@@ -307,7 +315,7 @@ class Prefixes:
             min([each.page for each in insertion.duplicates if each.arena == arena], default=count + 1)
             for arena, count in enumerate(counts)
         ]
-        return self._lock_before(insertion.node, ends), insertion.tokens
+        return self._tree.lock(insertion.node), self._tokens_before(ends), insertion.tokens
 
     # ------------------------------------------------------------------ what rows ask
 
@@ -343,9 +351,10 @@ class Prefixes:
             ends = [  # from where on it will have pages of its own when it grows
                 table.frame_begin(row, page) if page < table.own[row] else page for table, page in zip(tables, pages)
             ]
-            node = self._lock_before(chain.node, ends)
+            before = self._tokens_before(ends)
+            node = self._lock(chain.node, before)
             self._tree.unlock(chain.node)
-            self._chains[row] = Chain(chain.key, chain.ids[:tokens], node)
+            self._chains[row] = Chain(chain.key, chain.ids[:tokens], node, min(chain.own, before))
 
     def forget(self, row: int) -> None:
         """Says that a live row holds nothing any more."""
@@ -364,7 +373,7 @@ class Prefixes:
         if self._books.rules.cleans or last is None or last in self._last:
             return False  # nobody could adopt it, or find it
         self._last[last] = row
-        self._chains[row] = Chain(chain.key, chain.ids, None, last)
+        self._chains[row] = Chain(chain.key, chain.ids, None, last=last)
         return True
 
     def inherit(self, sources: dict[int, int]) -> None:
@@ -374,8 +383,8 @@ class Prefixes:
         for row, chain in chains:
             if chain and chain.node:
                 ends = [arena.table.own[row] for arena, _ in self._books.ranges]  # behind are copies
-                node = self._lock_before(chain.node, ends)
-                self._chains[row] = Chain(chain.key, chain.ids, node)
+                own = min(chain.own, self._tokens_before(ends))
+                self._chains[row] = Chain(chain.key, chain.ids, self._lock(chain.node, own), own)
         for chain in before:
             if chain and chain.node:
                 self._tree.unlock(chain.node)
@@ -404,14 +413,34 @@ class Prefixes:
         def missing() -> int:
             return pages - later - (before - self._pool.frames.taken)
 
-        while missing() > 0 and (gone := self._tree.evict(missing(), leaving=self._leaving)):
+        beside = LARGE if self._pool.frames.has_large else 0  # only what has no known page left is free
+        while missing() > 0 and (
+            gone := self._tree.evict(missing() + beside, leaving=self._leaving) or self._know_copies()
+        ):
             waiting = self._let_go(gone, wait)
             later += 0 if wait else waiting  # who has waited already, and what is there still, is about to be copied
         while missing() > 0 and self._table.kept:
             row = next(iter(self._table.kept))
             self.give_up(row)
-            self._unmap(row, wait)
+            self._unmap([row], wait)
         return before - self._pool.frames.taken
+
+    def _know_copies(self) -> list[Page]:
+        """Has the tree know the copies that live rows have of pages, instead of those that nobody uses. Returns these,
+        which it knows no more."""
+        gone: list[Page] = []
+        for row, chain in self._chains.items():
+            if chain.node and chain.own < chain.node.end:
+                ends = []
+                for number, ((arena, _), known) in enumerate(zip(self._books.ranges, chain.node.path_pages())):
+                    mine = arena.table.pages_in(row, 0, len(known)).tolist()
+                    copied = [page for page, its in enumerate(known) if mine[page] != its]
+                    unused = [page for page in copied if not self._pool.frames.users[known[page]]]
+                    self._held.hold(mine[page] for page in unused)
+                    gone += [self._tree.replace(chain.node, number, page, mine[page]) for page in unused]
+                    ends.append(min(set(copied).difference(unused), default=len(known) + 1))
+                self._chains[row] = chain._replace(own=self._tokens_before(ends))
+        return gone
 
     def _leaving(self, leaf: Node) -> None:
         """Has the host keep what is about to be evicted."""
@@ -420,35 +449,36 @@ class Prefixes:
             assert isinstance(top.parent, Root)
             self._host.keep(top.parent.key, leaf, self._written)
 
+    def give_way(self, pages: int) -> None:
+        """Gives up so many pages that are known, least needed first, before somebody needs them. Those that lie on no
+        row are free then; the rows of the others are nobody's."""
+        if not self._host:  # the driver has no work in between for who has to copy them
+            self._drop(self._tree.evict(pages))
+
     def _let_go(self, gone: Sequence[Page], wait: bool) -> int:
-        """Drops pages that the tree knows no more, where they are held, and the kept rows that they lie in. Returns how
-        many will be free as soon as nothing reads them."""
-        rows = self._kept_with(gone)
-        for row in rows:
-            self.give_up(row)
-        later = self._held.drop(page.number for page in gone)
+        """Drops pages that the tree knows no more, and unmaps the kept rows that they lie in. Returns how many will be
+        free as soon as nothing reads them."""
+        rows, later = self._drop(gone)
         before = self._pool.frames.taken
-        for row in rows:
-            self._unmap(row, wait)
+        self._unmap(rows, wait)
         self._rows.sharing.clear(wait)  # of what was copied to the host, and lay on no row
         return max(later - (before - self._pool.frames.taken), 0)
 
-    def _unmap(self, row: int, wait: bool) -> None:
-        """Unmaps what was kept on a row, unless something may still read it."""
-        if wait:
-            self._table.fences[row].wait()
-        if self._table.fences[row].passed():
-            self._rows.reclaimer.unmap_surplus(row)
+    def _drop(self, gone: Sequence[Page]) -> tuple[list[int], int]:
+        """Drops pages that the tree knows no more, where they are held. Returns the kept rows that they lie in, which
+        are given up, and how many are left on rows that do not use them."""
+        # Of a kept row the last page goes first, in the first arena; what others hold behind it is beside that.
+        rows = [self._last[number] for arena, _, number in gone if arena == 0 and number in self._last]
+        for row in rows:
+            self.give_up(row)
+        return rows, self._held.drop(page.number for page in gone)
 
-    def _kept_with(self, gone: Sequence[Page]) -> list[int]:
-        """Kept rows that any of these pages lie in."""
-        kept = np.fromiter(self._table.kept, np.int64, len(self._table.kept))
-        found: set[int] = set()
-        for arena, page, number in gone:
-            table = self._books.ranges[arena][0].table
-            inside = (table.memory[kept, page] == number) & (table.ends[kept] > page) & (table.firsts[kept] <= page)
-            found.update(kept[inside].tolist())
-        return list(found)
+    def _unmap(self, rows: Iterable[int], wait: bool) -> None:
+        """Unmaps what was kept on rows, but for those that something may still read."""
+        fences = {row: self._table.fences[row] for row in rows}
+        for fence in fences.values() if wait else ():
+            fence.wait()
+        self._rows.reclaimer.unmap_surplus({row: 0 for row, fence in fences.items() if fence.passed()})
 
     def reset(self) -> None:
         """Forgets all, after an interruption: frames that were held are nobody's then."""
@@ -482,7 +512,8 @@ class Prefixes:
             if not self._table.is_live(row) and row not in self._table.kept:
                 raise InvariantError(f"row {row} is nobody's, and known to hold tokens")
             for node in chain.node.path() if chain.node else ():
-                if not self._pool.frames.users[[page for of in node.pages for page in of]].all():
+                users = self._pool.frames.users[[page for of in node.pages for page in of]]
+                if node.end <= chain.own and not users.all():
                     raise InvariantError(f"row {row} keeps a page from being evicted that nobody uses")
         for row in self._table.kept:
             if self._last.get(self._chains[row].last) != row:

@@ -12,16 +12,16 @@ Invariants:
  4. Tokens of a node were used together, are locked together and kept alike. So what goes first is a matter of pages,
     not of how they happen to be divided among nodes.
 
-The tree knows no memory: pages are numbers. It refers once to each that it knows, and no more to those that `evict` and
-`forget` return. It has no lock of its own either, and after an operation that was interrupted (Ctrl-C) nobody can trust
-it: begin a new one.
+The tree knows no memory: pages are numbers. It refers once to each that it knows, and no more to those that `evict`,
+`replace` and `forget` return. It has no lock of its own either, and after an operation that was interrupted (Ctrl-C)
+nobody can trust it: begin a new one.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import count
+from itertools import count, repeat
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
@@ -283,6 +283,19 @@ class PrefixTree:
             self._end_at(leaf, end)
         return gone
 
+    def replace(self, node: Node, arena: int, page: int, number: int) -> Page:
+        """Gives a page of the path to a node another number, which holds the same; returns the one that it had.
+
+        Raises:
+            InvariantError: that is another page already.
+        """
+        self._check_new([number] if each == arena else [] for each in range(len(self.numbers)))
+        owner = next(each for each in node.path() if self.geometry.pages(each.begin)[arena] <= page)
+        numbers, index = owner.pages[arena], page - self.geometry.pages(owner.begin)[arena]
+        before, numbers[index] = numbers[index], number
+        self.numbers[arena] ^= {before, number}
+        return Page(arena, page, before)
+
     # ------------------------------------------------------------------ surgery
 
     def _root(self, key: Hashable) -> Root:
@@ -359,10 +372,10 @@ class PrefixTree:
         """Takes from a node the pages that are not whole after `end` tokens, the last of an arena first."""
         bounds = zip(node.pages, self.geometry.pages(node.begin), self.geometry.pages(end))
         for arena, (numbers, first, keep) in enumerate(bounds):
-            for page in range(first + len(numbers) - 1, keep - 1, -1):
-                number = numbers.pop()
-                self.numbers[arena].remove(number)
-                gone.append(Page(arena, page, number))
+            last = numbers[keep - first :][::-1]
+            del numbers[keep - first :]
+            self.numbers[arena].difference_update(last)
+            gone += map(Page, repeat(arena), count(keep + len(last) - 1, -1), last)
 
     def _end_at(self, leaf: Node, end: int) -> None:
         """Gives up the tokens of a leaf from `end` on, which have no pages any more, and itself if none are left."""

@@ -1,11 +1,13 @@
 """Ahead of need: what a mapper may do for rows while they are used.
 
-It takes frames that are free, for pages behind live rows, and unmaps the pages of parked rows that nothing may touch.
+It takes frames that are free, for pages behind live rows, and unmaps the pages of rows that nobody has and nothing may
+touch; where there are none, what is kept for sequences to come gives way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
@@ -14,6 +16,10 @@ from ..space.change import Change
 from ..space.mapper import Lack
 from . import policy
 from .books import Books
+
+
+def _nothing(pages: int) -> None:
+    """Gives up nothing: there is nothing kept."""
 
 
 class Ahead:
@@ -27,6 +33,9 @@ class Ahead:
 
     def __init__(self, pool: FramePool, account: Account, books: Books) -> None:
         self._pool, self._account, self._books, self._table = pool, account, books, books.table
+        self.give_way: Callable[[int], None] = _nothing
+        """Gives up so many pages of what is only kept for sequences to come; where they lie in rows, these are retired
+        then, or parked."""
 
     @property
     def lookahead(self) -> int:
@@ -90,9 +99,14 @@ class Ahead:
         change.map(table, row, table.end[row] + large * LARGE + single, supply, large)
 
     def plan_release(self, change: Change, pages: int) -> int:
-        """Plans to unmap up to so many pages of parked rows that nothing may touch, oldest first; returns how many."""
-        planned = 0
-        for row in self._table.parked:
+        """Plans to unmap up to so many pages of rows that nobody has and nothing may touch, retired ones before parked
+        ones, oldest first; returns how many. Where there are no such rows, what is kept gives way, and what of it lay
+        on no row is free at once."""
+        before = self._pool.frames.taken
+        if not self._table.parked and not self._table.retired:
+            self.give_way(pages)
+        planned = before - self._pool.frames.taken
+        for row in chain(self._table.retired, self._table.parked):
             if planned < pages and self._table.fences[row].passed():
                 for arena, _ in self._books.ranges:
                     planned += arena.plan_back(change, row, 0, pages - planned)

@@ -159,6 +159,13 @@ class Books:
         """Whether pages of a row may lie in others, too."""
         return any(arena.table.is_shared(row) for arena, _ in self.ranges)
 
+    def shares_surplus(self, row: int) -> bool:
+        """Whether surplus pages of a row may lie in others, too."""
+        return any(
+            arena.table.own[row] > end or arena.table.first[row] < min(first, arena.table.own[row])
+            for (arena, _), (first, end) in zip(self.ranges, self.used(row))
+        )
+
     def has_pages(self, row: int) -> bool:
         """Whether anything is mapped in a row."""
         return any(arena.table.pages(row) for arena, _ in self.ranges)

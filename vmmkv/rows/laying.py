@@ -163,7 +163,7 @@ class Laying:
         addresses = self._sharing.show(sources)
         with finished_on_error(driver):
             self._copy_from(addresses, row, tokens, laid, partial)
-            self._sharing.staged = Fence.after(driver, [driver.current_stream()])
+            self._sharing.staged |= Fence.after(driver, [driver.current_stream()])
 
     def _copy_from(
         self,

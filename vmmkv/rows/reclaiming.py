@@ -6,7 +6,7 @@ idle ones first, and what has to be waited for last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from ..errors import DriverOutOfMemoryError, OutOfPagesError, VmmkvError
 from ..memory.frames import Supply
@@ -70,7 +70,7 @@ class Reclaimer:
                     if wait:
                         self._table.fences[row].wait()
                     if self._table.fences[row].passed():
-                        if self._books.is_shared(row):
+                        if self._books.shares_surplus(row):
                             reclaimed += self._unmap_shared(row, keep)
                         else:
                             reclaimed += self._plan(change, row, count - reclaimed, keep)
@@ -86,14 +86,16 @@ class Reclaimer:
     def _unmap_shared(self, row: int, keep: int) -> int:
         """Unmaps the surplus pages of a row; returns how many of them lay in no other."""
         before = self._pool.frames.taken
-        self.unmap_surplus(row, keep)
+        self.unmap_surplus({row: keep})
         return before - self._pool.frames.taken
 
-    def unmap_surplus(self, row: int, keep: int = 0) -> None:
-        """Unmaps the surplus pages of one row, whose fence has passed; none of its first `keep` tokens."""
-        change, _ = self._new_change()
-        self._plan(change, row, self._pool.limit, keep)
-        self._run(change, [row])
+    def unmap_surplus(self, rows: Mapping[int, int]) -> None:
+        """Unmaps the surplus pages of rows whose fences have passed; none of so many first tokens of each."""
+        change, changed = self._new_change()
+        for row, keep in rows.items():
+            self._plan(change, row, self._pool.limit, keep)
+            changed.append(row)
+        self._run(change, changed)
 
     def _new_change(self) -> tuple[Change, list[int]]:
         """A change, and the rows that it is of."""

@@ -317,7 +317,7 @@ class Rows:
         try:
             if table.tenant[row] != tenant or row in table.retired:
                 table.fences[row].wait()
-                self.reclaimer.unmap_surplus(row)
+                self.reclaimer.unmap_surplus({row: 0})
                 table.empty.pop(row, None)
             elif not table.fences[row].passed_for(stream):
                 table.fences[row].wait()
@@ -402,7 +402,7 @@ class Rows:
         """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""
         if any(arena.table.end[row] > end for (arena, _), (_, end) in zip(self.ranges, self.books.spans(0, tokens))):
             self.table.fences[row].wait()
-            self.reclaimer.unmap_surplus(row, tokens)
+            self.reclaimer.unmap_surplus({row: tokens})
 
     def release(self, references: Iterable[tuple[int, int]]) -> None:
         """Takes rows from their sequences, behind a fence on the current stream and those in use.

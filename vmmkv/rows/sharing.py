@@ -248,6 +248,7 @@ class Sharing:
         in another place again: `cuMemMap` fails with CUDA_ERROR_UNKNOWN (driver 580, where threads take turns).
         """
         frames = self._frames_of(arena, part)
+        self.clear()
         self.show(frames)
         return Run(part.row, part.begin, part.begin + len(self._pool.frames.in_pages(frames)))
 
@@ -257,7 +258,8 @@ class Sharing:
         self.clear()
         supply = self._reclaimer.supply(pages, 0)
         try:
-            staging = self.stage()  # not before: what had to be evicted for it may have been copied from there
+            self.clear()  # what had to be evicted for it may have been copied from there
+            staging = self._stage(pages)
         except BaseException:
             self._pool.give(self._account, supply.large + supply.single)
             raise
@@ -316,18 +318,22 @@ class Sharing:
         self._books.vacate(row)
         self.forget(row)
 
-    def stage(self) -> Arena:
-        """The staging row, empty: as long as all that may have to be there at once."""
-        self.clear()
+    def _stage(self, pages: int) -> Arena:
+        """The staging row, with room for so many pages behind what is there: as long as all that may have to be there
+        at once. It is waited for only where there is no more room, since who begins a sequence must not wait for the
+        copies of the one before."""
         if self.staging is None:
             size, overread = self._books.page_size, self._books.rules.overread * max(self._books.records)
-            pages = (MAX_COPIES + 2) * LARGE * len(self._books.ranges) + 2 + overread // size
+            most = (MAX_COPIES + 2) * LARGE * len(self._books.ranges) + 2 + overread // size
             row_bytes = max(arena.row_bytes for arena, _ in self._books.ranges)  # what a row has for its own
-            self.staging = Arena(self._pool, self._account, 1, max(pages * size, row_bytes))
+            self.staging = Arena(self._pool, self._account, 1, max(most * size, row_bytes))
+        table = self.staging.table
+        if table.end[0] + pages > table.limit or table.ready[0] < table.end[0]:
+            self.clear()
         return self.staging
 
     def show(self, frames: list[int]) -> dict[int, int]:
-        """Maps frames in the staging row, read-only; returns by frame the address. Who copies from there says in
+        """Maps frames in the staging row, read-only; returns by frame the address. Who copies from there adds to
         `staged` when that is done.
 
         Raises:
@@ -335,15 +341,15 @@ class Sharing:
         """
         if not frames:
             return {}
-        staging, change = self.stage(), Change(self._pool.calls, self._pool.frames)
         pages = [LARGE if self._pool.frames.is_large[frame] else 1 for frame in frames]
-        ends = list(accumulate(pages, initial=0))
+        staging, change = self._stage(sum(pages)), Change(self._pool.calls, self._pool.frames)
+        begin, *ends = accumulate(pages, initial=staging.table.end[0])
         self._pool.frames.share(frames)
-        change.place(staging.table, Run(0, 0, ends[-1]), frames, ends[-1], kind=SET_READ_ACCESS)
+        change.place(staging.table, Run(0, begin, ends[-1]), frames, ends[-1], kind=SET_READ_ACCESS)
         change.run()
         change.commit(self._pool)
         change.check()
-        return {frame: staging.address + end * self._books.page_size for frame, end in zip(frames, ends)}
+        return {frame: staging.address + at * self._books.page_size for frame, at in zip(frames, [begin, *ends])}
 
     def clear(self, wait: bool = True) -> None:
         """Gives back what is in the staging row; if it is not to wait, only where nobody copies from there any more."""

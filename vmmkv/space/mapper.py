@@ -47,7 +47,7 @@ class Grower(Protocol):
         """Plans to map up to so many frames, of those that are free; returns what lacks of them."""
 
     def plan_release(self, change: Change, pages: int) -> int:
-        """Plans to unmap so many idle pages of parked rows, as far as there are any; returns how many."""
+        """Plans to unmap so many idle pages of rows that nobody has, as far as there are any; returns how many."""
 
     def commit_ahead(self, change: Change) -> None:
         """Brings its books up to what a change has done."""
@@ -132,6 +132,7 @@ class Mapper:
         with pool.monitor.lock:
             if pool.monitor.is_dirty:
                 return False
+            free = pool.frames.free_pages
             with pool.monitor.working():
                 holders = growers(pool)
                 lacks = [grower.plan_ahead(change, CHUNK) for grower in holders]
@@ -144,11 +145,12 @@ class Mapper:
                         new, pages = _plan_frames(pool, lack)
                     if not new:
                         _plan_release(pool, holders, change, lack)
+            has_freed = pool.frames.free_pages > free
         if new:
             self._make(pool, new, pages)
             return True
         if change.is_empty:
-            return False
+            return has_freed  # of what was kept, and lay on no row
         self._run(pool, holders, change)
         return any(lack) or change.frames in (0, CHUNK) or pool.frames.free_pages < _stock(pool) // 2
 
