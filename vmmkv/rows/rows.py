@@ -431,8 +431,9 @@ class Rows:
         """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
         free_waiting()
         self.pool.collect()
-        with suppress(DriverError):
-            self.sharing.clear(wait=False)  # of what was copied, or a failure has left
+        if self.sharing.may_be_staged:
+            with suppress(DriverError):
+                self.sharing.clear(wait=False)  # of what was copied, or a failure has left
         if len(self.table.stirred) >= MANY:
             self.books.catch_up()
         if not self.abandoned:

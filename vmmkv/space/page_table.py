@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,8 @@ from ..memory.pool import Account
 from ..stats import MappedRange
 
 
-class Run(NamedTuple):
+@dataclass(eq=False, slots=True)  # made for each change: a named tuple takes three times as long
+class Run:
     """Pages `[begin, end)` of a row: its back, or its front."""
 
     row: int
@@ -115,7 +116,7 @@ class PageTable:
 
     def frame_begin(self, row: int, page: int) -> int:
         """Where the frame begins that reaches over the place before a page; the page, where one begins there."""
-        return page - self._inside(row, page)
+        return page - self._inside(row, page) if self._frames.has_large else page
 
     def frame_end(self, row: int, page: int) -> int:
         """Where it ends."""
@@ -179,9 +180,15 @@ class PageTable:
 
     def tell_uses(self, row: int | None = None) -> None:
         """Tells the frames of a row, or of all, how often they were used."""
+        uses, one_by_one = self._frames.uses, self._frames.uses.data
         for each in [row] if row is not None else list(self._left):
             for begin, end in self._left.pop(each, ()):
-                np.add.at(self._frames.uses, self.pages_in(each, begin, end), 1)
+                pages = self.pages_in(each, begin, end)
+                if len(pages) > LARGE:
+                    np.add.at(uses, pages, 1)
+                else:  # for few, numpy takes several times as long
+                    for page in pages.tolist():
+                        one_by_one[page] += 1
 
     def frames_in(self, row: int, begin: int, end: int) -> list[int]:
         """The frames on pages `[begin, end)` of a row, which lie between frames."""
@@ -203,8 +210,8 @@ class PageTable:
 
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
-        row, begin, end, _ = run
-        pages = frames if len(frames) == end - begin else self._frames.in_pages(frames)
+        row, begin = run.row, run.begin
+        pages = frames if len(frames) == run.end - begin else self._frames.in_pages(frames)
         for place, page in enumerate(pages, row * self.limit + begin):
             self._places[place] = page
         self.end[row] = begin + len(pages)
@@ -212,10 +219,11 @@ class PageTable:
 
     def take_off(self, run: Run) -> list[int]:
         """Writes down that the front or the back of a row is mapped no more; returns its frames."""
-        row, begin, end, is_front = run
-        self.tell_uses(row)
-        frames = self._frames.of_pages(self.pages_in(row, begin, end))
-        if is_front:
+        row, begin, end = run.row, run.begin, run.end
+        if row in self._left:
+            self.tell_uses(row)
+        frames = self.frames_in(row, begin, end)
+        if run.is_front:
             self.first[row] = max(end, self.first[row])
         else:
             self.end[row] = max(min(begin, self.end[row]), self.first[row])
