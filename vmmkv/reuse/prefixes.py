@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,12 +40,14 @@ from .tree import Match, Page, PrefixTree
 
 class Chain(NamedTuple):
     """What a row is known to hold: the tokens of these ids. While it is live `node` is locked; while it is kept, `last`
-    is the number of its last page that the tree knows, in the first arena."""
+    is the number of its last page that the tree knows, in the first arena, and the tree knows as many pages as are
+    whole after `locked` tokens by those that the row has: if one of them were evicted, the row would not be kept."""
 
     key: Hashable
     ids: Ids
     node: Node | None
     last: int = -1
+    locked: int = 0
 
 
 class Hit(NamedTuple):
@@ -169,10 +171,11 @@ class Prefixes:
         """What a sequence of these ids can begin with: at most all of its tokens but the last, which has to be computed
         for what comes after it."""
         match = self._tree.match(key, ids[:-1])
-        for page in reversed(match.pages[0]):
+        for count, page in zip(range(len(match.pages[0]), 0, -1), reversed(match.pages[0])):
             row = self._last.get(page)
             if row is not None:
-                tokens = _common(self._chains[row].ids, ids[:-1])
+                same = count * self._books.page_size // self._books.records[0]  # which lie in the pages up to this one
+                tokens = same + _common(self._chains[row].ids[same:], ids[same:-1])
                 if tokens >= match.tokens and self._may_adopt(row, tokens):
                     return Hit(tokens, row, match.node, match.tokens, match.pages)
                 break
@@ -207,24 +210,40 @@ class Prefixes:
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is to be released.
         """
-        current, known = self._pool.driver.current_stream(), ids[: hit.tokens].copy()
+        if hit.row is None:
+            self._rows.begin(row, owner, expected, tenant)
+            self._lay(row, hit, key, ids)
+        else:
+            self._rows.adopt(row, owner, hit.tokens, expected, tenant)
+            self._continue(row, hit)
+            self._order_behind(row)
+            self._rows.grow_one(row, len(ids))
+
+    def _continue(self, row: int, hit: Hit) -> None:
+        """Has a row that was kept be live, with the tokens of a hit."""
+        chain = self._chains.pop(row)
+        self._last.pop(chain.last)
+        node = self._tree.lock(hit.node, min(chain.locked, hit.locked))
+        self._chains[row] = Chain(chain.key, chain.ids[: hit.tokens], node)
+        if chain.locked < hit.locked:  # what the tree knows by other numbers than the row's was used, too
+            self._tree.unlock(self._tree.lock(hit.node, hit.locked))
+
+    def _lay(self, row: int, hit: Hit, key: Hashable, ids: Ids) -> None:
+        """Lays a hit on a row without pages."""
         meanwhile = self._tree.lock(hit.node, hit.locked)
         try:
-            if hit.row is None:
-                self._rows.begin(row, owner, expected, tenant)
-            else:
-                self._last.pop(self._chains.pop(row).last)
-                self._rows.adopt(row, owner, hit.tokens, expected, tenant)
-                self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
-            self._written.order(current)
-            self._table.fences[row].order(current)  # who had the row may still read, or write, behind these tokens
-            if hit.row is None:
-                self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
-                self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
-            else:
-                self._rows.grow_one(row, len(ids))
+            self._order_behind(row)
+            self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
+            self._chains[row] = Chain(key, ids[: hit.tokens].copy(), self._lock(row, meanwhile, hit.pages))
         finally:
             self._tree.unlock(meanwhile)
+
+    def _order_behind(self, row: int) -> None:
+        """Has the current stream come behind what has written all that is known, and behind what may still read or
+        write on a row."""
+        current = self._pool.driver.current_stream()
+        self._written.order(current)
+        self._table.fences[row].order(current)
 
     def _lock(self, row: int, node: Node, pages: Sequence[list[int]]) -> Node:
         """Locks of the path to a node, which has these pages, what is known by those that a row has, not by others that
@@ -240,14 +259,15 @@ class Prefixes:
         size, records = self._books.page_size, self._books.records
         return self._tree.lock(node, min(node.end, *(end * size // record for end, record in zip(ends, records))))
 
+    def completed(self, key: Hashable, ids: Ids, cached: int) -> AbstractContextManager[Callable[[int], int]]:
+        """Around the beginning of a sequence with so many tokens of these ids. Gives what gives its row those behind
+        that the host knows, as if it had computed them; that returns how many the row has then."""
+        if self._host is None:
+            return nullcontext(lambda row: cached)
+        return self._completed_by(self._host, key, ids, cached)
+
     @contextmanager
-    def completed(self, key: Hashable, ids: Ids, cached: int) -> Iterator[Callable[[int], int]]:
-        """Around the beginning of a sequence with so many tokens of these ids. Yields what gives its row those behind
-        that the host knows, as if it had computed them; it returns how many the row has then."""
-        host = self._host
-        if host is None:
-            yield lambda row: cached
-            return
+    def _completed_by(self, host: HostPrefixes, key: Hashable, ids: Ids, cached: int) -> Iterator[Callable[[int], int]]:
         with host.found(key, ids[:-1], cached) as found:
             yield lambda row: host.load(row, found, cached)
 
@@ -358,13 +378,15 @@ class Prefixes:
         chain = self._chains.pop(row, None)
         if chain is None:
             return False
+        locked = 0
         if chain.node:
+            locked = chain.node.end
             self._tree.unlock(chain.node)
         last = self._last_page(row, len(chain.ids))
         if self._books.rules.cleans or last is None or last in self._last:
             return False  # nobody could adopt it, or find it
         self._last[last] = row
-        self._chains[row] = Chain(chain.key, chain.ids, None, last)
+        self._chains[row] = Chain(chain.key, chain.ids, None, last, locked)
         return True
 
     def inherit(self, sources: dict[int, int]) -> None:

@@ -196,17 +196,17 @@ class PageTable:
 
     def use(self, row: int, begin: int, end: int) -> int:
         """Counts a sequence among the users of those of its pages that may be shared; returns how many had some."""
-        users = self._frames.users
-        pages = self.pages_in(row, begin, min(end, self.own[row]))
-        users[pages] += 1
-        return int((users[pages] > 1).sum())
+        pages = self.pages_in(row, begin, min(end, self.own[row])).astype(np.intp)  # which numpy would do each time
+        counts = self._frames.users[pages] + 1
+        self._frames.users[pages] = counts
+        return int(np.count_nonzero(counts > 1))
 
     def leave(self, row: int, begin: int, end: int) -> int:
         """Counts it among them no more; returns how many pages have others still."""
-        users = self._frames.users
-        pages = self.pages_in(row, begin, min(end, self.own[row]))
-        users[pages] -= 1
-        return int((users[pages] > 0).sum())
+        pages = self.pages_in(row, begin, min(end, self.own[row])).astype(np.intp)
+        counts = self._frames.users[pages] - 1
+        self._frames.users[pages] = counts
+        return int(np.count_nonzero(counts > 0))
 
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
