@@ -82,8 +82,8 @@ class PageTable:
         self.doubt: list[Run] = []
         self.tail_frames: list[int] = []
         """The one behind all tails, where there are any."""
-        self._left: dict[int, list[tuple[int, int]]] = {}
-        """By row: pages that a sequence has left, and whose frames are still to be told."""
+        self._left: dict[int, dict[tuple[int, int], int]] = {}
+        """By row: pages that sequences have left, how often, and whose frames are still to be told."""
 
     def address_of(self, row: int, page: int) -> int:
         """Where a page lies."""
@@ -173,8 +173,8 @@ class PageTable:
     def count_use(self, row: int, begin: int, end: int) -> None:
         """Counts that a sequence has left pages. Their frames are told when they leave the row, or when somebody asks,
         so that this costs the same for many pages as for few."""
-        left = self._left.setdefault(row, [])
-        left.append((begin, end))
+        left, span = self._left.setdefault(row, {}), (begin, end)
+        left[span] = left.get(span, 0) + 1
         if len(left) == 100:
             self.tell_uses(row)
 
@@ -182,13 +182,13 @@ class PageTable:
         """Tells the frames of a row, or of all, how often they were used."""
         uses, one_by_one = self._frames.uses, self._frames.uses.data
         for each in [row] if row is not None else list(self._left):
-            for begin, end in self._left.pop(each, ()):
+            for (begin, end), times in self._left.pop(each, {}).items():
                 pages = self.pages_in(each, begin, end)
                 if len(pages) > LARGE:
-                    np.add.at(uses, pages, 1)
+                    np.add.at(uses, pages, times)
                 else:  # for few, numpy takes several times as long
                     for page in pages.tolist():
-                        one_by_one[page] += 1
+                        one_by_one[page] += times
 
     def frames_in(self, row: int, begin: int, end: int) -> list[int]:
         """The frames on pages `[begin, end)` of a row, which lie between frames."""
