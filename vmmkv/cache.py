@@ -448,13 +448,15 @@ class KVCache(Owner):
                 token_ids=head.ids, salt=salt, adapter=adapter, expected_tokens=expected, tenant=tenant
             )
         else:
-            sequence = self.sequence(expected_tokens=expected, tenant=tenant)
-        try:
-            starts = [head.start] if head.start else None
-            self.extend([sequence], head.length - sequence.length, starts=starts)
-        except BaseException:
-            self._abandon([sequence])
-            raise
+            tokens = 0 if head.start else head.length
+            sequence = self.sequence(tokens, expected_tokens=expected, tenant=tenant)
+        if missing := head.length - sequence.length:
+            try:
+                starts = [head.start] if head.start else None
+                self.extend([sequence], missing, starts=starts)
+            except BaseException:
+                self._abandon([sequence])
+                raise
         return sequence
 
     def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -84,7 +84,8 @@ class Tenants:
         self._vacant = [number for number in range(self._end - 1, 0, -1) if number not in carried]
 
 
-class Supply(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Supply:
     """Frames for somebody who maps them.
 
     Attributes:
@@ -97,8 +98,9 @@ class Supply(NamedTuple):
 
     def pop(self, pages: int, large: int) -> list[int]:
         """Frames of so many pages in all, up to `large` large ones first."""
-        count = min(large, len(self.large))
-        return _pop(self.large, count) + _pop(self.single, pages - count * LARGE)
+        if count := min(large, len(self.large)):
+            return _pop(self.large, count) + _pop(self.single, pages - count * LARGE)
+        return _pop(self.single, pages)
 
 
 class Frames:

@@ -98,6 +98,6 @@ def token_ids(ids: npt.NDArray[np.integer[Any]]) -> Ids:
         raise ArgumentError(f"asked for the tokens of a {type(ids).__name__}; give a numpy array of token ids")
     if ids.ndim != 1:
         raise ShapeError(f"asked for the tokens of an array of shape {ids.shape}; give ids of one sequence, [tokens]")
-    if not np.issubdtype(ids.dtype, np.integer) or not np.can_cast(ids.dtype, np.int64):
+    if ids.dtype != np.int64 and (ids.dtype.kind not in "iu" or not np.can_cast(ids.dtype, np.int64)):
         raise DtypeError(f"asked for the tokens of an array of {ids.dtype}; token ids are integers of up to 64 bits")
     return np.ascontiguousarray(ids, np.int64)

@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,8 +40,8 @@ from .tree import Match, Page, PrefixTree
 
 
 class Chain(NamedTuple):
-    """What a row is known to hold: the tokens of these ids. While it is live `node` is locked, and it has itself what
-    the tree knows of the first `own` tokens; while it is kept, `last` is the number of its last page that the tree
+    """What a row is known to hold: the tokens of these ids. What the tree knows of the first `own` of them lies in this
+    row itself. While it is live `node` is locked; while it is kept, `last` is the number of its last page that the tree
     knows, in the first arena."""
 
     key: Hashable
@@ -173,10 +173,11 @@ class Prefixes:
         for what comes after it."""
         match = self._tree.match(key, ids[:-1])
         pages = match.pages[0] + [page for page in match.partial[:1] if page is not None]
-        for page in reversed(pages):  # a row's last page may end in the middle of a token
-            row = self._last.get(page)
+        for count in range(len(pages), 0, -1):  # a row's last page may end in the middle of a token
+            row = self._last.get(pages[count - 1])
             if row is not None:
-                tokens = _common(self._chains[row].ids, ids[:-1])
+                same = min(count * self._books.page_size // self._books.records[0], match.tokens)
+                tokens = same + _common(self._chains[row].ids[same:], ids[same:-1])
                 if tokens >= match.tokens and self._may_adopt(row, tokens):
                     return Hit(tokens, row, match.node, match.tokens, match.pages)
                 break
@@ -211,24 +212,40 @@ class Prefixes:
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is to be released.
         """
-        current, known = self._pool.driver.current_stream(), ids[: hit.tokens].copy()
+        if hit.row is None:
+            self._rows.begin(row, owner, expected, tenant)
+            self._lay(row, hit, key, ids)
+        else:
+            self._rows.adopt(row, owner, hit.tokens, expected, tenant)
+            self._continue(row, hit)
+            self._order_behind(row)
+            self._rows.grow_one(row, len(ids))
+
+    def _continue(self, row: int, hit: Hit) -> None:
+        """Has a row that was kept be live, with the tokens of a hit."""
+        chain = self._chains.pop(row)
+        self._last.pop(chain.last)
+        own = min(chain.own, hit.tokens)
+        self._chains[row] = Chain(chain.key, chain.ids[: hit.tokens], self._lock(hit.node, min(own, hit.locked)), own)
+        if own < hit.locked:  # what the tree knows by other numbers than the row's was used, too
+            self._tree.unlock(self._tree.lock(hit.node, hit.locked))
+
+    def _lay(self, row: int, hit: Hit, key: Hashable, ids: Ids) -> None:
+        """Lays a hit on a row without pages."""
         meanwhile = self._tree.lock(hit.node, hit.locked)
         try:
-            if hit.row is None:
-                self._rows.begin(row, owner, expected, tenant)
-            else:
-                self._last.pop(self._chains.pop(row).last)
-                self._rows.adopt(row, owner, hit.tokens, expected, tenant)
-                self._chains[row] = self._locked(row, meanwhile, key, known, hit.pages)
-            self._written.order(current)
-            self._table.fences[row].order(current)  # who had the row may still read, or write, behind these tokens
-            if hit.row is None:
-                self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
-                self._chains[row] = self._locked(row, meanwhile, key, known, hit.pages)
-            else:
-                self._rows.grow_one(row, len(ids))
+            self._order_behind(row)
+            self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
+            self._chains[row] = self._locked(row, meanwhile, key, ids[: hit.tokens].copy(), hit.pages)
         finally:
             self._tree.unlock(meanwhile)
+
+    def _order_behind(self, row: int) -> None:
+        """Has the current stream come behind what has written all that is known, and behind what may still read or
+        write on a row."""
+        current = self._pool.driver.current_stream()
+        self._written.order(current)
+        self._table.fences[row].order(current)
 
     def _locked(self, row: int, node: Node, key: Hashable, ids: Ids, pages: Sequence[list[int]]) -> Chain:
         """Locks of the path to a node, which has these pages, what is known by those that a row has, not by others that
@@ -248,14 +265,15 @@ class Prefixes:
         """How many tokens lie in front of pages, one of each range."""
         return min(end * self._books.page_size // record for end, record in zip(ends, self._books.records))
 
+    def completed(self, key: Hashable, ids: Ids, cached: int) -> AbstractContextManager[Callable[[int], int]]:
+        """Around the beginning of a sequence with so many tokens of these ids. Gives what gives its row those behind
+        that the host knows, as if it had computed them; that returns how many the row has then."""
+        if self._host is None:
+            return nullcontext(lambda row: cached)
+        return self._completed_by(self._host, key, ids, cached)
+
     @contextmanager
-    def completed(self, key: Hashable, ids: Ids, cached: int) -> Iterator[Callable[[int], int]]:
-        """Around the beginning of a sequence with so many tokens of these ids. Yields what gives its row those behind
-        that the host knows, as if it had computed them; it returns how many the row has then."""
-        host = self._host
-        if host is None:
-            yield lambda row: cached
-            return
+    def _completed_by(self, host: HostPrefixes, key: Hashable, ids: Ids, cached: int) -> Iterator[Callable[[int], int]]:
         with host.found(key, ids[:-1], cached) as found:
             yield lambda row: host.load(row, found, cached)
 
@@ -367,13 +385,15 @@ class Prefixes:
         chain = self._chains.pop(row, None)
         if chain is None:
             return False
+        own = 0
         if chain.node:
+            own = min(chain.own, chain.node.end)
             self._tree.unlock(chain.node)
         last = self._last_page(row, len(chain.ids))
         if self._books.rules.cleans or last is None or last in self._last:
             return False  # nobody could adopt it, or find it
         self._last[last] = row
-        self._chains[row] = Chain(chain.key, chain.ids, None, last=last)
+        self._chains[row] = Chain(chain.key, chain.ids, None, own, last)
         return True
 
     def inherit(self, sources: dict[int, int]) -> None:
@@ -440,7 +460,18 @@ class Prefixes:
                     gone += [self._tree.replace(chain.node, number, page, mine[page]) for page in unused]
                     ends.append(min(set(copied).difference(unused), default=len(known) + 1))
                 self._chains[row] = chain._replace(own=self._tokens_before(ends))
+        self._disown(gone)
         return gone
+
+    def _disown(self, gone: Iterable[Page]) -> None:
+        """Says that the tree knows other pages instead of these, which may lie in kept rows."""
+        kept = np.fromiter(self._table.kept, np.int64, len(self._table.kept))
+        for arena, page, number in gone:
+            table, record = self._books.ranges[arena][0].table, self._books.records[arena]
+            before = page * self._books.page_size // record
+            for row in kept[(table.memory[kept, page] == number) & (table.ends[kept] > page)].tolist():
+                chain = self._chains[row]
+                self._chains[row] = chain._replace(own=min(chain.own, before))
 
     def _leaving(self, leaf: Node) -> None:
         """Has the host keep what is about to be evicted."""

@@ -40,28 +40,29 @@ class Head:
     """What a receiver is told of a sequence.
 
     Attributes:
-        geometry: of its layout, by name.
+        geometry: of its layout: see `geometry_of`.
         start: the first token that it keeps.
         length: its tokens.
         key: salt and adapter that its tokens may be known under; None where they may not.
         ids: what its first tokens are known to be.
     """
 
-    geometry: dict[str, Any]
+    geometry: str
     start: int
     length: int
     key: tuple[Hashable, Hashable] | None
     ids: Ids
 
     def packed(self) -> bytes:
-        """As bytes: literals of Python, which keep tuples and bytes as they are and run nothing, a line's end, and ids.
+        """As bytes: a line each of geometry, tokens, and key, and ids. A key is a literal of Python, which keeps tuples
+        and bytes as they are and runs nothing.
 
         Raises:
             ArgumentError: salt or adapter cannot be written so.
         """
-        facts = repr((self.geometry, self.start, self.length, self.key))
+        key = repr(self.key)
         try:
-            is_kept = literal_eval(facts)[-1] == self.key
+            is_kept = literal_eval(key) == self.key
         except (ValueError, SyntaxError):
             is_kept = False
         if not is_kept:
@@ -69,19 +70,23 @@ class Head:
                 f"asked to send a sequence of salt and adapter {self.key}; for another process they must be of "
                 "strings, bytes, numbers and tuples"
             )
-        return facts.encode() + b"\n" + self.ids.astype("<i8").tobytes()
+        facts = f"{self.geometry}\n{self.start} {self.length}\n{key}\n"
+        return facts.encode() + self.ids.astype("<i8", copy=False).tobytes()
 
     @classmethod
     def unpacked(cls, letter: bytes) -> Head:
         """What was packed."""
-        facts, _, ids = letter.partition(b"\n")
-        geometry, start, length, key = literal_eval(facts.decode())
-        return cls(geometry, start, length, key, np.frombuffer(ids, "<i8"))
+        geometry, tokens, key, ids = letter.split(b"\n", 3)
+        start, length = map(int, tokens.split())
+        return cls(geometry.decode(), start, length, literal_eval(key.decode()), np.frombuffer(ids, "<i8"))
 
     def check(self, layout: KVLayout) -> None:
         """Raises `LayoutError` where a cache of a layout cannot hold it."""
-        ours = geometry_of(layout)
-        pairs = [(name, value, ours[name]) for name, value in self.geometry.items()]
+        geometry = geometry_of(layout)
+        if self.geometry == geometry:
+            return
+        ours = literal_eval(geometry)
+        pairs = [(name, value, ours[name]) for name, value in literal_eval(self.geometry).items()]
         wrong = [f"{name} {theirs} there, {here} here" for name, theirs, here in pairs if theirs != here]
         if wrong:
             raise LayoutError(
@@ -90,8 +95,9 @@ class Head:
             )
 
 
-def geometry_of(layout: KVLayout) -> dict[str, Any]:
-    """What two layouts have to agree on, so that token records do."""
+def geometry_of(layout: KVLayout) -> str:
+    """What two layouts have to agree on, so that token records do: by name, as a literal, which is the same for all who
+    do. So it is compared as it is, and read only to say what differs: K and V wait for the answer."""
     facts: dict[str, Any] = {
         "dtype": str(layout.dtype).removeprefix("torch."),
         "num_layers": layout.num_layers,
@@ -100,7 +106,7 @@ def geometry_of(layout: KVLayout) -> dict[str, Any]:
     for name, attribute in ("num_kv_heads", "num_kv_heads"), ("head_dim", "k_head_dim"), ("v_head_dim", "v_head_dim"):
         values = [getattr(layer, attribute) for layer in layout.layers]
         facts[name] = values[0] if len(set(values)) == 1 else values
-    return facts
+    return repr(facts)
 
 
 class Peer:
@@ -135,7 +141,7 @@ class Peer:
             TransferError: the other process is gone, or has said something else.
         """
         self._post(head.packed())
-        first, reason, why = literal_eval(self._fetch().decode())
+        first, reason, why = self._fetch().decode().split("\n", 2)
         if reason:
             raise TransferRefusedError(f"rank {self.rank} refused {head.length} tokens: {reason}: {why}", reason)
         return int(first)
@@ -154,7 +160,7 @@ class Peer:
         Raises:
             TransferError: the other process is gone.
         """
-        self._post(repr((first, "", "")).encode())
+        self._post(f"{first}\n\n".encode())
 
     @contextmanager
     def told(self) -> Iterator[None]:
@@ -163,7 +169,7 @@ class Peer:
             yield
         except BaseException as error:
             with suppress(TransferError):
-                self._post(repr((0, type(error).__name__, str(error))).encode())
+                self._post(f"0\n{type(error).__name__}\n{error}".encode(errors="backslashreplace"))
             raise
 
     def send(self, states: Sequence[torch.Tensor]) -> None:
@@ -188,10 +194,10 @@ class Peer:
 
     def _post(self, letter: bytes) -> None:
         """Sends bytes: one message, or two if they are many."""
-        whole = MARK + len(letter).to_bytes(8, "little") + letter
-        parts = whole[:FIRST].ljust(FIRST), whole[FIRST:]
-        for part in parts:
-            self._send(torch.tensor(np.frombuffer(part, np.uint8), device=self._device))
+        whole = bytearray((MARK + len(letter).to_bytes(8, "little") + letter).ljust(FIRST))
+        message = torch.frombuffer(whole, dtype=torch.uint8).to(self._device)
+        self._send(message[:FIRST])
+        self._send(message[FIRST:])
 
     def _fetch(self) -> bytes:
         """The bytes that the other process posts; the host waits for them."""
@@ -199,7 +205,8 @@ class Peer:
         if not first.startswith(MARK):
             raise TransferError(f"rank {self.rank} has sent something else than a sequence of this version of vmmkv")
         length = int.from_bytes(first[len(MARK) : BEGIN], "little")
-        return first[BEGIN : BEGIN + length] + self._arrived(max(length - (FIRST - BEGIN), 0))
+        rest = length - (FIRST - BEGIN)
+        return first[BEGIN : BEGIN + length] + (self._arrived(rest) if rest > 0 else b"")
 
     def _arrived(self, nbytes: int) -> bytes:
         message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)

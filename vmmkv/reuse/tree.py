@@ -148,7 +148,9 @@ class PrefixTree:
             of[whole] if tokens * record % self.geometry.page_size else None
             for of, whole, record in zip(numbers, wholes, self.geometry.records)
         ]
-        return Match(tokens, [of[:whole] for of, whole in zip(numbers, wholes)], partial, path[-1])
+        for of, whole in zip(numbers, wholes):
+            del of[whole:]
+        return Match(tokens, numbers, partial, path[-1])
 
     # ------------------------------------------------------------------ what is known
 

@@ -14,8 +14,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from operator import add, sub
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -56,7 +54,8 @@ class Rules:
         return self.scrub or self.zero_tail or self.poison
 
 
-class Count(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Count:
     """Pages of a live row, or of all: that are used, that are mapped, and behind those that are used, that others can
     have, and that they cannot."""
 
@@ -82,9 +81,7 @@ class Books:
     def __init__(self, table: RowTable, ranges: list[tuple[Arena, int]], page_size: int, rules: Rules) -> None:
         self.table, self.ranges, self.rules = table, ranges, rules
         self.page_size = page_size
-        self._counts: list[Count]
-        """By row."""
-        self._totals: Count
+        self._frames = ranges[0][0].pool.frames
         self.forget_counts()
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
@@ -95,6 +92,7 @@ class Books:
         self.zero_frames: list[int] = []
         """The one frame of all tails, where there are any."""
         self.records = [record for _, record in ranges]
+        self._no_spans: list[Span] = [(0, 0)] * len(ranges)
         self.page_tokens = -(-page_size // min(self.records))
         """Tokens that a page has room for at least in one range."""
 
@@ -104,7 +102,9 @@ class Books:
 
     def spans(self, start: int, length: int) -> list[Span]:
         """Per arena the pages that tokens `[start, length)` of a row lie in, and those behind that may be read."""
-        return policy.spans(start, length + self.rules.overread if length else 0, self.records, self.page_size)
+        if not length:
+            return self._no_spans
+        return policy.spans(start, length + self.rules.overread, self.records, self.page_size)
 
     def touched(self, row: int) -> list[Span]:
         """Per arena the pages of the row that hold tokens, or are about to."""
@@ -120,7 +120,7 @@ class Books:
         return self._whole_frames(row, self.spans(self.table.start[row], tokens))
 
     def _whole_frames(self, row: int, spans: list[Span]) -> list[Span]:
-        if not self.rules.large or not self.ranges[0][0].pool.frames.has_large:
+        if not self.rules.large or not self._frames.has_large:
             return spans
         tables = [arena.table for arena, _ in self.ranges]
         return [
@@ -157,7 +157,7 @@ class Books:
 
     def is_shared(self, row: int) -> bool:
         """Whether pages of a row may lie in others, too."""
-        return any(arena.table.is_shared(row) for arena, _ in self.ranges)
+        return self._frames.has_shared and any(arena.table.is_shared(row) for arena, _ in self.ranges)
 
     def shares_surplus(self, row: int) -> bool:
         """Whether surplus pages of a row may lie in others, too."""
@@ -204,8 +204,9 @@ class Books:
         table.brink[row] = brink
         table.alert[row] = min(brink, table.wake[row])
         before, self._counts[row] = self._counts[row], count
-        if count != before:
-            self._totals = Count(*map(add, self._totals, map(sub, count, before)))
+        self._used += count.used - before.used
+        self._mapped += count.mapped - before.mapped
+        self._bound += count.bound - before.bound
 
     def _look(self, row: int, start: int, length: int) -> tuple[Count, int, int]:
         """The pages of a live row that keeps tokens `[start, length)`; the tokens that those it uses have room for; and
@@ -218,29 +219,31 @@ class Books:
             row_first, row_end = arena.table.first[row], arena.table.end[row]
             used += end - first
             mapped += row_end - row_first
-            behind += max(row_end - max(end, row_first), 0)
-            expected_end = -(-expected * record // self.page_size)
-            tail += max(row_end - max(end, row_first, expected_end), 0)
+            if row_end > end:
+                behind += row_end - max(end, row_first)
+                expected_end = -(-expected * record // self.page_size)
+                tail += max(row_end - max(end, row_first, expected_end), 0)
             brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
         is_bound = self.rules.zero_tail and length > 0
         return Count(used, mapped, 0 if is_bound else behind, behind if is_bound else 0), brink, tail
 
     def forget_counts(self) -> None:
         """Begins to count, with rows that have nothing or are about to be refreshed."""
-        self._counts, self._totals = [NOTHING] * self.table.num_rows, NOTHING
+        self._counts = [NOTHING] * self.table.num_rows
+        self._used = self._mapped = self._bound = 0  # of all
 
     @property
     def parked_pages(self) -> int:
         """Pages of rows that nobody has: what is usually there to be reclaimed."""
         self.catch_up()
         arena, _ = self.ranges[0]
-        return arena.account.taken - len(self.zero_frames) - self._totals.mapped
+        return arena.account.taken - len(self.zero_frames) - self._mapped
 
     @property
     def used_pages(self) -> int:
         """Pages that hold tokens of live sequences, or are about to, in whole frames; each once."""
         self.catch_up()
-        used = self._totals.used - self.duplicates
+        used = self._used - self.duplicates
         if self.claims:
             rows, extents = np.array(list(self.claims)), np.array(list(self.claims.values()))
             used += self.pages_used(rows, extents) - sum([self._counts[row].used for row in self.claims])
@@ -287,7 +290,7 @@ class Books:
             return 0
         self.catch_up()
         claimed = [self._look(row, *extent)[0].bound - self._counts[row].bound for row, extent in self.claims.items()]
-        return self._totals.bound + sum(claimed)
+        return self._bound + sum(claimed)
 
     def refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
@@ -307,7 +310,9 @@ class Books:
                 used = length + rules.overread if length else 0
                 end = min(end, -(-used * record // size))  # behind are another's bytes
             whole &= not table.is_shared(row) or table.own[row] <= length * record // size  # may be written behind it
-            capacity = min(capacity, max(end * size // record - rules.overread, 0))
+            room = end * size // record - rules.overread
+            if room < capacity:
+                capacity = max(room, 0)
         if live and not whole:
             capacity = length  # so that the next growth repairs it
         rows.capacity[row] = capacity
@@ -318,7 +323,7 @@ class Books:
 
     def retire_front(self, row: int) -> None:
         """Notes whether a live row has pages in front of its first token: nobody will ever use them there."""
-        if any(
+        if self.extent(row)[0] and any(
             arena.table.first[row] < min(first, arena.table.end[row])
             for (arena, _), (first, _) in zip(self.ranges, self.used(row))
         ):

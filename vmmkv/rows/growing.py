@@ -61,11 +61,11 @@ class Growing:
 
     def _map(self, rows: list[int]) -> None:
         """Maps, and zeroes where that is asked for, what rows claim, or changes nothing."""
-        plan = self._plan(rows)
+        plan, rules = self._plan(rows), self._books.rules
         supply = Supply([], [])
         zeroing = False
         try:
-            if self._books.rules.zero_tail and plan:
+            if rules.zero_tail and plan:
                 self._wait_for_readers(rows)
             missing = large = 0
             for *_, pages, large_frames, _ in plan:
@@ -79,7 +79,7 @@ class Growing:
             if begun or self._pool.tenants:
                 zeroing = True
                 self._cleaner.clean(begun, plan)
-            if self._books.rules.zero_tail:
+            if rules.zero_tail:
                 for row in rows:
                     self._fill_tails(row)
         except BaseException:
@@ -89,7 +89,7 @@ class Growing:
     def _plan(self, rows: list[int]) -> list[Growth]:
         """What rows are to get for their claims."""
         plan: list[Growth] = []
-        books = self._books
+        books, is_large = self._books, self._books.rules.large
         for row in rows:
             start, length = books.claims[row]
             for (arena, _), (first, end) in zip(books.ranges, books.spans(start, length)):
@@ -97,7 +97,7 @@ class Growing:
                 reaches, ready = table.reaches(row, first), table.ready[row]
                 if end > ready or not reaches:
                     pages = max(end - (table.end[row] if reaches else first), 0)
-                    large = policy.large_frames(pages, start) if books.rules.large else 0
+                    large = policy.large_frames(pages, start) if is_large else 0
                     plan.append((arena, row, first, end, pages, large, ready))
         return plan
 

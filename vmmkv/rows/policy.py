@@ -72,7 +72,8 @@ def victims(table: RowTable, max_seq_len: int, dense: bool, claimed: Container[i
         dense: live rows that hold tokens may be read to their very end, so nothing behind them goes.
         claimed: rows that are about to hold more.
     """
-    yield from retired(table, max_seq_len)
+    if table.retired or table.fronts:
+        yield from retired(table, max_seq_len)
     if not dense:
         yield from ((row, table.expected[row]) for row in table.spare.largest())
     yield from zip(table.parked.oldest(), repeat(0))

@@ -65,15 +65,14 @@ class Reclaimer:
                     if row in changed:  # once more, with less to keep
                         before, (change, changed) = (change, changed), self._new_change()
                         self._run(*before)
-                    if not self._books.surplus(row):
-                        continue
-                    if wait:
-                        self._table.fences[row].wait()
-                    if self._table.fences[row].passed():
+                    fence = self._table.fences[row]
+                    if wait and self._books.surplus(row):
+                        fence.wait()
+                    if fence.passed():
                         if self._books.shares_surplus(row):
                             reclaimed += self._unmap_shared(row, keep)
-                        else:
-                            reclaimed += self._plan(change, row, count - reclaimed, keep)
+                        elif planned := self._plan(change, row, count - reclaimed, keep):
+                            reclaimed += planned
                             changed.append(row)
                     if reclaimed >= count:
                         break
@@ -163,7 +162,9 @@ class Reclaimer:
             self._check_allowed(count, cause)
         self.reclaim(lacking + self.spare)
         for wait in (False, True):
-            if (lacking := missing()) > 0 and wait:
+            if (lacking := missing()) <= 0:
+                return
+            if wait:
                 self.reclaim(lacking, wait=True)
                 lacking = missing()
             if lacking > 0:

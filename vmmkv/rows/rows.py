@@ -362,10 +362,9 @@ class Rows:
     def adopt(self, row: int, owner: int, tokens: int, expected: int, tenant: int) -> None:
         """Gives a kept row to a new sequence, which has its first tokens then."""
         self.table.kept.pop(row)
-        self.begin(row, owner, expected, tenant)
         self.table.length[row] = tokens
+        self.begin(row, owner, expected, tenant)
         self.books.use(row)
-        self.books.refresh(row)
         self.adoptions += 1
 
     def take(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> None:
@@ -431,8 +430,9 @@ class Rows:
         """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
         free_waiting()
         self.pool.collect()
-        with suppress(DriverError):
-            self.sharing.clear(wait=False)  # of what was copied, or a failure has left
+        if self.sharing.may_be_staged:
+            with suppress(DriverError):
+                self.sharing.clear(wait=False)  # of what was copied, or a failure has left
         if len(self.table.stirred) >= MANY:
             self.books.catch_up()
         if not self.abandoned:
@@ -513,8 +513,9 @@ class Rows:
 
     def grow_one(self, row: int, length: int) -> None:
         """`grow` for one row, without arrays."""
-        self._make_own([row])
-        self.growing.make_room({row: (self.table.start[row], length)}, [row])
+        if length > self.table.capacity[row]:
+            self._make_own([row])
+            self.growing.make_room({row: (self.table.start[row], length)}, [row])
         self.table.length[row] = length
         self.books.refresh(row)
 

@@ -211,7 +211,7 @@ class Sharing:
         Args:
             used: pages of the row.
         """
-        books, table, (row, page, *_) = self._books, arena.table, part
+        books, table, row, page = self._books, arena.table, part.row, part.begin
         left = max(used[0], page), used[1]
         books.duplicates -= table.leave(row, *left)  # what is to be had for it is no less for what it leaves
         try:
@@ -280,7 +280,7 @@ class Sharing:
 
     def _replace(self, arena: Arena, part: Run) -> None:
         """Puts what is in the staging row in the place of all that a row has from a part's begin on."""
-        table, (row, page, *_) = arena.table, part
+        table, row, page = arena.table, part.row, part.begin
         ready, before = table.ready[row], table.pages_in(row, page).tolist()
         self._copied = arena, part
         try:
@@ -350,6 +350,11 @@ class Sharing:
         change.commit(self._pool)
         change.check()
         return {frame: staging.address + at * self._books.page_size for frame, at in zip(frames, [begin, *ends])}
+
+    @property
+    def may_be_staged(self) -> bool:
+        """Whether there may be anything to `clear`."""
+        return self.staging is not None or self._copied is not None
 
     def clear(self, wait: bool = True) -> None:
         """Gives back what is in the staging row; if it is not to wait, only where nobody copies from there any more."""

@@ -68,12 +68,12 @@ class Change:
         ready = table.ready[row] if since is None else since
         self._placements.append((table, run, frames, end))
         table.doubt.append(run)
-        is_large, handles = self._frames.is_large.data, self._frames.handles.data
+        is_large, handle_of = self._frames.is_large.item, self._frames.handles.item
         address = table.address_of(row, begin)
         self._access_steps += (kind, address - (begin - ready) * size, (end - ready) * size, VACANT)
         for frame in frames:
-            nbytes = size * LARGE if is_large[frame] else size
-            self._map_steps += (MAP, address, nbytes, handles[frame])
+            nbytes = size * LARGE if is_large(frame) else size
+            self._map_steps += (MAP, address, nbytes, handle_of(frame))
             address += nbytes
 
     def run(self) -> None:
@@ -85,17 +85,18 @@ class Change:
         done = self._outcome.done
         for table, run in self._unmaps[:done]:
             pool.give(table.account, table.take_off(run))
-        done = max(done - len(self._unmaps), 0)
+        done -= len(self._unmaps)
         pages = 0
         for table, run, frames, _ in self._placements:
-            if done:
+            if done > 0:
                 pages += table.put(run, frames[:done])
             if done < len(frames):
-                pool.give(table.account, frames[done:])
-            done = max(done - len(frames), 0)
-        for number, (table, run, _, ready) in enumerate(self._placements):
-            if number < done:
+                pool.give(table.account, frames[max(done, 0) :])
+            done -= len(frames)
+        for table, run, _, ready in self._placements:
+            if done > 0:
                 table.ready[run.row] = ready
+            done -= 1
             table.doubt.remove(run)
         for table, run in self._unmaps:
             table.doubt.remove(run)

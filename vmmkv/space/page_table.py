@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -32,7 +32,8 @@ from ..memory.pool import Account
 from ..stats import MappedRange
 
 
-class Run(NamedTuple):
+@dataclass(eq=False, slots=True)  # made for each change: a named tuple takes three times as long
+class Run:
     """Pages `[begin, end)` of a row: its back, or its front."""
 
     row: int
@@ -81,8 +82,8 @@ class PageTable:
         self.doubt: list[Run] = []
         self.tail_frames: list[int] = []
         """The one behind all tails, where there are any."""
-        self._left: dict[int, list[tuple[int, int]]] = {}
-        """By row: pages that a sequence has left, and whose frames are still to be told."""
+        self._left: dict[int, dict[tuple[int, int], int]] = {}
+        """By row: pages that sequences have left, how often, and whose frames are still to be told."""
 
     def address_of(self, row: int, page: int) -> int:
         """Where a page lies."""
@@ -115,7 +116,7 @@ class PageTable:
 
     def frame_begin(self, row: int, page: int) -> int:
         """Where the frame begins that reaches over the place before a page; the page, where one begins there."""
-        return page - self._inside(row, page)
+        return page - self._inside(row, page) if self._frames.has_large else page
 
     def frame_end(self, row: int, page: int) -> int:
         """Where it ends."""
@@ -172,16 +173,22 @@ class PageTable:
     def count_use(self, row: int, begin: int, end: int) -> None:
         """Counts that a sequence has left pages. Their frames are told when they leave the row, or when somebody asks,
         so that this costs the same for many pages as for few."""
-        left = self._left.setdefault(row, [])
-        left.append((begin, end))
+        left, span = self._left.setdefault(row, {}), (begin, end)
+        left[span] = left.get(span, 0) + 1
         if len(left) == 100:
             self.tell_uses(row)
 
     def tell_uses(self, row: int | None = None) -> None:
         """Tells the frames of a row, or of all, how often they were used."""
+        uses, one_by_one = self._frames.uses, self._frames.uses.data
         for each in [row] if row is not None else list(self._left):
-            for begin, end in self._left.pop(each, ()):
-                np.add.at(self._frames.uses, self.pages_in(each, begin, end), 1)
+            for (begin, end), times in self._left.pop(each, {}).items():
+                pages = self.pages_in(each, begin, end)
+                if len(pages) > LARGE:
+                    np.add.at(uses, pages, times)
+                else:  # for few, numpy takes several times as long
+                    for page in pages.tolist():
+                        one_by_one[page] += times
 
     def frames_in(self, row: int, begin: int, end: int) -> list[int]:
         """The frames on pages `[begin, end)` of a row, which lie between frames."""
@@ -189,22 +196,22 @@ class PageTable:
 
     def use(self, row: int, begin: int, end: int) -> int:
         """Counts a sequence among the users of those of its pages that may be shared; returns how many had some."""
-        users = self._frames.users
-        pages = self.pages_in(row, begin, min(end, self.own[row]))
-        users[pages] += 1
-        return int((users[pages] > 1).sum())
+        pages = self.pages_in(row, begin, min(end, self.own[row])).astype(np.intp)  # which numpy would do each time
+        counts = self._frames.users[pages] + 1
+        self._frames.users[pages] = counts
+        return int(np.count_nonzero(counts > 1))
 
     def leave(self, row: int, begin: int, end: int) -> int:
         """Counts it among them no more; returns how many pages have others still."""
-        users = self._frames.users
-        pages = self.pages_in(row, begin, min(end, self.own[row]))
-        users[pages] -= 1
-        return int((users[pages] > 0).sum())
+        pages = self.pages_in(row, begin, min(end, self.own[row])).astype(np.intp)
+        counts = self._frames.users[pages] - 1
+        self._frames.users[pages] = counts
+        return int(np.count_nonzero(counts > 0))
 
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
-        row, begin, end, _ = run
-        pages = frames if len(frames) == end - begin else self._frames.in_pages(frames)
+        row, begin = run.row, run.begin
+        pages = frames if len(frames) == run.end - begin else self._frames.in_pages(frames)
         for place, page in enumerate(pages, row * self.limit + begin):
             self._places[place] = page
         self.end[row] = begin + len(pages)
@@ -212,10 +219,11 @@ class PageTable:
 
     def take_off(self, run: Run) -> list[int]:
         """Writes down that the front or the back of a row is mapped no more; returns its frames."""
-        row, begin, end, is_front = run
-        self.tell_uses(row)
-        frames = self._frames.of_pages(self.pages_in(row, begin, end))
-        if is_front:
+        row, begin, end = run.row, run.begin, run.end
+        if row in self._left:
+            self.tell_uses(row)
+        frames = self.frames_in(row, begin, end)
+        if run.is_front:
             self.first[row] = max(end, self.first[row])
         else:
             self.end[row] = max(min(begin, self.end[row]), self.first[row])
