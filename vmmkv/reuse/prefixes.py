@@ -8,8 +8,8 @@ evicted. A new sequence that begins with such tokens
 
 Invariants:
  1. A frame that holds a page of the tree is held here, as one place more where it is.
- 2. A live row's committed pages are locked in the tree, and no others: what is used is never evicted, and all that is
-    not can be.
+ 2. A live row's committed pages are locked in the tree, up to the first that the tree knows by another number, and no
+    others: what is used is never evicted, and all that is not can be.
  3. `kept` rows belong to nobody, are whole from their first page on, and hold what their chain says.
 """
 
@@ -34,6 +34,7 @@ from ..rows.rows import Rows
 from .host_prefixes import HostPrefixes
 from .lookup import token_ids
 from .node import Ids, Node, Root
+from .promoting import Pages, Promotion
 from .retention import Retention
 from .tree import Match, Page, PrefixTree
 
@@ -148,10 +149,14 @@ class Prefixes:
         """Kept rows, by the last page that the tree knows of each."""
         self.prompt_tokens = self.cached_tokens = 0
         """Of sequences that have begun since the beginning: all, and those that were there."""
-        self._written = Fence()
+        self.written = Fence()
         """Passes when all that is known has been written."""
         self._held = Held(rows.pool, rows.account)
         rows.pool.tables.append(self._held)
+        self.promotion: Promotion | None = None
+        """What moves pages to large frames, where somebody does."""
+        if rows.rules.large and rows.rules.lookahead:
+            self.promotion = rows.mover = Promotion(self, rows.pool, rows.account, self._books)
         rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
         weakref.finalize(self, self._held.leave_behind).atexit = False
 
@@ -216,11 +221,13 @@ class Prefixes:
                 self._last.pop(self._chains.pop(row).last)
                 self._rows.adopt(row, owner, hit.tokens, expected, tenant)
                 self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
-            self._written.order(current)
+            self.written.order(current)
             self._table.fences[row].order(current)  # who had the row may still read, or write, behind these tokens
             if hit.row is None:
                 self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
                 self._chains[row] = Chain(key, known, self._lock(row, meanwhile, hit.pages))
+                if self.promotion:
+                    self.promotion.count(meanwhile, key, known, hit.laid)
             else:
                 self._rows.grow_one(row, len(ids))
         finally:
@@ -289,7 +296,7 @@ class Prefixes:
         node, tokens = self._insert(row, key, ids, retention)
         for (arena, _), pages in zip(self._books.ranges, self._tree.geometry.pages(tokens)):
             self._rows.sharing.mark(arena, row, 0, pages)
-        self._written |= written
+        self.written |= written
         if before and before.node:
             self._tree.unlock(before.node)
         self._chains[row] = Chain(key, ids.copy(), node)
@@ -314,7 +321,7 @@ class Prefixes:
     @property
     def is_copying(self) -> bool:
         """Whether copies to the host, or from it, may be under way that no fence knows."""
-        return self._host is not None and self._host.is_copying
+        return any(each is not None and each.is_copying for each in (self._host, self.promotion))
 
     def known_tenants(self) -> set[int]:
         """Numbers of tenants of whom something is on the host."""
@@ -400,6 +407,8 @@ class Prefixes:
         them; then what kept rows have beside that. Returns how many are free."""
         before, later = self._pool.frames.taken, 0
         self._rows.sharing.clear(wait)
+        if self.promotion:
+            self.promotion.give_way(wait)
 
         def missing() -> int:
             return pages - later - (before - self._pool.frames.taken)
@@ -418,7 +427,7 @@ class Prefixes:
         if self._host:
             *_, top = leaf.path()
             assert isinstance(top.parent, Root)
-            self._host.keep(top.parent.key, leaf, self._written)
+            self._host.keep(top.parent.key, leaf, self.written)
 
     def _let_go(self, gone: Sequence[Page], wait: bool) -> int:
         """Drops pages that the tree knows no more, where they are held, and the kept rows that they lie in. Returns how
@@ -450,6 +459,32 @@ class Prefixes:
             found.update(kept[inside].tolist())
         return list(found)
 
+    # ------------------------------------------------------------------ lying elsewhere
+
+    def path(self, key: Hashable, ids: Ids) -> list[Node]:
+        """The nodes that ids lead through, from the root on."""
+        return self._tree.path(key, ids)
+
+    def move(self, pages: Pages, numbers: list[int]) -> bool:
+        """Has pages of a path be those of other numbers, which hold the same; returns False where they have left it.
+        Live rows that lie on the old ones hold nothing of the tree from there on."""
+        _, _, arena, first, old = pages
+        if not self._tree.renumber(self.path(pages.key, pages.ids), arena, first, old, numbers):
+            return False
+        self._held.hold(numbers)
+        tables = [each.table for each, _ in self._books.ranges]
+        ends = [first if table is tables[arena] else table.limit for table in tables]
+        for row, chain in list(self._chains.items()):
+            if chain.node is None:
+                if not arena and chain.last in old:
+                    self.give_up(row)  # nobody could find it any more
+            elif tables[arena].pages_in(row, first, first + 1).tolist() == old[:1]:
+                node = self._lock_before(chain.node, ends)
+                self._tree.unlock(chain.node)
+                self._chains[row] = chain._replace(node=node)
+        self._held.drop(old)
+        return True
+
     def reset(self) -> None:
         """Forgets all, after an interruption: frames that were held are nobody's then."""
         self._tree = self._new_tree()
@@ -457,12 +492,16 @@ class Prefixes:
         self._last.clear()
         if self._host:
             self._host.reset()
+        if self.promotion:
+            self.promotion.reset()
         if self._log:
             self._log.cleared()
 
     def close(self) -> None:
         """Gives all up, with the cache."""
         self.reset()
+        if self.promotion:
+            self.promotion.close()
         self._held.leave_behind()
         self._pool.collect()
 
