@@ -481,7 +481,7 @@ class Prefixes:
             elif tables[arena].pages_in(row, first, first + 1).tolist() == old[:1]:
                 node = self._lock_before(chain.node, ends)
                 self._tree.unlock(chain.node)
-                self._chains[row] = chain._replace(node=node)
+                self._chains[row] = Chain(chain.key, chain.ids, node)
         self._held.drop(old)
         return True
 
