@@ -27,8 +27,7 @@ def test_what_is_found_and_called() -> None:
 
 
 def test_what_has_moved_is_mapped_as_if_it_had_been_large() -> None:
-    driver = open_driver("cpu", 16 * prefixes.SMALL.token_bytes)
-    hit = prefixes.moved(driver, prefixes.SMALL, 512, rounds=2)
+    hit = prefixes.moved(*open_geometry("cpu"), 512, rounds=2)
     assert hit["cached_tokens"] == 512
     assert 2 <= hit["calls"]["map"] <= 3, "two frames, and a page behind them, where none has been mapped ahead"
 
