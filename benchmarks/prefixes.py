@@ -3,13 +3,14 @@
     python -m benchmarks.prefixes [--device cuda] [--tokens 8192] [--rounds 50] [--json]
 
 A chat's next turn takes its own row again, which nobody has meanwhile; a hit beside a live sequence maps its frames
-once more, large ones or single pages; without reuse pages are made, and all has to be computed. Token ids come as an
-array; what a list of them costs is said, too.
+once more, large ones, single pages, or large ones that single pages have moved to since they were hit before; without
+reuse pages are made, and all has to be computed. Token ids come as an array; what a list of them costs is said, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter, sleep
 from typing import Annotated, Any
 
 import numpy as np
@@ -21,6 +22,8 @@ from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, errors, make_table, print_json
 from vmmkv.environment import environment
 from vmmkv.memory.driver import Driver
+from vmmkv.memory.frames import LARGE
+from vmmkv.reuse.promoting import HOT
 
 from .allocator import microseconds, spread
 from .geometry import LAYOUT, open_geometry
@@ -50,6 +53,29 @@ def beginnings(driver: Driver, layout: KVLayout, tokens: int, large: bool, round
         rows.append(start(cache, "without reuse", known, large, rounds, trims=True, reuse=False))
         cache.check()
     return rows
+
+
+def moved(driver: Driver, layout: KVLayout, tokens: int, rounds: int) -> Row:
+    """What a hit takes on tokens that came in few pages at a time, once these have moved to large frames."""
+    pages = layout.pages(tokens + 2 * TURN, driver.page_size)
+    step = (LARGE - 1) * driver.page_size // layout.token_bytes
+    known = np.random.default_rng().integers(1 << 17, size=tokens + TURN)
+    with KVCache(
+        layout, HOT + 2, tokens + 2 * TURN, max_bytes=(4 * pages + 64) * driver.page_size, driver=driver, lookahead=1
+    ) as cache:
+        holder = cache.sequence(token_ids=known[:0])
+        while holder.length < tokens:
+            holder.extend(min(step, tokens - holder.length))
+        holder.commit(known[:tokens])
+        hits = [cache.sequence(token_ids=known) for _ in range(HOT)]
+        large, deadline = tokens * layout.token_bytes // driver.page_size // LARGE, perf_counter() + 300
+        while cache.stats().promoted_pages < large * LARGE and perf_counter() < deadline:
+            sleep(1e-3)
+        live = cache.sequence(token_ids=known)  # on these
+        cache.free([holder, *hits])
+        row = start(cache, "a hit on pages that have moved", known, True, rounds, trims=True)
+        live.free()
+    return row
 
 
 def start(
@@ -98,6 +124,7 @@ def main(
         for large in track((True, False), "Starting", console=errors, disable=not errors.is_terminal)
         for row in beginnings(driver, layout, tokens, large, rounds)
     ]
+    result["starts"].append(moved(driver, layout, tokens, rounds))
     if json_output:
         print_json(result)
     else:

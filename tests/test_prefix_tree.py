@@ -302,6 +302,24 @@ class TreeMachine(RuleBasedStateMachine):
         assert sorted(gone) == sorted(self.model.evict(pages, self.time))
         assert len(gone) >= min(pages, evictable)
 
+    @precondition(lambda self: self.model.entries)
+    @rule(rng=RANDOM)
+    def renumber(self, rng: Random) -> None:
+        key, ids = rng.choice(sorted(self.model.entries))
+        arena = rng.randrange(len(self.rows[1]))
+        entries = {place: entry for _, entry in self.model.along(key, ids) for place in entry.pages}
+        places = sorted(place for place in entries if place[0] == arena)
+        if not places:
+            return
+        first = rng.randrange(len(places))
+        places = places[first : rng.randint(first + 1, len(places))]
+        old, new = [entries[place].pages[place] for place in places], [next(self.fresh) for _ in places]
+        path = self.tree.path(key, array(ids))
+        assert not self.tree.renumber(path, arena, first, [*old[:-1], -1], new)
+        assert self.tree.renumber(path, arena, first, old, new)
+        for place, number in zip(places, new):
+            entries[place].pages[place] = number
+
     @rule(seconds=st.integers(0, 2))
     def wait(self, seconds: int) -> None:
         self.time += seconds

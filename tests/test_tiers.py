@@ -379,12 +379,14 @@ def test_pieces_are_given_back_when_nothing_of_them_is_wanted() -> None:
 class Late:
     """A cache on a device whose work runs when it likes, and one who uses sequences of it as the guide says."""
 
-    def __init__(self, random: Random, layout: vmmkv.KVLayout, **options: Any) -> None:
+    most = 30
+    """New tokens of a sequence."""
+
+    def __init__(self, random: Random, layout: vmmkv.KVLayout, pages: int | None = None, **options: Any) -> None:
         self.random, self.device = random, SimulatedDevice(random)
+        pages = pages or (20 if layout is LAYOUT else 40)
         self.mine = self.device.streams.copy()
-        self.cache = vmmkv.KVCache(
-            layout, 5, 60, max_bytes=(20 if layout is LAYOUT else 40) * PAGE, driver=self.device, **options
-        )
+        self.cache = vmmkv.KVCache(layout, 5, 60, max_bytes=pages * PAGE, driver=self.device, **options)
         self.ids: dict[vmmkv.Sequence, list[int]] = {}
         self.streams: dict[vmmkv.Sequence, Stream] = {}
         self.known: list[list[int]] = [[]]
@@ -437,7 +439,7 @@ class Late:
             if what < 0.55 or not live:
                 begin = random.choice(self.known)
                 begin = begin[: random.choice([len(begin), random.randint(0, len(begin))])]
-                self.start((begin + [random.randrange(2) for _ in range(random.randint(1, 30))])[:60])
+                self.start((begin + [random.randrange(2) for _ in range(random.randint(1, self.most))])[:60])
             elif what < 0.7:
                 sequence = random.choice(live)
                 sequence.commit(self.ids[sequence])

@@ -830,6 +830,7 @@ class KVCache(Owner):
             reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
             adoptions=rows.adoptions,
             prefix_pages=prefixes.pages if prefixes else 0,
+            promoted_pages=prefixes.promotion.pages if prefixes and prefixes.promotion else 0,
             host_bytes=self._host_tier.used if self._host_tier else 0,
             host_prefix_pages=self._host_tier.prefixes.pages if self._host_tier else 0,
             prompt_tokens=prefixes.prompt_tokens if prefixes else 0,

@@ -76,6 +76,8 @@ class CacheStats:
         adoptions: sequences that started on a row whose pages were mapped already.
         prefix_pages: pages that are known to hold tokens that sequences may begin with, whether one uses them (`used`)
             or they are kept (`surplus`); see `Sequence.commit`.
+        promoted_pages: known pages that have moved to large frames since the beginning, because they were hit on single
+            ones.
         host_bytes: host memory that suspended sequences and evicted prefixes take.
         host_prefix_pages: pages that are known on the host, whether they are on the device as well or not.
         prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
@@ -100,6 +102,7 @@ class CacheStats:
     reuse_factor: float
     adoptions: int
     prefix_pages: int
+    promoted_pages: int
     host_bytes: int
     host_prefix_pages: int
     prompt_tokens: int

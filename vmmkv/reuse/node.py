@@ -24,6 +24,7 @@ class Node:
         "begin",
         "children",
         "expires",
+        "hits",
         "holders",
         "ids",
         "locks",
@@ -47,6 +48,8 @@ class Node:
         """Locks of exactly this node."""
         self.locks = 0
         """Locks of this node and of all below it."""
+        self.hits = 0
+        """How often sequences began with these tokens on single pages."""
         self.used = 0
         """When it was used last: a number that grows with each use of the tree."""
         self.priority = DEFAULT_PRIORITY
@@ -117,7 +120,7 @@ class Node:
         tokens = at - self.begin
         upper = Node(self.parent, self.begin, owned(self.ids[:tokens]), [of[:n] for of, n in zip(self.pages, pages)])
         upper.locks, upper.used, upper.priority, upper.expires = self.locks, self.used, self.priority, self.expires
-        upper.span = self.span
+        upper.span, upper.hits = self.span, self.hits
         self.parent.children[upper.ids.item(0)] = upper
         self.parent, self.begin, self.ids = upper, at, owned(self.ids[tokens:])
         self.pages = [of[n:] for of, n in zip(self.pages, pages)]
@@ -133,6 +136,7 @@ class Node:
         if self.num_pages and self.kept != child.kept:
             return False
         child.span = child.span if child.told() else self.span
+        child.hits = max(child.hits, self.hits)
         child.begin, child.ids = self.begin, np.concatenate([self.ids, child.ids])
         child.pages = [mine + its for mine, its in zip(self.pages, child.pages)]
         child.parent, self.parent = self.parent, None

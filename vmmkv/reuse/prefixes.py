@@ -35,6 +35,7 @@ from ..rows.rows import Rows
 from .host_prefixes import HostPrefixes
 from .lookup import token_ids
 from .node import Ids, Node, Root
+from .promoting import Pages, Promotion
 from .retention import Retention
 from .tree import Match, Page, PrefixTree
 
@@ -150,10 +151,14 @@ class Prefixes:
         """Kept rows, by the last page that the tree knows of each."""
         self.prompt_tokens = self.cached_tokens = 0
         """Of sequences that have begun since the beginning: all, and those that were there."""
-        self._written = Fence()
+        self.written = Fence()
         """Passes when all that is known has been written."""
         self._held = Held(rows.pool, rows.account)
         rows.pool.tables.append(self._held)
+        self.promotion: Promotion | None = None
+        """What moves pages to large frames, where somebody does."""
+        if rows.rules.large and rows.rules.lookahead:
+            self.promotion = rows.mover = Promotion(self, rows.pool, rows.account, self._books)
         rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
         rows.ahead.give_way = self.give_way
         weakref.finalize(self, self._held.leave_behind).atexit = False
@@ -234,9 +239,12 @@ class Prefixes:
         """Lays a hit on a row without pages."""
         meanwhile = self._tree.lock(hit.node, hit.locked)
         try:
+            known = ids[: hit.tokens].copy()
             self._order_behind(row)
             self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
-            self._chains[row] = self._locked(row, meanwhile, key, ids[: hit.tokens].copy(), hit.pages)
+            self._chains[row] = self._locked(row, meanwhile, key, known, hit.pages)
+            if self.promotion:
+                self.promotion.count(meanwhile, key, known, hit.laid)
         finally:
             self._tree.unlock(meanwhile)
 
@@ -244,7 +252,7 @@ class Prefixes:
         """Has the current stream come behind what has written all that is known, and behind what may still read or
         write on a row."""
         current = self._pool.driver.current_stream()
-        self._written.order(current)
+        self.written.order(current)
         self._table.fences[row].order(current)
 
     def _locked(self, row: int, node: Node, key: Hashable, ids: Ids, pages: Sequence[list[int]]) -> Chain:
@@ -315,7 +323,7 @@ class Prefixes:
         node, own, tokens = self._insert(row, key, ids, retention)
         for (arena, _), pages in zip(self._books.ranges, self._tree.geometry.pages(tokens)):
             self._rows.sharing.mark(arena, row, 0, pages)
-        self._written |= written
+        self.written |= written
         if before and before.node:
             self._tree.unlock(before.node)
         self._chains[row] = Chain(key, ids.copy(), node, own)
@@ -340,7 +348,7 @@ class Prefixes:
     @property
     def is_copying(self) -> bool:
         """Whether copies to the host, or from it, may be under way that no fence knows."""
-        return self._host is not None and self._host.is_copying
+        return any(each is not None and each.is_copying for each in (self._host, self.promotion))
 
     def known_tenants(self) -> set[int]:
         """Numbers of tenants of whom something is on the host."""
@@ -429,6 +437,8 @@ class Prefixes:
         them; then what kept rows have beside that. Returns how many are free."""
         before, later = self._pool.frames.taken, 0
         self._rows.sharing.clear(wait)
+        if self.promotion:
+            self.promotion.give_way(wait)
 
         def missing() -> int:
             return pages - later - (before - self._pool.frames.taken)
@@ -464,21 +474,21 @@ class Prefixes:
         return gone
 
     def _disown(self, gone: Iterable[Page]) -> None:
-        """Says that the tree knows other pages instead of these, which may lie in kept rows."""
-        kept = np.fromiter(self._table.kept, np.int64, len(self._table.kept))
+        """Says that the tree knows other pages instead of these, which rows may have."""
+        rows = np.fromiter(self._chains, np.int64, len(self._chains))
         for arena, page, number in gone:
-            table, record = self._books.ranges[arena][0].table, self._books.records[arena]
-            before = page * self._books.page_size // record
-            for row in kept[(table.memory[kept, page] == number) & (table.ends[kept] > page)].tolist():
-                chain = self._chains[row]
-                self._chains[row] = chain._replace(own=min(chain.own, before))
+            table = self._books.ranges[arena][0].table
+            before = page * self._books.page_size // self._books.records[arena]
+            for row in rows[(table.memory[rows, page] == number) & (table.ends[rows] > page)].tolist():
+                if chain := self._chains.get(row):
+                    self._chains[row] = chain._replace(own=min(chain.own, before))
 
     def _leaving(self, leaf: Node) -> None:
         """Has the host keep what is about to be evicted."""
         if self._host:
             *_, top = leaf.path()
             assert isinstance(top.parent, Root)
-            self._host.keep(top.parent.key, leaf, self._written)
+            self._host.keep(top.parent.key, leaf, self.written)
 
     def give_way(self, pages: int) -> None:
         """Gives up so many pages that are known, least needed first, before somebody needs them. Those that lie on no
@@ -511,6 +521,25 @@ class Prefixes:
             fence.wait()
         self._rows.reclaimer.unmap_surplus({row: 0 for row, fence in fences.items() if fence.passed()})
 
+    # ------------------------------------------------------------------ lying elsewhere
+
+    def path(self, key: Hashable, ids: Ids) -> list[Node]:
+        """The nodes that ids lead through, from the root on."""
+        return self._tree.path(key, ids)
+
+    def move(self, pages: Pages, numbers: list[int]) -> bool:
+        """Has pages of a path be those of other numbers, which hold the same; returns False where they have left it.
+        Rows that lie on the old ones have copies from there on."""
+        _, _, arena, first, old = pages
+        if not self._tree.renumber(self.path(pages.key, pages.ids), arena, first, old, numbers):
+            return False
+        self._held.hold(numbers)
+        for row in [self._last[number] for number in old if not arena and number in self._last]:
+            self.give_up(row)  # nobody could find it any more
+        self._disown(Page(arena, page, number) for page, number in enumerate(old, first))
+        self._held.drop(old)
+        return True
+
     def reset(self) -> None:
         """Forgets all, after an interruption: frames that were held are nobody's then."""
         self._tree = self._new_tree()
@@ -518,12 +547,16 @@ class Prefixes:
         self._last.clear()
         if self._host:
             self._host.reset()
+        if self.promotion:
+            self.promotion.reset()
         if self._log:
             self._log.cleared()
 
     def close(self) -> None:
         """Gives all up, with the cache."""
         self.reset()
+        if self.promotion:
+            self.promotion.close()
         self._held.leave_behind()
         self._pool.collect()
 

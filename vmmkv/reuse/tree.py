@@ -152,6 +152,10 @@ class PrefixTree:
             del of[whole:]
         return Match(tokens, numbers, partial, path[-1])
 
+    def path(self, key: Hashable, ids: Ids) -> list[Node]:
+        """The nodes that ids lead through, from the root on; the last one may go on behind them."""
+        return walk(self._root(key), ids)[0]
+
     # ------------------------------------------------------------------ what is known
 
     def insert(
@@ -198,6 +202,27 @@ class PrefixTree:
             self.teller.stored(key, node)
         self._use(node)
         return Insertion(node.end, others, node)
+
+    def renumber(self, path: Sequence[Node], arena: int, first: int, old: list[int], new: list[int]) -> bool:
+        """Gives pages of a path, from page `first` of an arena on, other numbers; returns False, and changes nothing,
+        where they have not the old ones any more.
+
+        Args:
+            new: numbers of no other pages.
+        """
+        places, end = [], first + len(old)
+        for node in path:
+            begin = self.geometry.pages(node.begin)[arena]
+            low, high = max(first - begin, 0), min(end - begin, len(node.pages[arena]))
+            if low < high:
+                places.append((node.pages[arena], low, high, begin - first))
+        if [number for numbers, low, high, _ in places for number in numbers[low:high]] != old:
+            return False
+        for numbers, low, high, offset in places:
+            numbers[low:high] = new[low + offset : high + offset]
+        self.numbers[arena].difference_update(old)
+        self.numbers[arena].update(new)
+        return True
 
     def forget(self, key: Hashable) -> list[Page]:
         """Drops all that is known under a key, also what somebody uses: nothing matches it any more. Returns its pages.

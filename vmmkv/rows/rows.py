@@ -31,6 +31,7 @@ from ..memory import debugging
 from ..memory.fence import wait_for_device
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
+from ..space.mapper import Mover
 from .ahead import Ahead
 from .books import Books, Rules
 from .cleaning import Cleaner
@@ -145,6 +146,8 @@ class Rows:
         """With debugging, by row: who has started its sequence."""
         self.keeper: Keeper | None = None
         """Who keeps rows and pages for sequences that begin alike, where somebody does."""
+        self.mover: Mover | None = None
+        """Who has what is kept lie better, where somebody does."""
         self._driver = pool.driver
 
     def open(self, account: Account, ranges: Iterable[tuple[int, int]]) -> None:

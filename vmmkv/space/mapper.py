@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 from ..errors import DriverError, DriverOutOfMemoryError, VmmkvError
@@ -25,6 +26,8 @@ from .change import Change
 
 CHUNK = 16
 """Frames of one change: about half a millisecond of the driver's time, which who grows meanwhile may have to wait."""
+PATIENCE = 0.002
+"""Seconds between two looks at what the device is at."""
 STOCK = 1 / 32
 """Of the pages that are mapped: so many are to be free beside them, for prompts that nobody has announced."""
 
@@ -53,6 +56,21 @@ class Grower(Protocol):
         """Brings its books up to what a change has done."""
 
 
+class Mover(Protocol):
+    """What moves pages to where they cost less, one change after another, when there is nothing else to do: a holder's
+    attribute `mover`, where it has one."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the device is at work for it, and nobody will ring when that is done."""
+
+    def plan(self, change: Change) -> bool:
+        """Plans the next one, if there is any; returns whether it lacks a large frame, for which there is room."""
+
+    def commit(self) -> None:
+        """Goes on with what a change has done."""
+
+
 class Mapper:
     """See above. Its thread starts with the first `ring`.
 
@@ -74,6 +92,8 @@ class Mapper:
         self._is_over = False
         self._is_full = False
         """Whether the device had no memory for a frame when it was last asked, since it was rung for."""
+        self._is_waiting = False
+        """Whether a mover waits for the device."""
         self._thread: threading.Thread | None = None
         weakref.finalize(pool, self.stop)  # at the end of the interpreter, too
 
@@ -100,9 +120,9 @@ class Mapper:
         self._thread, self._is_over = None, True
 
     def wait(self) -> bool:
-        """Waits until it is rung for; False when there is nothing left to do, ever."""
-        self._bell.acquire()
-        self._is_full = False
+        """Waits until it is rung for, or has to look again; False when there is nothing left to do, ever."""
+        if self._bell.acquire(timeout=PATIENCE if self._is_waiting else -1):
+            self._is_full = False
         return not self._is_over
 
     def work(self) -> bool:
@@ -150,9 +170,49 @@ class Mapper:
             self._make(pool, new, pages)
             return True
         if change.is_empty:
-            return has_freed  # of what was kept, and lay on no row
+            return has_freed or self._move(pool)  # freed: what was kept, and lay on no row
         self._run(pool, holders, change)
         return any(lack) or change.frames in (0, CHUNK) or pool.frames.free_pages < _stock(pool) // 2
+
+    def _move(self, pool: FramePool) -> bool:
+        """Makes a change of a mover's; returns whether there was any."""
+        self._is_waiting = False
+        for mover in movers(pool):
+            change, new = Change(self._calls, pool.frames), []
+            with pool.monitor.lock:
+                if pool.monitor.is_dirty:
+                    return False
+                with pool.monitor.working(), self._noted():
+                    if mover.plan(change) and not self._is_full:
+                        new = pool.frames.plan(1, LARGE)
+            if new:
+                self._make(pool, new, LARGE)
+                return True
+            if not change.is_empty:
+                self._run_move(pool, mover, change)
+                return True
+            self._is_waiting |= mover.is_waiting
+        return False
+
+    def _run_move(self, pool: FramePool, mover: Mover, change: Change) -> None:
+        """Runs a planned change of a mover's."""
+        with pool.ranges.change:
+            change.run()
+        with pool.monitor.lock:
+            if pool.monitor.is_dirty:  # what is in doubt is unmapped by the next operation
+                return
+            with pool.monitor.working(), self._noted():
+                change.commit(pool)
+                mover.commit()
+        change.check()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Around what may go wrong, and changes nothing then."""
+        try:
+            yield
+        except VmmkvError as error:
+            self.error = str(error)
 
     def _make(self, pool: FramePool, new: list[int], pages: int) -> None:
         """Makes planned frames."""
@@ -220,6 +280,12 @@ def growers(pool: FramePool) -> list[Grower]:
     """Holders that want pages ahead."""
     all_of_them = [getattr(account.holder(), "ahead", None) for account in pool.accounts]
     return [grower for grower in all_of_them if grower is not None and grower.lookahead]
+
+
+def movers(pool: FramePool) -> list[Mover]:
+    """Those of holders."""
+    all_of_them = [getattr(account.holder(), "mover", None) for account in pool.accounts]
+    return [mover for mover in all_of_them if mover is not None]
 
 
 def _work(mapper: Mapper) -> None:
