@@ -439,7 +439,7 @@ class Prefixes:
                     self._held.hold(mine[page] for page in unused)
                     gone += [self._tree.replace(chain.node, number, page, mine[page]) for page in unused]
                     ends.append(min(set(copied).difference(unused), default=len(known) + 1))
-                self._chains[row] = chain._replace(own=self._tokens_before(ends))
+                self._chains[row] = Chain(chain.key, chain.ids, chain.node, self._tokens_before(ends))
         return gone
 
     def _leaving(self, leaf: Node) -> None:
