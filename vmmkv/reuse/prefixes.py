@@ -469,7 +469,7 @@ class Prefixes:
                     self._held.hold(mine[page] for page in unused)
                     gone += [self._tree.replace(chain.node, number, page, mine[page]) for page in unused]
                     ends.append(min(set(copied).difference(unused), default=len(known) + 1))
-                self._chains[row] = chain._replace(own=self._tokens_before(ends))
+                self._chains[row] = Chain(chain.key, chain.ids, chain.node, self._tokens_before(ends))
         self._disown(gone)
         return gone
 
@@ -481,7 +481,7 @@ class Prefixes:
             before = page * self._books.page_size // self._books.records[arena]
             for row in rows[(table.memory[rows, page] == number) & (table.ends[rows] > page)].tolist():
                 if chain := self._chains.get(row):
-                    self._chains[row] = chain._replace(own=min(chain.own, before))
+                    self._chains[row] = Chain(chain.key, chain.ids, chain.node, min(chain.own, before), chain.last)
 
     def _leaving(self, leaf: Node) -> None:
         """Has the host keep what is about to be evicted."""
