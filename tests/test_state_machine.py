@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -27,22 +27,37 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from interruption import interrupted
+from loopback import looped
 
 import vmmkv
+from vmmkv.memory.frames import LARGE
 
 ROWS, MAX_SEQ_LEN = 4, 40
 
 
-@dataclass
+@dataclass(eq=False)
 class Model:
     """A sequence as it should be. `content[layer, token, k or v]`; the last axis is all of a head vector."""
 
     sequence: vmmkv.Sequence
-    content: torch.Tensor
+    content: torch.Tensor = field(repr=False)
     start: int = 0
     length: int = 0
     failures: int = 0
     """Failed driver calls when the sequence last grew beyond its capacity."""
+    salt: str | None = None
+    ids: list[int] | None = None
+    """What its tokens are known under, where they may be, and their ids: K and V follow from both then."""
+
+    def copy(self, sequence: vmmkv.Sequence | None) -> Model:
+        """What another sequence, or none, should be as well."""
+        ids = None if self.ids is None else self.ids.copy()
+        return replace(self, sequence=sequence, content=self.content.clone(), ids=ids)
+
+    def become(self, other: Model) -> None:
+        """Takes what another held, which is nobody's any more. What lies behind its own tokens stays."""
+        self.content[:, : other.length] = other.content[:, : other.length]
+        self.start, self.length, self.salt, self.ids = other.start, other.length, other.salt, other.ids
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -66,13 +81,24 @@ class CacheMachine(RuleBasedStateMachine):
             self.layout = replace(self.layout, head_dim=5 * self.layout.head_dim)
         max_bytes = (self.budget + self.zero_tail) * self.driver.page_size
         self.cache = vmmkv.KVCache(
-            self.layout, ROWS, MAX_SEQ_LEN, max_bytes=max_bytes, driver=self.driver, lookahead=0, **self.policy
+            self.layout,
+            ROWS,
+            MAX_SEQ_LEN,
+            max_bytes=max_bytes,
+            driver=self.driver,
+            lookahead=0,
+            host_bytes="1GiB",
+            **self.policy,
         )
         self.cache._rows.reclaimer.spare = self.spare  # so small a budget would have none
         self.zero = self.driver.handles.copy()
         self.compared = -1
         self.live: list[Model] = []
-        self.has_forked = False
+        self.away: list[Model] = []
+        """Those that are suspended."""
+        self.sent: Model | None = None
+        self.may_share = False
+        """Whether sequences may have pages in common, or copy some."""
         self.addresses = [self.cache.kv(layer)[0].data_ptr() for layer in range(3)]
 
     # ------------------------------------------------------------------ the model
@@ -85,20 +111,31 @@ class CacheMachine(RuleBasedStateMachine):
             for record in self.layout.record_bytes
         )
 
-    def fits(self, changes: dict[int, int]) -> bool:
-        """Whether the budget holds the live sequences with these new lengths (by index; -1 is a new one)."""
-        needed = self.pages(0, changes.get(-1, 0))
+    def needed(self, changes: dict[int, int]) -> int:
+        """Pages that live sequences of these new lengths (by index) would take, if they had none in common."""
+        needed = 0
         for index, model in enumerate(self.live):
             length = changes.get(index, model.length)
             # A sequence whose tokens were all dropped keeps the page that it would go on in.
             keeps = model.start == length and any(length * r % self.driver.page_size for r in self.layout.record_bytes)
             needed += self.partial_pages(length) if keeps else self.pages(model.start, length)
             needed += self.bound_pages(model, length) + self.frame_pages(model, length)
-        return needed <= self.budget
+        return needed
+
+    def copied(self, model: Model, token: int) -> int:
+        """Pages at most that a sequence has copied, so that it can write from a token on."""
+        if not self.may_share:
+            return 0
+        return self.pages(token, model.length) + self.frame * len(self.layout.record_bytes)
+
+    @property
+    def frame(self) -> int:
+        """Pages of the largest frame."""
+        return LARGE if self.large_frames else 1
 
     def bound_pages(self, model: Model, length: int) -> int:
         """With `zero_tail`: pages behind a sequence of this length, which may be read, and are nobody else's."""
-        if not self.zero_tail or not length:
+        if not self.zero_tail or not length or model.sequence.is_suspended:
             return 0
         size = self.driver.page_size
         mapped = ((arena.table.end[model.sequence.row], record) for arena, record in self.cache._rows.ranges)
@@ -108,7 +145,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Pages that hold no token of a sequence of this length, but lie in a frame with such as do."""
         size, driver, count = self.driver.page_size, self.driver, 0
         for arena, record in self.cache._rows.ranges if length and self.large_frames else ():
-            base = arena.table.address_of(model.sequence.row, 0)
+            base = arena.table.address_of(model.sequence.index, 0)
             touched = range(base + model.start * record // size * size, base + length * record, size)
             frames = {driver.mapped[page] for page in touched if page in driver.mapped}
             row = range(base, base + arena.row_bytes, size)
@@ -129,13 +166,27 @@ class CacheMachine(RuleBasedStateMachine):
                         used.add(driver.mapped.get(page))
         return len(bound - used - {None})
 
+    def used(self) -> int:
+        """Pages of frames that hold tokens of live sequences, each once, by what was asked of the driver."""
+        size, driver, frames = self.driver.page_size, self.driver, set()
+        for model in self.live:
+            for arena, record in self.cache._rows.ranges:
+                base = arena.table.address_of(model.sequence.index, 0)
+                end = model.length * record
+                begin = min(model.start * record, end - 1) if end % size else model.start * record
+                frames.update(driver.mapped[page] for page in range(base + begin // size * size, base + end, size))
+        return sum(driver.sizes[frame] for frame in frames)
+
     def partial_pages(self, token: int) -> int:
         return sum(token * record % self.driver.page_size > 0 for record in self.layout.record_bytes)
 
+    def states(self, model: Model, begin: int) -> torch.Tensor:
+        """Fresh random K and V for the tokens from `begin` on."""
+        return torch.randn(3, MAX_SEQ_LEN, 2, 2, self.layout.head_dim)[:, : model.length - begin]
+
     def write(self, model: Model, begin: int) -> None:
-        """Writes fresh random K and V to the tokens from `begin` on, and to the model."""
-        tokens = model.length - begin
-        new = torch.randn(3, MAX_SEQ_LEN, 2, 2, self.layout.head_dim)[:, :tokens].to(self.device)
+        """Writes K and V to the tokens from `begin` on, and to the model."""
+        tokens, new = model.length - begin, self.states(model, begin).to(self.device)
         for layer in range(3):
             for which, view in enumerate((model.sequence.k(layer), model.sequence.v(layer))):
                 if self.scrub:
@@ -150,9 +201,16 @@ class CacheMachine(RuleBasedStateMachine):
         """Where tokens hold what is no number, as they may while debugging."""
         return found.isnan() & self.cache._rows.rules.poison
 
-    def outcome(self, operation, expected: type[Exception] | None, done=lambda: False) -> bool:
+    def outcome(self, operation, expected: type[Exception] | None, done=lambda: False, pages: int = 0) -> bool:
         """Runs an operation; it must raise what is expected, or what was injected. Returns whether it was done: of one
-        that was interrupted, `done` says that."""
+        that was interrupted, `done` says that.
+
+        Args:
+            pages: that it takes: where these are not available it fails, and only there. Where sequences may have some
+                in common it may need less.
+        """
+        if expected is None and pages > self.available:
+            expected = vmmkv.OutOfPagesError
         armed = bool(self.driver._faults)
         line, self.interrupt_at = self.interrupt_at, 0
         self.driver.unmaps_anything = bool(line)
@@ -165,11 +223,10 @@ class CacheMachine(RuleBasedStateMachine):
             assert armed
             return False
         except vmmkv.VmmkvError as error:
-            is_full = isinstance(error, vmmkv.OutOfPagesError) and (armed or self.has_forked)
-            if type(error) is not expected and not is_full:
+            if type(error) is not expected and not (armed and isinstance(error, vmmkv.OutOfPagesError)):
                 raise
             return False
-        assert expected is None or (expected is vmmkv.OutOfPagesError and self.has_forked)
+        assert expected is None or (expected is vmmkv.OutOfPagesError and self.may_share)
         return True
 
     def survives(self) -> bool:
@@ -192,17 +249,18 @@ class CacheMachine(RuleBasedStateMachine):
         expected: type[Exception] | None = None
         if tokens > MAX_SEQ_LEN:
             expected = vmmkv.SequenceTooLongError
-        elif len(self.live) == ROWS:
+        elif len(self.live) + len(self.away) == ROWS:
             expected = vmmkv.OutOfRowsError
-        elif not self.fits({-1: tokens}):
-            expected = vmmkv.OutOfPagesError
         made: list[vmmkv.Sequence] = []
         start = lambda: made.append(self.cache.sequence(tokens, expected_tokens=expect))  # noqa: E731
-        if self.outcome(start, expected, lambda: bool(made)):
-            content = torch.zeros(3, MAX_SEQ_LEN, 2, 2, self.layout.head_dim, device=self.device)
-            model = Model(made.pop(), content, 0, tokens, self.driver.failures)
-            self.live.append(model)
-            self.write(model, 0)
+        if self.outcome(start, expected, lambda: bool(made), self.pages(0, tokens)):
+            self.live.append(self.model(made.pop(), tokens))
+            self.write(self.live[-1], 0)
+
+    def model(self, sequence: vmmkv.Sequence, tokens: int) -> Model:
+        """That of a new sequence, whose tokens are to be written."""
+        content = torch.zeros(3, MAX_SEQ_LEN, 2, 2, self.layout.head_dim, device=self.device)
+        return Model(sequence, content, 0, tokens, self.driver.failures)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), tokens=st.integers(0, MAX_SEQ_LEN))
@@ -222,14 +280,14 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(0, 2))
     def fork(self, data: st.DataObject, count: int) -> None:
         parent = self.live[data.draw(st.integers(0, len(self.live) - 1))]
-        expected = vmmkv.OutOfRowsError if len(self.live) + count > ROWS else None
-        self.has_forked = True
+        expected = vmmkv.OutOfRowsError if len(self.live) + len(self.away) + count > ROWS else None
+        self.may_share = True
         made: list[vmmkv.Sequence] = []
         fork = lambda: made.extend(self.cache.fork_many(parent.sequence, count))  # noqa: E731
-        if self.outcome(fork, expected, lambda: bool(made)):
+        if self.outcome(fork, expected, lambda: bool(made), count * self.copied(parent, parent.length)):
             for _ in range(len(made)):
-                content = parent.content.clone()
-                self.live.append(Model(made.pop(), content, parent.start, parent.length, self.driver.failures))
+                self.live.append(parent.copy(made.pop()))
+                self.live[-1].failures = self.driver.failures
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -237,13 +295,13 @@ class CacheMachine(RuleBasedStateMachine):
         order = data.draw(st.permutations(range(len(self.live))))
         models = [self.live[index] for index in order[: data.draw(st.integers(1, len(order)))]]
         indices = data.draw(st.lists(st.integers(0, len(models) - 1), min_size=len(models), max_size=len(models)))
-        after = [(models[index].start, models[index].length, models[index].content.clone()) for index in indices]
+        after = [models[index].copy(models[index].sequence) for index in indices]
         changed = {number for number, index in enumerate(indices) if number != index}
-        self.has_forked = True
+        self.may_share = True
         cache = self.cache
 
         def is_done() -> bool:
-            return all(self.is_gone(models[number]) or self.holds(models[number], *after[number]) for number in changed)
+            return all(self.is_gone(models[number]) or self.holds(models[number], after[number]) for number in changed)
 
         def reorder() -> None:
             try:
@@ -253,7 +311,8 @@ class CacheMachine(RuleBasedStateMachine):
                 refused.append(True)
 
         refused: list[bool] = []
-        done = self.outcome(reorder, None, is_done) and not refused
+        pages = sum(self.copied(after[number], after[number].start) for number in changed)
+        done = self.outcome(reorder, None, is_done, pages) and not refused
         if self.cache is not cache:
             return
         gone = [number for number in changed if self.is_gone(models[number])]
@@ -261,8 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert not gone or self.driver.failures
         self.live = [model for model in self.live if not self.is_gone(model)]
         for number in changed if done and not gone else ():
-            model, (model.start, model.length, content) = models[number], after[number]
-            model.content[:, : model.length] = content[:, : model.length]
+            models[number].become(after[number])
 
     def is_gone(self, model: Model) -> bool:
         """Whether a sequence was ended that a failure has left between what it held and what it was to hold."""
@@ -271,12 +329,12 @@ class CacheMachine(RuleBasedStateMachine):
         except vmmkv.UseAfterFreeError:
             return True
 
-    def holds(self, model: Model, start: int, length: int, content: torch.Tensor) -> bool:
+    def holds(self, model: Model, other: Model) -> bool:
         sequence = model.sequence
-        if (sequence.start, sequence.length) != (start, length):
+        if (sequence.start, sequence.length) != (other.start, other.length):
             return False
         held = [(sequence.k(layer), sequence.v(layer)) for layer in range(3)]
-        wanted = content[:, start:length]
+        wanted = other.content[:, other.start : other.length]
         return all(torch.equal(kv[which], wanted[layer, :, which]) for layer, kv in enumerate(held) for which in (0, 1))
 
     @precondition(lambda self: any(not model.length for model in self.live))
@@ -284,18 +342,18 @@ class CacheMachine(RuleBasedStateMachine):
     def extend_from(self, tokens: int, before: int) -> None:
         index = next(index for index, model in enumerate(self.live) if not model.length)
         model, start = self.live[index], min(before, tokens)
-        model.start = start  # what it will need
-        self.grow({index: tokens}, lambda: self.cache.extend([model.sequence], tokens, starts=[start]))
+        used, model.start = self.needed({}), start  # what it will need
+        self.grow({index: tokens}, lambda: self.cache.extend([model.sequence], tokens, starts=[start]), used)
         if self.live and not model.length:
             model.start = 0
 
-    def grow(self, counts: dict[int, int], operation) -> None:
+    def grow(self, counts: dict[int, int], operation, used: int | None = None) -> None:
         lengths = {index: self.live[index].length + tokens for index, tokens in counts.items()}
+        pages = self.needed(lengths) - (self.needed({}) if used is None else used)
+        pages += sum(self.copied(self.live[index], self.live[index].length) for index in counts)
         expected: type[Exception] | None = None
         if max(lengths.values(), default=0) > MAX_SEQ_LEN:
             expected = vmmkv.SequenceTooLongError
-        elif not self.fits(lengths):
-            expected = vmmkv.OutOfPagesError
         capacities = [model.sequence.capacity for model in self.live]
 
         def has_grown() -> bool:
@@ -303,7 +361,7 @@ class CacheMachine(RuleBasedStateMachine):
             assert found in (list(lengths.values()), [self.live[index].length for index in lengths]), "all or none"
             return found == list(lengths.values())
 
-        if self.outcome(operation, expected, has_grown):
+        if self.outcome(operation, expected, has_grown, pages):
             for index, length in lengths.items():
                 model = self.live[index]
                 if length > capacities[index]:
@@ -317,7 +375,7 @@ class CacheMachine(RuleBasedStateMachine):
         """Old tokens, which others may have, too."""
         model, cache = self.live[data.draw(st.integers(0, len(self.live) - 1))], self.cache
         token = data.draw(st.integers(model.start, model.length))
-        if self.outcome(lambda: cache.unshare([model.sequence], token), None):
+        if self.outcome(lambda: cache.unshare([model.sequence], token), None, pages=self.copied(model, token)):
             self.write(model, token)
 
     @precondition(lambda self: self.live)
@@ -337,13 +395,54 @@ class CacheMachine(RuleBasedStateMachine):
             model.start = token
 
     @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def suspend(self, data: st.DataObject) -> None:
+        model, cache = self.live[data.draw(st.integers(0, len(self.live) - 1))], self.cache
+        if self.outcome(model.sequence.suspend, None, lambda: model.sequence.is_suspended) and self.cache is cache:
+            self.live.remove(model)
+            self.away.append(model)
+
+    @precondition(lambda self: self.away)
+    @rule(data=st.data())
+    def resume(self, data: st.DataObject) -> None:
+        model, cache = self.away[data.draw(st.integers(0, len(self.away) - 1))], self.cache
+        pages = self.pages(model.start, model.length)
+        done = self.outcome(model.sequence.resume, None, lambda: not model.sequence.is_suspended, pages)
+        if done and self.cache is cache:
+            self.away.remove(model)
+            self.live.append(model)
+            model.failures = self.driver.failures
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def send(self, data: st.DataObject) -> None:
+        """To whoever receives next."""
+        model = self.live[data.draw(st.integers(0, len(self.live) - 1))]
+        with looped():
+            if self.outcome(lambda: model.sequence.send(0), None):
+                self.sent = model.copy(None)
+
+    @precondition(lambda self: self.sent)
+    @rule()
+    def receive(self) -> None:
+        assert self.sent
+        expected = vmmkv.OutOfRowsError if len(self.live) + len(self.away) == ROWS else None
+        made: list[vmmkv.Sequence] = []
+        with looped():
+            pages = self.pages(self.sent.start, self.sent.length)
+            if self.outcome(lambda: made.append(self.cache.receive(0)), expected, lambda: bool(made), pages):
+                self.live.append(self.sent.copy(made.pop()))
+                self.live[-1].failures = self.driver.failures
+
+    @precondition(lambda self: self.live or self.away)
     @rule(data=st.data(), how=st.sampled_from(["free", "abandon", "all"]))
     def free(self, data: st.DataObject, how: str) -> None:
         if how == "all":
-            gone, self.live = self.live, []
+            gone, self.live, self.away = self.live + self.away, [], []
             self.outcome(lambda: self.cache.free([model.sequence for model in gone]), None)
         else:
-            model = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+            number = data.draw(st.integers(0, len(self.live) + len(self.away) - 1))  # who draws a model holds it
+            model = self.live.pop(number) if number < len(self.live) else self.away.pop(number - len(self.live))
             if how == "free" and self.outcome(model.sequence.free, None):
                 with pytest.raises(vmmkv.UseAfterFreeError):
                     model.sequence.extend(1)
@@ -380,6 +479,8 @@ class CacheMachine(RuleBasedStateMachine):
     def books_are_right(self) -> None:
         if not hasattr(self, "cache"):
             return
+        if self.device == "cuda":
+            torch.cuda.synchronize()  # pages behind a row that work may still read are not available
         self.cache.check()
         stats = self.cache.stats()
         pages = {address: handle for address, handle in self.driver.mapped.items() if handle not in self.zero}
@@ -388,9 +489,11 @@ class CacheMachine(RuleBasedStateMachine):
         assert sum(stats.pages.values()) == self.driver.num_pages
         assert stats.physical_bytes == self.driver.num_pages * self.driver.page_size <= stats.budget_bytes
         bound = sum(self.bound_pages(model, model.length) for model in self.live)  # row by row: rather too many
-        assert self.cache.available_pages == self.budget - stats.pages["used"] - bound
+        self.available = self.cache.available_pages
+        assert self.available == self.budget - stats.pages["used"] - bound
+        assert stats.pages["used"] == self.used()
         assert stats.tokens == sum(model.length - model.start for model in self.live)
-        assert stats.rows["live"] == len(self.live)
+        assert stats.rows["live"] == len(self.live) + len(self.away)
         assert all(places[handle] % self.driver.sizes[handle] == 0 for handle in places), "a frame is mapped in part"
         count = Counter(pages[address] for address in self.driver.writable)
         assert all(count[handle] <= self.driver.sizes[handle] for handle in count), (

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from conftest import small_driver
 from faulty import FaultyDriver
 from interruption import interrupted
+from loopback import Loopback
 from pair import together
 from simulated_device import SimulatedDevice
 
@@ -438,35 +438,6 @@ def test_misuse_sends_nothing() -> None:
 # ------------------------------------------------------------------ who is interrupted
 
 
-class Loop:
-    """A peer that is this process: what is received is what was sent last."""
-
-    head: Head
-    sent: list[torch.Tensor]
-
-    def __init__(self, *_: object) -> None: ...
-
-    def ask(self, head: Head) -> int:
-        Loop.head = head
-        return head.start
-
-    def send(self, states: list[torch.Tensor]) -> None:
-        Loop.sent = [each.clone() for each in states]
-
-    def listen(self) -> Head:
-        return Loop.head
-
-    @contextmanager
-    def told(self) -> Iterator[None]:
-        yield
-
-    def accept(self, first: int) -> None: ...
-
-    def receive(self, states: list[torch.Tensor]) -> None:
-        for each, sent in zip(states, Loop.sent, strict=True):
-            each.copy_(sent)
-
-
 def _receive_into(received: list[vmmkv.Sequence], cache: vmmkv.KVCache) -> None:
     received.append(cache.receive(SENDER))
 
@@ -475,8 +446,8 @@ def _receive_into(received: list[vmmkv.Sequence], cache: vmmkv.KVCache) -> None:
 @pytest.mark.parametrize("name", ["send", "receive"])
 def test_an_interruption_at_any_line(name: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is a new sequence, with all tokens, or none; the one that is sent is as it was."""
-    monkeypatch.setattr("vmmkv.sequence.Peer", Loop)
-    monkeypatch.setattr("vmmkv.cache.Peer", Loop)
+    monkeypatch.setattr("vmmkv.sequence.Peer", Loopback)
+    monkeypatch.setattr("vmmkv.cache.Peer", Loopback)
     ended, line = None, 0
     while ended is None:
         line += Random().randint(1, 30)  # not at all of them, and at others in each run
