@@ -559,6 +559,8 @@ class Rows:
                 self.growing.make_room({row: self.books.extent(row)}, [row])
         finally:
             self.inherit({row: row})  # on copies, from some page on
+        if self.keeper:
+            self.keeper.shorten(row, token)  # what is known to be there may be written over
 
     def reorder(self, sources: dict[int, int], share: bool) -> None:
         """Has live rows hold what others hold: see `Reordering.reorder`."""

@@ -1,0 +1,135 @@
+"""Prefixes in any order with all other operations, with failing driver calls and interruptions, against a plain model.
+
+K and V of a token follow from the salt and all ids up to it. So what a sequence begins with must be what it would have
+computed, and be known to the model under the same salt.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+from test_state_machine import MAX_SEQ_LEN, ROWS, CacheMachine, Model
+
+import vmmkv
+
+SALTS = ["one", "two"]
+WORDS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 15)), max_size=3)
+"""Token ids, as letters, and how often they come: few, so that many prompts begin alike."""
+
+
+@cache
+def pattern(head_dim: int) -> torch.Tensor:
+    """What K and V of a token are multiples of."""
+    return torch.rand(3, 1, 2, 2, head_dim, generator=torch.Generator().manual_seed(0)) + 1
+
+
+def factors(salt: str, ids: str) -> list[int]:
+    """By how much, for each token: another number for each beginning under each salt."""
+    found = [SALTS.index(salt)]
+    for number in ids.encode():
+        found.append((256 * found[-1] + number) * 5**9 % (2**23 - 15) + 1)
+    return found[1:]
+
+
+class PrefixMachine(CacheMachine):
+    host_pages = 0
+
+    @initialize(
+        layers_per_range=st.sampled_from([None, 1, 2]),
+        scrub=st.booleans(),
+        spare=st.integers(0, 3),
+    )
+    def make(self, layers_per_range: int | None, scrub: bool, spare: int) -> None:
+        self.voice = "a"
+        super().make(layers_per_range, scrub, spare)
+
+    def begin(self) -> None:
+        super().begin()
+        self.known: set[tuple[str, str]] = set()
+        """What was ever committed."""
+
+    def states(self, model: Model, begin: int) -> torch.Tensor:
+        if model.ids is None or model.salt is None:
+            return super().states(model, begin)
+        model.ids = model.ids[:begin].ljust(model.length, self.voice)
+        return self.computed(model, model.length)[:, begin:]
+
+    def computed(self, model: Model, end: int) -> torch.Tensor:
+        """K and V of the first tokens of a sequence."""
+        assert model.ids is not None
+        assert model.salt is not None
+        factor = torch.tensor(factors(model.salt, model.ids[:end]), dtype=torch.float32)
+        return factor[:, None, None, None] * pattern(self.layout.head_dim)
+
+    def most_cached(self, salt: str, ids: str) -> int:
+        """With how many tokens a new sequence may begin."""
+        most = 0
+        for other, known in self.known:
+            if other == salt:
+                common = (at for at, (one, two) in enumerate(zip(known, ids[:-1])) if one != two)
+                most = max(most, next(common, min(len(known), len(ids) - 1)))
+        return most
+
+    # ------------------------------------------------------------------ operations
+
+    @rule(voice=st.sampled_from("ab"))
+    def speak(self, voice: str) -> None:
+        """Says what the ids of tokens are that sequences grow by from now on."""
+        self.voice = voice
+
+    @rule(data=st.data(), salt=st.sampled_from(SALTS), words=WORDS, reuse=st.sampled_from([True, True, True, False]))
+    def start_of(self, data: st.DataObject, salt: str, words: list[tuple[str, int]], reuse: bool) -> None:
+        """Ids that often begin like others."""
+        ids = data.draw(st.sampled_from(sorted({"", *(ids for _, ids in self.known)})))
+        ids = ids[: len(ids) - data.draw(st.integers(0, len(ids)))]
+        ids = (ids + "".join(letter * count for letter, count in words))[:MAX_SEQ_LEN]
+        expected = vmmkv.OutOfRowsError if len(self.live) + len(self.away) == ROWS else None
+        made: list[vmmkv.Sequence] = []
+        start = lambda: made.append(self.cache.sequence(token_ids=[*ids.encode()], salt=salt, reuse=reuse))  # noqa: E731
+        if self.outcome(start, expected, lambda: bool(made), self.pages(0, len(ids))):
+            model = self.model(made.pop(), len(ids))
+            if reuse:
+                model.salt, model.ids = salt, ids
+            self.live.append(model)
+            cached = model.sequence.cached_tokens
+            assert cached <= (self.most_cached(salt, ids) if reuse else 0), "found what nobody has made known"
+            if cached:
+                model.content[:, :cached] = self.computed(model, cached)
+            self.write(model, cached)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), priority=st.sampled_from([35, 35, 0, 80]))
+    def commit(self, data: st.DataObject, priority: int) -> None:
+        model = self.live[data.draw(st.integers(0, len(self.live) - 1))]
+        tokens = model.length - data.draw(st.sampled_from([0, 0, 1, 7]))
+        ids = "a" * max(tokens, 0) if model.ids is None else model.ids[: max(tokens, 0)]
+        expected: type[Exception] | None = None
+        if model.salt is None:
+            expected = vmmkv.ArgumentError
+        elif model.start:
+            expected = vmmkv.UnsupportedError
+        else:
+            self.known.add((model.salt, ids))  # also if it is interrupted
+            self.may_share = True
+        retention = [vmmkv.Retention(priority=priority)]
+        self.outcome(lambda: model.sequence.commit([*ids.encode()], retention=retention), expected)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def reorder(self, data: st.DataObject) -> None:
+        is_interrupted = bool(self.interrupt_at)
+        super().reorder(data)
+        for model in self.live:
+            if is_interrupted and model.sequence.key is None:  # it makes nothing known that may be another's
+                model.salt = model.ids = None
+
+
+@pytest.mark.parametrize("kind", [{}, {"large_frames": True, "budget": 90}], ids=str)
+def test_any_operations_in_any_order(device: str, kind: dict[str, Any]) -> None:
+    machine = type("Machine", (PrefixMachine,), {"device": device, **kind})
+    run_state_machine_as_test(machine)
