@@ -332,6 +332,22 @@ def test_the_least_needed_goes_first() -> None:
     world.check()
 
 
+@pytest.mark.parametrize("known_anew", [False, True])
+def test_what_is_written_over_is_known_no_more(known_anew: bool) -> None:
+    """Also behind the last page that is full, which nobody shares, and the next one who takes the row would have."""
+    world = make()
+    sequence = world.start([1] * 21)
+    world.commit(sequence)
+    world.cache.unshare([sequence], 18)
+    world.ids[sequence][18:] = [2] * 3
+    world.write(sequence, 18)
+    if known_anew:
+        world.commit(sequence)
+    world.free(sequence)
+    assert world.start([1] * 18 + ([2] if known_anew else [1]) * 4).cached_tokens == (21 if known_anew else 18)
+    world.check()
+
+
 def test_what_is_used_is_never_evicted() -> None:
     world = make(pages=20, large_frames=False)
     kept = world.start([1] * 80)

@@ -67,8 +67,9 @@ class CacheMachine(RuleBasedStateMachine):
     budget = 24
 
     @initialize(layers_per_range=st.sampled_from([None, 1, 2]), scrub=st.booleans(), spare=st.integers(0, 3))
-    def make(self, layers_per_range: int | None, scrub: bool, spare: int) -> None:
+    def make(self, layers_per_range: int | None, scrub: bool, spare: int, host_priority: int | None = None) -> None:
         self.policy = {"scrub": scrub, "zero_tail": self.zero_tail, "large_frames": self.large_frames}
+        self.policy["host_priority"] = host_priority
         self.layers_per_range, self.spare, self.scrub = layers_per_range, spare, scrub or self.zero_tail
         self.interrupt_at = 0
         self.begin()
@@ -185,8 +186,11 @@ class CacheMachine(RuleBasedStateMachine):
         return torch.randn(3, MAX_SEQ_LEN, 2, 2, self.layout.head_dim)[:, : model.length - begin]
 
     def write(self, model: Model, begin: int) -> None:
-        """Writes K and V to the tokens from `begin` on, and to the model."""
-        tokens, new = model.length - begin, self.states(model, begin).to(self.device)
+        """Writes new K and V to the tokens from `begin` on, and to the model."""
+        self.put(model, begin, self.states(model, begin))
+
+    def put(self, model: Model, begin: int, new: torch.Tensor) -> None:
+        tokens, new = model.length - begin, new.to(self.device)
         for layer in range(3):
             for which, view in enumerate((model.sequence.k(layer), model.sequence.v(layer))):
                 if self.scrub:
@@ -448,6 +452,7 @@ class CacheMachine(RuleBasedStateMachine):
                     model.sequence.extend(1)
             del model  # the last reference: an abandoned sequence is freed by the cache's next operation
 
+    @precondition(lambda self: self.driver.handles)
     @rule()
     def trim(self) -> None:
         if self.outcome(self.cache.trim, None):
@@ -465,10 +470,12 @@ class CacheMachine(RuleBasedStateMachine):
     def arm(self, call: str, skip: int, out_of_memory: bool) -> None:
         self.driver.fail(call, skip, out_of_memory)
 
+    @precondition(lambda self: not self.interrupt_at)
     @rule(line=st.integers(1, 400))
     def interrupt(self, line: int) -> None:
         self.interrupt_at = line
 
+    @precondition(lambda self: self.driver._faults)
     @rule()
     def heal(self) -> None:
         self.driver.heal()
@@ -486,7 +493,9 @@ class CacheMachine(RuleBasedStateMachine):
         pages = {address: handle for address, handle in self.driver.mapped.items() if handle not in self.zero}
         places = Counter(pages.values())
         page_map = self.cache.page_map()
-        apart = set(self.cache.pool.frames.handles[np.flatnonzero(page_map == vmmkv.KEPT_PAGE)].tolist()) - places.keys()
+        apart = (
+            set(self.cache.pool.frames.handles[np.flatnonzero(page_map == vmmkv.KEPT_PAGE)].tolist()) - places.keys()
+        )
         assert len(apart) <= stats.prefix_pages, "kept, on no row, and for nothing"
         taken = sum(self.driver.sizes[handle] for handle in (*places, *apart))
         assert stats.pages["used"] + stats.pages["surplus"] == taken

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
 from test_state_machine import MAX_SEQ_LEN, ROWS, CacheMachine, Model
 
 import vmmkv
@@ -37,16 +37,14 @@ def factors(salt: str, ids: str) -> list[int]:
 
 
 class PrefixMachine(CacheMachine):
-    host_pages = 0
-
     @initialize(
         layers_per_range=st.sampled_from([None, 1, 2]),
         scrub=st.booleans(),
         spare=st.integers(0, 3),
+        host_priority=st.sampled_from([None, 30]),
     )
-    def make(self, layers_per_range: int | None, scrub: bool, spare: int) -> None:
-        self.voice = "a"
-        super().make(layers_per_range, scrub, spare)
+    def make(self, layers_per_range: int | None, scrub: bool, spare: int, host_priority: int | None = None) -> None:
+        super().make(layers_per_range, scrub, spare, host_priority)
 
     def begin(self) -> None:
         super().begin()
@@ -56,7 +54,7 @@ class PrefixMachine(CacheMachine):
     def states(self, model: Model, begin: int) -> torch.Tensor:
         if model.ids is None or model.salt is None:
             return super().states(model, begin)
-        model.ids = model.ids[:begin].ljust(model.length, self.voice)
+        model.ids = model.ids[:begin].ljust(model.length, "ab"[len(self.live) % 2])
         return self.computed(model, model.length)[:, begin:]
 
     def computed(self, model: Model, end: int) -> torch.Tensor:
@@ -77,47 +75,67 @@ class PrefixMachine(CacheMachine):
 
     # ------------------------------------------------------------------ operations
 
-    @rule(voice=st.sampled_from("ab"))
-    def speak(self, voice: str) -> None:
-        """Says what the ids of tokens are that sequences grow by from now on."""
-        self.voice = voice
-
-    @rule(data=st.data(), salt=st.sampled_from(SALTS), words=WORDS, reuse=st.sampled_from([True, True, True, False]))
-    def start_of(self, data: st.DataObject, salt: str, words: list[tuple[str, int]], reuse: bool) -> None:
-        """Ids that often begin like others."""
+    @rule(
+        data=st.data(),
+        salt=st.sampled_from(SALTS),
+        words=WORDS,
+        reuse=st.sampled_from([True, True, True, False]),
+        then=st.sampled_from(["stays", "is known", "is known", "has ended"]),
+    )
+    def start_sequence(
+        self, data: st.DataObject, salt: str, words: list[tuple[str, int]], reuse: bool, then: str
+    ) -> None:
+        """Of ids that often begin like others."""
         ids = data.draw(st.sampled_from(sorted({"", *(ids for _, ids in self.known)})))
-        ids = ids[: len(ids) - data.draw(st.integers(0, len(ids)))]
+        ids = ids[: len(ids) - data.draw(st.sampled_from([0, 0, 1, 5, 12]))]
         ids = (ids + "".join(letter * count for letter, count in words))[:MAX_SEQ_LEN]
         expected = vmmkv.OutOfRowsError if len(self.live) + len(self.away) == ROWS else None
         made: list[vmmkv.Sequence] = []
         start = lambda: made.append(self.cache.sequence(token_ids=[*ids.encode()], salt=salt, reuse=reuse))  # noqa: E731
         if self.outcome(start, expected, lambda: bool(made), self.pages(0, len(ids))):
             model = self.model(made.pop(), len(ids))
+            self.live.append(model)
             if reuse:
                 model.salt, model.ids = salt, ids
-            self.live.append(model)
-            cached = model.sequence.cached_tokens
-            assert cached <= (self.most_cached(salt, ids) if reuse else 0), "found what nobody has made known"
-            if cached:
-                model.content[:, :cached] = self.computed(model, cached)
-            self.write(model, cached)
+                self.compute(model)
+            else:
+                assert not model.sequence.cached_tokens
+                self.write(model, 0)
+            if reuse and then != "stays":
+                self.make_known(model, ids)
+            if then == "has ended":
+                self.live.remove(model)
+                self.outcome(model.sequence.free, None)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), priority=st.sampled_from([35, 35, 0, 80]))
     def commit(self, data: st.DataObject, priority: int) -> None:
-        model = self.live[data.draw(st.integers(0, len(self.live) - 1))]
-        tokens = model.length - data.draw(st.sampled_from([0, 0, 1, 7]))
-        ids = "a" * max(tokens, 0) if model.ids is None else model.ids[: max(tokens, 0)]
-        expected: type[Exception] | None = None
+        known = [number for number, model in enumerate(self.live) if model.salt]
+        numbers = st.integers(0, len(self.live) - 1)
+        model = self.live[data.draw(st.sampled_from(known) | numbers if known else numbers)]
+        tokens = max(model.length - data.draw(st.sampled_from([0, 0, 1, 7])), 0)
         if model.salt is None:
-            expected = vmmkv.ArgumentError
-        elif model.start:
-            expected = vmmkv.UnsupportedError
+            self.outcome(lambda: model.sequence.commit([0] * tokens), vmmkv.ArgumentError)
         else:
-            self.known.add((model.salt, ids))  # also if it is interrupted
-            self.may_share = True
+            assert model.ids is not None
+            self.make_known(model, model.ids[:tokens], priority)
+
+    def compute(self, model: Model) -> None:
+        """Writes K and V of a new sequence that are not there; what is there must be the same."""
+        assert model.salt
+        assert model.ids is not None
+        cached, states = model.sequence.cached_tokens, self.computed(model, model.length)
+        assert cached <= self.most_cached(model.salt, model.ids), "nobody has made that known"
+        model.content[:, :cached] = states[:, :cached]
+        self.put(model, cached, states[:, cached:])
+
+    def make_known(self, model: Model, ids: str, priority: int = 35) -> None:
+        assert model.salt
         retention = [vmmkv.Retention(priority=priority)]
-        self.outcome(lambda: model.sequence.commit([*ids.encode()], retention=retention), expected)
+        self.known.add((model.salt, ids))  # also if it is interrupted
+        self.may_share = True
+        commit = lambda: model.sequence.commit([*ids.encode()], retention=retention)  # noqa: E731
+        self.outcome(commit, vmmkv.UnsupportedError if model.start else None)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())

@@ -554,7 +554,8 @@ class KVCache(Owner):
 
     def unshare(self, sequences: Iterable[Sequence], start: int = 0) -> None:
         """Sees to it that what sequences hold from token `start` on can be written over, and changes in no other: what
-        they share there is copied. `extend` does so by itself for what it makes room for.
+        they share there is copied, and what was committed there is not known of them any more. `extend` does so by
+        itself for what it makes room for.
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. All sequences
