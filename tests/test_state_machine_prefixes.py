@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import strategies as st
-from hypothesis.stateful import initialize, precondition, rule, run_state_machine_as_test
-from test_state_machine import MAX_SEQ_LEN, ROWS, CacheMachine, Model
+from hypothesis.stateful import initialize, precondition, rule
+from test_state_machine import MAX_SEQ_LEN, ROWS, CacheMachine, Model, run
 
 import vmmkv
 
@@ -149,5 +149,4 @@ class PrefixMachine(CacheMachine):
 
 @pytest.mark.parametrize("kind", [{}, {"large_frames": True, "budget": 90}], ids=str)
 def test_any_operations_in_any_order(device: str, kind: dict[str, Any]) -> None:
-    machine = type("Machine", (PrefixMachine,), {"device": device, **kind})
-    run_state_machine_as_test(machine)
+    run(PrefixMachine, device, kind)
