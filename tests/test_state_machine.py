@@ -336,6 +336,7 @@ class CacheMachine(RuleBasedStateMachine):
             return True
 
     def holds(self, model: Model, other: Model) -> bool:
+        """Whether what there is of one sequence is what there should be of another."""
         sequence = model.sequence
         if (sequence.start, sequence.length) != (other.start, other.length):
             return False
@@ -531,12 +532,8 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def contents_are_intact(self) -> None:
         for model in getattr(self, "live", []):
-            assert (model.sequence.start, model.sequence.length) == (model.start, model.length)
-            for layer in range(3):
-                expected = model.content[layer, model.start : model.length]
-                assert torch.equal(model.sequence.k(layer), expected[:, 0])
-                assert torch.equal(model.sequence.v(layer), expected[:, 1])
-                assert self.cache.kv(layer)[0].data_ptr() == self.addresses[layer]
+            assert self.holds(model, model)
+            assert [self.cache.kv(layer)[0].data_ptr() for layer in range(3)] == self.addresses
 
     @invariant()
     def rows_can_be_read_to_their_ends(self) -> None:

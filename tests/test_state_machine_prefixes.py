@@ -89,23 +89,50 @@ class PrefixMachine(CacheMachine):
         ids = data.draw(st.sampled_from(sorted({"", *(ids for _, ids in self.known)})))
         ids = ids[: len(ids) - data.draw(st.sampled_from([0, 0, 1, 5, 12]))]
         ids = (ids + "".join(letter * count for letter, count in words))[:MAX_SEQ_LEN]
+        model = self.begin_with(ids, salt, reuse)
+        if model and reuse and then != "stays":
+            self.make_known(model, ids)
+        if model and then == "has ended":
+            self.end(model)
+
+    @precondition(lambda self: self.known)
+    @rule()
+    def look_up(self) -> None:
+        """All that may be known."""
+        cache = self.cache
+        for salt, ids in sorted(self.known):
+            if self.cache is cache and (model := self.begin_with(ids[: MAX_SEQ_LEN - 1] + "c", salt)):
+                self.end(model)
+
+    def begin_with(self, ids: str, salt: str, reuse: bool = True) -> Model | None:
         expected = vmmkv.OutOfRowsError if len(self.live) + len(self.away) == ROWS else None
         made: list[vmmkv.Sequence] = []
         start = lambda: made.append(self.cache.sequence(token_ids=[*ids.encode()], salt=salt, reuse=reuse))  # noqa: E731
-        if self.outcome(start, expected, lambda: bool(made), self.pages(0, len(ids))):
-            model = self.model(made.pop(), len(ids))
-            self.live.append(model)
-            if reuse:
-                model.salt, model.ids = salt, ids
-                self.compute(model)
-            else:
-                assert not model.sequence.cached_tokens
-                self.write(model, 0)
-            if reuse and then != "stays":
-                self.make_known(model, ids)
-            if then == "has ended":
-                self.live.remove(model)
-                self.outcome(model.sequence.free, None)
+        if not self.outcome(start, expected, lambda: bool(made), self.pages(0, len(ids))):
+            return None
+        model = self.model(made.pop(), len(ids))
+        self.live.append(model)
+        if reuse:
+            model.salt, model.ids = salt, ids
+            self.compute(model)
+        else:
+            assert not model.sequence.cached_tokens
+            self.write(model, 0)
+        return model
+
+    def compute(self, model: Model) -> None:
+        """Writes K and V of a new sequence that are not there; what is there must be the same."""
+        assert model.salt
+        assert model.ids is not None
+        cached, states = model.sequence.cached_tokens, self.computed(model, model.length)
+        assert cached <= self.most_cached(model.salt, model.ids), "nobody has made that known"
+        model.content[:, :cached] = states[:, :cached]
+        self.put(model, cached, states[:, cached:])
+        assert self.holds(model, model), "another's K and V"
+
+    def end(self, model: Model) -> None:
+        self.live.remove(model)
+        self.outcome(model.sequence.free, None)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), priority=st.sampled_from([35, 35, 0, 80]))
@@ -119,15 +146,6 @@ class PrefixMachine(CacheMachine):
         else:
             assert model.ids is not None
             self.make_known(model, model.ids[:tokens], priority)
-
-    def compute(self, model: Model) -> None:
-        """Writes K and V of a new sequence that are not there; what is there must be the same."""
-        assert model.salt
-        assert model.ids is not None
-        cached, states = model.sequence.cached_tokens, self.computed(model, model.length)
-        assert cached <= self.most_cached(model.salt, model.ids), "nobody has made that known"
-        model.content[:, :cached] = states[:, :cached]
-        self.put(model, cached, states[:, cached:])
 
     def make_known(self, model: Model, ids: str, priority: int = 35) -> None:
         assert model.salt
