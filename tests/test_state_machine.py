@@ -129,12 +129,8 @@ class CacheMachine(RuleBasedStateMachine):
         """Pages at most that a sequence has copied, so that it can write from a token on."""
         if not self.may_share:
             return 0
-        return self.pages(token, model.length) + self.frame * len(self.layout.record_bytes)
-
-    @property
-    def frame(self) -> int:
-        """Pages of the largest frame."""
-        return LARGE if self.large_frames else 1
+        frame = LARGE if self.large_frames else 1  # that the token lies in
+        return self.pages(token, model.length) + frame * len(self.layout.record_bytes)
 
     def bound_pages(self, model: Model, length: int) -> int:
         """With `zero_tail`: pages behind a sequence of this length, which may be read, and are nobody else's."""
@@ -175,8 +171,9 @@ class CacheMachine(RuleBasedStateMachine):
         for model in self.live:
             for arena, record in self.cache._rows.ranges:
                 base = arena.table.address_of(model.sequence.index, 0)
-                end = model.length * record
-                begin = min(model.start * record, end - 1) if end % size else model.start * record
+                begin, end = model.start * record, model.length * record
+                if begin == end and end % size:
+                    begin -= 1  # the page that it would go on in
                 frames.update(driver.mapped[page] for page in range(base + begin // size * size, base + end, size))
         return sum(driver.sizes[frame] for frame in frames)
 
@@ -192,6 +189,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.put(model, begin, self.states(model, begin))
 
     def put(self, model: Model, begin: int, new: torch.Tensor) -> None:
+        """Writes these."""
         tokens, new = model.length - begin, new.to(self.device)
         for layer in range(3):
             for which, view in enumerate((model.sequence.k(layer), model.sequence.v(layer))):
@@ -426,8 +424,8 @@ class CacheMachine(RuleBasedStateMachine):
         """To whoever receives next."""
         model = self.live[data.draw(st.integers(0, len(self.live) - 1))]
         with looped():
-            if self.outcome(lambda: model.sequence.send(0), None):
-                self.sent = model.copy(None)
+            is_sent = self.outcome(lambda: model.sequence.send(0), None)
+        self.sent = model.copy(None) if is_sent else None
 
     @precondition(lambda self: self.sent)
     @rule()

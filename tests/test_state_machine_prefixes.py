@@ -105,6 +105,7 @@ class PrefixMachine(CacheMachine):
                 self.end(model)
 
     def begin_with(self, ids: str, salt: str, reuse: bool = True) -> Model | None:
+        """The model of a new sequence, if there is one."""
         expected = vmmkv.OutOfRowsError if len(self.live) + len(self.away) == ROWS else None
         made: list[vmmkv.Sequence] = []
         start = lambda: made.append(self.cache.sequence(token_ids=[*ids.encode()], salt=salt, reuse=reuse))  # noqa: E731
@@ -148,9 +149,11 @@ class PrefixMachine(CacheMachine):
             self.make_known(model, model.ids[:tokens], priority)
 
     def make_known(self, model: Model, ids: str, priority: int = 35) -> None:
+        """Commits the first tokens of a sequence."""
         assert model.salt
         retention = [vmmkv.Retention(priority=priority)]
-        self.known.add((model.salt, ids))  # also if it is interrupted
+        if not model.start:
+            self.known.add((model.salt, ids))  # also if it is interrupted
         self.may_share = True
         commit = lambda: model.sequence.commit([*ids.encode()], retention=retention)  # noqa: E731
         self.outcome(commit, vmmkv.UnsupportedError if model.start else None)
@@ -160,9 +163,13 @@ class PrefixMachine(CacheMachine):
     def reorder(self, data: st.DataObject) -> None:
         is_interrupted = bool(self.interrupt_at)
         super().reorder(data)
-        for model in self.live:
-            if is_interrupted and model.sequence.key is None:  # it makes nothing known that may be another's
+        for model in self.live if is_interrupted else []:
+            key = model.sequence.key
+            if key is None:  # it makes nothing known that may be another's
                 model.salt = model.ids = None
+            elif key.salt != model.salt:
+                assert model.start == model.length, "K and V of another salt"  # of no tokens nobody can tell
+                model.salt, model.ids = key.salt, ""
 
 
 @pytest.mark.parametrize("kind", [{}, {"large_frames": True, "budget": 90}], ids=str)
