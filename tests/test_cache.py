@@ -209,6 +209,18 @@ class DirtyDriver(FaultyDriver):
         self.inner.free(address, size)
 
 
+def test_what_one_range_has_too_much_another_can_have(make_cache) -> None:
+    """With `zero_tail`, where pages behind a sequence are nobody else's, of a row that was adopted."""
+    cache = make_cache(max_sequences=2, max_seq_len=40, pages=10, layers_per_range=1, zero_tail=True)
+    cache.sequence(40).free()  # three pages in each of three ranges
+    beside = cache.sequence(16, row=1)  # takes three of them, all from the end of one range
+    assert cache.available_pages == 6
+    sequence = cache.sequence(17)  # needs two in each range
+    assert cache.available_pages == 0
+    assert (beside.length, sequence.length) == (16, 17)
+    cache.check()
+
+
 @pytest.mark.parametrize("policy", ["scrub", "zero_tail"])
 def test_pages_that_come_dirty_from_the_system_are_cleaned(device: str, make_cache, policy: str) -> None:
     cache = make_cache(driver=DirtyDriver(small_driver(device)), **{policy: True})

@@ -26,7 +26,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DriverError, StreamCaptureError, VmmkvError
+from ..errors import DriverError, OutOfPagesError, StreamCaptureError, VmmkvError
 from ..memory import debugging
 from ..memory.fence import wait_for_device
 from ..memory.pool import Account, FramePool
@@ -392,13 +392,23 @@ class Rows:
             if tokens and self.rules.zero_tail:
                 self._keep(row, 2 * max(tokens, expected))
             if tokens > self.table.capacity[row] or (tokens and self.rules.zero_tail):
-                self.growing.make_room({row: (0, tokens)}, [row])
+                self._make_first_room(row, tokens)
         except BaseException:
             self.books.vacate(row)
             raise
         self.table.length[row] = tokens
         self.books.refresh(row)
         self.adoptions += adopted
+
+    def _make_first_room(self, row: int, tokens: int) -> None:
+        """Maps the pages that a new sequence's tokens lie in. Raises what `Growing.make_room` raises."""
+        try:
+            self.growing.make_room({row: (0, tokens)}, [row])
+        except OutOfPagesError:
+            if not self.rules.zero_tail:
+                raise
+            self._keep(row, tokens)  # what one range has behind them may be what another lacks
+            self.growing.make_room({row: (0, tokens)}, [row])
 
     def _keep(self, row: int, tokens: int) -> None:
         """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""
