@@ -210,6 +210,7 @@ def test_nothing_moves_where_it_is_not_wanted(options: dict[str, Any]) -> None:
             work(world)
     assert world.promoted == 0
     world.check()
+    world.close()
 
 
 def test_without_room_nothing_moves_and_nobody_gives_way() -> None:
