@@ -94,11 +94,20 @@ class World:
             best = max(best, common)
         return best
 
-    def start(self, ids: list[int], key: tuple[Any, ...] = (None, None, None), reuse: bool = True) -> vmmkv.Sequence:
+    def start(
+        self,
+        ids: list[int],
+        key: tuple[Any, ...] = (None, None, None),
+        reuse: bool = True,
+        whole: bool = True,
+    ) -> vmmkv.Sequence:
         salt, adapter, tenant = key
         sequence = self.cache.sequence(
-            token_ids=np.array(ids, np.int64), salt=salt, adapter=adapter, tenant=tenant, reuse=reuse
+            token_ids=np.array(ids, np.int64), salt=salt, adapter=adapter, tenant=tenant, reuse=reuse, whole=whole
         )
+        if not whole:
+            assert sequence.length == sequence.cached_tokens
+            sequence.extend(len(ids) - sequence.length)  # where that fails, the sequence ends with this frame
         assert sequence.length == len(ids)
         assert sequence.cached_tokens < max(len(ids), 1)
         self.ids[sequence], self.keys[sequence] = list(ids), key
@@ -149,7 +158,7 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                 key, ids = random.choice(keys), prompt(world)
                 reuse = random.random() < 0.9
                 most = world.most(key, ids) if reuse else 0
-                sequence = world.start(ids, key, reuse)
+                sequence = world.start(ids, key, reuse, whole=random.random() < 0.6)
                 assert reuse or not sequence.cached_tokens
                 if pages > 1000 and layout is LAYOUT:
                     assert sequence.cached_tokens >= most
@@ -194,6 +203,33 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
     world.cache.close()
     assert not world.driver.mapped
     assert not world.driver.handles
+
+
+@pytest.mark.parametrize("host_bytes", [0, "1MiB"])
+def test_who_computes_in_chunks_takes_no_memory_before(host_bytes: float | str) -> None:
+    """As much begins with what is known, and no page lies behind it."""
+    world = World(Random(), 40, LAYOUT, large_frames=False, host_bytes=host_bytes)
+    random, counts = world.random, []
+    ids = [random.randrange(2) for _ in range(random.randint(1, 60))]
+    for whole in (False, True):  # nothing is known yet, or not all of it
+        first = world.start(ids, whole=whole)
+        world.commit(first)
+        longer = [*ids, *(random.randrange(2) for _ in range(random.randint(1, 40)))]
+        used = world.cache.stats().pages["used"]
+        second = world.cache.sequence(token_ids=longer, whole=whole)
+        counts.append(second.cached_tokens)
+        more = 0 if whole else -(-second.length // 8) - second.length // 8
+        assert whole or world.cache.stats().pages["used"] == used + more
+        second.free()
+        if host_bytes:  # the second comes back from there
+            world.free(first)
+            world.start([3] * 200)
+            world.free(next(iter(world.ids)))
+    assert all(count >= len(ids) // 8 * 8 for count in counts)
+    assert world.cache.sequence(token_ids=[4] * 20, whole=False).length == 0
+    assert world.cache.sequence(token_ids=ids, whole=False, reuse=False).length == 0
+    with pytest.raises(vmmkv.ArgumentError, match="without token_ids"):
+        world.cache.sequence(20, whole=False)
 
 
 def make(pages: int = 200, **options: Any) -> World:

@@ -75,7 +75,7 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                 key, ids = random.choice(KEYS), prompt(world)
                 reuse = random.random() < 0.9
                 most = world.most(key, ids) if reuse else 0
-                sequence = world.start(ids, key, reuse)
+                sequence = world.start(ids, key, reuse, whole=random.random() < 0.6)
                 assert reuse or not sequence.cached_tokens
                 if host_bytes == "1GiB" and layout is LAYOUT:
                     assert sequence.cached_tokens >= most

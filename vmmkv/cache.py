@@ -236,6 +236,7 @@ class KVCache(Owner):
         salt: Hashable = None,
         adapter: Hashable = None,
         reuse: bool = True,
+        whole: bool = True,
         expected_tokens: int = 0,
         tenant: Hashable = None,
         row: int | None = None,
@@ -256,6 +257,8 @@ class KVCache(Owner):
             salt: what is known under one salt is never seen under another.
             adapter: of the model, which K and V depend on; as `salt`.
             reuse: False neither begins with what is known nor leaves anything.
+            whole: False gives it no more of `token_ids` than hold K and V, `cached_tokens`, for who computes the others
+                in chunks, and extends it before each.
             expected_tokens: that it will soon have in all, where they come in chunks: finds the parked row that fits
                 best, and takes pages for others from there only where no others are idle. With a lookahead the mapper
                 maps them ahead, as far as memory is idle; nothing here waits for it.
@@ -277,14 +280,16 @@ class KVCache(Owner):
         if token_ids is not None:
             ids = ids_of(token_ids)
             tokens = self._check_ids(ids, tokens, row)
+        elif not whole:
+            raise ArgumentError("got whole=False without token_ids; extend() a sequence that begins without tokens")
         for count in (tokens, expected_tokens):
             check_length(check_tokens(count), self.max_seq_len)
         if ids is None or not reuse:
-            return self._sequence(tokens, expected_tokens, tenant, row)
+            return self._sequence(tokens if whole else 0, expected_tokens, tenant, row)
         if self.event_log:
             check_ids(ids)
             check_key(self.event_log, salt, adapter, tenant)
-        return self._sequence_of(ids, salt, adapter, expected_tokens, tenant)
+        return self._sequence_of(ids, salt, adapter, whole, expected_tokens, tenant)
 
     def _check_row(self, row: int) -> int:
         """The number of a row.
@@ -353,34 +358,39 @@ class KVCache(Owner):
         return Prefixes(self._rows, self.event_log, self._host_tier.prefixes if self._host_tier else None)
 
     @operation
-    def _sequence_of(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> Sequence:
+    def _sequence_of(
+        self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
+    ) -> Sequence:
         self._rows.release_abandoned()
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
         key = Key(salt, adapter, tenant, whose)
         hit = prefixes.find(key, ids)
         try:
-            return self._begin(hit, key, ids, expected, tenant)
+            return self._begin(hit, key, ids, whole, expected, tenant)
         except OutOfPagesError:
             if not hit.tokens:
                 raise
         self._rows.release_abandoned()  # what is copied is there twice meanwhile; without it there may be room
-        return self._begin(hit.given_up(), key, ids, expected, tenant)
+        return self._begin(hit.given_up(), key, ids, whole, expected, tenant)
 
-    def _begin(self, hit: Hit, key: Key, ids: Ids, expected: int, tenant: Hashable) -> Sequence:
+    def _begin(self, hit: Hit, key: Key, ids: Ids, whole: bool, expected: int, tenant: Hashable) -> Sequence:
         """A sequence that begins with what is known, if anything is."""
         prefixes = self._prefixes()
-        with prefixes.completed(key, ids, hit.tokens) as complete:
+        with prefixes.completed(key, ids, hit.tokens) as (known, complete):
+            tokens = len(ids) if whole else known
             if hit.tokens:
                 sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
                 try:
-                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, expected, key.number)
+                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, key.number)
                 except VmmkvError:  # whoever holds it holds the sequence
                     self._abandon([sequence])
                     raise
                 self._rows.ring()
             else:
-                sequence = self._take(len(ids), expected, tenant)
+                sequence = self._take(tokens, expected, tenant)
             sequence.key, sequence.cached_tokens = key, complete(sequence.index)
+            if sequence.cached_tokens < tokens and not whole:  # the host's could not be copied
+                self._rows.shrink(sequence.index, 0, sequence.cached_tokens)
         prefixes.count(len(ids), sequence.cached_tokens)
         return sequence
 

@@ -22,15 +22,13 @@ class ReusingVmmKV(VmmKV):
         if spare is not None and not self.fits(tokens - self._shared_tokens(ids), spare):
             return None
         try:
-            sequence = self.cache.sequence(token_ids=ids, expected_tokens=tokens)
+            sequence = self.cache.sequence(token_ids=ids, whole=False, expected_tokens=tokens)
         except OutOfPagesError:
             if spare is not None:
                 return None
             # It has room in all pages but one: what it would begin with is in part copied, and in the way meanwhile.
             self.cache.trim()
-            sequence = self.cache.sequence(token_ids=ids, expected_tokens=tokens)
-        # Room is made step by step, as for all; what was made at once stays behind it while nobody else needs it.
-        sequence.truncate(sequence.cached_tokens)
+            sequence = self.cache.sequence(token_ids=ids, whole=False, expected_tokens=tokens)
         self.sequences[sequence.row] = sequence
         self.free_rows -= 1
         return sequence.row, sequence.cached_tokens

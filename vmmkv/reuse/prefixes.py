@@ -18,7 +18,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -81,7 +81,8 @@ class Held:
     """The frames of the tree, as the pool's tables say where frames are."""
 
     def __init__(self, pool: FramePool, account: Account) -> None:
-        self._pool, self.account = pool, account
+        self._pool: FramePool = weakref.proxy(pool)  # which has this among its tables
+        self.account = account
         self.tail_frames: list[int] = []
         self.doubt: list[Any] = []
         self._pages: Counter[int] = Counter()
@@ -128,7 +129,8 @@ class Held:
         """Leaves all frames to the pool, for its next operation: the cache is gone."""
         frames = list(self._pages)
         self._pages.clear()
-        self._pool.left_behind.append((self, self.account, frames))
+        with suppress(ReferenceError):  # or it is gone, too, with all frames
+            self._pool.left_behind.append((self, self.account, frames))
 
 
 class Prefixes:
@@ -211,20 +213,22 @@ class Prefixes:
             arena.table.own[row] <= tokens * record // self._books.page_size for arena, record in self._books.ranges
         )
 
-    def begin(self, row: int, owner: int, hit: Hit, key: Hashable, ids: Ids, expected: int, tenant: int) -> None:
-        """Gives a row to a new sequence that begins with a hit, with room for all of its tokens.
+    def begin(
+        self, row: int, owner: int, hit: Hit, key: Hashable, ids: Ids, tokens: int, expected: int, tenant: int
+    ) -> None:
+        """Gives a row to a new sequence of so many of these ids, which begins with a hit.
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is to be released.
         """
         if hit.row is None:
             self._rows.begin(row, owner, expected, tenant)
-            self._lay(row, hit, key, ids)
+            self._lay(row, hit, key, ids, tokens)
         else:
             self._rows.adopt(row, owner, hit.tokens, expected, tenant)
             self._continue(row, hit)
             self._order_behind(row)
-            self._rows.grow_one(row, len(ids))
+            self._rows.grow_one(row, tokens)
 
     def _continue(self, row: int, hit: Hit) -> None:
         """Has a row that was kept be live, with the tokens of a hit."""
@@ -235,13 +239,13 @@ class Prefixes:
         if own < hit.locked:  # what the tree knows by other numbers than the row's was used, too
             self._tree.unlock(self._tree.lock(hit.node, hit.locked))
 
-    def _lay(self, row: int, hit: Hit, key: Hashable, ids: Ids) -> None:
-        """Lays a hit on a row without pages."""
+    def _lay(self, row: int, hit: Hit, key: Hashable, ids: Ids, tokens: int) -> None:
+        """Lays a hit on a row without pages, which is to have so many tokens."""
         meanwhile = self._tree.lock(hit.node, hit.locked)
         try:
             known = ids[: hit.tokens].copy()
             self._order_behind(row)
-            self._rows.laying.lay(row, hit.tokens, len(ids), hit.laid, hit.partial)
+            self._rows.laying.lay(row, hit.tokens, tokens, hit.laid, hit.partial)
             self._chains[row] = self._locked(row, meanwhile, key, known, hit.pages)
             if self.promotion:
                 self.promotion.count(meanwhile, key, known, hit.laid)
@@ -273,17 +277,22 @@ class Prefixes:
         """How many tokens lie in front of pages, one of each range."""
         return min(end * self._books.page_size // record for end, record in zip(ends, self._books.records))
 
-    def completed(self, key: Hashable, ids: Ids, cached: int) -> AbstractContextManager[Callable[[int], int]]:
-        """Around the beginning of a sequence with so many tokens of these ids. Gives what gives its row those behind
-        that the host knows, as if it had computed them; that returns how many the row has then."""
+    def completed(
+        self, key: Hashable, ids: Ids, cached: int
+    ) -> AbstractContextManager[tuple[int, Callable[[int], int]]]:
+        """Around the beginning of a sequence with so many tokens of these ids. Gives how many there are together with
+        those behind that the host knows, and what gives a row these, as if it had computed them, and returns how many
+        it has then."""
         if self._host is None:
-            return nullcontext(lambda row: cached)
+            return nullcontext((cached, lambda row: cached))
         return self._completed_by(self._host, key, ids, cached)
 
     @contextmanager
-    def _completed_by(self, host: HostPrefixes, key: Hashable, ids: Ids, cached: int) -> Iterator[Callable[[int], int]]:
+    def _completed_by(
+        self, host: HostPrefixes, key: Hashable, ids: Ids, cached: int
+    ) -> Iterator[tuple[int, Callable[[int], int]]]:
         with host.found(key, ids[:-1], cached) as found:
-            yield lambda row: host.load(row, found, cached)
+            yield max(found.tokens, cached), lambda row: host.load(row, found, cached)
 
     def count(self, tokens: int, cached: int) -> None:
         """Counts a sequence that has begun, with so many tokens, of which so many were there."""
