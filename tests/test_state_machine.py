@@ -57,8 +57,9 @@ class Model:
         return replace(self, sequence=sequence, content=self.content.clone())
 
     def become(self, other: Model) -> None:
-        """Takes what another held, which is nobody's any more. What lies behind its own tokens stays."""
-        self.content[:, : other.length] = other.content[:, : other.length]
+        """Takes what another held. What lies behind its own tokens stays; in front of them it may be either's."""
+        self.content[:, : other.start] = torch.nan
+        self.content[:, other.start : other.length] = other.content[:, other.start : other.length]
         self.start, self.length, self.salt, self.ids = other.start, other.length, other.salt, other.ids
 
 
@@ -196,10 +197,14 @@ class CacheMachine(RuleBasedStateMachine):
                 if self.scrub:
                     found = view[begin - model.start :]
                     own = model.content[layer, begin : model.length, which]
-                    assert ((found == 0) | (found == own) | self.is_poison(found)).all(), "another sequence's bytes"
+                    assert (self.is_own(found, own) | self.is_poison(found)).all(), "another sequence's bytes"
             if tokens:
                 model.sequence.write(layer, new[layer, :, 0], new[layer, :, 1])
         model.content[:, begin : model.length] = new
+
+    def is_own(self, found: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """Where a sequence finds nothing, or what it has written."""
+        return (found == 0) | (found == own) | own.isnan()
 
     def is_poison(self, found: torch.Tensor) -> torch.Tensor:
         """Where tokens hold what is no number, as they may while debugging."""
@@ -550,7 +555,7 @@ class CacheMachine(RuleBasedStateMachine):
             for layer in range(3):
                 for which, view in enumerate(self.cache.kv(layer)):
                     found, own = view[row, model.start :], model.content[layer, model.start :, which]
-                    assert ((found == 0) | (found == own)).all(), "another sequence's bytes"
+                    assert self.is_own(found, own).all(), "another sequence's bytes"
 
     def teardown(self) -> None:
         if hasattr(self, "cache"):
