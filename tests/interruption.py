@@ -81,7 +81,11 @@ def interrupted(operation: Callable[[], object], line: int) -> int | None:
     try:
         return disturbed(operation, line, interrupt)
     except Interruption:
-        return None
+        pass
+    left = sys.exc_info()[1]  # Python takes it for handled still, where the interrupt came as an `except` ended
+    while left:
+        left.__traceback__, left = None, left.__context__  # whose frames hold what was interrupted
+    return None
 
 
 def interrupted_after(operation: Callable[[], object], seconds: float) -> bool:

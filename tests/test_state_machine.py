@@ -7,6 +7,7 @@ gives its memory back, and another takes its place.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from collections import Counter
@@ -210,17 +211,20 @@ class CacheMachine(RuleBasedStateMachine):
         """Where tokens hold what is no number, as they may while debugging."""
         return found.isnan() & self.cache._rows.rules.poison
 
-    def outcome(self, operation, expected: type[Exception] | None, done=lambda: False, pages: int = 0) -> bool:
+    def outcome(
+        self, operation, expected: type[Exception] | None, done=lambda: False, pages: int = 0, ends: bool = False
+    ) -> bool:
         """Runs an operation; it must raise what is expected, or what was injected. Returns whether it was done: of one
         that was interrupted, `done` says that.
 
         Args:
             pages: that it takes: where these are not available it fails, and only there. Where sequences may have some
                 in common it may need less.
+            ends: whether the caller looks for sequences that a failure has ended.
         """
         if expected is None and pages > self.available:
             expected = vmmkv.OutOfPagesError
-        armed = bool(self.driver._faults)
+        armed, failures = bool(self.driver._faults), self.driver.failures
         line, self.interrupt_at = self.interrupt_at, 0
         self.driver.unmaps_anything = bool(line)
         try:
@@ -230,6 +234,8 @@ class CacheMachine(RuleBasedStateMachine):
                 return self.survives() and done()
         except vmmkv.DriverError:
             assert armed
+            if not ends:
+                self.lose(failures)
             return False
         except vmmkv.VmmkvError as error:
             if type(error) is not expected and not (armed and isinstance(error, vmmkv.OutOfPagesError)):
@@ -238,9 +244,16 @@ class CacheMachine(RuleBasedStateMachine):
         assert expected is None or (expected is vmmkv.OutOfPagesError and self.may_share)
         return True
 
+    def lose(self, failures: int) -> None:
+        """Gives up sequences that have ended: what they shared was unmapped, and could not be mapped again."""
+        lost = [model for model in self.live if self.is_gone(model)]
+        assert not lost or self.driver.failures >= failures + 2, "one failure has ended a sequence"
+        self.live = [model for model in self.live if model not in lost]
+
     def survives(self) -> bool:
         """Whether the cache has got over an interruption; if not, another has taken its place."""
         self.driver.failures += 1
+        gc.collect()  # what was interrupted may hang on the frames that were traced
         try:
             self.cache.check()
         except vmmkv.InterruptedChangeError:
@@ -307,7 +320,7 @@ class CacheMachine(RuleBasedStateMachine):
         after = [models[index].copy(models[index].sequence) for index in indices]
         changed = {number for number, index in enumerate(indices) if number != index}
         self.may_share = True
-        cache = self.cache
+        cache, failures = self.cache, self.driver.failures
 
         def is_done() -> bool:
             return all(self.is_gone(models[number]) or self.holds(models[number], after[number]) for number in changed)
@@ -321,11 +334,11 @@ class CacheMachine(RuleBasedStateMachine):
 
         refused: list[bool] = []
         pages = sum(self.copied(after[number], after[number].start) for number in changed)
-        done = self.outcome(reorder, None, is_done, pages) and not refused
+        done = self.outcome(reorder, None, is_done, pages, ends=True) and not refused
         if self.cache is not cache:
             return
         gone = [number for number in changed if self.is_gone(models[number])]
-        assert not gone or set(gone) == changed
+        assert not gone or set(gone) == changed or self.driver.failures >= failures + 2
         assert not gone or self.driver.failures
         self.live = [model for model in self.live if not self.is_gone(model)]
         for number in changed if done and not gone else ():
