@@ -286,13 +286,13 @@ class TreeMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.locked)
     @rule(rng=RANDOM)
-    def replace(self, rng: Random) -> None:
+    def renumber_locked(self, rng: Random) -> None:
         node, key, ids = rng.choice(self.locked)
         places = [(entry.pages, place) for _, entry in self.model.along(key, ids) for place in entry.pages]
         if places:
             pages, place = rng.choice(places)
             number = next(self.fresh)
-            assert self.tree.replace(node, *place, number) == (*place, pages[place])
+            assert self.tree.renumber(list(node.path())[::-1], *place, [pages[place]], [number])
             pages[place] = number
 
     @rule(pages=st.sampled_from([1, 1, 2, 3, 5, 20]))

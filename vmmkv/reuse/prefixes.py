@@ -470,13 +470,15 @@ class Prefixes:
         gone: list[Page] = []
         for row, chain in self._chains.items():
             if chain.node and chain.own < chain.node.end:
-                ends = []
+                path, ends = list(chain.node.path())[::-1], []
                 for number, ((arena, _), known) in enumerate(zip(self._books.ranges, chain.node.path_pages())):
                     mine = arena.table.pages_in(row, 0, len(known)).tolist()
                     copied = [page for page, its in enumerate(known) if mine[page] != its]
                     unused = [page for page in copied if not self._pool.frames.users[known[page]]]
                     self._held.hold(mine[page] for page in unused)
-                    gone += [self._tree.replace(chain.node, number, page, mine[page]) for page in unused]
+                    for page in unused:
+                        self._tree.renumber(path, number, page, [known[page]], [mine[page]])
+                        gone.append(Page(number, page, known[page]))
                     ends.append(min(set(copied).difference(unused), default=len(known) + 1))
                 self._chains[row] = Chain(chain.key, chain.ids, chain.node, self._tokens_before(ends))
         self._disown(gone)

@@ -208,7 +208,11 @@ class PrefixTree:
         where they have not the old ones any more.
 
         Args:
-            new: numbers of no other pages.
+            path: the nodes from the root on.
+            new: what has these numbers holds the same.
+
+        Raises:
+            InvariantError: one of them is another page already.
         """
         places, end = [], first + len(old)
         for node in path:
@@ -218,6 +222,7 @@ class PrefixTree:
                 places.append((node.pages[arena], low, high, begin - first))
         if [number for numbers, low, high, _ in places for number in numbers[low:high]] != old:
             return False
+        self._check_new([new if each == arena else [] for each in range(len(self.numbers))])
         for numbers, low, high, offset in places:
             numbers[low:high] = new[low + offset : high + offset]
         self.numbers[arena].difference_update(old)
@@ -309,19 +314,6 @@ class PrefixTree:
             self._drop(leaf, end, gone)
             self._end_at(leaf, end)
         return gone
-
-    def replace(self, node: Node, arena: int, page: int, number: int) -> Page:
-        """Gives a page of the path to a node another number, which holds the same; returns the one that it had.
-
-        Raises:
-            InvariantError: that is another page already.
-        """
-        self._check_new([number] if each == arena else [] for each in range(len(self.numbers)))
-        owner = next(each for each in node.path() if self.geometry.pages(each.begin)[arena] <= page)
-        numbers, index = owner.pages[arena], page - self.geometry.pages(owner.begin)[arena]
-        before, numbers[index] = numbers[index], number
-        self.numbers[arena] ^= {before, number}
-        return Page(arena, page, before)
 
     # ------------------------------------------------------------------ surgery
 
