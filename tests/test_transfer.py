@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from ast import literal_eval
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -21,7 +22,7 @@ from simulated_device import SimulatedDevice
 
 import vmmkv
 from vmmkv.memory.driver import open_driver
-from vmmkv.reuse.transfer import Head, Peer
+from vmmkv.reuse.transfer import Head, Peer, geometry_of
 
 SENDER, RECEIVER = 0, 1
 
@@ -289,6 +290,13 @@ DIFFERENT = {
     "head_dim 8 there, 16 here, v_head_dim 8 there, 16 here": vmmkv.KVLayout(2, 2, 8, torch.float32),
     "layers_per_range 1 there, 2 here": vmmkv.KVLayout(2, 2, 16, torch.float32, layers_per_range=1),
 }
+
+
+def test_a_layout_of_which_less_is_said_is_another() -> None:
+    said = literal_eval(geometry_of(LAYOUT))
+    said.pop(Random().choice(list(said)))
+    with pytest.raises(vmmkv.LayoutError, match="None there"):
+        Head(repr(said), 0, 1, None, np.empty(0, np.int64)).check(LAYOUT)
 
 
 def refuse_layouts(rank: int) -> None:

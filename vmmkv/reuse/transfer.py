@@ -27,7 +27,7 @@ from ..errors import ArgumentError, LayoutError, TransferError, TransferRefusedE
 from ..layout import KVLayout
 from .node import Ids
 
-MARK = b"vmmkv 1\n"
+MARK = b"vmmkv 2\n"
 """What a letter begins with; the number is that of how sequences are sent."""
 FIRST = 4096
 """Bytes of a letter's first message: its mark, its length, and what there is room for."""
@@ -85,14 +85,13 @@ class Head:
         geometry = geometry_of(layout)
         if self.geometry == geometry:
             return
-        ours = literal_eval(geometry)
-        pairs = [(name, value, ours[name]) for name, value in literal_eval(self.geometry).items()]
-        wrong = [f"{name} {theirs} there, {here} here" for name, theirs, here in pairs if theirs != here]
-        if wrong:
-            raise LayoutError(
-                f"asked to receive a sequence of another layout: {', '.join(wrong)}. Make both caches with the same "
-                "KVLayout (pages may differ in size)"
-            )
+        theirs, ours = literal_eval(self.geometry), literal_eval(geometry)
+        pairs = [(name, theirs.get(name), ours.get(name)) for name in ours | theirs]
+        wrong = [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]
+        raise LayoutError(
+            f"asked to receive a sequence of another layout: {', '.join(wrong)}. Make both caches with the same "
+            "KVLayout (pages may differ in size)"
+        )
 
 
 def geometry_of(layout: KVLayout) -> str:
