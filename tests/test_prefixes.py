@@ -166,8 +166,9 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                     world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
             elif what < 0.6:
                 sequence = random.choice(live)
-                new = [random.randrange(2) for _ in range(random.randint(1, 20))]
                 before = len(world.ids[sequence])
+                most = world.cache.max_seq_len - before
+                new = [random.randrange(2) for _ in range(min(random.randint(1, 20), most))]
                 sequence.extend(len(new))
                 world.ids[sequence] += new
                 world.write(sequence, before)

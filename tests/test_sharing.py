@@ -360,6 +360,29 @@ def test_a_copy_for_which_there_is_no_page_changes_nothing() -> None:
     used(cache)
 
 
+def test_who_gives_pages_to_a_copy_maps_them_anew_when_it_grows_in_the_same_batch() -> None:
+    """Room that a row had before the copy was made is not room behind it."""
+    cache = make(pages=7)
+    parent, other = cache.sequence(3 * TOKENS), cache.sequence(2 * TOKENS)
+    values, child = write(parent), parent.fork()
+    other.truncate(TOKENS)  # a page behind it, and one is free
+    filler = cache.sequence(2 * TOKENS)
+    parent.truncate(TOKENS + 3)
+    batch = [parent, other]
+    before = state(cache, [*batch, child, filler])
+    assert other.capacity == 2 * TOKENS
+    with pytest.raises(vmmkv.OutOfPagesError):  # a page for the copy, and one for the other
+        cache.extend(batch, 1)
+    assert state(cache, [*batch, child, filler])[0] == before[0]
+    cache.check()
+    filler.free()
+    cache.extend(batch, 1)
+    cache.check()
+    write(parent, TOKENS + 3)
+    write(other)
+    check(child, values)
+
+
 def test_a_copy_that_stays_where_it_was_made_harms_nobody() -> None:
     """Its row has it, and what could not be unmapped goes later."""
     cache = make()

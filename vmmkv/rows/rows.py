@@ -512,10 +512,10 @@ class Rows:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; nothing has changed.
         """
         table = self.table
-        needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]
+        self._make_own(rows[lengths > table.capacities[rows]].tolist())
+        needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]  # now: some may have given pages up
         extents = np.stack([table.starts[rows] if starts is None else starts, lengths], axis=1)
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
-        self._make_own(needing.tolist())
         self.growing.make_room(claims, needing.tolist())
         table.extents[rows] = extents
         table.stirred.update(dict.fromkeys(rows[lengths > table.alerts[rows]].tolist()))
