@@ -282,7 +282,7 @@ def _eager_attention(module: torch.nn.Module, instructions: dict[str, Any]) -> A
 
 def _choose_attention(self: PreTrainedModel, requested_attention: str | None, *args: Any, **kwargs: Any) -> str:
     """What transformers asks each model that is made: the attention that it is going to run."""
-    if requested_attention == NAME and not _can_attend(self):
+    if requested_attention == NAME and not can_attend(self):
         logger.warning_once(
             f'attn_implementation="{NAME}" is not for {type(self).__name__}, which computes attention by itself, or '
             'with masks, K or V: its own attention ("eager") runs. VmmCache works with it'
@@ -291,7 +291,7 @@ def _choose_attention(self: PreTrainedModel, requested_attention: str | None, *a
     return _choose_among_own(self, requested_attention, *args, **kwargs)
 
 
-def _can_attend(model: PreTrainedModel) -> bool:
+def can_attend(model: PreTrainedModel) -> bool:
     """Whether a model looks for its attention among those that are registered, and leaves masks, K and V to it."""
     code = sys.modules[type(model).__module__]
     chooses_itself = any(name.endswith("_ATTENTION_CLASSES") for name in vars(code))

@@ -1,0 +1,332 @@
+"""transformers' continuous batching on rows, against `generate`: the same tokens, whatever becomes of requests.
+
+Weights are random and large enough for attention to decide what comes; pages hold a few tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from random import Random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from tiny_models import VOCABULARY, tiny_model
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+import vmmkv
+from vmmkv.integrations import continuous_batching as rows
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+PAGE_SIZE = 4096
+NEW = 12
+"""Tokens that each request is to have."""
+MODELS = [
+    "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt2", "gpt-oss", "deepseek-v3",
+]  # fmt: skip
+
+
+def pool(pages: int) -> vmmkv.FramePool:
+    return vmmkv.FramePool(pages * PAGE_SIZE, device="cpu", page_size=PAGE_SIZE)
+
+
+def prompts(random: Random, count: int, most: int = 40) -> list[list[int]]:
+    return [[random.randrange(2, VOCABULARY) for _ in range(random.randint(1, most))] for _ in range(count)]
+
+
+def config(**options: Any) -> dict[str, Any]:
+    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    returned = options.pop("num_return_sequences", None)
+    generation.num_return_sequences = returned
+    batching = ContinuousBatchingConfig(**{"max_batch_tokens": 32, "max_requests_per_batch": 16, **options})
+    return {"generation_config": generation, "continuous_batching_config": batching}
+
+
+class Answer(NamedTuple):
+    """A prompt, and what `generate` makes of it."""
+
+    prompt: list[int]
+    tokens: list[int]
+
+
+def answers(model: PreTrainedModel, prompts: list[list[int]], new: int = NEW) -> list[Answer]:
+    """What `generate` makes of prompts, before a manager has the model."""
+    plain = GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
+    made = []
+    for prompt in prompts:
+        with torch.no_grad():
+            tokens = model.generate(torch.tensor([prompt], device=model.device), generation_config=plain)
+        made.append(Answer(prompt, tokens[0, len(prompt) :].tolist()))
+    return made
+
+
+@pytest.fixture
+def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
+    """A model that runs on rows for a test, and is as before afterwards."""
+    model = tiny_model(getattr(request, "param", "llama-gqa"), "eager", "cpu")
+    yield model
+    rows.disable(model)
+    assert model.config._attn_implementation == "eager"
+
+
+class Served:
+    """A manager at work, and what it was asked for."""
+
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        self.manager = model.init_continuous_batching(**config(**options))
+        self.manager.start()
+        self.asked: dict[str, Answer] = {}
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.manager.stop(block=True)
+        self.manager.destroy()
+
+    @property
+    def cache(self) -> vmmkv.KVCache:
+        return self.manager.batch_processor.cache.kv_caches[0]
+
+    def ask(self, answers: list[Answer]) -> list[str]:
+        names = self.manager.add_requests([answer.prompt for answer in answers])
+        self.asked |= dict(zip(names, answers))
+        return names
+
+    def results(self, count: int) -> dict[str, Any]:
+        done: dict[str, Any] = {}
+        while len(done) < count:
+            result = self.manager.get_result(timeout=1)
+            assert result is not None or self.manager.is_running(), self.manager.background_thread_status.fatal_error
+            if result is not None and result.is_finished():
+                assert result.error is None
+                done[result.request_id] = result
+        return done
+
+    def check(self, answers: list[Answer]) -> None:
+        """Asks, waits, and compares what comes with what `generate` made."""
+        names = self.ask(answers)
+        results = self.results(len(names))
+        assert results.keys() == set(names)
+        for name in names:
+            assert results[name].generated_tokens == self.asked[name].tokens
+
+
+# ---------------------------------------------------------------------- the same tokens
+
+
+@pytest.mark.parametrize("model", MODELS, indirect=True)
+def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
+    """With full and sliding layers, groups of heads, latents, soft caps and sinks; prompts come in chunks."""
+    expected = answers(model, prompts(Random(), 5))
+    rows.enable(model, pool=pool(400), max_seq_len=100)
+    results = model.generate_batch([answer.prompt for answer in expected], **config())
+    assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
+
+
+@pytest.mark.parametrize("model", ["llama-gqa-wide", "gemma2-wide", "gpt-oss-wide"], indirect=True)
+def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
+    """In the simulator, therefore few."""
+    expected = answers(model, prompts(Random(), 2, most=9), new=3)
+    rows.enable(model, pool=pool(400), max_seq_len=100)
+    options = config(max_batch_tokens=8)
+    options["generation_config"].max_new_tokens = 3
+    results = model.generate_batch([answer.prompt for answer in expected], **options)
+    assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
+
+
+def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = answers(model, prompts(Random(), 2))
+    rows.enable(model, pool=pool(100))
+    with Served(model) as served:
+        served.check(expected)
+        assert isinstance(served.manager.batch_processor.cache, rows.RowCache)
+    rows.disable(model)
+    monkeypatch.setattr(rows.RowCache, "__init__", None)
+    results = model.generate_batch(
+        [answer.prompt for answer in expected], **config(num_blocks=50, page_size=16, max_memory_percent=0.9)
+    )
+    assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
+
+
+# ---------------------------------------------------------------------- what becomes of requests
+
+
+@pytest.mark.parametrize("host", [0.0, 0.001], ids=["computed anew", "moved to the host"])
+@pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
+def test_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: float) -> None:
+    """Some give way to others, and go on later; the limit holds at all times, and nothing is left in the end."""
+    own, expected = pool(30), answers(model, prompts(Random(), 10, most=60))
+    rows.enable(model, pool=own, max_seq_len=100)
+    with Served(model, cpu_offload_space=host, safety_margin=0.0) as served:
+        served.check(expected)
+        for cache in served.manager.batch_processor.cache.kv_caches:
+            cache.check()
+            assert cache.stats().tokens == 0
+        assert own.stats().physical_bytes <= 30 * PAGE_SIZE
+
+
+def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTrainedModel) -> None:
+    random = Random()
+    begin = [random.randrange(2, VOCABULARY) for _ in range(64)]
+    first, *others = answers(model, [begin + each for each in prompts(random, 5)])
+    turn = answers(model, [others[0].prompt + others[0].tokens + [5]])
+    rows.enable(model, pool=pool(200), max_seq_len=200)
+    with Served(model) as served:
+        served.check([first])
+        page = PAGE_SIZE // served.cache.layout.token_bytes
+        before = served.cache.stats().cached_tokens
+        served.check(others)
+        assert served.cache.stats().cached_tokens - before >= len(others) * (64 // page * page)
+        before = served.cache.stats().cached_tokens
+        served.check(turn)  # of a chat
+        assert served.cache.stats().cached_tokens - before >= (len(turn[0].prompt) - 2) // page * page
+
+
+def test_nothing_is_kept_where_sharing_is_not_allowed(model: PreTrainedModel) -> None:
+    expected = answers(model, [list(range(2, 60))])
+    rows.enable(model, pool=pool(200), max_seq_len=200)
+    with Served(model, allow_block_sharing=False) as served:
+        for _ in range(2):
+            served.check(expected)
+        assert served.cache.stats().prefix_pages == served.cache.stats().prompt_tokens == 0
+
+
+@pytest.mark.parametrize("model", ["llama-gqa", "mistral"], indirect=True)
+def test_several_answers_to_one_prompt(model: PreTrainedModel) -> None:
+    """Forks, of which each is as if it were alone; also where there is no room for all at once."""
+    expected = answers(model, prompts(Random(), 3, most=60))
+    for pages in (200, 26):
+        rows.enable(model, pool=pool(pages), max_seq_len=100)
+        options = config(num_return_sequences=3, safety_margin=0.0)
+        results = list(model.generate_batch([answer.prompt for answer in expected], **options).values())
+        assert [result.error for result in results] == [None] * 9
+        assert [result.generated_tokens for result in results] == [each.tokens for each in expected for _ in range(3)]
+
+
+def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None:
+    random, own = Random(), pool(40)
+    expected = answers(model, prompts(random, 3))
+    rows.enable(model, pool=own, max_seq_len=900)
+    with Served(model) as served:
+        endless = served.manager.add_request(prompts(random, 1)[0], max_new_tokens=800, streaming=True)
+        assert served.manager.get_result(timeout=60).request_id == endless
+        served.manager.cancel_request(endless)
+        left = set(served.ask(expected))
+        while left:
+            result = served.manager.get_result(timeout=1)
+            if result is not None and result.request_id != endless:
+                assert result.generated_tokens == served.asked[result.request_id].tokens
+                left.remove(result.request_id)
+        assert served.cache.stats().tokens == 0
+
+
+def test_memory_goes_back_once_nobody_asks_for_anything(model: PreTrainedModel) -> None:
+    own, expected = pool(100), answers(model, prompts(Random(), 3))
+    rows.enable(model, pool=own, max_seq_len=100, idle_seconds=0.0)
+    with Served(model) as served:
+        for _ in range(2):
+            served.check(expected)
+            deadline = time.monotonic() + 60
+            while own.stats().physical_bytes and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert own.stats().physical_bytes == 0
+
+
+def test_two_models_share_a_pool() -> None:
+    own = pool(60)
+    models = [tiny_model(name, "eager", "cpu") for name in ("llama-gqa", "qwen3")]
+    expected = [answers(each, prompts(Random(), 4)) for each in models]
+    for each in models:
+        rows.enable(each, pool=own, max_seq_len=100)
+    try:
+        with Served(models[0]) as first, Served(models[1]) as second:
+            asked = [(served, served.ask(some)) for served, some in zip((first, second), expected)]
+            for served, names in asked:
+                for name, result in served.results(len(names)).items():
+                    assert result.generated_tokens == served.asked[name].tokens
+            assert own.limit >= own.stats().physical_bytes // PAGE_SIZE
+    finally:
+        for each in models:
+            rows.disable(each)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def test_what_does_not_fit_a_row_is_refused_when_it_is_asked_for(model: PreTrainedModel) -> None:
+    expected = answers(model, [[5] * (30 - NEW)])
+    rows.enable(model, pool=pool(100), max_seq_len=30)
+    with Served(model) as served:
+        with pytest.raises(vmmkv.SequenceTooLongError, match="25 tokens and 12 new ones"):
+            served.manager.add_request([5] * 25)
+        served.check(expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"default_compile_level": 1},
+        {"decode_compile_config": transformers.CompileConfig()},
+        {"use_cuda_graph": True},
+        {"use_cuda_graph": (True, True)},
+    ],
+    ids=str,
+)
+def test_passes_that_cannot_run_on_rows_are_refused(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    rows.enable(model, pool=pool(10))
+    with pytest.raises(vmmkv.UnsupportedError, match="forward passes"):
+        model.init_continuous_batching(**config(**options))
+    assert model.config._attn_implementation == "eager"
+
+
+def test_models_that_cannot_run_on_rows_are_refused() -> None:
+    """Layers that keep something else, and positions that nobody can say: there transformers' own is wrong."""
+    keeps_states = tiny_model("qwen3-next", "eager", "cpu")
+    rows.enable(keeps_states, pool=pool(10))
+    with pytest.raises(vmmkv.UnsupportedError, match="keeps something else"):
+        keeps_states.init_continuous_batching(**config())
+    assert keeps_states.config._attn_implementation == "eager"
+    rows.disable(keeps_states)
+    sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
+    with pytest.raises(vmmkv.UnsupportedError, match="no position_ids"):
+        rows.enable(transformers.BartForCausalLM(transformers.BartConfig(**sizes, vocab_size=9)))
+
+
+def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(vmmkv.ArgumentError, match="beside a pool"):
+        rows.enable(model, pool=pool(10), max_bytes="1GiB")
+    monkeypatch.setattr(transformers, "__version__", "6.0.1")
+    with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"):
+        rows.enable(model)
+    monkeypatch.undo()
+    monkeypatch.setattr(rows, "their_api", _moved())
+    with pytest.raises(vmmkv.UnsupportedError, match="does not use ContinuousBatchingManager any more"):
+        rows.enable(model)
+    assert "init_continuous_batching" not in vars(model)
+
+
+def _moved() -> Any:
+    """Their module, as if it had been rewritten."""
+
+    class ContinuousMixin:
+        def init_continuous_batching(self) -> None: ...
+
+    class Moved:
+        pass
+
+    Moved.ContinuousMixin = ContinuousMixin  # type: ignore[attr-defined]
+    return Moved
+
+
+def test_attention_on_rows_is_for_continuous_batching_alone(model: PreTrainedModel) -> None:
+    rows.enable(model, pool=pool(10))
+    model.set_attn_implementation(rows.NAME)
+    try:
+        with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
+            model(torch.tensor([[3, 4]]))
+    finally:
+        model.set_attn_implementation("eager")

@@ -1,0 +1,632 @@
+"""Rows under transformers' continuous batching: `enable(model)`, then `generate_batch`, `init_continuous_batching` and
+`transformers serve` as always.
+
+Scheduler, streaming, logits processors and the server are transformers'; a request is a sequence here. This file is all
+that knows how they ask for their cache:
+
+    manager     chooses attention, and makes a processor        RowManager
+    processor   makes what offloads                             RowProcessor
+    cache       admits, writes, forks, finds prefixes           RowCache
+    offloading  moves tokens to the host                        RowOffloading
+
+Each is a subclass that is put in the place of the name in their functions' globals, for these functions alone. A table
+of blocks has one column here, the row of each request: so one captured graph serves every length.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.generation.continuous_batching import cache as their_cache
+from transformers.generation.continuous_batching import continuous_api as their_api
+from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.utils import stream_context
+
+from ..cache import KVCache
+from ..errors import ArgumentError, SequenceTooLongError, UnsupportedAttentionError, UnsupportedError
+from ..layout import KVLayout
+from ..memory.pool import FramePool
+from ..space.arena import ADDRESS_LIMIT
+from .attention import NOT_ABOUT_ATTENTION, can_attend
+from .packed_attention import Packed, attend, write
+from .row_requests import NO_ROOM, RowRequests
+
+NAME = "vmmkv_rows"
+"""What attention is called while a model runs on rows."""
+TESTED = ("5.23",)
+"""Versions of transformers whose continuous batching is known here."""
+MAX_BATCH_TOKENS = 8192
+"""Of one forward pass, as transformers has it where it is told nothing."""
+WARMUP = "__warmup_"
+"""What names of requests begin with that are made up, before there are any, and hold what was never computed."""
+MANY_TOKENS = 1 << 40
+"""More than a forward pass can read: attention reads rows, not copies of them."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `enable` was told."""
+
+    max_bytes: float | str | None
+    pool: FramePool | None
+    max_seq_len: int
+    idle_seconds: float
+
+
+def enable(
+    model: PreTrainedModel,
+    *,
+    max_bytes: float | str | None = None,
+    pool: FramePool | None = None,
+    max_seq_len: int | None = None,
+    idle_seconds: float = 10.0,
+) -> None:
+    """Has a model's continuous batching keep K and V in rows, from the next manager on.
+
+    Of a `ContinuousBatchingConfig` these mean something else then: `cpu_offload_space` is taken when sequences go
+    there, and `allow_block_sharing` shares pages. `page_size` and `num_blocks` are a budget of so many tokens, which
+    `max_bytes` overrides; `max_memory_percent` is of the memory that is free. Refused are compiled forward passes, and
+    CUDA graphs of those that hold prompts.
+
+    Args:
+        model: a decoder whose layers attend to all tokens, or to a window.
+        max_bytes: the most that K and V may take: bytes, `"20GiB"`, or a share of the memory that is free. None is what
+            the `ContinuousBatchingConfig` says, 80 % where it says nothing.
+        pool: to lie on, with other models, instead of a limit.
+        max_seq_len: tokens of the longest request, new ones included. Addresses only. None is the model's
+            `max_position_embeddings`.
+        idle_seconds: after so long without a request memory goes back to the system, and what is known with it.
+
+    Raises:
+        UnsupportedError: continuous batching of this version of transformers is not known here, or the model cannot
+            run on rows.
+        ArgumentError: there is no `max_seq_len`, or a limit beside a pool.
+    """
+    _check_version()
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise _not_for_rows(model, "no position_ids, so that it cannot tell requests apart that lie in one batch")
+    if not can_attend(model):
+        raise _not_for_rows(model, "an attention of its own, or does more with masks, K or V than to hand them to it")
+    if pool is not None and max_bytes is not None:
+        raise ArgumentError(f"got max_bytes={max_bytes!r} beside a pool, which has a limit; give it to the FramePool")
+    longest = max_seq_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(longest, int):
+        raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
+    options = Options(max_bytes, pool, longest, idle_seconds)
+    manager = type("RowManager", (RowManager,), {"options": options})
+    begin = _with_names(
+        inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
+    )
+    vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
+
+
+def disable(model: PreTrainedModel) -> None:
+    """Has a model's continuous batching keep K and V in blocks again, from the next manager on."""
+    vars(model).pop("init_continuous_batching", None)
+
+
+def _check_version() -> None:
+    """Raises `UnsupportedError` where continuous batching is not what is known here."""
+    if not transformers.__version__.startswith(tuple(f"{version}." for version in TESTED)):
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} is not among the versions whose continuous batching is known "
+            f"here: {', '.join(TESTED)}. Install one of these, or a later vmmkv"
+        )
+
+
+def _with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """A function for which global names mean something else.
+
+    Raises:
+        UnsupportedError: it does not use them.
+    """
+    code = function.__code__
+    if unused := names.keys() - {*code.co_names}:
+        raise UnsupportedError(f"transformers' {code.co_name} does not use {', '.join(unused)} any more")
+    known = function.__globals__ | names
+    defaults, closure = function.__defaults__, function.__closure__
+    made = FunctionType(code, known, code.co_name, defaults, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
+
+
+# ---------------------------------------------------------------------- what is kept of a token
+
+
+class Group(NamedTuple):
+    """Layers that attend to as many tokens: their numbers, the window (0: all), and what they keep of a token."""
+
+    name: str
+    layers: list[int]
+    window: int
+    layout: KVLayout
+
+
+class Probe:
+    """In the place of a cache: learns what layers keep of a token."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, int]] = {}
+        """By layer: KV heads, the width of K, and of V."""
+        self.dtypes: set[torch.dtype] = set()
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Takes a layer's K and V, `[1, heads, tokens, head_dim]`; attends to nothing."""
+        self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
+        self.dtypes |= {key.dtype, value.dtype}
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def _groups(model: PreTrainedModel) -> list[Group]:
+    """The layer groups of a model, by what it hands to attention for one token, as continuous batching calls it.
+
+    Raises:
+        UnsupportedError: its layers do not all keep K and V of their own, of one dtype.
+    """
+    config, probe = model.config.get_text_config(), Probe()
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        kinds = their_cache.group_layers_by_attn_type(config)
+    except ValueError as error:
+        raise _not_for_rows(model, f"a kind of layer that keeps something else ({error})") from None
+    with torch.no_grad():
+        model(input_ids=token, position_ids=token, cache=probe, use_cache=False)
+    if sorted(probe.shapes) != sorted(layer for layers in kinds.values() for layer in layers) or len(probe.dtypes) > 1:
+        raise _not_for_rows(model, f"{config.num_hidden_layers} layers, of which not all keep K and V of one dtype")
+    (dtype,) = probe.dtypes
+    groups = []
+    for name, layers in kinds.items():
+        heads, k_widths, v_widths = zip(*(probe.shapes[layer] for layer in layers))
+        layout = KVLayout(len(layers), heads, k_widths, dtype, v_widths)
+        window = config.sliding_window if name == SLIDING_ATTENTION else 0
+        groups.append(Group(name, list(layers), window, layout))
+    return groups
+
+
+def _not_for_rows(model: PreTrainedModel, what: str) -> UnsupportedError:
+    """Why a model cannot run on rows."""
+    return UnsupportedError(
+        f"{type(model).__name__} has {what}; vmmkv.integrations.continuous_batching.disable(model) leaves it to "
+        "transformers"
+    )
+
+
+# ---------------------------------------------------------------------- the four of them
+
+
+class RowManager(their_api.ContinuousBatchingManager):
+    """Takes requests, and runs them on rows."""
+
+    options: Options
+
+    def __init__(self, model: Any, continuous_batching_config: Any, **kwargs: Any) -> None:
+        config = _with_defaults(continuous_batching_config, model.device)
+        super().__init__(model=model, continuous_batching_config=config, **kwargs)
+        self.continuous_batching_config.max_blocks_per_request = 1  # a row; their own kernels need not be there
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        before = model.config._attn_implementation
+        if before == NAME:
+            return
+        model.set_attn_implementation(NAME)
+        try:
+            self.groups = _groups(model)
+        except BaseException:
+            model.set_attn_implementation(before)
+            raise
+        self._original_attn_impl = before
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str | None:
+        """Adds a request: see `ContinuousBatchingManager.add_request`.
+
+        Raises:
+            SequenceTooLongError: it would be longer than rows are.
+        """
+        room = self.options.max_seq_len - len(input_ids)
+        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        if room < (1 if new is None else new):
+            raise SequenceTooLongError(
+                f"asked for {len(input_ids)} tokens and {new or 1} new ones; a row is {self.options.max_seq_len} long. "
+                "Give enable() a larger max_seq_len: it takes addresses, not memory"
+            )
+        return super().add_request(input_ids, request_id, room if new is None else new, *args, **kwargs)
+
+    def _create_batch_processor(self) -> Any:
+        made = functools.partial(RowCache, self.options, self.groups)
+        create = _with_names(
+            their_api.ContinuousBatchingManager._create_batch_processor,
+            PagedAttentionCache=made,
+            ContinuousBatchProcessor=RowProcessor,
+        )
+        return create(self)
+
+
+def _with_defaults(config: Any, device: torch.device) -> Any:
+    """A `ContinuousBatchingConfig` for rows.
+
+    Raises:
+        UnsupportedError: it asks for what cannot be done on them.
+    """
+    config = copy.deepcopy(config)
+    if config.default_compile_level or config.varlen_compile_config or config.decode_compile_config:
+        raise UnsupportedError("asked for compiled forward passes; on rows CUDA graphs run what is not compiled")
+    if config.use_cuda_graph is True or (isinstance(config.use_cuda_graph, tuple) and config.use_cuda_graph[0]):
+        raise UnsupportedError(
+            "asked for CUDA graphs of forward passes with prompts; give use_cuda_graph=(False, True), for decode"
+        )
+    on_gpu = device.type == "cuda"
+    if config.use_cuda_graph is None:
+        config.use_cuda_graph = (False, on_gpu)
+    if config.use_async_batching is None:
+        config.use_async_batching = on_gpu
+    if config.max_memory_percent is None:
+        config.max_memory_percent = 0.8
+    return config
+
+
+class RowProcessor(their_api.ContinuousBatchProcessor):
+    """Makes one forward pass after another."""
+
+    cache: RowCache
+
+    def __init__(self, **kwargs: Any) -> None:
+        begin = _with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
+        begin(self, **kwargs)
+        self.cache.stream = self.inputs_and_outputs.compute_stream
+        self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many
+
+    def prepare_next_batch(self) -> bool:
+        found = super().prepare_next_batch()
+        self.cache.note_work(found or self.has_pending_requests())
+        return bool(found)
+
+
+class RowCache(their_cache.PagedAttentionCache):
+    """K and V of all requests, in rows.
+
+    Args:
+        options: what `enable` was told.
+        groups: the layer groups of the model.
+        config, continuous_batching_config, device, distributed_helper, dtype, model_supports_logits_to_keep: as
+            transformers gives them.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        groups: list[Group],
+        config: Any,
+        continuous_batching_config: Any,
+        device: torch.device | str,
+        distributed_helper: Any,
+        dtype: torch.dtype = torch.float16,
+        model_supports_logits_to_keep: bool = False,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.stream: Any = None
+        """On which forward passes run."""
+        self._options, self._groups = options, groups
+        self._idle_since: float | None = None
+        pool = options.pool or FramePool(_budget(options, continuous_batching_config, groups), device=self.device)
+        host_bytes = _host_bytes(continuous_batching_config)
+        rows = _num_rows(options, groups, 2 * continuous_batching_config.max_requests_per_batch)
+        self.kv_caches = [
+            KVCache(
+                group.layout,
+                rows,
+                options.max_seq_len,
+                pool=pool,
+                large_frames=not group.window,
+                host_bytes=host_bytes,
+                host_priority=None if any(each.window for each in groups) else 30,
+            )
+            for group in groups
+        ]
+        self.allow_block_sharing = continuous_batching_config.allow_block_sharing
+        windows = [group.window for group in groups]
+        self.requests = RowRequests(self.kv_caches, windows, reuse=self.allow_block_sharing, has_host=bool(host_bytes))
+        self.use_prefix_sharing = self.requests.reuse
+        self.max_batch_tokens = continuous_batching_config.max_batch_tokens or MAX_BATCH_TOKENS
+        self.num_blocks = pool.limit * pool.page_size // _block_bytes(continuous_batching_config, groups)
+        self.max_blocks_per_request, self.max_decode_fast_path_length = 1, options.max_seq_len
+        self.max_tokens_read, self.read_cache_limit = 0, None
+        self.pool: Any = SimpleNamespace(try_to_free_sectors=_nothing)
+        self.cache_allocators: dict[str, Any] = {
+            group.name: GroupRows(self.requests, index, group.name) for index, group in enumerate(groups)
+        }
+        self._places = {
+            layer: (index, *self.kv_caches[index].kv(number))
+            for index, group in enumerate(groups)
+            for number, layer in enumerate(group.layers)
+        }
+        """By layer: its group, and K and V in rows."""
+        self._batches: dict[int, Packed] = {}
+        """By group: where the tokens of the current forward pass are."""
+        self._committed: dict[str, int] = {}
+        """By request: tokens that others may begin with."""
+
+    # ------------------------------------------------------------------ admission
+
+    def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
+        name, held = state.request_id, state.current_len()
+        tokens = held + request_len
+        if dry_run:
+            fits = self.requests.pages_missing(name, tokens) <= self.requests.available_pages
+            return fits and tokens <= self._options.max_seq_len
+        with stream_context(self.stream):
+            is_new = name not in self.requests and not self.requests.is_away(name)
+            if is_new and held and not name.startswith(WARMUP):
+                raise UnsupportedError(f"request {name} has computed {held} tokens, and nobody has them here")
+            has_room = (not is_new or self._begin(name)) and self.requests.make_room(name, held, tokens)
+            if not has_room and not held:
+                self.requests.end(name)
+            return has_room
+
+    def _begin(self, name: str, token_ids: list[int] | None = None) -> bool:
+        """Starts a request; returns whether there is a row for it."""
+        with suppress(*NO_ROOM):
+            self._committed[name] = self.requests.begin(name, token_ids)
+            return True
+        return False
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
+        left = self.requests.available_pages
+        for count, needed in enumerate(list_blocks_needed):
+            left -= sum(needed.values())
+            if left < 0:
+                return count
+        return len(list_blocks_needed)
+
+    def compute_free_capacity(self, relative: bool = True) -> int | float:
+        pages, pool = self.requests.available_pages, self.kv_caches[0].pool
+        return pages / pool.limit if relative else pages * pool.page_size
+
+    def evict_cached_blocks(self) -> bool:
+        return False  # what is kept gives way by itself
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        with stream_context(self.stream):
+            if no_cache:  # it is being offloaded, or started anew
+                self.requests.put_away(request_id)
+            else:
+                self.requests.end(request_id)
+                self._committed.pop(request_id, None)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        with stream_context(self.stream):
+            self.requests.end_all()
+            if clear_ledgers:
+                self.requests.forget_known()
+
+    def reset(self) -> None:
+        self.free_all_requests(clear_ledgers=True)
+
+    def note_work(self, is_busy: bool) -> None:
+        """Gives memory back once nobody has asked for anything for a while."""
+        if is_busy:
+            self._idle_since = None
+        elif self._idle_since is None:
+            self._idle_since = time.monotonic()
+        elif time.monotonic() - self._idle_since > self._options.idle_seconds:
+            self._idle_since = float("inf")
+            self.requests.forget_known()
+
+    # ------------------------------------------------------------------ prefixes and forks
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        with stream_context(self.stream):
+            self.requests.end(request_id)  # from a step in which there was no room
+            return self._committed[request_id] if self._begin(request_id, prompt_ids) else 0
+
+    def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
+        return {"tokens": state.current_len() + request_len} if self.use_prefix_sharing else {}
+
+    def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
+        name, tokens = state.request_id, complete_blocks.get("tokens", 0)
+        if name not in self.requests:
+            return
+        is_over = state.status == RequestStatus.FINISHED
+        if is_over or self.requests.fills_pages(self._committed.get(name, 0), tokens):
+            with stream_context(self.stream):
+                self.requests.commit(name, (state.initial_tokens + state.generated_tokens)[:tokens])
+            self._committed[name] = tokens
+
+    def prepare_fork_request(
+        self, src_state: RequestState, dst_req_ids: list[str], copy_src_and_dst: dict[str, Any]
+    ) -> list[str]:
+        with stream_context(self.stream):
+            return self.requests.fork(src_state.request_id, dst_req_ids)
+
+    def perform_cache_copy(self, copy_src_and_dst: dict[str, Any]) -> None:
+        pass  # a fork has copied what it does not share
+
+    # ------------------------------------------------------------------ forward passes
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
+        block_table[:, 0] = torch.tensor(self.requests.rows(request_id), dtype=block_table.dtype)
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        for row, indices in zip(self.requests.rows(request_id), write_index):
+            indices += [row] * query_length
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedAttentionError(f'K and V in rows are read by attn_implementation="{NAME}" alone')
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        told: dict[str, Any],
+        scale: float,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Writes K and V of a layer's new tokens, and attends to all of their sequences'. All are `[1, heads, tokens,
+        head_dim]`; `told` is what transformers tells a forward pass."""
+        index, k, v = self._places[layer]
+        group = self._groups[index]
+        window = told.get("sliding_window")
+        if window is not None and window != group.window:
+            raise UnsupportedAttentionError(
+                f"layer {layer} attends to {window} tokens, and its config says {group.window or 'all'} of them"
+            )
+        if layer == group.layers[0]:
+            self._batches[index] = _packed(index, group.name, told)
+        batch = self._batches[index]
+        query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
+        write(key, value, k, v, batch)
+        output = attend(query, k, v, batch, scale=scale, window=group.window, softcap=softcap, sinks=sinks)
+        return output.unsqueeze(0)
+
+
+class GroupRows:
+    """What transformers asks about a layer group, as of its blocks."""
+
+    write_trash_index = read_trash_index = 0
+
+    def __init__(self, requests: RowRequests, index: int, layer_type: str) -> None:
+        self._requests, self.index, self.layer_type = requests, index, layer_type
+        self.block_table: dict[str, list[int]] = {}
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """Tokens that a row holds after a forward pass."""
+        return past_length + query_length
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """Pages that a request lacks, in all groups: the first one says it for all."""
+        return 0 if self.index else self._requests.pages_missing(request_id, past_length + query_length)
+
+
+class RowOffloading(OffloadingManager):
+    """Moves requests to the host, and has them started anew where there is no room."""
+
+    cache: RowCache
+
+    def _compute_num_cpu_sectors(self, *args: Any) -> int:
+        return 0  # rows have a place of their own there
+
+    def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
+        moved = {state.request_id for state in victims if self.cache.requests.is_away(state.request_id)}
+        for state in victims:
+            state.is_cpu_offloaded = state.request_id in moved
+        return moved
+
+    def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
+        for future_state in requests_in_batch:
+            future_state.state.is_cpu_offloaded = False  # its tokens came back when it was given room
+
+    def free_request_cpu_cache(self, state: RequestState) -> None:
+        self.cache.requests.end_away(state.request_id)
+        state.is_cpu_offloaded = False
+
+
+# ---------------------------------------------------------------------- attention
+
+
+def _packed(index: int, name: str, told: dict[str, Any]) -> Packed:
+    """Where the tokens of a forward pass are, in a layer group."""
+    cu_seqlens = told["cu_seq_lens_q"]
+    lengths = told["cu_seq_lens_k"][name].diff()
+    if told["block_table"] is not None:
+        return Packed(cu_seqlens, told["block_table"][index, :, 0].contiguous(), lengths, is_decode=True)
+    homes = told["write_index"][index]
+    rows = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
+    return Packed(cu_seqlens, rows, lengths, is_decode=False)
+
+
+def attend_rows(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cache: Any = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **told: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls for attention while a model runs on rows.
+
+    Raises:
+        UnsupportedAttentionError: it was called otherwise, or is told what is not known here.
+    """
+    known = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
+    unknown = [name for name, value in told.items() if name not in known and not (value is None or value is False)]
+    unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
+    if not isinstance(cache, RowCache | Probe) or unknown:
+        what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} {what}, and attention on rows knows none of that; "
+            "vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
+
+
+AttentionInterface.register(NAME, attend_rows)
+
+
+# ---------------------------------------------------------------------- sizes
+
+
+def _budget(options: Options, config: Any, groups: list[Group]) -> float | str:
+    """The most that K and V may take."""
+    if options.max_bytes is not None:
+        return options.max_bytes
+    if config.num_blocks is not None:
+        return int(config.num_blocks * _block_bytes(config, groups))
+    return f"{100 * config.max_memory_percent:g}%"
+
+
+def _block_bytes(config: Any, groups: list[Group]) -> int:
+    """Of one of transformers' blocks, of all layers."""
+    return int(config.page_size * sum(sum(group.layout.record_bytes) for group in groups))
+
+
+def _host_bytes(config: Any) -> float | str:
+    """What may be moved to the host."""
+    if config.cpu_offload_space is None:
+        return f"{100 * config.cpu_offload_space_safety_threshold:g}%"
+    return int(config.cpu_offload_space * 2**30)
+
+
+def _num_rows(options: Options, groups: list[Group], wanted: int) -> int:
+    """How many rows each group has: as many as are wanted, or as there are addresses for."""
+    row_bytes = options.max_seq_len * sum(sum(group.layout.record_bytes) for group in groups)
+    return max(min(wanted, ADDRESS_LIMIT // 2 // row_bytes), 1)
+
+
+def _nothing() -> None:
+    """Does nothing: there are no sectors to free."""

@@ -1,0 +1,124 @@
+"""Attention of a packed batch: new tokens of many sequences one behind the other, whose K and V lie in rows.
+
+On a GPU by the kernels, from rows and lengths that lie there: nothing waits for the host, and one captured graph serves
+every length. Elsewhere by torch, one sequence after another.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from ..kernels import append, decode, prefill
+from .attention import kernels_take
+
+
+class Packed(NamedTuple):
+    """Where the tokens of a batch are: int32 tensors on its device.
+
+    Attributes:
+        cu_seqlens: `[batch + 1]`, where each sequence's new tokens begin; those behind the last are nobody's.
+        rows: `[batch]`, the row of each sequence.
+        lengths: `[batch]`, its tokens, new ones included.
+        is_decode: whether each has one new token.
+    """
+
+    cu_seqlens: torch.Tensor
+    rows: torch.Tensor
+    lengths: torch.Tensor
+    is_decode: bool
+
+
+def write(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Packed) -> None:
+    """Writes K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows `k` and `v`, `[rows, max_seq_len,
+    num_kv_heads, head_dim]`."""
+    starts = batch.lengths - batch.cu_seqlens.diff()
+    if kernels_take(k, v):
+        append(key, value, k, v, batch.rows, starts, batch.cu_seqlens)
+        return
+    for row, first, begin, end in zip(batch.rows.tolist(), starts.tolist(), *_bounds(batch)):
+        k[row, first : first + end - begin] = key[begin:end]
+        v[row, first : first + end - begin] = value[begin:end]
+
+
+def attend(
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Packed,
+    *,
+    scale: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of `query`, `[tokens, num_heads, head_dim]`, each token to its own sequence up to itself; the other
+    arguments are those of `vmmkv.kernels.prefill`. Returns `[tokens, num_heads, v_head_dim]`."""
+    if not kernels_take(k, v):
+        return _attend_one_by_one(query, k, v, batch, scale, window, softcap, sinks)
+    sinks = None if sinks is None else sinks.float().contiguous()
+    options = {"rows": batch.rows, "sinks": sinks, "scale": scale, "window": window, "softcap": softcap}
+    output: torch.Tensor
+    if batch.is_decode:
+        output = decode(query.unsqueeze(1), k, v, batch.lengths, **options).squeeze(1)
+    else:
+        output = prefill(query, k, v, batch.cu_seqlens, batch.lengths, **options)
+    return output
+
+
+def _bounds(batch: Packed) -> tuple[list[int], list[int]]:
+    """Where the new tokens of each sequence begin and end."""
+    bounds = batch.cu_seqlens.tolist()
+    return bounds[:-1], bounds[1:]
+
+
+def _attend_one_by_one(
+    query: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Packed,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    output = query.new_zeros(*query.shape[:2], v.shape[-1])
+    for row, length, begin, end in zip(batch.rows.tolist(), batch.lengths.tolist(), *_bounds(batch)):
+        if begin == end:
+            continue
+        first = max(length - (end - begin) + 1 - window, 0) if window else 0
+        q, keys, values = (
+            states.transpose(0, 1) for states in (query[begin:end], k[row, first:length], v[row, first:length])
+        )
+        positions, tokens = torch.arange(length - (end - begin), length), torch.arange(first, length)
+        distance = (positions[:, None] - tokens).to(query.device)
+        sees = (distance >= 0) & (distance < (window or length))
+        output[begin:end] = _attend_once(q, keys, values, sees, scale, softcap, sinks).transpose(0, 1)
+    return output
+
+
+def _attend_once(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    sees: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of one sequence: `q` `[num_heads, queries, head_dim]`, `k` and `v` `[num_kv_heads, tokens, ...]`."""
+    if not softcap and sinks is None:
+        q, k, v = (each.unsqueeze(0) for each in (q, k, v))
+        return scaled_dot_product_attention(q, k, v, attn_mask=sees, scale=scale, enable_gqa=True).squeeze(0)
+    groups = q.shape[0] // k.shape[0]
+    k, v = (states.repeat_interleave(groups, dim=0) for states in (k, v))
+    scores = q @ k.transpose(1, 2) * scale
+    if softcap:
+        scores = (scores / softcap).tanh() * softcap
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype)[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+    weights = scores.float().softmax(dim=-1).to(v.dtype)
+    return weights[..., : k.shape[1]] @ v

@@ -1,0 +1,169 @@
+"""Requests of an engine on rows: each is, by name, a sequence in every layer group, which hold the same tokens.
+
+All groups lie on one pool. A request grows in all of them or in none; tokens that a window has left are given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Many
+from contextlib import suppress
+
+from ..cache import KVCache
+from ..errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError
+from ..sequence import Sequence
+
+NO_ROOM = (OutOfPagesError, OutOfRowsError)
+
+
+class RowRequests:
+    """See above.
+
+    Args:
+        caches: of each layer group its rows.
+        windows: of each the tokens that a token attends to, itself included; 0: all before it.
+        reuse: whether requests begin with what others have made known, and leave what they have. Not with windows,
+            whose first tokens are gone.
+        has_host: whether the caches have room on the host.
+    """
+
+    def __init__(self, caches: Many[KVCache], windows: Many[int], *, reuse: bool, has_host: bool) -> None:
+        self.caches, self.windows, self._has_host = caches, windows, has_host
+        self.reuse = reuse and not any(windows)
+        self._requests: dict[str, list[Sequence]] = {}
+        self._away: dict[str, list[Sequence]] = {}
+        """Those whose tokens are on the host."""
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._requests
+
+    def is_away(self, name: str) -> bool:
+        """Whether its tokens are on the host."""
+        return name in self._away
+
+    def rows(self, name: str) -> list[int]:
+        """Of each group the row that it has."""
+        return [sequence.row for sequence in self._requests[name]]
+
+    def begin(self, name: str, token_ids: list[int] | None = None) -> int:
+        """Starts a request, with what is known of its tokens, where these are given; returns how many these are.
+
+        Raises:
+            OutOfPagesError, OutOfRowsError: there is no room; there is no such request then.
+        """
+        if token_ids is None or not self.reuse:
+            self._requests[name] = [cache.sequence() for cache in self.caches]
+            return 0
+        (cache,) = self.caches
+        sequence = cache.sequence(token_ids=token_ids, whole=False)
+        self._requests[name] = [sequence]
+        return sequence.cached_tokens
+
+    def make_room(self, name: str, held: int, tokens: int) -> bool:
+        """Sees to it that a request has room for `tokens` tokens, of which it holds the first ones already; brings them
+        back from the host, where there is room for all. Returns whether there is; where there is not it holds what it
+        did.
+
+        Raises:
+            SequenceTooLongError: rows are shorter.
+        """
+        if name in self._away and self.pages_of(tokens) > self.available_pages:
+            return False
+        with suppress(*NO_ROOM):
+            for sequence in self._away.get(name, []):
+                sequence.resume()
+            if name in self._away:
+                self._requests[name] = self._away.pop(name)
+            self._grow(self._requests[name], held, tokens)
+            return True
+        return False
+
+    def _grow(self, sequences: list[Sequence], held: int, tokens: int) -> None:
+        try:
+            for sequence, window in zip(sequences, self.windows):
+                if sequence.length > held:
+                    sequence.truncate(held)  # what is written again may lie in others by now
+                if window and held > window:
+                    sequence.release_before(max(held - window, sequence.start))  # one more than it will ask for
+                sequence.extend(tokens - sequence.length)
+        except NO_ROOM:
+            for sequence in sequences:
+                sequence.truncate(min(sequence.length, held))
+            raise
+
+    def pages_of(self, tokens: int) -> int:
+        """Pages that so many tokens of a request lie in."""
+        size = self.caches[0].page_size
+        return sum(-(-tokens * record // size) for cache in self.caches for record in cache.layout.record_bytes)
+
+    def fills_pages(self, before: int, tokens: int) -> bool:
+        """Whether a request that grows to so many tokens fills a page."""
+        size = self.caches[0].page_size
+        return any(
+            before * record // size < tokens * record // size
+            for cache in self.caches
+            for record in cache.layout.record_bytes
+        )
+
+    def pages_missing(self, name: str, tokens: int) -> int:
+        """Pages that a request needs for `tokens` tokens, beyond those that its tokens lie in."""
+        length = self._requests[name][0].length if name in self._requests else 0
+        return max(self.pages_of(tokens) - self.pages_of(length), 0)
+
+    @property
+    def available_pages(self) -> int:
+        """Pages that hold no tokens of any request."""
+        return self.caches[0].available_pages
+
+    def commit(self, name: str, token_ids: list[int]) -> None:
+        """Makes a request's first tokens known to others, if it was begun with tokens."""
+        for sequence in self._requests.get(name, []):
+            if sequence.key is not None:
+                sequence.commit(token_ids)
+
+    def fork(self, parent: str, children: Many[str]) -> list[str]:
+        """Starts requests that hold what another holds, as many as there is room for; returns which."""
+        started = []
+        with suppress(*NO_ROOM):
+            for child in children:
+                self._requests[child] = [sequence.fork() for sequence in self._requests[parent]]
+                started.append(child)
+        return started
+
+    def put_away(self, name: str) -> bool:
+        """Moves a request's tokens to the host; without room there it ends. Returns whether they are there."""
+        sequences = self._requests.pop(name, [])
+        moved = False
+        if sequences and self._has_host:
+            with suppress(OutOfHostMemoryError):
+                for sequence in sequences:
+                    sequence.suspend()
+                moved = True
+        if moved:
+            self._away[name] = sequences
+        else:
+            self._free(sequences)
+        return moved
+
+    def end(self, name: str) -> None:
+        """Ends a request that has its tokens on rows, if there is one of this name."""
+        self._free(self._requests.pop(name, []))
+
+    def end_away(self, name: str) -> None:
+        """Ends a request that has its tokens on the host, if there is one of this name."""
+        self._free(self._away.pop(name, []))
+
+    def end_all(self) -> None:
+        """Ends all requests."""
+        for name in list(self._requests):
+            self.end(name)
+        for name in list(self._away):
+            self.end_away(name)
+
+    def _free(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            sequence.free()
+
+    def forget_known(self) -> None:
+        """Gives memory that holds no tokens of a request back to the system, and with it what is known."""
+        for cache in self.caches:
+            cache.trim()
