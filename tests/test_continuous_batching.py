@@ -8,13 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import transformers
+from parity.batching import NEW, Answer, answer, config
 from tiny_models import VOCABULARY, tiny_model
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
@@ -22,8 +23,6 @@ from vmmkv.integrations import continuous_batching as rows
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 PAGE_SIZE = 4096
-NEW = 12
-"""Tokens that each request is to have."""
 MODELS = [
     "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt2", "gpt-oss", "deepseek-v3",
 ]  # fmt: skip
@@ -33,33 +32,15 @@ def pool(pages: int) -> vmmkv.FramePool:
     return vmmkv.FramePool(pages * PAGE_SIZE, device="cpu", page_size=PAGE_SIZE)
 
 
-def prompts(random: Random, count: int, most: int = 40) -> list[list[int]]:
-    return [[random.randrange(2, VOCABULARY) for _ in range(random.randint(1, most))] for _ in range(count)]
-
-
-def config(**options: Any) -> dict[str, Any]:
-    generation = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    returned = options.pop("num_return_sequences", None)
-    generation.num_return_sequences = returned
-    batching = ContinuousBatchingConfig(**{"max_batch_tokens": 32, "max_requests_per_batch": 16, **options})
-    return {"generation_config": generation, "continuous_batching_config": batching}
-
-
-class Answer(NamedTuple):
-    """A prompt, and what `generate` makes of it."""
-
-    prompt: list[int]
-    tokens: list[int]
-
-
-def answers(model: PreTrainedModel, prompts: list[list[int]], new: int = NEW) -> list[Answer]:
-    """What `generate` makes of prompts, before a manager has the model."""
-    plain = GenerationConfig(max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0)
-    made = []
-    for prompt in prompts:
-        with torch.no_grad():
-            tokens = model.generate(torch.tensor([prompt], device=model.device), generation_config=plain)
-        made.append(Answer(prompt, tokens[0, len(prompt) :].tolist()))
+def answers(
+    model: PreTrainedModel, random: Random, count: int, most: int = 40, begin: list[int] | None = None, new: int = NEW
+) -> list[Answer]:
+    """As many for random prompts of up to so many tokens behind a beginning."""
+    made: list[Answer] = []
+    while len(made) < count:
+        prompt = [random.randrange(2, VOCABULARY) for _ in range(random.randint(1, most))]
+        if found := answer(model, (begin or []) + prompt, new):
+            made.append(found)
     return made
 
 
@@ -121,7 +102,7 @@ class Served:
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     """With full and sliding layers, groups of heads, latents, soft caps and sinks; prompts come in chunks."""
-    expected = answers(model, prompts(Random(), 5))
+    expected = answers(model, Random(), 5)
     rows.enable(model, pool=pool(400), max_seq_len=100)
     results = model.generate_batch([answer.prompt for answer in expected], **config())
     assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
@@ -130,7 +111,7 @@ def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel)
 @pytest.mark.parametrize("model", ["llama-gqa-wide", "gemma2-wide", "gpt-oss-wide"], indirect=True)
 def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     """In the simulator, therefore few."""
-    expected = answers(model, prompts(Random(), 2, most=9), new=3)
+    expected = answers(model, Random(), 2, most=9, new=3)
     rows.enable(model, pool=pool(400), max_seq_len=100)
     options = config(max_batch_tokens=8)
     options["generation_config"].max_new_tokens = 3
@@ -139,7 +120,7 @@ def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
 
 
 def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = answers(model, prompts(Random(), 2))
+    expected = answers(model, Random(), 2)
     rows.enable(model, pool=pool(100))
     with Served(model) as served:
         served.check(expected)
@@ -159,7 +140,7 @@ def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monk
 @pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
 def test_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: float) -> None:
     """Some give way to others, and go on later; the limit holds at all times, and nothing is left in the end."""
-    own, expected = pool(30), answers(model, prompts(Random(), 10, most=60))
+    own, expected = pool(30), answers(model, Random(), 10, most=60)
     rows.enable(model, pool=own, max_seq_len=100)
     with Served(model, cpu_offload_space=host, safety_margin=0.0) as served:
         served.check(expected)
@@ -172,8 +153,8 @@ def test_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: fl
 def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTrainedModel) -> None:
     random = Random()
     begin = [random.randrange(2, VOCABULARY) for _ in range(64)]
-    first, *others = answers(model, [begin + each for each in prompts(random, 5)])
-    turn = answers(model, [others[0].prompt + others[0].tokens + [5]])
+    first, *others = answers(model, random, 5, begin=begin)
+    turn = answers(model, random, 1, most=2, begin=others[0].prompt + others[0].tokens)
     rows.enable(model, pool=pool(200), max_seq_len=200)
     with Served(model) as served:
         served.check([first])
@@ -183,11 +164,11 @@ def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTra
         assert served.cache.stats().cached_tokens - before >= len(others) * (64 // page * page)
         before = served.cache.stats().cached_tokens
         served.check(turn)  # of a chat
-        assert served.cache.stats().cached_tokens - before >= (len(turn[0].prompt) - 2) // page * page
+        assert served.cache.stats().cached_tokens - before >= (len(turn[0].prompt) - 3) // page * page
 
 
 def test_nothing_is_kept_where_sharing_is_not_allowed(model: PreTrainedModel) -> None:
-    expected = answers(model, [list(range(2, 60))])
+    expected = answers(model, Random(), 1, most=60)
     rows.enable(model, pool=pool(200), max_seq_len=200)
     with Served(model, allow_block_sharing=False) as served:
         for _ in range(2):
@@ -198,7 +179,7 @@ def test_nothing_is_kept_where_sharing_is_not_allowed(model: PreTrainedModel) ->
 @pytest.mark.parametrize("model", ["llama-gqa", "mistral"], indirect=True)
 def test_several_answers_to_one_prompt(model: PreTrainedModel) -> None:
     """Forks, of which each is as if it were alone; also where there is no room for all at once."""
-    expected = answers(model, prompts(Random(), 3, most=60))
+    expected = answers(model, Random(), 3, most=60)
     for pages in (200, 26):
         rows.enable(model, pool=pool(pages), max_seq_len=100)
         options = config(num_return_sequences=3, safety_margin=0.0)
@@ -209,10 +190,10 @@ def test_several_answers_to_one_prompt(model: PreTrainedModel) -> None:
 
 def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None:
     random, own = Random(), pool(40)
-    expected = answers(model, prompts(random, 3))
+    expected = answers(model, random, 3)
     rows.enable(model, pool=own, max_seq_len=900)
     with Served(model) as served:
-        endless = served.manager.add_request(prompts(random, 1)[0], max_new_tokens=800, streaming=True)
+        endless = served.manager.add_request([7], max_new_tokens=800, streaming=True)
         assert served.manager.get_result(timeout=60).request_id == endless
         served.manager.cancel_request(endless)
         left = set(served.ask(expected))
@@ -225,7 +206,7 @@ def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None
 
 
 def test_memory_goes_back_once_nobody_asks_for_anything(model: PreTrainedModel) -> None:
-    own, expected = pool(100), answers(model, prompts(Random(), 3))
+    own, expected = pool(100), answers(model, Random(), 3)
     rows.enable(model, pool=own, max_seq_len=100, idle_seconds=0.0)
     with Served(model) as served:
         for _ in range(2):
@@ -239,7 +220,7 @@ def test_memory_goes_back_once_nobody_asks_for_anything(model: PreTrainedModel) 
 def test_two_models_share_a_pool() -> None:
     own = pool(60)
     models = [tiny_model(name, "eager", "cpu") for name in ("llama-gqa", "qwen3")]
-    expected = [answers(each, prompts(Random(), 4)) for each in models]
+    expected = [answers(each, Random(), 4) for each in models]
     for each in models:
         rows.enable(each, pool=own, max_seq_len=100)
     try:
@@ -258,7 +239,7 @@ def test_two_models_share_a_pool() -> None:
 
 
 def test_what_does_not_fit_a_row_is_refused_when_it_is_asked_for(model: PreTrainedModel) -> None:
-    expected = answers(model, [[5] * (30 - NEW)])
+    expected = answers(model, Random(), 1, most=30 - NEW)
     rows.enable(model, pool=pool(100), max_seq_len=30)
     with Served(model) as served:
         with pytest.raises(vmmkv.SequenceTooLongError, match="25 tokens and 12 new ones"):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 from parity import reference_kernels
+from parity.batching import check_batching
 from parity.check import CASES, COMPILE, check
 from parity.models import kinds
 
@@ -44,6 +45,13 @@ def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
     assert verdicts <= {"same", "none", "static"} | (set() if kind in KERNELS else {"refused"}), outcomes
     assert [bool(outcome.kernel_calls) for outcome in outcomes] == [kind in KERNELS] * 3 + [False] * 3
     assert {outcome.attention for outcome in outcomes[:3]} == {"eager" if kind in OWN else "vmmkv"}
+
+
+@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Llama4ForCausalLM", *OWN[:-1], "BartForCausalLM"])
+@pytest.mark.simulator
+def test_requests_on_rows_get_the_tokens_of_generate_or_are_refused(kind: str) -> None:
+    outcome = check_batching(kind)
+    assert outcome.verdict == ("same" if kind == "LlamaForCausalLM" else "refused"), outcome
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,8 @@
     python -m tests.parity [--json FILE] [--model NAME]... [--device cpu]
 
 Each is run with left padding, in chunks and token by token: with vmmkv's attention, and with vmmkv's caches under each
-attention. Logits must be those of transformers' eager attention and `DynamicCache`. On the CPU kernels are replaced by
+attention. Logits must be those of transformers' eager attention and `DynamicCache`. Those that generate run under
+continuous batching on rows, too: their tokens must be those of `generate`. On the CPU kernels are replaced by
 plain PyTorch, so that what they are told is checked; on a GPU they run. Ends with 1 if anything differs or fails. Needs
 the extras `cli` and `hf`.
 """
@@ -33,6 +34,7 @@ from rich.table import Table
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import console, errors
 
+from .batching import check_batching
 from .check import CASES, Outcome, check
 from .models import UNPADDED, kinds, why_left_out
 
@@ -44,7 +46,8 @@ LOOKS = {
     "static": "[dim]static",
     "none": "[dim]none",
 }
-COLUMNS = [f"{attention}\n{cache.replace('Cache', '').replace('=True', '')}" for attention, cache in CASES]
+BATCHING = ("rows", "continuous batching")
+COLUMNS = [f"{what}\n{cache.replace('Cache', '').replace('=True', '')}" for what, cache in (*CASES, BATCHING)]
 
 
 def main(
@@ -65,7 +68,7 @@ def main(
         for kind, reason in reasons.items():
             progress.update(task, description=kind, advance=1)
             if not reason:
-                results[kind] = list(check(kind, where))
+                results[kind] = [*check(kind, where), check_batching(kind, where)]
     show(results, reasons)
     if json_file:
         json_file.write_text(json.dumps(as_json(results, reasons, where), indent=1) + "\n")
@@ -90,7 +93,7 @@ def show(results: dict[str, list[Outcome]], reasons: dict[str, str | None]) -> N
         table.add_row(kind, *[LOOKS[outcome.verdict] for outcome in outcomes], ran(outcomes[0]))
     console.print(table)
     for kind, outcomes in results.items():
-        for (implementation, cache), outcome in zip(CASES, outcomes):
+        for (implementation, cache), outcome in zip((*CASES, BATCHING), outcomes):
             if outcome.verdict not in ("same", "static") and (outcome.verdict, outcome.attention) != ("none", "sdpa"):
                 console.print(f"{kind}, {implementation}, {cache}: {outcome.verdict}: {outcome.detail}", markup=False)
     for reason, count in Counter(filter(None, reasons.values())).items():
@@ -98,7 +101,7 @@ def show(results: dict[str, list[Outcome]], reasons: dict[str, str | None]) -> N
         console.print(f"left out ({count}): {reason}: {', '.join(names)}", markup=False)
     for kind in sorted(UNPADDED.keys() & results.keys()):
         console.print(f"run without padding: {kind}: {UNPADDED[kind]}", markup=False)
-    for case, outcomes in zip(CASES, zip(*results.values())):
+    for case, outcomes in zip((*CASES, BATCHING), zip(*results.values())):
         counts = Counter(LOOKS[outcome.verdict].partition("]")[2] for outcome in outcomes)
         console.print(f"{' with '.join(case)}: {', '.join(f'{n} {v}' for v, n in counts.items())}", markup=False)
 
@@ -116,7 +119,7 @@ def as_json(results: dict[str, list[Outcome]], reasons: dict[str, str | None], d
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "models": {
-            kind: {"/".join(case): asdict(outcome) for case, outcome in zip(CASES, outcomes)}
+            kind: {"/".join(case): asdict(outcome) for case, outcome in zip((*CASES, BATCHING), outcomes)}
             for kind, outcomes in results.items()
         },
         "left_out": {kind: reason for kind, reason in reasons.items() if reason},
