@@ -621,7 +621,8 @@ def test_a_capture_changes_nothing() -> None:
         first.commit([1] * 30)
     device.heal()
     world.commit(first)
-    device.fail("record", error=vmmkv.StreamCaptureError, lasting=True)
+    for call in ("record", "copy"):
+        device.fail(call, error=vmmkv.StreamCaptureError, lasting=True)
     submitted = [stream.submitted for stream in device.streams]
     with pytest.raises(vmmkv.StreamCaptureError):
         world.cache.sequence(token_ids=[1] * 21 + [2] * 9)

@@ -74,7 +74,8 @@ class Growing:
                 supply = self._reclaimer.supply(missing, large)
                 self.pages += missing
                 self._pool.pages_in_need += missing
-            self._run(plan, supply)
+            if plan:
+                self._run(plan, supply)
             begun = self._cleaner.begun(rows)
             if begun or self._pool.tenants:
                 zeroing = True

@@ -212,8 +212,11 @@ class PageTable:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
         row, begin = run.row, run.begin
         pages = frames if len(frames) == run.end - begin else self._frames.in_pages(frames)
-        for place, page in enumerate(pages, row * self.limit + begin):
-            self._places[place] = page
+        if len(pages) > LARGE:
+            self.memory[row, begin : begin + len(pages)] = pages
+        else:  # for few, numpy takes several times as long
+            for place, page in enumerate(pages, row * self.limit + begin):
+                self._places[place] = page
         self.end[row] = begin + len(pages)
         return len(pages)
 
