@@ -34,7 +34,7 @@ from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
 from .host_prefixes import HostPrefixes
 from .lookup import token_ids
-from .node import Ids, Node, Root
+from .node import Ids, Node, Root, common
 from .promoting import Pages, Promotion
 from .retention import Retention
 from .telling import Key
@@ -187,7 +187,7 @@ class Prefixes:
         for count, page in zip(range(len(pages), 0, -1), reversed(pages)):
             if page in self._last:  # a row's last page may end in the middle of a token
                 row, same = self._last[page], min(count * self._books.page_size // self._books.records[0], match.tokens)
-                tokens = same + _common(self._chains[row].ids[same:], ids[same:-1])
+                tokens = same + common(self._chains[row].ids[same:], ids[same:-1])
                 if tokens >= match.tokens and self._may_adopt(row, tokens):
                     return Hit(tokens, row, match.node, match.tokens, match.pages)
                 break
@@ -327,7 +327,7 @@ class Prefixes:
                 "release_before"
             )
         before = self._chains.get(row)
-        if before and _common(before.ids, ids) < min(len(before.ids), len(ids)):
+        if before and common(before.ids, ids) < min(len(before.ids), len(ids)):
             raise ValueError("asked to commit other token ids than this sequence is known to hold; truncate it first")
         if before and len(ids) < len(before.ids):
             return
@@ -594,13 +594,6 @@ class Prefixes:
         for row in self._table.kept:
             if self._last.get(self._chains[row].last) != row:
                 raise InvariantError(f"kept row {row} cannot be found")
-
-
-def _common(first: Ids, second: Ids) -> int:
-    """How many ids two sequences begin with alike."""
-    count = min(len(first), len(second))
-    differs = first[:count] != second[:count]
-    return int(differs.argmax()) if differs.any() else count
 
 
 def ids_of(token_ids_given: npt.ArrayLike) -> Ids:

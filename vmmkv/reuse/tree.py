@@ -193,8 +193,9 @@ class PrefixTree:
         ids = ids[: self.geometry.whole_after(mine)]
         path, known = walk(root, ids)
         others = duplicates(path, known, pages, self.geometry)
-        self._check_new([each.given for each in others if each.arena == arena] for arena in range(len(pages)))
-        is_new = mine > readable(path, known, self.geometry)[0]
+        if others:
+            self._check_new([each.given for each in others if each.arena == arena] for arena in range(len(pages)))
+        is_new = mine > known or mine > readable(path, known, self.geometry)[0]
         if is_new:
             node = self._append(root, path[-1], ids, known, pages)
             new = node.pages
