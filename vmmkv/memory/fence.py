@@ -70,7 +70,7 @@ class Fence:
 
     def passed_for(self, stream: Any) -> bool:
         """Whether work submitted to `stream` from now on comes after all of that work."""
-        return self._is_of(stream) or self.passed() or self._is_of(stream)
+        return not self._events or self._is_of(stream) or self.passed() or self._is_of(stream)
 
     def _is_of(self, stream: Any) -> bool:
         """Whether no other stream has anything to do with it: to ask the device costs more."""

@@ -196,12 +196,12 @@ class Frames:
 
     def give(self, frames: Collection[int]) -> int:
         """Takes frames back, from where they are not any more; returns the pages of those that are nowhere else."""
-        before = self.taken
+        before, shares, is_large = self.taken, self.shares.data, self.is_large.data
         for frame in frames:
-            if self.has_shared and self.shares[frame]:
-                self.shares[frame] -= 1
+            if shares[frame]:
+                shares[frame] -= 1
                 continue
-            free, pages = (self.free_large, LARGE) if self.is_large[frame] else (self.free, 1)
+            free, pages = (self.free_large, LARGE) if is_large[frame] else (self.free, 1)
             free.append(frame)
             self.taken -= pages
             if self.has_shared:

@@ -108,8 +108,8 @@ class Held:
             if not held[frame]:
                 del held[frame]
                 gone.append(frame)
-        elsewhere = frames.in_pages([frame for frame in gone if frames.shares[frame]])
-        unused = len(elsewhere) - int(np.count_nonzero(frames.users[elsewhere]))
+        shares, users = frames.shares.data, frames.users.data
+        unused = sum([not users[page] for page in frames.in_pages([frame for frame in gone if shares[frame]])])
         self._pool.give(self.account, gone)
         return unused
 
@@ -267,8 +267,8 @@ class Prefixes:
         were copied. Returns what the row holds then."""
         ends = []
         for (arena, _), known in zip(self._books.ranges, pages):
-            differs = arena.table.pages_in(row, 0, len(known)) != known
-            ends.append(int(differs.argmax()) if differs.any() else len(known) + 1)
+            mine = arena.table.pages_in(row, 0, len(known)).tolist()
+            ends.append(next((page for page, its in enumerate(mine) if its != known[page]), len(known) + 1))
         own = self._tokens_before(ends)
         return Chain(key, ids, self._lock(node, own), own)
 
