@@ -204,16 +204,16 @@ class PageTable:
 
     def _add_users(self, row: int, begin: int, end: int, more: int) -> int:
         """Counts so many users more, or less, of pages that may be shared; returns how many pages have others."""
-        pages = self.pages_in(row, begin, min(end, self.own[row]))
+        pages, alone = self.pages_in(row, begin, min(end, self.own[row])), max(more, 0)
         if len(pages) > LARGE:
             pages = pages.astype(np.intp)  # which numpy would do each time
             counts = self._frames.users[pages] + more
             self._frames.users[pages] = counts
-            return int(np.count_nonzero(counts > max(more, 0)))
+            return int(np.count_nonzero(counts > alone))
         users, shared = self._frames.users.data, 0
         for page in pages.tolist():  # for few, numpy takes several times as long
             users[page] += more
-            shared += users[page] > max(more, 0)
+            shared += users[page] > alone
         return shared
 
     def put(self, run: Run, frames: list[int]) -> int:
