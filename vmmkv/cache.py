@@ -975,4 +975,4 @@ def _whole_numbers(
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
     check_tokens(int(given.min(initial=0)))
     check_length(int(given.max(initial=0)), limit)
-    return np.broadcast_to(given, count).astype(np.int64)
+    return np.full(count, given, np.int64)
