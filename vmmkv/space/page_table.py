@@ -185,7 +185,7 @@ class PageTable:
             for (begin, end), times in self._left.pop(each, {}).items():
                 pages = self.pages_in(each, begin, end)
                 if len(pages) > LARGE:
-                    np.add.at(uses, pages, times)
+                    uses[pages] += times  # each lies on a row once
                 else:  # for few, numpy takes several times as long
                     for page in pages.tolist():
                         one_by_one[page] += times
