@@ -24,6 +24,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from vmmkv import errors
 from vmmkv.events import EventLog, Removed, Stored, Updated
+from vmmkv.reuse import lookup
 from vmmkv.reuse.node import Node
 from vmmkv.reuse.retention import DEFAULT_PRIORITY, Retention, RetentionConfig
 from vmmkv.reuse.telling import Key
@@ -690,7 +691,7 @@ def test_the_size_of_the_tree_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> 
 
         return call
 
-    monkeypatch.setattr(Node, "common", counted("compared", Node.common))
+    monkeypatch.setattr(lookup, "common", counted("compared", lookup.common))
     monkeypatch.setattr(Node, "is_evictable", property(counted("offered", Node.is_evictable.fget)))
     assert tree.match("key", np.concatenate([np.arange(8), [1500] * 8])).tokens == 16
     assert looked_at.pop("compared") == 2

@@ -9,7 +9,7 @@ import ctypes
 import gc
 import hashlib
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from random import Random
 from typing import Any
 
@@ -621,7 +621,8 @@ def test_a_capture_changes_nothing() -> None:
         first.commit([1] * 30)
     device.heal()
     world.commit(first)
-    device.fail("record", error=vmmkv.StreamCaptureError, lasting=True)
+    for call in ("record", "copy"):
+        device.fail(call, error=vmmkv.StreamCaptureError, lasting=True)
     submitted = [stream.submitted for stream in device.streams]
     with pytest.raises(vmmkv.StreamCaptureError):
         world.cache.sequence(token_ids=[1] * 21 + [2] * 9)
@@ -633,6 +634,24 @@ def test_a_capture_changes_nothing() -> None:
     assert torch.equal(second.k(0)[:21], first.k(0)[:21])
     world.cache.check()
     assert world.cache.stats().rows["live"] == 2
+
+
+@pytest.mark.usefixtures("undebugged")
+@pytest.mark.parametrize("same_stream", [True, False])
+def test_the_next_turn_on_a_stream_makes_no_call(same_stream: bool) -> None:
+    """Not even to ask whether work has finished: on this stream it comes behind that."""
+    device = SimulatedDevice(Random())
+    world = World(Random(), 40, LAYOUT, driver=device)
+    ids = [1] * Random().randint(9, 30)
+    turn = world.start(ids)
+    world.commit(turn)
+    device.streams[0].submit(lambda: None)
+    world.free(turn)
+    device.current = device.streams[not same_stream]
+    fault = device.fail(lasting=True)
+    with nullcontext() if same_stream else pytest.raises(vmmkv.DriverError):
+        assert world.cache.sequence(token_ids=[*ids, 2], whole=False).cached_tokens == len(ids)
+    assert fault.was_met != same_stream
 
 
 def test_who_asks_for_a_row_that_was_kept_has_it() -> None:

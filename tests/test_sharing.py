@@ -417,6 +417,21 @@ def test_no_fork_while_a_graph_is_captured() -> None:
     assert state(cache, [parent]) == before
 
 
+@pytest.mark.parametrize("copied", [0, 3], ids=["full pages", "a part of one"])
+def test_a_fork_of_full_pages_records_one_event_and_asks_none(copied: int) -> None:
+    """Though work waits on the stream: behind that the child comes anyway."""
+    device = SimulatedDevice(Random())
+    parent = make(driver=device).sequence(Random().randint(1, 5) * TOKENS + copied)
+    device.streams[0].submit(lambda: None)
+    faults = [device.fail("record", 1, lasting=True), device.fail("query", lasting=True)]
+    if copied:
+        with pytest.raises(vmmkv.DriverError):
+            parent.fork()
+        assert faults[0].was_met
+    else:
+        parent.fork()
+
+
 # ---------------------------------------------------------------------- streams, tenants, frames, lookahead, poison
 
 

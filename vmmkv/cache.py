@@ -379,9 +379,10 @@ class KVCache(Owner):
         with prefixes.completed(key, ids, hit.tokens) as (known, complete):
             tokens = len(ids) if whole else known
             if hit.tokens:
-                sequence = self._new_sequence(self._rows.pick_empty() if hit.row is None else hit.row)
+                stream = self._driver.current_stream()
+                sequence = self._new_sequence(self._rows.pick_empty(stream) if hit.row is None else hit.row)
                 try:
-                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, key.number)
+                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, stream)
                 except VmmkvError:  # whoever holds it holds the sequence
                     self._abandon([sequence])
                     raise
@@ -483,14 +484,13 @@ class KVCache(Owner):
     @operation
     def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
         self._rows.release_abandoned()
-        row = parent.row
-        self._rows.table.check_left(count)
+        row, table, stream = parent.row, self._rows.table, self._driver.current_stream()
+        table.check_left(count)
         children: list[Sequence] = []
-        table = self._rows.table
         try:
             for _ in range(count):
-                child = self._new_sequence(self._rows.pick_empty())
-                self._rows.begin(child.index, child.number, table.expected[row], table.tenant[row])
+                child = self._new_sequence(self._rows.pick_empty(stream))
+                self._rows.begin(child.index, child.number, table.expected[row], stream, table.tenant[row])
                 child.key = parent.key
                 children.append(child)  # from here on somebody will free it
             if children:
@@ -642,7 +642,7 @@ class KVCache(Owner):
     @operation
     def _extend(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> None:
         self._rows.release_abandoned()
-        index = np.array([sequence.row for sequence in batch], np.int64)
+        index = self._index(batch)
         lengths = self._rows.table.lengths[index] + counts
         check_length(int(lengths.max(initial=0)), self.max_seq_len)
         self._rows.grow(index, lengths)
@@ -651,7 +651,7 @@ class KVCache(Owner):
     @operation
     def _extend_from(self, batch: list[Sequence], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
         self._rows.release_abandoned()
-        index = np.array([sequence.row for sequence in batch], np.int64)
+        index = self._index(batch)
         if self._rows.table.lengths[index].any() or (starts > counts).any():
             raise ValueError(
                 f"asked for starts={starts.tolist()} of tokens={counts.tolist()}; they are for sequences without "
@@ -659,6 +659,14 @@ class KVCache(Owner):
             )
         self._rows.grow(index, counts, starts)
         self._rows.ring()
+
+    def _index(self, batch: list[Sequence]) -> npt.NDArray[np.int64]:
+        """The rows of live sequences; raises what forbids the use of one."""
+        table = self._rows.table
+        index = np.array([sequence.index for sequence in batch], np.int64)
+        if table.suspended or (table.owners[index] != [sequence.number for sequence in batch]).any():
+            return np.array([sequence.row for sequence in batch], np.int64)
+        return index
 
     def _batch(self, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
         """Sequences of this cache, each once; whether they may be `repeated`."""
@@ -967,4 +975,4 @@ def _whole_numbers(
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
     check_tokens(int(given.min(initial=0)))
     check_length(int(given.max(initial=0)), limit)
-    return np.broadcast_to(given, count).astype(np.int64)
+    return np.full(count, given, np.int64)

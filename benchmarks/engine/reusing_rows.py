@@ -19,7 +19,7 @@ class ReusingVmmKV(VmmKV):
         """By row, what its sequence has made known: who begins with it shares its pages."""
 
     def begin(self, ids: Ids, tokens: int, spare: int | None) -> tuple[int, int] | None:
-        if spare is not None and not self.fits(tokens - self._shared_tokens(ids), spare):
+        if spare is not None and not (self.fits(tokens, spare) or self.fits(tokens - self._shared_tokens(ids), spare)):
             return None
         try:
             sequence = self.cache.sequence(token_ids=ids, whole=False, expected_tokens=tokens)

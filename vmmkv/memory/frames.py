@@ -161,8 +161,10 @@ class Frames:
 
     def in_pages(self, frames: Iterable[int]) -> list[int]:
         """The numbers of all pages of frames, in order."""
-        is_large = self.is_large.data
-        return [page for frame in frames for page in range(frame, frame + (LARGE if is_large[frame] else 1))]
+        is_large, pages = self.is_large.data, list[int]()
+        for frame in frames:
+            pages += range(frame, frame + LARGE) if is_large[frame] else (frame,)
+        return pages
 
     def of_pages(self, pages: npt.NDArray[np.integer]) -> list[int]:
         """The frames that pages are part of, of each of which all pages are named."""
@@ -194,12 +196,12 @@ class Frames:
 
     def give(self, frames: Collection[int]) -> int:
         """Takes frames back, from where they are not any more; returns the pages of those that are nowhere else."""
-        before = self.taken
+        before, shares, is_large = self.taken, self.shares.data, self.is_large.data
         for frame in frames:
-            if self.has_shared and self.shares[frame]:
-                self.shares[frame] -= 1
+            if shares[frame]:
+                shares[frame] -= 1
                 continue
-            free, pages = (self.free_large, LARGE) if self.is_large[frame] else (self.free, 1)
+            free, pages = (self.free_large, LARGE) if is_large[frame] else (self.free, 1)
             free.append(frame)
             self.taken -= pages
             if self.has_shared:
@@ -218,7 +220,9 @@ class Frames:
     def share(self, frames: Collection[int]) -> None:
         """Says that frames are in one place more."""
         self.has_shared = True
-        np.add.at(self.shares, list(frames), 1)
+        shares = self.shares.data
+        for frame in frames:
+            shares[frame] += 1
 
     def make(self, count: int, pages: int = 1, calls: Calls | None = None) -> None:
         """Makes frames of so many pages, which are free then; by other calls than its own, where that is asked for.

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..errors import ArgumentError, DtypeError, ShapeError
 from .geometry import Geometry
-from .node import Ids, Node
+from .node import Ids, Node, common
 
 
 class Duplicate(NamedTuple):
@@ -35,7 +35,7 @@ def walk(root: Node, ids: Ids) -> tuple[list[Node], int]:
         if node is None:
             break
         path.append(node)
-        tokens += node.common(ids[tokens : tokens + len(node.ids)])
+        tokens += common(node.ids, ids[tokens:])
         if tokens < node.end:
             break
     return path, tokens
@@ -81,6 +81,7 @@ def duplicates(
     return [
         Duplicate(arena, page, given, known)
         for arena, (of, numbers, whole) in enumerate(wholes)
+        if of[:whole] != numbers[:whole]  # at once: most have none
         for page, (given, known) in enumerate(zip(of[:whole], numbers[:whole]))
         if given != known
     ]

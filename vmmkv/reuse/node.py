@@ -98,13 +98,6 @@ class Node:
             end, span = min(end, span.start), span.parent  # from there on the parent may go elsewhere
         return (span, min(span.stop, end)) if span and min(span.stop, end) > self.begin else None
 
-    def common(self, ids: Ids) -> int:
-        """How many of its tokens these ids begin with."""
-        mine = self.ids if len(self.ids) <= len(ids) else self.ids[: len(ids)]
-        differs = mine != ids[: len(mine)]
-        first = int(differs.argmax())
-        return first if differs[first] else len(mine)
-
     def come_last(self) -> None:
         """Takes the last place among its parent's children, as all above it do among theirs."""
         for node in self.path():
@@ -169,6 +162,16 @@ class Root(Node):
     def __init__(self, key: Hashable, arenas: int) -> None:
         super().__init__(None, 0, np.empty(0, np.int64), [[] for _ in range(arenas)])
         self.key = key
+
+
+def common(first: Ids, second: Ids) -> int:
+    """How many ids two sequences begin with alike."""
+    count = min(len(first), len(second))
+    if not count:
+        return 0
+    differs = first[:count] != second[:count]
+    place = int(differs.argmax())
+    return place if differs[place] else count
 
 
 def owned(ids: Ids) -> Ids:

@@ -34,9 +34,10 @@ from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
 from .host_prefixes import HostPrefixes
 from .lookup import token_ids
-from .node import Ids, Node, Root
+from .node import Ids, Node, Root, common
 from .promoting import Pages, Promotion
 from .retention import Retention
+from .telling import Key
 from .tree import Match, Page, PrefixTree
 
 
@@ -85,27 +86,30 @@ class Held:
         self.account = account
         self.tail_frames: list[int] = []
         self.doubt: list[Any] = []
-        self._pages: Counter[int] = Counter()
+        self._pages: dict[int, int] = {}
         """By frame, how many of its pages the tree knows."""
 
     def hold(self, pages: Iterable[int]) -> None:
         """Holds the frames of pages that have become known."""
-        frames = self._pool.frames
-        counts = Counter(frames.frames_of(pages))
-        frames.share([frame for frame in counts if frame not in self._pages])
-        self._pages.update(counts)
+        frames, held, new = self._pool.frames, self._pages, list[int]()
+        for frame in frames.frames_of(pages):
+            count = held.get(frame, 0)
+            held[frame] = count + 1
+            if not count:
+                new.append(frame)
+        frames.share(new)
 
     def drop(self, pages: Iterable[int]) -> int:
         """Gives up the frames of pages that are known no more, if they were the last ones there. Returns how many pages
         these still have on rows that do not use them."""
-        frames, gone = self._pool.frames, []
-        for frame, count in Counter(frames.frames_of(pages)).items():
-            self._pages[frame] -= count
-            if not self._pages[frame]:
-                del self._pages[frame]
+        frames, held, gone = self._pool.frames, self._pages, list[int]()
+        for frame in frames.frames_of(pages):
+            held[frame] -= 1
+            if not held[frame]:
+                del held[frame]
                 gone.append(frame)
-        elsewhere = frames.in_pages([frame for frame in gone if frames.shares[frame]])
-        unused = len(elsewhere) - int(np.count_nonzero(frames.users[elsewhere]))
+        shares, users = frames.shares.data, frames.users.data
+        unused = sum([not users[page] for page in frames.in_pages([frame for frame in gone if shares[frame]])])
         self._pool.give(self.account, gone)
         return unused
 
@@ -180,11 +184,10 @@ class Prefixes:
         for what comes after it."""
         match = self._tree.match(key, ids[:-1])
         pages = match.pages[0] + [page for page in match.partial[:1] if page is not None]
-        for count in range(len(pages), 0, -1):  # a row's last page may end in the middle of a token
-            row = self._last.get(pages[count - 1])
-            if row is not None:
-                same = min(count * self._books.page_size // self._books.records[0], match.tokens)
-                tokens = same + _common(self._chains[row].ids[same:], ids[same:-1])
+        for count, page in zip(range(len(pages), 0, -1), reversed(pages)):
+            if page in self._last:  # a row's last page may end in the middle of a token
+                row, same = self._last[page], min(count * self._books.page_size // self._books.records[0], match.tokens)
+                tokens = same + common(self._chains[row].ids[same:], ids[same:-1])
                 if tokens >= match.tokens and self._may_adopt(row, tokens):
                     return Hit(tokens, row, match.node, match.tokens, match.pages)
                 break
@@ -214,18 +217,18 @@ class Prefixes:
         )
 
     def begin(
-        self, row: int, owner: int, hit: Hit, key: Hashable, ids: Ids, tokens: int, expected: int, tenant: int
+        self, row: int, owner: int, hit: Hit, key: Key, ids: Ids, tokens: int, expected: int, stream: Any
     ) -> None:
-        """Gives a row to a new sequence of so many of these ids, which begins with a hit.
+        """Gives a row to a new sequence of so many of these ids on a stream, which begins with a hit.
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is to be released.
         """
         if hit.row is None:
-            self._rows.begin(row, owner, expected, tenant)
+            self._rows.begin(row, owner, expected, stream, key.number)
             self._lay(row, hit, key, ids, tokens)
         else:
-            self._rows.adopt(row, owner, hit.tokens, expected, tenant)
+            self._rows.adopt(row, owner, hit.tokens, expected, stream, key.number)
             self._continue(row, hit)
             self._order_behind(row)
             self._rows.grow_one(row, tokens)
@@ -253,19 +256,19 @@ class Prefixes:
             self._tree.unlock(meanwhile)
 
     def _order_behind(self, row: int) -> None:
-        """Has the current stream come behind what has written all that is known, and behind what may still read or
-        write on a row."""
-        current = self._pool.driver.current_stream()
-        self.written.order(current)
-        self._table.fences[row].order(current)
+        """Has a row's stream come behind what has written all that is known, and behind what may still read or write
+        on the row."""
+        stream = self._table.own_streams[row]
+        self.written.order(stream)
+        self._table.fences[row].order(stream)
 
     def _locked(self, row: int, node: Node, key: Hashable, ids: Ids, pages: Sequence[list[int]]) -> Chain:
         """Locks of the path to a node, which has these pages, what is known by those that a row has, not by others that
         were copied. Returns what the row holds then."""
         ends = []
         for (arena, _), known in zip(self._books.ranges, pages):
-            differs = arena.table.pages_in(row, 0, len(known)) != known
-            ends.append(int(differs.argmax()) if differs.any() else len(known) + 1)
+            mine = arena.table.pages_in(row, 0, len(known)).tolist()
+            ends.append(next((page for page, its in enumerate(mine) if its != known[page]), len(known) + 1))
         own = self._tokens_before(ends)
         return Chain(key, ids, self._lock(node, own), own)
 
@@ -324,7 +327,7 @@ class Prefixes:
                 "release_before"
             )
         before = self._chains.get(row)
-        if before and _common(before.ids, ids) < min(len(before.ids), len(ids)):
+        if before and common(before.ids, ids) < min(len(before.ids), len(ids)):
             raise ValueError("asked to commit other token ids than this sequence is known to hold; truncate it first")
         if before and len(ids) < len(before.ids):
             return
@@ -342,14 +345,12 @@ class Prefixes:
         the tokens are known by pages of the row alone, and how many are known now."""
         counts = self._tree.geometry.pages(len(ids))
         pages = [arena.table.pages_in(row, 0, count).tolist() for (arena, _), count in zip(self._books.ranges, counts)]
-        unknown = [[page for page in of if page not in known] for of, known in zip(pages, self._tree.numbers)]
         insertion = self._tree.insert(key, ids, pages, retention)
-        for of, known in zip(unknown, self._tree.numbers):
-            self._held.hold(page for page in of if page in known)
-        ends = [
-            min([each.page for each in insertion.duplicates if each.arena == arena], default=count + 1)
-            for arena, count in enumerate(counts)
-        ]
+        for new in insertion.new:
+            self._held.hold(new)
+        ends = [count + 1 for count in counts]
+        for each in reversed(insertion.duplicates):
+            ends[each.arena] = each.page
         return self._tree.lock(insertion.node), self._tokens_before(ends), insertion.tokens
 
     # ------------------------------------------------------------------ what rows ask
@@ -593,13 +594,6 @@ class Prefixes:
         for row in self._table.kept:
             if self._last.get(self._chains[row].last) != row:
                 raise InvariantError(f"kept row {row} cannot be found")
-
-
-def _common(first: Ids, second: Ids) -> int:
-    """How many ids two sequences begin with alike."""
-    count = min(len(first), len(second))
-    differs = first[:count] != second[:count]
-    return int(differs.argmax()) if differs.any() else count
 
 
 def ids_of(token_ids_given: npt.ArrayLike) -> Ids:

@@ -72,11 +72,13 @@ class Insertion(NamedTuple):
         tokens: of the sequence. Known are the pages that are whole after so many, and no others.
         duplicates: those of them that are known by another number than the one given.
         node: which ends with the last of these tokens, for `lock`.
+        new: by arena the numbers of those that were not known before.
     """
 
     tokens: int
     duplicates: list[Duplicate]
     node: Node
+    new: list[list[int]]
 
 
 class PrefixTree:
@@ -191,17 +193,19 @@ class PrefixTree:
         ids = ids[: self.geometry.whole_after(mine)]
         path, known = walk(root, ids)
         others = duplicates(path, known, pages, self.geometry)
-        self._check_new([each.given for each in others if each.arena == arena] for arena in range(len(pages)))
-        is_new = mine > readable(path, known, self.geometry)[0]
+        if others:
+            self._check_new([each.given for each in others if each.arena == arena] for arena in range(len(pages)))
+        is_new = mine > known or mine > readable(path, known, self.geometry)[0]
         if is_new:
             node = self._append(root, path[-1], ids, known, pages)
+            new = node.pages
         else:
-            node = self._node_ending(path[-1], self.geometry.last_whole(known))
+            node, new = self._node_ending(path[-1], self.geometry.last_whole(known)), []
         self._retain(node, ranges)
         if is_new and self.teller:
             self.teller.stored(key, node)
         self._use(node)
-        return Insertion(node.end, others, node)
+        return Insertion(node.end, others, node, new)
 
     def renumber(self, path: Sequence[Node], arena: int, first: int, old: list[int], new: list[int]) -> bool:
         """Gives pages of a path, from page `first` of an arena on, other numbers; returns False, and changes nothing,
@@ -382,6 +386,8 @@ class PrefixTree:
 
     def _end_without(self, leaf: Node, pages: int) -> int:
         """Where a leaf ends that has given up so many pages, or all."""
+        if pages >= leaf.num_pages:
+            return leaf.begin
         kept = sum(self.geometry.pages(leaf.end)) - pages
         ends = range(leaf.begin, leaf.end)
         index = bisect_right(ends, kept, key=lambda end: sum(self.geometry.pages(end)))

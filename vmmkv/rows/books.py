@@ -309,7 +309,7 @@ class Books:
             elif rules.cleans and live:
                 used = length + rules.overread if length else 0
                 end = min(end, -(-used * record // size))  # behind are another's bytes
-            whole &= not table.is_shared(row) or table.own[row] <= length * record // size  # may be written behind it
+            whole &= table.own[row] <= max(length * record // size, table.first[row])  # it may be written behind it
             room = end * size // record - rules.overread
             if room < capacity:
                 capacity = max(room, 0)

@@ -52,17 +52,18 @@ class Growing:
         """
         self._books.claims = claims
         try:
-            with self._pool.ranges.growth:
-                self._map(needing)
+            plan = self._plan(needing)
+            if plan or self._books.rules.cleans:
+                with self._pool.ranges.growth:
+                    self._map(needing, plan)
         finally:
             self._books.claims = {}
             for row in needing:  # also where undoing has failed
                 self._table.stir(row)
 
-    def _map(self, rows: list[int]) -> None:
+    def _map(self, rows: list[int], plan: list[Growth]) -> None:
         """Maps, and zeroes where that is asked for, what rows claim, or changes nothing."""
-        plan, rules = self._plan(rows), self._books.rules
-        supply = Supply([], [])
+        rules, supply = self._books.rules, Supply([], [])
         zeroing = False
         try:
             if rules.zero_tail and plan:

@@ -159,7 +159,6 @@ class Laying:
         if not sources:
             return
         driver = self._pool.driver
-        Fence.after(driver, [driver.current_stream()])  # fails in a graph capture, of which the copies would be a part
         addresses = self._sharing.show(sources)
         with finished_on_error(driver):
             self._copy_from(addresses, row, tokens, laid, partial)

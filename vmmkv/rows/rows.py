@@ -318,7 +318,7 @@ class Rows:
                 self.keeper.give_up(next(iter(table.kept)))
             row = next(iter(table.retired))
         try:
-            if table.tenant[row] != tenant or row in table.retired:
+            if (table.tenant[row] != tenant or row in table.retired) and self.books.has_pages(row):
                 table.fences[row].wait()
                 self.reclaimer.unmap_surplus({row: 0})
                 table.empty.pop(row, None)
@@ -346,27 +346,27 @@ class Rows:
         """Whether there is memory for so many tokens that nobody needs to give up."""
         return sum(end for _, end in self.books.spans(0, tokens)) <= self.pool.idle(self.account)
 
-    def pick_empty(self) -> int:
-        """Takes a row without pages off the lists.
+    def pick_empty(self, stream: Any) -> int:
+        """Takes a row without pages off the lists, for a sequence on a stream.
 
         Raises:
             OutOfRowsError: all rows are live.
             DriverError: what is on the row that is picked could not be unmapped; the row is back on the lists.
         """
-        return self.pick(0, self._driver.current_stream(), NOBODY)
+        return self.pick(0, stream, NOBODY)
 
-    def begin(self, row: int, owner: int, expected: int, tenant: int) -> None:
-        """Gives a row to a new sequence on the current stream, which is to have tokens that there are already."""
-        self.table.own(row, owner, self._driver.current_stream(), expected, tenant)
+    def begin(self, row: int, owner: int, expected: int, stream: Any, tenant: int) -> None:
+        """Gives a row to a new sequence on a stream, which is to have tokens that there are already."""
+        self.table.own(row, owner, stream, expected, tenant)
         if self.pool.is_debugged:
             self.origins[row] = debugging.caller()
         self.books.refresh(row)
 
-    def adopt(self, row: int, owner: int, tokens: int, expected: int, tenant: int) -> None:
-        """Gives a kept row to a new sequence, which has its first tokens then."""
+    def adopt(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> None:
+        """Gives a kept row to a new sequence on a stream, which has its first tokens then."""
         self.table.kept.pop(row)
         self.table.length[row] = tokens
-        self.begin(row, owner, expected, tenant)
+        self.begin(row, owner, expected, stream, tenant)
         self.books.use(row)
         self.adoptions += 1
 
@@ -526,11 +526,15 @@ class Rows:
 
     def grow_one(self, row: int, length: int) -> None:
         """`grow` for one row, without arrays."""
-        if length > self.table.capacity[row]:
+        grows = length > self.table.capacity[row]
+        if grows:
             self._make_own([row])
             self.growing.make_room({row: (self.table.start[row], length)}, [row])
         self.table.length[row] = length
-        self.books.refresh(row)
+        if grows:
+            self.books.refresh(row)
+        else:
+            self.table.stir(row)
 
     def _make_own(self, rows: list[int]) -> None:
         """Sees to it that rows may write behind their last tokens: see `Sharing.make_own`."""

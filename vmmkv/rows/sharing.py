@@ -82,11 +82,12 @@ class Sharing:
         try:
             self._growing.make_room(dict.fromkeys(children, extent), children)
             with finished_on_error(self._driver):
+                has_copied = False
                 for child in children:
                     for (arena, record), (_, split) in zip(self._books.ranges, splits):
                         begin = max(max(split, arena.table.own[child]) * self._books.page_size, extent[0] * record)
-                        self.copy(arena, row, child, begin, extent[1] * record)
-                copied = Fence.after(self._driver, [current])
+                        has_copied |= self.copy(arena, row, child, begin, extent[1] * record)
+                copied = Fence.after(self._driver, [current] if has_copied else [])
             table.fence(row, copied)
             copied.order(table.own_streams[row])  # what is written there next must not be copied
         except BaseException:
@@ -159,11 +160,12 @@ class Sharing:
             table.own[row] = split
             self._books.duplicates += table.use(row, max(before, first), split)
 
-    def copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> None:
-        """Copies bytes `[begin, end)` of a row to another."""
+    def copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> bool:
+        """Copies bytes `[begin, end)` of a row to another; returns whether there are any."""
         if begin < end:
             target, source = arena.table.address_of(child, 0), arena.table.address_of(row, 0)
             self._driver.copy(target + begin, source + begin, end - begin)
+        return begin < end
 
     def unshare(self, child: int, spans: list[Span]) -> None:
         """Writes down that a row gets no tokens, which was to use pages in each range. They stay until what may be
@@ -185,7 +187,9 @@ class Sharing:
             return
         for row in rows:
             length, size = self._table.length[row], self._books.page_size
-            self.make_own_from(row, [length * record // size for record in self._books.records])
+            pages = [length * record // size for record in self._books.records]
+            if any(page < arena.table.own[row] for (arena, _), page in zip(self._books.ranges, pages)):
+                self.make_own_from(row, pages)
 
     def make_own_from(self, row: int, pages: list[int]) -> None:
         """Sees to it that a row may write from a page on, in each range. Raises what `make_own` raises."""

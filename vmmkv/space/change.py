@@ -68,12 +68,12 @@ class Change:
         ready = table.ready[row] if since is None else since
         self._placements.append((table, run, frames, end))
         table.doubt.append(run)
-        is_large, handle_of = self._frames.is_large.item, self._frames.handles.item
+        is_large, handles = self._frames.is_large.data, self._frames.handles.data
         address = table.address_of(row, begin)
         self._access_steps += (kind, address - (begin - ready) * size, (end - ready) * size, VACANT)
         for frame in frames:
-            nbytes = size * LARGE if is_large(frame) else size
-            self._map_steps += (MAP, address, nbytes, handle_of(frame))
+            nbytes = size * LARGE if is_large[frame] else size
+            self._map_steps += (MAP, address, nbytes, handles[frame])
             address += nbytes
 
     def run(self) -> None:

@@ -185,7 +185,7 @@ class PageTable:
             for (begin, end), times in self._left.pop(each, {}).items():
                 pages = self.pages_in(each, begin, end)
                 if len(pages) > LARGE:
-                    np.add.at(uses, pages, times)
+                    uses[pages] += times  # each lies on a row once
                 else:  # for few, numpy takes several times as long
                     for page in pages.tolist():
                         one_by_one[page] += times
@@ -196,24 +196,35 @@ class PageTable:
 
     def use(self, row: int, begin: int, end: int) -> int:
         """Counts a sequence among the users of those of its pages that may be shared; returns how many had some."""
-        pages = self.pages_in(row, begin, min(end, self.own[row])).astype(np.intp)  # which numpy would do each time
-        counts = self._frames.users[pages] + 1
-        self._frames.users[pages] = counts
-        return int(np.count_nonzero(counts > 1))
+        return self._add_users(row, begin, end, 1)
 
     def leave(self, row: int, begin: int, end: int) -> int:
         """Counts it among them no more; returns how many pages have others still."""
-        pages = self.pages_in(row, begin, min(end, self.own[row])).astype(np.intp)
-        counts = self._frames.users[pages] - 1
-        self._frames.users[pages] = counts
-        return int(np.count_nonzero(counts > 0))
+        return self._add_users(row, begin, end, -1)
+
+    def _add_users(self, row: int, begin: int, end: int, more: int) -> int:
+        """Counts so many users more, or less, of pages that may be shared; returns how many pages have others."""
+        pages, alone = self.pages_in(row, begin, min(end, self.own[row])), max(more, 0)
+        if len(pages) > LARGE:
+            pages = pages.astype(np.intp)  # which numpy would do each time
+            counts = self._frames.users[pages] + more
+            self._frames.users[pages] = counts
+            return int(np.count_nonzero(counts > alone))
+        users, shared = self._frames.users.data, 0
+        for page in pages.tolist():  # for few, numpy takes several times as long
+            users[page] += more
+            shared += users[page] > alone
+        return shared
 
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
         row, begin = run.row, run.begin
         pages = frames if len(frames) == run.end - begin else self._frames.in_pages(frames)
-        for place, page in enumerate(pages, row * self.limit + begin):
-            self._places[place] = page
+        if len(pages) > LARGE:
+            self.memory[row, begin : begin + len(pages)] = pages
+        else:  # for few, numpy takes several times as long
+            for place, page in enumerate(pages, row * self.limit + begin):
+                self._places[place] = page
         self.end[row] = begin + len(pages)
         return len(pages)
 
