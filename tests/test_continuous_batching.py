@@ -235,6 +235,43 @@ def test_two_models_share_a_pool() -> None:
             rows.disable(each)
 
 
+# ---------------------------------------------------------------------- on a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"use_async_batching": False}, {"use_cuda_graph": False}], ids=str)
+@pytest.mark.parametrize("name", ["llama-gqa-wide", "mistral-wide", "gemma2-wide", "gpt-oss-wide", "llama-gqa"])
+def test_graphs_and_batches_ahead_give_the_tokens_of_generate(name: str, options: dict[str, Any]) -> None:
+    """A graph for each number of requests, and a batch prepared while the one before runs; heads of 8 have no kernels,
+    and so no graphs."""
+    model = tiny_model(name, "eager", "cuda")
+    expected = answers(model, Random(), 12, most=60)
+    rows.enable(model, max_bytes="1GiB", max_seq_len=200)
+    try:
+        for _ in range(2):
+            results = model.generate_batch([each.prompt for each in expected], **config(**options))
+            assert [result.generated_tokens for result in results.values()] == [each.tokens for each in expected]
+    finally:
+        rows.disable(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("host", [0.0, 0.1], ids=["computed anew", "moved to the host"])
+def test_more_requests_than_a_gpu_has_memory_for(host: float) -> None:
+    """Pages are taken from requests while batches run that read them."""
+    model = tiny_model("llama-gqa-wide", "eager", "cuda")
+    expected = answers(model, Random(), 16, most=900)
+    own = vmmkv.FramePool("12MiB")  # a page has room for 1024 tokens
+    rows.enable(model, pool=own, max_seq_len=1024)
+    try:
+        with Served(model, cpu_offload_space=host, safety_margin=0.0, max_batch_tokens=512) as served:
+            served.check(expected)
+            assert served.cache.stats().tokens == 0
+            served.cache.check()
+    finally:
+        rows.disable(model)
+
+
 # ---------------------------------------------------------------------- what is refused
 
 

@@ -41,7 +41,7 @@ from ..errors import ArgumentError, SequenceTooLongError, UnsupportedAttentionEr
 from ..layout import KVLayout
 from ..memory.pool import FramePool
 from ..space.arena import ADDRESS_LIMIT
-from .attention import NOT_ABOUT_ATTENTION, can_attend
+from .attention import NOT_ABOUT_ATTENTION, can_attend, kernels_take
 from .packed_attention import Packed, attend, write
 from .row_requests import NO_ROOM, RowRequests
 
@@ -148,12 +148,14 @@ def _with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any
 
 
 class Group(NamedTuple):
-    """Layers that attend to as many tokens: their numbers, the window (0: all), and what they keep of a token."""
+    """Layers that attend to as many tokens: their numbers, the window (0: all), what they keep of a token, and whether
+    there are kernels for all layers of the model."""
 
     name: str
     layers: list[int]
     window: int
     layout: KVLayout
+    has_kernels: bool
 
 
 class Probe:
@@ -163,11 +165,14 @@ class Probe:
         self.shapes: dict[int, tuple[int, int, int]] = {}
         """By layer: KV heads, the width of K, and of V."""
         self.dtypes: set[torch.dtype] = set()
+        self.has_kernels = True
+        """Whether there are kernels for all layers."""
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
         """Takes a layer's K and V, `[1, heads, tokens, head_dim]`; attends to nothing."""
         self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
         self.dtypes |= {key.dtype, value.dtype}
+        self.has_kernels &= kernels_take(key, value)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -193,7 +198,7 @@ def _groups(model: PreTrainedModel) -> list[Group]:
         heads, k_widths, v_widths = zip(*(probe.shapes[layer] for layer in layers))
         layout = KVLayout(len(layers), heads, k_widths, dtype, v_widths)
         window = config.sliding_window if name == SLIDING_ATTENTION else 0
-        groups.append(Group(name, list(layers), window, layout))
+        groups.append(Group(name, list(layers), window, layout, probe.has_kernels))
     return groups
 
 
@@ -217,6 +222,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         config = _with_defaults(continuous_batching_config, model.device)
         super().__init__(model=model, continuous_batching_config=config, **kwargs)
         self.continuous_batching_config.max_blocks_per_request = 1  # a row; their own kernels need not be there
+        if not self.groups[0].has_kernels:
+            self.continuous_batching_config.use_cuda_graph = False, False  # attention waits for the host
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         before = model.config._attn_implementation
