@@ -539,8 +539,11 @@ class RowOffloading(OffloadingManager):
 
     cache: RowCache
 
+    def __init__(self, cpu_offload_space_gib: float | None, **kwargs: Any) -> None:
+        super().__init__(cpu_offload_space_gib=0.0, **kwargs)  # rows have a place of their own there
+
     def _compute_num_cpu_sectors(self, *args: Any) -> int:
-        return 0  # rows have a place of their own there
+        return 0
 
     def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
         moved = {state.request_id for state in victims if self.cache.requests.is_away(state.request_id)}
