@@ -1,0 +1,220 @@
+"""transformers' continuous batching on rows, beside its own on blocks: the same requests, all waiting.
+
+    python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--json]
+
+Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
+stopped, and measured by what was generated until then. Then first tokens of prompts of which nine tenths are known, and
+of others. Without a GPU a tiny model runs, with lengths divided by 16, and speeds say nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from time import perf_counter, sleep
+from typing import Annotated, Any
+
+import torch
+import transformers
+import typer
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+
+import vmmkv
+from benchmarks.generate.models import CONFIGS, build, token_bytes
+from benchmarks.serve.workloads import Limits, Workload, make_workload
+from vmmkv.cli.options import JsonOutput
+from vmmkv.cli.output import console, make_table, print_json
+from vmmkv.environment import environment
+from vmmkv.integrations import continuous_batching as rows
+from vmmkv.memory.budget import parse_bytes
+
+Row = dict[str, Any]
+SYSTEMS = ROWS, BLOCKS = ("rows", "blocks, sdpa")
+BATCH_TOKENS = 2048
+"""Of a forward pass."""
+KNOWN = 0.9
+"""Of a prompt: what another request has had."""
+EVERY = 0.05
+"""Seconds between two looks at the memory."""
+
+
+@dataclass
+class Watched:
+    """What was seen of a run.
+
+    Attributes:
+        waste: of the pages in use, the part that holds no token, at each look.
+        physical_bytes: the most that was taken.
+    """
+
+    waste: list[float] = field(default_factory=list)
+    physical_bytes: int = 0
+
+
+def main(
+    trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV; None: random.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"One of {', '.join(CONFIGS)}.")] = None,
+    requests: Annotated[int, typer.Option(min=1, help="How many of the trace.")] = 300,
+    memory: Annotated[str | None, typer.Option(help="For K and V.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Of rows.")] = 3,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure transformers' continuous batching on rows and on blocks."""
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    name = model or ("Llama-3.1-8B" if on_gpu else "tiny")
+    nbytes = parse_bytes(memory or ("16GiB" if on_gpu else "4MiB"), free=0)
+    config = CONFIGS[name]
+    longest = min(nbytes // token_bytes(config), config.max_position_embeddings)
+    workload = make_workload(trace, Limits(requests, 1 << 40, longest, 8192, 1 if on_gpu else 16), seed=0)
+    prompts = [prompt.tolist() for prompt in workload.prompts(config.vocab_size, seed=0)]
+    served: Any = build(name, None, device)
+    runs = [(ROWS, number) for number in range(rounds)] + [(BLOCKS, 0)]
+    result = {
+        "environment": environment(device),
+        "transformers": transformers.__version__,
+        "model": name,
+        "memory_bytes": nbytes,
+        "workload": workload.name,
+        "requests": len(prompts),
+        "prompt_tokens": sum(map(len, prompts)),
+        "output_tokens": sum(request.output for request in workload.requests),
+        "served": [run(served, system, prompts, workload, nbytes, seconds) | {"round": at} for system, at in runs],
+        "first_tokens": first_tokens(served, min(16_384, longest * 3 // 4), nbytes),
+    }
+    if json_output:
+        print_json(result)
+    else:
+        show(result)
+
+
+def run(
+    model: PreTrainedModel, system: str, prompts: list[list[int]], workload: Workload, nbytes: int, seconds: float
+) -> Row:
+    """Serves all requests, or as much as there is time for."""
+    first: list[float] = []
+    generated = finished = 0
+    with manager_of(model, system, nbytes) as manager, watched(manager) as seen:
+        start = perf_counter()
+        for prompt, request in zip(prompts, workload.requests):
+            manager.add_request(prompt, max_new_tokens=request.output, eos_token_id=-1, record_timestamps=True)
+        while finished < len(prompts) and perf_counter() - start < seconds:
+            done = manager.get_result(timeout=0.1)
+            if done is None:
+                if not manager.is_running():
+                    raise RuntimeError(f"{system} stopped") from manager.background_thread_status.fatal_error
+            elif done.error is not None:
+                raise RuntimeError(f"{system}: {done.error}")
+            elif done.is_finished():
+                finished += 1
+                generated += len(done.generated_tokens)
+                first.append(done.timestamps[0] - start)
+        elapsed = perf_counter() - start
+        running = list(manager.batch_processor.scheduler.active_requests.values())
+        generated += sum(state.generated_len() for state in running)
+    return {
+        "system": system,
+        "finished": finished,
+        "seconds": elapsed,
+        "tokens_per_s": generated / elapsed,
+        "first_token_s": median(first) if first else None,
+        "peak_bytes": seen.physical_bytes,
+        "waste": median(seen.waste) if seen.waste else None,
+        "most_waste": max(seen.waste, default=None),
+    }
+
+
+@contextmanager
+def manager_of(model: Any, system: str, nbytes: int) -> Iterator[Any]:
+    """A manager that is at work."""
+    blocks = nbytes // (token_bytes(model.config) * 256)
+    if system == ROWS:
+        rows.enable(model, max_bytes=nbytes)
+    batching = ContinuousBatchingConfig(
+        max_batch_tokens=BATCH_TOKENS, page_size=256, num_blocks=max(blocks, 1), auto_switch_to_flash=False
+    )
+    generation = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1)
+    try:
+        manager = model.init_continuous_batching(generation, batching)
+        manager.warmup()
+        manager.start()
+        try:
+            yield manager
+        finally:
+            manager.stop(block=True, hard_stop=True)
+            manager.destroy()
+    finally:
+        rows.disable(model)
+
+
+@contextmanager
+def watched(manager: Any) -> Iterator[Watched]:
+    """Looks at the memory of rows now and then."""
+    seen, over = Watched(), threading.Event()
+
+    def watch() -> None:
+        while not over.is_set():
+            caches = getattr(manager.batch_processor and manager.batch_processor.cache, "kv_caches", [])
+            stats = [cache.stats() for cache in caches]
+            used = sum(each.pages["used"] for each in stats) * (caches[0].page_size if caches else 0)
+            if used:
+                seen.waste.append(1 - sum(each.token_bytes for each in stats) / used)
+                seen.physical_bytes = max(seen.physical_bytes, caches[0].pool.stats().physical_bytes)
+            sleep(EVERY)
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
+
+
+def first_tokens(model: Any, tokens: int, nbytes: int, rounds: int = 5) -> Row:
+    """How long the first token of a prompt takes, on rows: of new ones, and of those of which most is known."""
+    times: dict[str, list[float]] = {"new": [], "known": []}
+    with manager_of(model, ROWS, nbytes) as manager:
+        for _ in range(rounds):
+            prompt = torch.randint(model.config.vocab_size, (tokens,)).tolist()
+            other = torch.randint(model.config.vocab_size, (tokens,)).tolist()
+            begin = int(KNOWN * tokens)
+            for kind, ids in (("new", prompt), ("known", prompt[:begin] + other[begin:])):
+                start = perf_counter()
+                manager.add_request(ids, max_new_tokens=1, eos_token_id=-1)
+                while manager.get_result(timeout=1) is None:
+                    if not manager.is_running():
+                        raise RuntimeError("rows stopped") from manager.background_thread_status.fatal_error
+                times[kind].append(perf_counter() - start)
+    return {"tokens": tokens, "known": KNOWN, "rounds": rounds} | {f"{kind}_s": median(t) for kind, t in times.items()}
+
+
+def show(result: Row) -> None:
+    columns = ("continuous batching on", "finished", "output tokens/s", "first token, median", "peak", "waste, most")
+    lines = [
+        (
+            row["system"],
+            f"{row['finished']} of {result['requests']}",
+            f"{row['tokens_per_s']:,.0f}",
+            "" if row["first_token_s"] is None else f"{row['first_token_s']:.1f} s",
+            vmmkv.stats.format_bytes(row["peak_bytes"]) if row["peak_bytes"] else "",
+            "" if row["most_waste"] is None else f"{row['most_waste']:.1%}",
+        )
+        for row in result["served"]
+    ]
+    console.print(make_table(f"{result['model']}, {result['workload']}", columns, lines))
+    first = result["first_tokens"]
+    ratio = first["new_s"] / first["known_s"]
+    console.print(
+        f"The first token of a prompt of {first['tokens']:,} tokens comes {ratio:.1f} times as early where "
+        f"{first['known']:.0%} of it are known."
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
