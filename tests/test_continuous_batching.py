@@ -317,6 +317,15 @@ def test_models_that_cannot_run_on_rows_are_refused() -> None:
 def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(vmmkv.ArgumentError, match="beside a pool"):
         rows.enable(model, pool=pool(10), max_bytes="1GiB")
+    with pytest.raises(vmmkv.LayoutError, match="max_seq_len"):
+        rows.enable(model, max_seq_len=0)
+    with pytest.raises(vmmkv.ArgumentError, match="idle_seconds"):
+        rows.enable(model, idle_seconds=-1)
+    rows.enable(model, pool=pool(10))
+    with pytest.raises(ValueError, match="page_size"):  # transformers' own
+        model.init_continuous_batching(**config(page_size=1))
+    assert model.config._attn_implementation == "eager"
+    rows.disable(model)
     monkeypatch.setattr(transformers, "__version__", "6.0.1")
     with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"):
         rows.enable(model)

@@ -39,9 +39,11 @@ from transformers.generation.continuous_batching.utils import stream_context
 from ..cache import KVCache
 from ..errors import ArgumentError, SequenceTooLongError, UnsupportedAttentionError, UnsupportedError
 from ..layout import KVLayout
+from ..memory.budget import parse_bytes
 from ..memory.pool import FramePool
 from ..space.arena import ADDRESS_LIMIT
 from .attention import NOT_ABOUT_ATTENTION, can_attend, kernels_take
+from .batch import check_size
 from .packed_attention import Packed, attend, write
 from .row_requests import NO_ROOM, RowRequests
 
@@ -94,7 +96,8 @@ def enable(
     Raises:
         UnsupportedError: continuous batching of this version of transformers is not known here, or the model cannot
             run on rows.
-        ArgumentError: there is no `max_seq_len`, or a limit beside a pool.
+        ArgumentError: there is no `max_seq_len`, or one that is no number, or a limit beside a pool.
+        BudgetError, LayoutError: a number that cannot be.
     """
     _check_version()
     if "position_ids" not in inspect.signature(model.forward).parameters:
@@ -103,10 +106,15 @@ def enable(
         raise _not_for_rows(model, "an attention of its own, or does more with masks, K or V than to hand them to it")
     if pool is not None and max_bytes is not None:
         raise ArgumentError(f"got max_bytes={max_bytes!r} beside a pool, which has a limit; give it to the FramePool")
-    longest = max_seq_len or getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(longest, int):
+    if max_bytes is not None:
+        parse_bytes(max_bytes, free=0)
+    if not idle_seconds >= 0:
+        raise ArgumentError(f"got idle_seconds={idle_seconds!r}; it must be 0 or more, or infinity for never")
+    if max_seq_len is None:
+        max_seq_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if max_seq_len is None:
         raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
-    options = Options(max_bytes, pool, longest, idle_seconds)
+    options = Options(max_bytes, pool, check_size("max_seq_len", max_seq_len), idle_seconds)
     manager = type("RowManager", (RowManager,), {"options": options})
     begin = _with_names(
         inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
@@ -220,7 +228,12 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def __init__(self, model: Any, continuous_batching_config: Any, **kwargs: Any) -> None:
         config = _with_defaults(continuous_batching_config, model.device)
-        super().__init__(model=model, continuous_batching_config=config, **kwargs)
+        before = model.config._attn_implementation
+        try:
+            super().__init__(model=model, continuous_batching_config=config, **kwargs)
+        except BaseException:
+            model.set_attn_implementation(before)
+            raise
         self.continuous_batching_config.max_blocks_per_request = 1  # a row; their own kernels need not be there
         if not self.groups[0].has_kernels:
             self.continuous_batching_config.use_cuda_graph = False, False  # attention waits for the host
@@ -230,12 +243,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         if before == NAME:
             return
         model.set_attn_implementation(NAME)
-        try:
-            self.groups = _groups(model)
-        except BaseException:
-            model.set_attn_implementation(before)
-            raise
         self._original_attn_impl = before
+        self.groups = _groups(model)
 
     def add_request(
         self,
@@ -385,15 +394,17 @@ class RowCache(their_cache.PagedAttentionCache):
             is_new = name not in self.requests and not self.requests.is_away(name)
             if is_new and held and not name.startswith(WARMUP):
                 raise UnsupportedError(f"request {name} has computed {held} tokens, and nobody has them here")
-            has_room = (not is_new or self._begin(name)) and self.requests.make_room(name, held, tokens)
+            has_room = (not is_new or self._begin(name, len(state.initial_tokens))) and self.requests.make_room(
+                name, held, tokens
+            )
             if not has_room and not held:
                 self.requests.end(name)
             return has_room
 
-    def _begin(self, name: str, token_ids: list[int] | None = None) -> bool:
+    def _begin(self, name: str, expected: int, token_ids: list[int] | None = None) -> bool:
         """Starts a request; returns whether there is a row for it."""
         with suppress(*NO_ROOM):
-            self._committed[name] = self.requests.begin(name, token_ids)
+            self._committed[name] = self.requests.begin(name, expected, token_ids)
             return True
         return False
 
@@ -444,7 +455,7 @@ class RowCache(their_cache.PagedAttentionCache):
     def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
         with stream_context(self.stream):
             self.requests.end(request_id)  # from a step in which there was no room
-            return self._committed[request_id] if self._begin(request_id, prompt_ids) else 0
+            return self._committed[request_id] if self._begin(request_id, len(prompt_ids), prompt_ids) else 0
 
     def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
         return {"tokens": state.current_len() + request_len} if self.use_prefix_sharing else {}

@@ -44,17 +44,18 @@ class RowRequests:
         """Of each group the row that it has."""
         return [sequence.row for sequence in self._requests[name]]
 
-    def begin(self, name: str, token_ids: list[int] | None = None) -> int:
-        """Starts a request, with what is known of its tokens, where these are given; returns how many these are.
+    def begin(self, name: str, expected: int, token_ids: list[int] | None = None) -> int:
+        """Starts a request that is to have so many tokens soon, with what is known of them, where they are given;
+        returns how many these are.
 
         Raises:
             OutOfPagesError, OutOfRowsError: there is no room; there is no such request then.
         """
         if token_ids is None or not self.reuse:
-            self._requests[name] = [cache.sequence() for cache in self.caches]
+            self._requests[name] = [cache.sequence(expected_tokens=expected) for cache in self.caches]
             return 0
         (cache,) = self.caches
-        sequence = cache.sequence(token_ids=token_ids, whole=False)
+        sequence = cache.sequence(token_ids=token_ids, whole=False, expected_tokens=expected)
         self._requests[name] = [sequence]
         return sequence.cached_tokens
 
