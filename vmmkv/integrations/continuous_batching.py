@@ -40,6 +40,7 @@ from ..cache import KVCache
 from ..errors import ArgumentError, SequenceTooLongError, UnsupportedAttentionError, UnsupportedError
 from ..layout import KVLayout
 from ..memory.budget import parse_bytes
+from ..memory.driver.limits import memory as host_memory
 from ..memory.pool import FramePool
 from ..space.arena import ADDRESS_LIMIT
 from .attention import NOT_ABOUT_ATTENTION, can_attend, kernels_take
@@ -345,6 +346,7 @@ class RowCache(their_cache.PagedAttentionCache):
         self._options, self._groups = options, groups
         self._idle_since: float | None = None
         pool = options.pool or FramePool(_budget(options, continuous_batching_config, groups), device=self.device)
+        token_bytes = [sum(group.layout.record_bytes) for group in groups]
         host_bytes = _host_bytes(continuous_batching_config)
         rows = _num_rows(options, groups, 2 * continuous_batching_config.max_requests_per_batch)
         self.kv_caches = [
@@ -354,10 +356,10 @@ class RowCache(their_cache.PagedAttentionCache):
                 options.max_seq_len,
                 pool=pool,
                 large_frames=not group.window,
-                host_bytes=host_bytes,
+                host_bytes=host_bytes * nbytes // sum(token_bytes),
                 host_priority=None if any(each.window for each in groups) else 30,
             )
-            for group in groups
+            for group, nbytes in zip(groups, token_bytes)
         ]
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing
         windows = [group.window for group in groups]
@@ -636,10 +638,11 @@ def _block_bytes(config: Any, groups: list[Group]) -> int:
     return int(config.page_size * sum(sum(group.layout.record_bytes) for group in groups))
 
 
-def _host_bytes(config: Any) -> float | str:
+def _host_bytes(config: Any) -> int:
     """What may be moved to the host."""
     if config.cpu_offload_space is None:
-        return f"{100 * config.cpu_offload_space_safety_threshold:g}%"
+        _, total = host_memory()
+        return int(config.cpu_offload_space_safety_threshold * total)
     return int(config.cpu_offload_space * 2**30)
 
 
