@@ -314,6 +314,30 @@ def test_who_turns_in_a_circle_keeps_nothing_from_being_evicted_that_it_has_copi
     world.check()
 
 
+def test_what_a_hit_is_laid_on_stays_there_while_room_is_made_for_copies() -> None:
+    """Nobody uses it yet, and the tree may come to know copies of it instead."""
+    world = make()
+    ids = [1] * 32 + [2] * 25
+    copies = world.start(ids)  # computes all by itself, and lives
+    large = world.start([1] * 32 + [3] * 96)
+    world.commit(large)
+    single = world.start(ids)
+    assert single.cached_tokens == 32
+    for sequence in (single, copies):
+        world.commit(sequence)
+    rows = [large.row, single.row]
+    for sequence in (large, single):
+        world.free(sequence)
+    for row in rows:  # what is known lies on no row: the first pages of a large frame, and single ones behind them
+        world.cache.sequence(row=row).free()
+    world.cache.pool.set_limit((16 + 3 + 8 + 2) * world.cache.page_size)  # 2 are free, and 4 are copied
+    with suppress(vmmkv.OutOfPagesError):
+        world.start([*ids, 4])
+    world.check()
+    world.free(copies)
+    world.check()
+
+
 @pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
 @pytest.mark.parametrize("indices", [[1, 0, 0, 1], [0, 0, 2, 2], [3, 0, 1, 2]], ids=str)
 def test_nobody_reads_what_a_failed_reordering_has_left(call: str, indices: list[int]) -> None:
