@@ -464,6 +464,11 @@ def test_misuse() -> None:
         world.cache.sequence(3).commit([1])
     with pytest.raises(vmmkv.ArgumentError, match="reuse"):
         world.start([1] * 3, reuse=False).commit([1])
+    with pytest.raises(vmmkv.RetentionError, match="each is a"):
+        sequence.commit(np.ones(20, np.int64), retention=[(0, 5)])  # type: ignore[list-item]
+    with pytest.raises(ZeroDivisionError):  # of the user's own
+        sequence.commit(np.ones(20, np.int64), retention=(vmmkv.Retention(1 // start) for start in (1, 0)))
+    assert world.cache.stats().prefix_pages, "what goes wrong before anything has changed is no interruption"
     sequence.release_before(9)
     with pytest.raises(vmmkv.UnsupportedError, match="release_before"):
         sequence.commit(np.ones(20, np.int64))
