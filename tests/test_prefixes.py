@@ -314,6 +314,18 @@ def test_who_turns_in_a_circle_keeps_nothing_from_being_evicted_that_it_has_copi
     world.check()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_in_too_many_pieces_is_found_in_part(whole: bool) -> None:
+    """Each prompt begins with all before it, copied from parts of their large frames, and parts of its own follow."""
+    world = make(900, rows=7)
+    ids: list[int] = []
+    for number in range(6):
+        ids = ids + [number] * 24
+        world.commit(world.start((ids + [9] * 200)[:192]))
+    assert 0 < world.start([*ids, 8], whole=whole).cached_tokens < len(ids)
+    world.check()
+
+
 def test_what_a_hit_is_laid_on_stays_there_while_room_is_made_for_copies() -> None:
     """Nobody uses it yet, and the tree may come to know copies of it instead."""
     world = make()
