@@ -9,6 +9,7 @@ import torch
 from conftest import small_driver
 from faulty import FaultyDriver
 from interruption import interrupted
+from simulated_device import SimulatedDevice
 
 import vmmkv
 
@@ -124,6 +125,27 @@ def test_what_is_away_takes_no_memory() -> None:
     second.free()
     cache.trim()
     assert not driver.handles
+
+
+def test_what_comes_back_comes_behind_what_went() -> None:
+    """On whatever streams a sequence is suspended and resumed."""
+    device = SimulatedDevice(Random())
+    own, suspending, resuming = device.streams
+    device.current = own
+    cache = vmmkv.KVCache(LAYOUTS["one range"], 1, 60, max_bytes=40_000, driver=device, host_bytes="1MiB")
+    sequence = cache.sequence(20)
+    gone, back = [], []
+    device.current = suspending
+    suspending.submit(lambda: bool(gone))
+    sequence.suspend()
+    device.current = resuming
+    sequence.resume()
+    resuming.submit(lambda: back.append(sequence))
+    device.run(1000)
+    assert not back
+    gone.append(sequence)
+    device.finish()
+    assert back
 
 
 def test_the_tier_has_an_end() -> None:

@@ -314,6 +314,42 @@ def test_who_turns_in_a_circle_keeps_nothing_from_being_evicted_that_it_has_copi
     world.check()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_what_is_in_too_many_pieces_is_found_in_part(whole: bool) -> None:
+    """Each prompt begins with all before it, copied from parts of their large frames, and parts of its own follow."""
+    world = make(900, rows=7)
+    ids: list[int] = []
+    for number in range(6):
+        ids = ids + [number] * 24
+        world.commit(world.start((ids + [9] * 200)[:192]))
+    assert 0 < world.start([*ids, 8], whole=whole).cached_tokens < len(ids)
+    world.check()
+
+
+def test_what_a_hit_is_laid_on_stays_there_while_room_is_made_for_copies() -> None:
+    """Nobody uses it yet, and the tree may come to know copies of it instead."""
+    world = make()
+    ids = [1] * 32 + [2] * 25
+    copies = world.start(ids)  # computes all by itself, and lives
+    large = world.start([1] * 32 + [3] * 96)
+    world.commit(large)
+    single = world.start(ids)
+    assert single.cached_tokens == 32
+    for sequence in (single, copies):
+        world.commit(sequence)
+    rows = [large.row, single.row]
+    for sequence in (large, single):
+        world.free(sequence)
+    for row in rows:  # what is known lies on no row: the first pages of a large frame, and single ones behind them
+        world.cache.sequence(row=row).free()
+    world.cache.pool.set_limit((16 + 3 + 8 + 2) * world.cache.page_size)  # 2 are free, and 4 are copied
+    with suppress(vmmkv.OutOfPagesError):
+        world.start([*ids, 4])
+    world.check()
+    world.free(copies)
+    world.check()
+
+
 @pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
 @pytest.mark.parametrize("indices", [[1, 0, 0, 1], [0, 0, 2, 2], [3, 0, 1, 2]], ids=str)
 def test_nobody_reads_what_a_failed_reordering_has_left(call: str, indices: list[int]) -> None:
@@ -440,6 +476,11 @@ def test_misuse() -> None:
         world.cache.sequence(3).commit([1])
     with pytest.raises(vmmkv.ArgumentError, match="reuse"):
         world.start([1] * 3, reuse=False).commit([1])
+    with pytest.raises(vmmkv.RetentionError, match="each is a"):
+        sequence.commit(np.ones(20, np.int64), retention=[(0, 5)])  # type: ignore[list-item]
+    with pytest.raises(ZeroDivisionError):  # of the user's own
+        sequence.commit(np.ones(20, np.int64), retention=(vmmkv.Retention(1 // start) for start in (1, 0)))
+    assert world.cache.stats().prefix_pages, "what goes wrong before anything has changed is no interruption"
     sequence.release_before(9)
     with pytest.raises(vmmkv.UnsupportedError, match="release_before"):
         sequence.commit(np.ones(20, np.int64))

@@ -480,6 +480,36 @@ def test_streams_that_run_late_see_their_own_bytes(layout: vmmkv.KVLayout, optio
             device.finish()
 
 
+class Lazy(Random):
+    """Has copies to the host wait for all other work."""
+
+    def choice(self, streams: Any) -> Any:
+        return next((stream for stream in streams if not stream.name.startswith("side")), streams[0])
+
+
+def test_what_goes_to_the_host_stays_on_its_row_until_it_is_copied() -> None:
+    """Also where that row is to have it for its own, and the tree gives it up to make room for that."""
+    late = Late(Random(), LAYOUT, 3, large_frames=False, host_bytes=8 * PAGE)
+    late.start([1] * 8)
+    (sequence,) = late.ids
+    sequence.commit([1] * 8)
+    late.device.finish()
+    sequence.truncate(3)
+    late.device.current = late.mine[1]
+    other = late.cache.sequence(16)
+    late.mine[1].submit(lambda: None)  # when this is done there is room, whether anything was copied or not
+    other.free()
+    late.device.current, late.device.random = late.mine[0], Lazy()
+    sequence.extend(1)
+    late.device.random = late.random
+    late.device.finish()
+    late.free(sequence)
+    before, late.hits = on_host(late), 0
+    late.start([1] * 9)
+    assert (before, late.hits) == (1, 1)
+    late.device.finish()  # and reads what came back
+
+
 # ------------------------------------------------------------------ failures and interruptions
 
 

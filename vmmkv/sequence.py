@@ -32,7 +32,7 @@ from .memory.pool import FramePool
 from .picture import draw_sequence
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
-from .reuse.retention import Retention
+from .reuse.retention import Retention, in_order
 from .reuse.states import states_of
 from .reuse.telling import Key
 from .reuse.transfer import Head, Peer, geometry_of
@@ -173,10 +173,10 @@ class Sequence:
                 cache has an event log, which has no words for these ids.
             ValueError: it is known to hold other tokens.
             UnsupportedError: its first tokens were given back.
-            RetentionError: ranges overlap.
+            RetentionError: ranges overlap, or are none.
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
         """
-        self._commit(ids_of(token_ids), retention)
+        self._commit(ids_of(token_ids), in_order(retention))  # whatever that runs is no part of an operation
 
     @bookkeeping
     def _commit(self, ids: Ids, retention: Iterable[Retention]) -> None:

@@ -94,9 +94,10 @@ class HostTier:
         record = table.suspended[row]
         self._rows.bring_back(row, record)
         targets = states_of(self._rows, self._ranges, row, record.start, record.length)
-        for state, target in zip(record.states, targets):
-            target.copy_(state, non_blocking=True)
         try:
+            table.fences[row].order(driver.current_stream())  # behind what is still on its way to the host
+            for state, target in zip(record.states, targets):
+                target.copy_(state, non_blocking=True)
             driver.record(driver.current_stream()).wait(table.own_streams[row])
         except VmmkvError:
             self._rows.leave_away(row, record)

@@ -60,7 +60,6 @@ class Hit(NamedTuple):
         tokens: how many.
         row: the kept one; None where there is none.
         node: with `locked` tokens on its path, which are not to be evicted meanwhile.
-        pages: by range the numbers of their whole pages.
         laid: by range the pieces of whole pages.
         partial: by range the page that holds the rest.
     """
@@ -69,7 +68,6 @@ class Hit(NamedTuple):
     row: int | None
     node: Node
     locked: int
-    pages: Sequence[list[int]]
     laid: Sequence[list[Piece]] = ()
     partial: Sequence[int | None] = ()
 
@@ -189,7 +187,7 @@ class Prefixes:
                 row, same = self._last[page], min(count * self._books.page_size // self._books.records[0], match.tokens)
                 tokens = same + common(self._chains[row].ids[same:], ids[same:-1])
                 if tokens >= match.tokens and self._may_adopt(row, tokens):
-                    return Hit(tokens, row, match.node, match.tokens, match.pages)
+                    return Hit(tokens, row, match.node, match.tokens)
                 break
         return self._laid(match)
 
@@ -208,7 +206,7 @@ class Prefixes:
             [*numbers, behind][whole] if tokens * record % geometry.page_size else None
             for numbers, behind, whole, record in zip(match.pages, match.partial, wholes, geometry.records)
         ]
-        return Hit(tokens, None, match.node, tokens, match.pages, laid, partial)
+        return Hit(tokens, None, match.node, tokens, laid, partial)
 
     def _may_adopt(self, row: int, tokens: int) -> bool:
         """Whether a kept row holds nothing behind so many tokens that a new sequence must not see, or write to."""
@@ -249,7 +247,7 @@ class Prefixes:
             known = ids[: hit.tokens].copy()
             self._order_behind(row)
             self._rows.laying.lay(row, hit.tokens, tokens, hit.laid, hit.partial)
-            self._chains[row] = self._locked(row, meanwhile, key, known, hit.pages)
+            self._chains[row] = self._locked(row, meanwhile, key, known)
             if self.promotion:
                 self.promotion.count(meanwhile, key, known, hit.laid)
         finally:
@@ -262,11 +260,11 @@ class Prefixes:
         self.written.order(stream)
         self._table.fences[row].order(stream)
 
-    def _locked(self, row: int, node: Node, key: Hashable, ids: Ids, pages: Sequence[list[int]]) -> Chain:
-        """Locks of the path to a node, which has these pages, what is known by those that a row has, not by others that
-        were copied. Returns what the row holds then."""
+    def _locked(self, row: int, node: Node, key: Hashable, ids: Ids) -> Chain:
+        """Locks of the path to a node what is known by pages that a row has, not by others that were copied, or that
+        are known instead by now. Returns what the row holds then."""
         ends = []
-        for (arena, _), known in zip(self._books.ranges, pages):
+        for (arena, _), known in zip(self._books.ranges, node.path_pages()):
             mine = arena.table.pages_in(row, 0, len(known)).tolist()
             ends.append(next((page for page, its in enumerate(mine) if its != known[page]), len(known) + 1))
         own = self._tokens_before(ends)

@@ -86,9 +86,13 @@ def in_order(ranges: Iterable[Retention]) -> tuple[Retention, ...]:
     """Ranges, sorted.
 
     Raises:
-        RetentionError: two of them overlap.
+        RetentionError: one is none, or two of them overlap.
     """
-    found = tuple(sorted(ranges, key=lambda each: each.start))
+    given = list(ranges)
+    for each in given:
+        if not isinstance(each, Retention):
+            raise RetentionError(f"got {each!r} among the ranges to be kept; each is a vmmkv.Retention")
+    found = tuple(sorted(given, key=lambda each: each.start))
     for first, second in pairwise(found):
         if first.end is None or first.end > second.start:
             raise RetentionError(f"asked for priorities of {first} and {second}; ranges must not overlap")

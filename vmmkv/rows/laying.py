@@ -134,7 +134,13 @@ class Laying:
         pool = self._pool
         kept = [of[:-1] if of and not of[-1].frames else of for of in laid]  # the last copies lie on what grows there
         new = sum(piece.pages for of in kept for piece in of if not piece.frames)
-        supply = self._reclaimer.supply(new, 0) if new else None
+        shared = [frame for of in kept for piece in of for frame in piece.frames]
+        pool.frames.share(shared)  # before there is room for the copies: what is known of them may become others
+        try:
+            supply = self._reclaimer.supply(new, 0) if new else None
+        except BaseException:
+            pool.give(self._account, shared)
+            raise
         change, splits = Change(pool.calls, pool.frames), []
         for (arena, _), of in zip(self._books.ranges, kept):
             end = 0
@@ -144,7 +150,6 @@ class Laying:
                 run = Run(row, end, end + piece.pages)
                 end = run.end
                 if piece.frames:
-                    pool.frames.share(piece.frames)
                     change.place(arena.table, run, piece.frames, end, kind=SET_READ_ACCESS, since=run.begin)
                 elif supply:
                     change.place(arena.table, run, supply.pop(piece.pages, 0), end, since=run.begin)

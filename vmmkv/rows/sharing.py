@@ -225,6 +225,7 @@ class Sharing:
             else:
                 part = self._lift(arena, part)
             fence.wait()
+            self._table.fences[row].wait()  # for who has begun to read there since: copies to the host of what gave way
             self._replace(arena, part)
             self.clear()
         except VmmkvError as error:
