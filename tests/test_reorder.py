@@ -11,6 +11,7 @@ from conftest import ROUNDS, small_driver, small_layout
 from faulty import FaultyDriver
 
 import vmmkv
+from vmmkv.memory.fence import Fence
 
 ROWS = 5
 
@@ -111,6 +112,30 @@ def reorder_at_random(cache: vmmkv.KVCache, random: Random) -> None:
             reordered(chosen, indices)
         except vmmkv.UnsupportedError:
             assert any(sequence.start for sequence in chosen)
+
+
+def test_what_a_row_is_read_for_on_other_streams_is_not_written_over(make_cache) -> None:
+    """As by `send`, on a stream that is no sequence's."""
+
+    class Reading:
+        def __init__(self) -> None:
+            self.waiting: list[object] = []
+
+        def query(self) -> bool:
+            return False
+
+        def synchronize(self) -> None:
+            self.waiting.append("host")
+
+        def wait(self, stream: object) -> None:
+            self.waiting.append(stream)
+
+    cache = make_cache(2, 100, pages=60)
+    beams = started(cache, 10, 20)
+    reading = Reading()
+    cache._rows.table.fence(beams[0].row, Fence({"another": reading}))
+    reordered(beams, [1, 1])
+    assert reading.waiting
 
 
 def test_beams_that_were_forked_copy_and_map_nothing(make_cache) -> None:

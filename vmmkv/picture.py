@@ -173,7 +173,7 @@ def draw_sequence(rows: Rows, row: int) -> str:
     )
     drawing.text(
         f"{_count(len(used), 'page')} of {rows.pool.driver.page_size >> 10:,} KiB in use, waste {waste:.1%}; "
-        f"{_count(len(mapped), 'page')} mapped, room for {_count(rows.table.capacity[row], 'token')} "
+        f"{_count(len(mapped), 'page')} mapped, room for {_count(max(rows.table.capacity[row], 0), 'token')} "
         "without a driver call"
     )
     step = -(-len(mapped) // MAX_PAGES) or 1

@@ -104,7 +104,9 @@ class Reordering:
         moves = self._plan(chains, sources, turning if share else turning | {*sources.values()})
         self._prepare([*moves, *(move for turn in turns for move in turn)])
         scratch = self._scratch(turns)
-        fence.order(self._driver.current_stream())
+        current = self._driver.current_stream()
+        for fenced in (fence, *(self._table.fences[row] for row in rows)):  # and who reads on other streams
+            fenced.order(current)
         self._books.unsettled = set(sources)
         try:
             for move in moves:
