@@ -96,7 +96,7 @@ def enable(
             run on rows.
         ArgumentError: there is no `max_seq_len`, or a limit beside a pool.
     """
-    _check_version()
+    check_version()
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise _not_for_rows(model, "no position_ids, so that it cannot tell requests apart that lie in one batch")
     if not can_attend(model):
@@ -119,7 +119,7 @@ def disable(model: PreTrainedModel) -> None:
     vars(model).pop("init_continuous_batching", None)
 
 
-def _check_version() -> None:
+def check_version() -> None:
     """Raises `UnsupportedError` where continuous batching is not what is known here."""
     if not transformers.__version__.startswith(tuple(f"{version}." for version in TESTED)):
         raise UnsupportedError(
