@@ -65,12 +65,12 @@ def server(*arguments: str) -> Iterator[str]:
     """What the command line does, but for how it shows errors: a server at work, by its address. Afterwards none of its
     threads is left."""
     before = lasting_threads()
-    options = ["--device", "cpu", "--port", "0", "--non-blocking"]
+    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", "0", "--non-blocking"]
     command = typer.main.get_command(app)
     made: Any = command.main(["serve", *options, *arguments], standalone_mode=False)
     try:
         soon(lambda: made.server.started)
-        yield "http://{}:{}".format(*made.server.servers[0].sockets[0].getsockname())
+        yield "http://127.0.0.1:{1}".format(*made.server.servers[0].sockets[0].getsockname())
     finally:
         made.server.should_exit = True
         vmmkv.publication.unpublish()
