@@ -26,7 +26,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
-from transformers.cli.serving.utils import Modality
+from transformers.cli.serving import utils as their_utils
+from transformers.cli.serving.utils import CBStreamer, Modality
 from typer.testing import CliRunner
 
 import vmmkv
@@ -177,6 +178,24 @@ def published() -> dict[str, Any] | None:
     records = json.loads(CliRunner().invoke(app, ["top", "--json"]).stdout)
     pools = [pool for record in records if record["pid"] == os.getpid() for pool in record["pools"]]
     return next((pool for pool in pools if pool["limit_bytes"] == 256 << 20), None)
+
+
+def test_who_is_named_late_misses_no_token(address: str, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole answer is there before transformers says whom to tell."""
+    [answer] = answers(1)
+
+    class LateStreamer(CBStreamer):
+        def __init__(self, manager: Any, *args: Any, **kwargs: Any) -> None:
+            soon(lambda: manager.input_queue.empty() and not manager.batch_processor.has_pending_requests())
+            super().__init__(manager, *args, **kwargs)
+
+    async def one() -> str:
+        async with client(address) as server:
+            await ask(llama, server, answer.prompt, chat=False, stream=False)
+            monkeypatch.setattr(their_utils, "CBStreamer", LateStreamer)
+            return await ask(llama, server, answer.prompt, chat=False, stream=True)
+
+    assert asyncio.run(one()) == answer.text
 
 
 # ---------------------------------------------------------------------- what is refused

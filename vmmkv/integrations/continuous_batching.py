@@ -108,7 +108,7 @@ def enable(
         raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
     options = Options(max_bytes, pool, longest, idle_seconds)
     manager = type("RowManager", (RowManager,), {"options": options})
-    begin = _with_names(
+    begin = with_names(
         inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
     )
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
@@ -128,7 +128,7 @@ def check_version() -> None:
         )
 
 
-def _with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """A function for which global names mean something else.
 
     Raises:
@@ -261,7 +261,7 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> Any:
         made = functools.partial(RowCache, self.options, self.groups)
-        create = _with_names(
+        create = with_names(
             their_api.ContinuousBatchingManager._create_batch_processor,
             PagedAttentionCache=made,
             ContinuousBatchProcessor=RowProcessor,
@@ -298,7 +298,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
     cache: RowCache
 
     def __init__(self, **kwargs: Any) -> None:
-        begin = _with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
+        begin = with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
         begin(self, **kwargs)
         self.cache.stream = self.inputs_and_outputs.compute_stream
         self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many

@@ -1,9 +1,10 @@
 """`transformers serve` on rows: its server, in which each model that is batched continuously keeps K and V in rows.
 
-This file is all that knows how that server is made. Two names mean something else meanwhile:
+This file is all that knows how that server is made. Three names mean something else for who uses them:
 
-    GenerationState     says whether a model is batched     RowState: puts it on rows for that, or refuses it
-    build_server        makes the app                       _build: with /metrics, and with our errors as answers
+    Serve               GenerationState, which says whether a model is batched      RowState puts it on rows, or refuses
+    Serve               build_server, which makes the app                           _build: /metrics, errors as answers
+    GenerationState     CBGenerateManager, which hands tokens to clients            RowGenerateManager loses none
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ from transformers.cli.serve import Serve
 from transformers.cli.serving import server as their_server
 from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import GenerationState, Modality
+from transformers.cli.serving.utils import CBGenerateManager, GenerationState, Modality
 
 from ..errors import SequenceTooLongError, UnsupportedError
 from ..metrics import PoolCollector
 from ..publication import publish
-from .continuous_batching import check_version, enable
+from .continuous_batching import check_version, enable, with_names
 
 NAMES = {"GenerationState", "build_server"}
-"""Names that mean something else while a server is made."""
+"""What `Serve` imports while it is made, and finds something else."""
 
 
 def serve(
@@ -63,7 +64,6 @@ def serve(
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     command = typer.main.get_command(app)
-    publish()
     with (
         _in_place_of(their_utils, GenerationState=functools.partial(RowState, to_rows)),
         _in_place_of(their_server, build_server=functools.partial(_build, their_server.build_server)),
@@ -107,6 +107,10 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
             self._on_rows.add(model)
         return True
 
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+        get = with_names(GenerationState.get_manager, CBGenerateManager=RowGenerateManager)
+        return get(self, model_id, use_cb)
+
     def _try_manager(self, model: Any) -> None:
         """Makes a manager and drops it: so what is refused is refused before the first request."""
         attention = model.config._attn_implementation
@@ -114,6 +118,30 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
             model.init_continuous_batching(copy.deepcopy(model.generation_config), self._cb_config)
         finally:
             model.set_attn_implementation(attention)
+
+
+class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
+    """Hands the tokens of a model to who waits for them."""
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: dict[str, Any],
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> Any:
+        """Starts a request. transformers names who is to be told only then, when there may be tokens already: they wait
+        in the event loop, behind this call, for whoever is named by its end."""
+        assert self._cb is not None
+        handlers = self._cb.output_router.result_handlers
+        self._cb.register_result_handler(request_id, lambda output: handlers[request_id][0](output))
+        try:
+            return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+        except BaseException:
+            handlers.pop(request_id, None)
+            raise
 
 
 def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, **options: Any) -> FastAPI:
@@ -144,6 +172,7 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
         state.shutdown()  # its thread would keep the process alive
 
     app.router.lifespan_context = lifespan
+    publish()
     return app
 
 
