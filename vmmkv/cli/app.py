@@ -9,6 +9,7 @@ from .demo import demo
 from .info import info
 from .output import errors
 from .plan import plan
+from .serve import serve
 from .top import top
 
 app = typer.Typer(
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 for command in (info, plan, demo, top):
     app.command()(command)
+app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(serve)
 
 
 def run() -> None:

@@ -100,7 +100,7 @@ def enable(
         ArgumentError: there is no `max_seq_len`, or one that is no number, or a limit beside a pool.
         BudgetError, LayoutError: a number that cannot be.
     """
-    _check_version()
+    check_version()
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise _not_for_rows(model, "no position_ids, so that it cannot tell requests apart that lie in one batch")
     if not can_attend(model):
@@ -117,7 +117,7 @@ def enable(
         raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
     options = Options(max_bytes, pool, check_size("max_seq_len", max_seq_len), idle_seconds)
     manager = type("RowManager", (RowManager,), {"options": options})
-    begin = _with_names(
+    begin = with_names(
         inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
     )
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
@@ -128,7 +128,7 @@ def disable(model: PreTrainedModel) -> None:
     vars(model).pop("init_continuous_batching", None)
 
 
-def _check_version() -> None:
+def check_version() -> None:
     """Raises `UnsupportedError` where continuous batching is not what is known here."""
     if not transformers.__version__.startswith(tuple(f"{version}." for version in TESTED)):
         raise UnsupportedError(
@@ -137,7 +137,7 @@ def _check_version() -> None:
         )
 
 
-def _with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
     """A function for which global names mean something else.
 
     Raises:
@@ -271,7 +271,7 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> Any:
         made = functools.partial(RowCache, self.options, self.groups)
-        create = _with_names(
+        create = with_names(
             their_api.ContinuousBatchingManager._create_batch_processor,
             PagedAttentionCache=made,
             ContinuousBatchProcessor=RowProcessor,
@@ -308,7 +308,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
     cache: RowCache
 
     def __init__(self, **kwargs: Any) -> None:
-        begin = _with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
+        begin = with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
         begin(self, **kwargs)
         self.cache.stream = self.inputs_and_outputs.compute_stream
         self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many

@@ -1,0 +1,244 @@
+"""`vmmkv serve`: many clients of transformers' server on rows get the text that `generate` makes, and leave nothing.
+
+The server runs in a thread of the tests. Prompts are random words, of which the model is never in doubt what follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import openai
+import pytest
+import torch
+import transformers
+import typer
+from conftest import soon
+from prometheus_client.parser import text_string_to_metric_families
+from tiny_models import VOCABULARY, tiny_model
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.cli.serving import utils as their_utils
+from transformers.cli.serving.utils import CBStreamer, Modality
+from typer.testing import CliRunner
+
+import vmmkv
+from vmmkv.cli.app import app
+from vmmkv.integrations import serving
+
+NEW = 24
+"""Tokens of an answer."""
+ENDLESS = 130_000
+"""Tokens that nobody waits for."""
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+
+
+def save(name: str, folder: Path) -> str:
+    """A model, and a tokenizer of whole words, as files; returns what a client calls it."""
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, chat_template=TEMPLATE).save_pretrained(folder)
+    tiny_model(name, "eager", "cpu").save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save("llama-gqa", tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def keeps_states(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that cannot run on rows."""
+    return save("qwen3-next", tmp_path_factory.mktemp("qwen3-next"))
+
+
+@contextmanager
+def server(*arguments: str) -> Iterator[str]:
+    """What the command line does, but for how it shows errors: a server at work, by its address. Afterwards none of its
+    threads is left."""
+    before = lasting_threads()
+    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", "0", "--non-blocking"]
+    command = typer.main.get_command(app)
+    made: Any = command.main(["serve", *options, *arguments], standalone_mode=False)
+    try:
+        soon(lambda: made.server.started)
+        yield "http://127.0.0.1:{1}".format(*made.server.servers[0].sockets[0].getsockname())
+    finally:
+        made.server.should_exit = True
+        vmmkv.publication.unpublish()
+        soon(lambda: not lasting_threads() - before)
+
+
+def lasting_threads() -> set[threading.Thread]:
+    """Those that keep a process alive; the event loop's executor does not, at the end of one."""
+    return {each for each in threading.enumerate() if not (each.daemon or each.name.startswith("asyncio_"))}
+
+
+@pytest.fixture(scope="module")
+def address(llama: str) -> Iterator[str]:
+    with server("--max-bytes", "256MiB", "--max-seq-len", "131072", "--idle-seconds", "0") as address:
+        yield address
+
+
+def client(address: str) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=300)
+
+
+def metrics(address: str) -> dict[str, float]:
+    """What Prometheus is told of the one pool, where there is no other label."""
+    with openai.OpenAI(base_url=address, api_key="none", timeout=300) as plain:
+        text = plain.get("/metrics", cast_to=str)
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {sample.name: sample.value for sample in samples if sample.labels.keys() == {"pool", "device"}}
+
+
+# ---------------------------------------------------------------------- the same text
+
+
+class Answer(NamedTuple):
+    """A prompt, and what `generate` makes of it."""
+
+    prompt: str
+    text: str
+
+
+def answers(count: int) -> list[Answer]:
+    """Of random prompts those of which no token is a close decision, which another order of sums could turn."""
+    random, model, made = Random(), tiny_model("llama-gqa", "eager", "cpu"), []
+    greedy = GenerationConfig(
+        max_new_tokens=NEW, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
+    )
+    while len(made) < count:
+        length = random.randint(1, 60)
+        prompts = torch.tensor([[random.randrange(VOCABULARY) for _ in range(length)] for _ in range(16)])
+        output = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=greedy)
+        best = torch.stack(output.logits).topk(2).values
+        is_clear = ((best[..., 0] - best[..., 1]) > 1e-4).all(dim=0)
+        for tokens in output.sequences[is_clear].tolist():
+            words = [f"w{token}" for token in tokens]
+            made.append(Answer(" ".join(words[:length]), " ".join(words[length:])))
+    return made[:count]
+
+
+async def ask(model: str, server: openai.AsyncOpenAI, prompt: str, *, chat: bool, stream: bool) -> str:
+    """The text that a client gets."""
+    options: dict[str, Any] = {"model": model, "temperature": 0, "max_tokens": NEW, "stream": stream}
+    if chat:
+        got = await server.chat.completions.create(messages=[{"role": "user", "content": prompt}], **options)
+    else:
+        got = await server.completions.create(prompt=prompt, **options)
+    if stream:
+        choices = [chunk.choices[0] async for chunk in got]
+        return "".join((choice.delta.content if chat else choice.text) or "" for choice in choices)
+    return got.choices[0].message.content if chat else got.choices[0].text
+
+
+async def leave(model: str, server: openai.AsyncOpenAI, prompt: str) -> None:
+    """A client that goes away in the middle of an answer."""
+    stream = await server.completions.create(model=model, prompt=prompt, temperature=0, max_tokens=ENDLESS, stream=True)
+    words = (word async for chunk in stream for word in chunk.choices[0].text.split())
+    for _ in range(3):
+        await anext(words)
+    await stream.close()
+
+
+def test_64_clients_get_the_text_of_generate_and_leave_nothing(address: str, llama: str) -> None:
+    """Of whom some stream, and eight go away in the middle; memory goes back, as `vmmkv top` and Prometheus see."""
+    expected = answers(56)
+
+    async def all_at_once() -> list[str | None]:
+        async with client(address) as server:
+            asked = [
+                ask(llama, server, answer.prompt, chat=number % 2 == 0, stream=number % 4 < 2)
+                for number, answer in enumerate(expected)
+            ]
+            left = [leave(llama, server, answer.prompt) for answer in expected[:8]]
+            return await asyncio.gather(*asked, *left)
+
+    assert asyncio.run(all_at_once())[:56] == [answer.text for answer in expected]
+    soon(lambda: metrics(address)["vmmkv:num_sequences"] == 0)
+    soon(lambda: metrics(address)["vmmkv:physical_bytes"] == 0)
+    told = metrics(address)
+    assert told["vmmkv:pages_created_total"] > 0
+    assert told["vmmkv:limit_bytes"] == 256 << 20
+    soon(lambda: (pool := published()) and pool["pages_created"] > 0 and pool["physical_bytes"] == 0)
+
+
+def published() -> dict[str, Any] | None:
+    """The server's pool, as `vmmkv top` shows it."""
+    records = json.loads(CliRunner().invoke(app, ["top", "--json"]).stdout)
+    pools = [pool for record in records if record["pid"] == os.getpid() for pool in record["pools"]]
+    return next((pool for pool in pools if pool["limit_bytes"] == 256 << 20), None)
+
+
+def test_who_is_named_late_misses_no_token(address: str, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole answer is there before transformers says whom to tell."""
+    [answer] = answers(1)
+
+    class LateStreamer(CBStreamer):
+        def __init__(self, manager: Any, *args: Any, **kwargs: Any) -> None:
+            soon(lambda: manager.input_queue.empty() and not manager.batch_processor.has_pending_requests())
+            super().__init__(manager, *args, **kwargs)
+
+    async def one() -> str:
+        async with client(address) as server:
+            await ask(llama, server, answer.prompt, chat=False, stream=False)
+            monkeypatch.setattr(their_utils, "CBStreamer", LateStreamer)
+            return await ask(llama, server, answer.prompt, chat=False, stream=True)
+
+    assert asyncio.run(one()) == answer.text
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def test_clients_are_told_why_they_are_refused(address: str, llama: str, keeps_states: str) -> None:
+    """And others are served meanwhile, and afterwards."""
+    [answer] = answers(1)
+
+    async def refused() -> str:
+        async with client(address) as server:
+            with pytest.raises(openai.BadRequestError, match="keeps something else"):
+                await ask(keeps_states, server, answer.prompt, chat=False, stream=False)
+            with pytest.raises(openai.BadRequestError, match=f"{ENDLESS + 2000} new ones; a row is 131072 long"):
+                await server.completions.create(model=llama, prompt=answer.prompt, max_tokens=ENDLESS + 2000)
+            return await ask(llama, server, answer.prompt, chat=False, stream=False)
+
+    assert asyncio.run(refused()) == answer.text
+
+
+def test_a_server_does_not_start_with_what_cannot_run_on_rows(llama: str, keeps_states: str) -> None:
+    with pytest.raises(vmmkv.UnsupportedError, match="keeps something else"), server(keeps_states):
+        pass
+    with pytest.raises(vmmkv.UnsupportedError, match="graphs of forward"), server(llama, "--cb-use-cuda-graph"):
+        pass
+
+
+def test_what_transformers_does_not_batch_stays_with_it() -> None:
+    state = serving.RowState(pytest.fail, continuous_batching=True)
+    assert not state.use_continuous_batching(tiny_model("llama-gqa", "eager", "cpu"), Modality.VLM)
+
+
+def test_a_server_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another version, names that have moved, and a library that is missing."""
+    monkeypatch.setattr(transformers, "__version__", "6.0.1")
+    with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"), server():
+        pass
+    monkeypatch.undo()
+    monkeypatch.setattr(serving, "Serve", type("Serve", (), {"__init__": lambda self: None}))
+    with pytest.raises(vmmkv.UnsupportedError, match="does not use GenerationState, build_server any more"), server():
+        pass
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, serving.__name__)
+    monkeypatch.setitem(sys.modules, "fastapi", None)
+    with pytest.raises(vmmkv.UnsupportedError, match=r"fastapi.*pip install \"vmmkv\[serve\]\""), server():
+        pass

@@ -1,0 +1,181 @@
+"""`transformers serve` on rows: its server, in which each model that is batched continuously keeps K and V in rows.
+
+This file is all that knows how that server is made. Three names mean something else for who uses them:
+
+    Serve               GenerationState, which says whether a model is batched      RowState puts it on rows, or refuses
+    Serve               build_server, which makes the app                           _build: /metrics, errors as answers
+    GenerationState     CBGenerateManager, which hands tokens to clients            RowGenerateManager loses none
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import typer
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from transformers import PreTrainedModel
+from transformers.cli.serve import Serve
+from transformers.cli.serving import server as their_server
+from transformers.cli.serving import utils as their_utils
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import CBGenerateManager, GenerationState, Modality
+
+from ..errors import SequenceTooLongError, UnsupportedError
+from ..metrics import PoolCollector
+from ..publication import publish
+from .continuous_batching import check_version, enable, with_names
+
+NAMES = {"GenerationState", "build_server"}
+"""What `Serve` imports while it is made, and finds something else."""
+
+
+def serve(
+    arguments: list[str],
+    *,
+    max_bytes: float | str | None = None,
+    max_seq_len: int | None = None,
+    idle_seconds: float = 10.0,
+) -> Serve:
+    """Runs the server to its end, and publishes its pools for `vmmkv top`.
+
+    A model that transformers batches continuously, and that cannot run on rows, is refused: at once where the server is
+    started with it, otherwise to whoever asks for it. What transformers runs a request at a time stays as it is.
+
+    Args:
+        arguments: those of `transformers serve`.
+        max_bytes, max_seq_len, idle_seconds: see `continuous_batching.enable`.
+
+    Raises:
+        UnsupportedError: the server of this version of transformers is not known here, or the model that it was to be
+            started with cannot run on rows.
+    """
+    check_version()
+    if moved := NAMES - {*Serve.__init__.__code__.co_names}:
+        raise UnsupportedError(f"transformers' Serve does not use {', '.join(sorted(moved))} any more")
+    to_rows = functools.partial(enable, max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds)
+    app = typer.Typer(add_completion=False)
+    app.command()(Serve)
+    command = typer.main.get_command(app)
+    with (
+        _in_place_of(their_utils, GenerationState=functools.partial(RowState, to_rows)),
+        _in_place_of(their_server, build_server=functools.partial(_build, their_server.build_server)),
+    ):
+        made: Serve = command.main(
+            ["--continuous-batching", *arguments], prog_name="vmmkv serve", standalone_mode=False
+        )
+    return made
+
+
+@contextmanager
+def _in_place_of(module: Any, **names: Any) -> Iterator[None]:
+    """Puts other things in the place of a module's."""
+    before = {name: getattr(module, name) for name in names}
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
+    """How requests are run: of models that are batched continuously, on rows."""
+
+    def __init__(self, to_rows: Callable[[PreTrainedModel], None], **options: Any) -> None:
+        super().__init__(**options)
+        self._to_rows = to_rows
+        self._on_rows: WeakSet[PreTrainedModel] = WeakSet()
+
+    def use_continuous_batching(self, model: PreTrainedModel, modality: Modality) -> bool:
+        """Says whether a model is batched continuously, and sees to it that it can be.
+
+        Raises:
+            UnsupportedError: it cannot run on rows, or not as the server was told to run models.
+        """
+        if not super().use_continuous_batching(model, modality):
+            return False
+        if model not in self._on_rows:
+            self._to_rows(model)
+            self._try_manager(model)
+            self._on_rows.add(model)
+        return True
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
+        get = with_names(GenerationState.get_manager, CBGenerateManager=RowGenerateManager)
+        return get(self, model_id, use_cb)
+
+    def _try_manager(self, model: Any) -> None:
+        """Makes a manager and drops it: so what is refused is refused before the first request."""
+        attention = model.config._attn_implementation
+        try:
+            model.init_continuous_batching(copy.deepcopy(model.generation_config), self._cb_config)
+        finally:
+            model.set_attn_implementation(attention)
+
+
+class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
+    """Hands the tokens of a model to who waits for them."""
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: dict[str, Any],
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> Any:
+        """Starts a request. transformers names who is to be told only then, when there may be tokens already: they wait
+        in the event loop, behind this call, for whoever is named by its end."""
+        assert self._cb is not None
+        handlers = self._cb.output_router.result_handlers
+        self._cb.register_result_handler(request_id, lambda output: handlers[request_id][0](output))
+        try:
+            return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+        except BaseException:
+            handlers.pop(request_id, None)
+            raise
+
+
+def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, **options: Any) -> FastAPI:
+    """Makes the app that `build` makes, and adds what is ours.
+
+    Raises:
+        UnsupportedError: the model that is loaded already cannot run on rows.
+    """
+    state: RowState = options["generation_state"]
+    for loaded in models.loaded_models.values():
+        state.use_continuous_batching(loaded.model, models.get_model_modality(loaded.model, loaded.processor))
+    app = build(models, *handlers, **options)
+    app.add_exception_handler(SequenceTooLongError, _refuse)
+    app.add_exception_handler(UnsupportedError, _refuse)
+    registry = CollectorRegistry()
+    registry.register(PoolCollector())
+
+    @app.get("/metrics")
+    def metrics() -> Response:
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    before = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
+        async with before(app) as told:
+            yield told
+        state.shutdown()  # its thread would keep the process alive
+
+    app.router.lifespan_context = lifespan
+    publish()
+    return app
+
+
+def _refuse(request: Request, error: Exception) -> JSONResponse:
+    """Answers a request that cannot be served, now or later, as OpenAI's server does."""
+    return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
