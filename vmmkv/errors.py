@@ -81,6 +81,10 @@ class TransferRefusedError(TransferError):
         self.reason = reason
 
 
+class RankFailedError(VmmkvError, RuntimeError):
+    """Another process of a tensor parallel group failed at what all have to do alike; its own error says why."""
+
+
 class OutOfRowsError(VmmkvError):
     """Every row of the cache belongs to a live sequence."""
 

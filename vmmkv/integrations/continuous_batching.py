@@ -46,6 +46,7 @@ from ..space.arena import ADDRESS_LIMIT
 from .attention import NOT_ABOUT_ATTENTION, can_attend, kernels_take
 from .batch import check_size
 from .packed_attention import Packed, attend, write
+from .row_ranks import RankedRequests, Ranks
 from .row_requests import NO_ROOM, RowRequests
 
 NAME = "vmmkv_rows"
@@ -105,6 +106,8 @@ def enable(
         raise _not_for_rows(model, "no position_ids, so that it cannot tell requests apart that lie in one batch")
     if not can_attend(model):
         raise _not_for_rows(model, "an attention of its own, or does more with masks, K or V than to hand them to it")
+    if _is_split_by_layers(model):
+        raise _not_for_rows(model, "layers on several devices, and rows lie on one; tensor parallelism splits heads")
     if pool is not None and max_bytes is not None:
         raise ArgumentError(f"got max_bytes={max_bytes!r} beside a pool, which has a limit; give it to the FramePool")
     if max_bytes is not None:
@@ -126,6 +129,13 @@ def enable(
 def disable(model: PreTrainedModel) -> None:
     """Has a model's continuous batching keep K and V in blocks again, from the next manager on."""
     vars(model).pop("init_continuous_batching", None)
+
+
+def _is_split_by_layers(model: PreTrainedModel) -> bool:
+    """Whether layers run on several devices: of this process (`device_map`), or of others (pipeline parallelism)."""
+    placed = {place for place in getattr(model, "hf_device_map", {}).values() if place not in ("cpu", "disk")}
+    parallel = getattr(model.config, "distributed_config", None)
+    return len(placed) > 1 or (getattr(parallel, "pp_size", None) or 1) > 1
 
 
 def check_version() -> None:
@@ -345,28 +355,26 @@ class RowCache(their_cache.PagedAttentionCache):
         """On which forward passes run."""
         self._options, self._groups = options, groups
         self._idle_since: float | None = None
-        pool = options.pool or FramePool(_budget(options, continuous_batching_config, groups), device=self.device)
-        token_bytes = [sum(group.layout.record_bytes) for group in groups]
+        self._ranks = Ranks(distributed_helper)
         host_bytes = _host_bytes(continuous_batching_config)
-        rows = _num_rows(options, groups, 2 * continuous_batching_config.max_requests_per_batch)
-        self.kv_caches = [
-            KVCache(
-                group.layout,
-                rows,
-                options.max_seq_len,
-                pool=pool,
-                large_frames=not group.window,
-                host_bytes=host_bytes * nbytes // sum(token_bytes),
-                host_priority=None if any(each.window for each in groups) else 30,
-            )
-            for group, nbytes in zip(groups, token_bytes)
-        ]
+        make_rows = functools.partial(self._make_rows, continuous_batching_config, host_bytes)
+        pages = int(self._ranks.attempt(make_rows)[1])
+        pool = self.kv_caches[0].pool
+        if options.pool is None and pages < pool.limit:
+            pool.set_limit(pages * pool.page_size)
         self.allow_block_sharing = continuous_batching_config.allow_block_sharing
         windows = [group.window for group in groups]
-        self.requests = RowRequests(self.kv_caches, windows, reuse=self.allow_block_sharing, has_host=bool(host_bytes))
+        make_requests = functools.partial(RankedRequests, self._ranks) if self._ranks.size > 1 else RowRequests
+        self.requests = make_requests(
+            self.kv_caches, windows, reuse=self.allow_block_sharing, has_host=bool(host_bytes)
+        )
         self.use_prefix_sharing = self.requests.reuse
+        self._ranks.check_alike("bytes of a page", pool.page_size)
+        self._ranks.check_alike("bytes of a token", sum(sum(group.layout.record_bytes) for group in groups))
+        self._ranks.check_alike("tokens of a row", options.max_seq_len)
+        self._ranks.check_alike("whether blocks are shared", self.use_prefix_sharing)
         self.max_batch_tokens = continuous_batching_config.max_batch_tokens or MAX_BATCH_TOKENS
-        self.num_blocks = pool.limit * pool.page_size // _block_bytes(continuous_batching_config, groups)
+        self.num_blocks = pages * pool.page_size // _block_bytes(continuous_batching_config, groups)
         self.max_blocks_per_request, self.max_decode_fast_path_length = 1, options.max_seq_len
         self.max_tokens_read, self.read_cache_limit = 0, None
         self.pool: Any = SimpleNamespace(try_to_free_sectors=_nothing)
@@ -384,13 +392,33 @@ class RowCache(their_cache.PagedAttentionCache):
         self._committed: dict[str, int] = {}
         """By request: tokens that others may begin with."""
 
+    def _make_rows(self, config: Any, host_bytes: int) -> int:
+        """Makes the rows of each layer group; returns the pages that they may take."""
+        options, groups = self._options, self._groups
+        pool = options.pool or FramePool(_budget(options, config, groups), device=self.device)
+        token_bytes = [sum(group.layout.record_bytes) for group in groups]
+        rows = _num_rows(options, groups, 2 * config.max_requests_per_batch)
+        self.kv_caches = [
+            KVCache(
+                group.layout,
+                rows,
+                options.max_seq_len,
+                pool=pool,
+                large_frames=not group.window,
+                host_bytes=host_bytes * nbytes // sum(token_bytes),
+                host_priority=None if any(each.window for each in groups) else 30,
+            )
+            for group, nbytes in zip(groups, token_bytes)
+        ]
+        return pool.limit
+
     # ------------------------------------------------------------------ admission
 
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         name, held = state.request_id, state.current_len()
         tokens = held + request_len
         if dry_run:
-            fits = self.requests.pages_missing(name, tokens) <= self.requests.available_pages
+            fits = self.requests.pages_missing(name, tokens) <= self._ranks.least(self.requests.available_pages)
             return fits and tokens <= self._options.max_seq_len
         with stream_context(self.stream):
             is_new = name not in self.requests and not self.requests.is_away(name)
@@ -411,7 +439,7 @@ class RowCache(their_cache.PagedAttentionCache):
         return False
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        left = self.requests.available_pages
+        left = self._ranks.least(self.requests.available_pages)
         for count, needed in enumerate(list_blocks_needed):
             left -= sum(needed.values())
             if left < 0:
@@ -420,7 +448,7 @@ class RowCache(their_cache.PagedAttentionCache):
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
         pages, pool = self.requests.available_pages, self.kv_caches[0].pool
-        return pages / pool.limit if relative else pages * pool.page_size
+        return self._ranks.least(pages / pool.limit if relative else pages * pool.page_size)
 
     def evict_cached_blocks(self) -> bool:
         return False  # what is kept gives way by itself

@@ -62,21 +62,41 @@ class RowRequests:
     def make_room(self, name: str, held: int, tokens: int) -> bool:
         """Sees to it that a request has room for `tokens` tokens, of which it holds the first ones already; brings them
         back from the host, where there is room for all. Returns whether there is; where there is not it holds what it
-        did.
+        did, and where it did.
 
         Raises:
             SequenceTooLongError: rows are shorter.
         """
-        if name in self._away and self.pages_of(tokens) > self.available_pages:
+        was_away = name in self._away
+        if was_away and self.pages_of(tokens) > self.available_pages:
             return False
         with suppress(*NO_ROOM):
             for sequence in self._away.get(name, []):
                 sequence.resume()
-            if name in self._away:
+            if was_away:
                 self._requests[name] = self._away.pop(name)
             self._grow(self._requests[name], held, tokens)
             return True
+        if was_away:
+            self.put_back(name)
         return False
+
+    def put_back(self, name: str) -> None:
+        """Moves tokens that came from the host back there, as far as there is room for them still."""
+        self._away.setdefault(name, self._requests.pop(name, []))
+        with suppress(OutOfHostMemoryError):
+            for sequence in self._away[name]:
+                if not sequence.is_suspended:
+                    sequence.suspend()
+
+    def holds_more(self, name: str, tokens: int) -> bool:
+        """Whether a request holds more than so many tokens on rows."""
+        return any(sequence.length > tokens for sequence in self._requests.get(name, []))
+
+    def take_back(self, name: str, tokens: int) -> None:
+        """Has a request hold no more than so many tokens."""
+        for sequence in self._requests[name]:
+            sequence.truncate(min(sequence.length, tokens))
 
     def _grow(self, sequences: list[Sequence], held: int, tokens: int) -> None:
         try:
