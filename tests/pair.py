@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from conftest import run_python
+from conftest import ROOT, run_python
 
 TIMEOUT = timedelta(minutes=5)
 """After which whoever waits for a process that is gone, and is not told so, has an error."""
@@ -36,6 +36,8 @@ def together(role: Callable[..., None], *args: str | int, backend: str = "gloo")
 
 def be_two(place: tuple[str, str, str, str], args: tuple[str | int, ...]) -> None:
     """Forks, and has both processes run a role: in a process that has used neither a GPU nor threads."""
+    sys.path.append(str(ROOT))  # roles may use benchmarks
+    import_module(place[2])  # once for both
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         other = os.fork()
@@ -55,8 +57,8 @@ def run(rank: int, place: tuple[str, str, str, str], args: tuple[str | int, ...]
     import torch.distributed as dist
 
     store, backend, module, role = place
+    sys.path.append(str(ROOT))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    sys.path.append(str(Path(__file__).parent.parent))  # roles may use benchmarks
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=TIMEOUT)

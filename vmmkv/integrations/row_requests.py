@@ -32,6 +32,8 @@ class RowRequests:
         self._requests: dict[str, list[Sequence]] = {}
         self._away: dict[str, list[Sequence]] = {}
         """Those whose tokens are on the host."""
+        self._is_refused = False
+        """Whether the driver has refused pages that the limit allows, since a request gave some back."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._requests
@@ -70,6 +72,7 @@ class RowRequests:
         was_away = name in self._away
         if was_away and self.pages_of(tokens) > self.available_pages:
             return False
+        is_allowed = self.pages_missing(name, tokens) <= self.available_pages
         with suppress(*NO_ROOM):
             for sequence in self._away.get(name, []):
                 sequence.resume()
@@ -77,6 +80,7 @@ class RowRequests:
                 self._requests[name] = self._away.pop(name)
             self._grow(self._requests[name], held, tokens)
             return True
+        self._is_refused |= is_allowed
         if was_away:
             self.put_back(name)
         return False
@@ -132,8 +136,8 @@ class RowRequests:
 
     @property
     def available_pages(self) -> int:
-        """Pages that hold no tokens of any request."""
-        return self.caches[0].available_pages
+        """Pages that hold no tokens of any request; none while the driver refuses some of them."""
+        return 0 if self._is_refused else self.caches[0].available_pages
 
     def commit(self, name: str, token_ids: list[int]) -> None:
         """Makes a request's first tokens known to others, if it was begun with tokens."""
@@ -153,7 +157,7 @@ class RowRequests:
     def put_away(self, name: str) -> bool:
         """Moves a request's tokens to the host; without room there it ends. Returns whether they are there."""
         sequences = self._requests.pop(name, [])
-        moved = False
+        moved = self._is_refused = False
         if sequences and self._has_host:
             with suppress(OutOfHostMemoryError):
                 for sequence in sequences:
@@ -167,7 +171,9 @@ class RowRequests:
 
     def end(self, name: str) -> None:
         """Ends a request that has its tokens on rows, if there is one of this name."""
-        self._free(self._requests.pop(name, []))
+        sequences = self._requests.pop(name, [])
+        self._is_refused &= not any(sequence.length for sequence in sequences)
+        self._free(sequences)
 
     def end_away(self, name: str) -> None:
         """Ends a request that has its tokens on the host, if there is one of this name."""

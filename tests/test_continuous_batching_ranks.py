@@ -1,0 +1,183 @@
+"""Continuous batching on rows by two processes, each with half of the heads: the tokens of `generate` in one process,
+and no hang, though one of them has less memory, forgets, is refused memory, or fails.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import soon
+from faulty import FaultyDriver
+from pair import together
+from test_continuous_batching import PAGE_SIZE, Served, answers
+from tiny_models import VOCABULARY, tiny_model
+from transformers import PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+import vmmkv
+from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.row_ranks import Ranks
+from vmmkv.memory.driver import open_driver
+
+HANG = 60.0
+"""Seconds after which a process that is not done says where it is, and ends."""
+MANY, FEW = 400, 12
+"""Pages that hold all requests, and two of them."""
+
+
+def split(model: PreTrainedModel) -> PreTrainedModel:
+    """A model of which this process keeps half of the heads, as `from_pretrained(distributed_config=...)` makes it."""
+    if model.config.tie_word_embeddings:  # what is there already can only be cut once
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    parallel, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=2), device_map=None)
+    return type(model).maybe_distribute_model(model, parallel, mesh)
+
+
+class Half:
+    """One of two processes that run a model, and what both are asked for."""
+
+    def __init__(self, rank: int, name: str, seed: int) -> None:
+        self.rank, self.random = rank, Random(seed)
+        whole = tiny_model(name, "eager", "cpu")
+        begin = self.prompt(40)
+        prompts = [self.prompt(self.random.randint(20, 60)) for _ in range(5)]
+        prompts += [begin + self.prompt(self.random.randint(1, 15)) for _ in range(3)]
+        self.expected = answers(whole, prompts)
+        self.model = split(whole)
+        self.group = dist.new_group()
+        self.had_more = 0
+        """How often there was more room here than in the other process."""
+
+    def prompt(self, tokens: int) -> list[int]:
+        return [self.random.randrange(2, VOCABULARY) for _ in range(tokens)]
+
+    @contextmanager
+    def serve(self, pages: int, driver: FaultyDriver | None = None, **options: Any) -> Iterator[Served]:
+        """Requests on so many pages, on which nothing is left in the end."""
+        pool = vmmkv.FramePool(pages * PAGE_SIZE, driver=driver or open_driver("cpu", PAGE_SIZE))
+        rows.enable(self.model, pool=pool, max_seq_len=100)
+        self.had_more = 0
+        with self.watched(), Served(self.model, safety_margin=0.0, **options) as served:
+            yield served
+            for cache in served.manager.batch_processor.cache.kv_caches:
+                cache.check()
+                assert cache.stats().tokens == 0 or not served.manager.is_running()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        attempt = Ranks.attempt
+
+        def count(ranks: Ranks, action: Callable[[], float]) -> tuple[float, float]:
+            here, least = attempt(ranks, action)
+            self.had_more += here > least
+            return here, least
+
+        with mock.patch.object(Ranks, "attempt", count):
+            yield
+
+    def dies_of(self, served: Served) -> type[Exception]:
+        """What a manager ends with; nobody who waits for an answer waits on."""
+        soon(lambda: not served.manager.is_running())
+        return type(served.manager.background_thread_status.fatal_error)
+
+
+# ---------------------------------------------------------------------- what becomes of requests
+
+
+def enough(half: Half) -> None:
+    with half.serve(MANY) as served:
+        for _ in range(2):
+            served.check(half.expected)
+        assert set(served.cache.layout.num_kv_heads) == {1}
+        assert served.cache.stats().cached_tokens > 0
+    assert half.had_more == 0
+
+
+def less_memory_in_one(half: Half) -> None:
+    """What gives way there gives way in both, to the host in both."""
+    with half.serve((MANY, FEW)[half.rank], cpu_offload_space=0.001) as served:
+        served.check(half.expected)
+    assert (half.had_more > 0) == (half.rank == 0)
+
+
+def no_host_in_one(half: Half) -> None:
+    """What cannot go to the host there is computed anew in both."""
+    with half.serve(FEW, cpu_offload_space=(0.001, 0.0)[half.rank]) as served:
+        served.check(half.expected)
+    assert (half.had_more > 0) == (half.rank == 0)
+
+
+def one_forgets(half: Half) -> None:
+    with half.serve(MANY) as served:
+        served.check(half.expected)
+        if half.rank == 1:
+            served.cache.trim()
+        dist.barrier(half.group)
+        served.check(half.expected)
+    assert (half.had_more > 0) == (half.rank == 0)
+
+
+def one_is_refused_memory(half: Half) -> None:
+    """By its driver, though the limit allows it: now and then, and from some page on."""
+    driver = FaultyDriver(open_driver("cpu", PAGE_SIZE))
+    if half.rank == 1:
+        driver.fail("create", skip=half.random.randrange(FEW), out_of_memory=True)
+        driver.fail("create", skip=FEW, out_of_memory=True, lasting=True)
+    with half.serve(MANY, driver, cpu_offload_space=0.001) as served:
+        served.check(half.expected)
+    assert (half.had_more > 0) == (half.rank == 0)
+
+
+# ---------------------------------------------------------------------- what ends in both
+
+
+def one_fails(half: Half) -> None:
+    driver = FaultyDriver(open_driver("cpu", PAGE_SIZE))
+    if half.rank == 1:
+        driver.fail("map", skip=half.random.randrange(FEW))
+    with half.serve(MANY, driver) as served:
+        served.ask(half.expected)
+        assert half.dies_of(served) is (vmmkv.RankFailedError, vmmkv.DriverError)[half.rank]
+
+
+def one_cannot_begin(half: Half) -> None:
+    rows.enable(half.model, max_bytes=("64MiB", 1)[half.rank])
+    with Served(half.model) as served:
+        assert half.dies_of(served) is (vmmkv.RankFailedError, vmmkv.BudgetError)[half.rank]
+
+
+def rows_of_several_lengths(half: Half) -> None:
+    rows.enable(half.model, max_bytes="64MiB", max_seq_len=(100, 101)[half.rank])
+    with Served(half.model) as served:
+        assert half.dies_of(served) is vmmkv.UnsupportedError
+
+
+def serve(rank: int, name: str, seed: int, scenarios: str) -> None:
+    faulthandler.dump_traceback_later(HANG, exit=True)
+    half = Half(rank, name, seed)
+    for scenario in scenarios.split():
+        globals()[scenario](half)
+    faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.mark.parametrize(
+    ("name", "scenarios"),
+    [
+        ("llama-gqa", [enough, no_host_in_one, one_forgets, one_is_refused_memory]),
+        ("llama-gqa", [one_fails, one_cannot_begin, rows_of_several_lengths]),
+        ("gemma3", [less_memory_in_one]),
+    ],
+    ids=["llama", "errors", "gemma3"],
+)
+def test_two_processes_do_what_one_does(name: str, scenarios: list[Callable[[Half], None]]) -> None:
+    seed = Random().randrange(1 << 32)
+    print(f"{seed=}")
+    together(serve, name, seed, " ".join(scenario.__name__ for scenario in scenarios))
