@@ -5,6 +5,7 @@ Weights are random and large enough for attention to decide what comes; pages ho
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from random import Random
@@ -13,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from faulty import FaultyDriver
 from parity.batching import NEW, Answer, answer, config
 from tiny_models import VOCABULARY, tiny_model
 from transformers import PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.memory.driver import open_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -148,6 +152,15 @@ def test_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: fl
             cache.check()
             assert cache.stats().tokens == 0
         assert own.stats().physical_bytes <= 30 * PAGE_SIZE
+
+
+def test_a_driver_that_gives_less_than_the_limit_allows(model: PreTrainedModel) -> None:
+    """As where others have taken the device's memory: what it has given is shared out."""
+    driver, expected = FaultyDriver(open_driver("cpu", PAGE_SIZE)), answers(model, prompts(Random(), 9, most=60))
+    driver.fail("create", skip=20, out_of_memory=True, lasting=True)
+    rows.enable(model, pool=vmmkv.FramePool(400 * PAGE_SIZE, driver=driver), max_seq_len=100)
+    with Served(model, cpu_offload_space=0.0, safety_margin=0.0) as served:
+        served.check(expected)
 
 
 def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTrainedModel) -> None:
@@ -312,6 +325,17 @@ def test_models_that_cannot_run_on_rows_are_refused() -> None:
     sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
     with pytest.raises(vmmkv.UnsupportedError, match="no position_ids"):
         rows.enable(transformers.BartForCausalLM(transformers.BartConfig(**sizes, vocab_size=9)))
+
+
+@pytest.mark.parametrize("parallel", [False, True], ids=["device_map", "pipeline"])
+def test_models_whose_layers_are_on_several_devices_are_refused(parallel: bool) -> None:
+    model = copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu"))
+    if parallel:
+        model.config.distributed_config = DistributedConfig(pp_size=2)
+    else:
+        model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers.0": 0, "model.layers.1": 1}
+    with pytest.raises(vmmkv.UnsupportedError, match="layers on several devices"):
+        rows.enable(model)
 
 
 def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
