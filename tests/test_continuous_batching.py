@@ -156,7 +156,7 @@ def test_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: fl
 
 def test_a_driver_that_gives_less_than_the_limit_allows(model: PreTrainedModel) -> None:
     """As where others have taken the device's memory: what it has given is shared out."""
-    driver, expected = FaultyDriver(open_driver("cpu", PAGE_SIZE)), answers(model, prompts(Random(), 9, most=60))
+    driver, expected = FaultyDriver(open_driver("cpu", PAGE_SIZE)), answers(model, Random(), 9, most=60)
     driver.fail("create", skip=20, out_of_memory=True, lasting=True)
     rows.enable(model, pool=vmmkv.FramePool(400 * PAGE_SIZE, driver=driver), max_seq_len=100)
     with Served(model, cpu_offload_space=0.0, safety_margin=0.0) as served:

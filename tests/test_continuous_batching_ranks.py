@@ -46,10 +46,9 @@ class Half:
     def __init__(self, rank: int, name: str, seed: int) -> None:
         self.rank, self.random = rank, Random(seed)
         whole = tiny_model(name, "eager", "cpu")
-        begin = self.prompt(40)
-        prompts = [self.prompt(self.random.randint(20, 60)) for _ in range(5)]
-        prompts += [begin + self.prompt(self.random.randint(1, 15)) for _ in range(3)]
-        self.expected = answers(whole, prompts)
+        self.expected = answers(whole, self.random, 3, most=15, begin=self.prompt(40))
+        for _ in range(5):
+            self.expected += answers(whole, self.random, 1, begin=self.prompt(20))
         self.model = split(whole)
         self.group = dist.new_group()
         self.had_more = 0
