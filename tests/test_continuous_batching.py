@@ -68,8 +68,8 @@ class Served:
     def __enter__(self) -> Served:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.manager.stop(block=True)
+    def __exit__(self, error: object, *_: object) -> None:
+        self.manager.stop(block=True, hard_stop=error is not None)
         self.manager.destroy()
 
     @property
@@ -246,6 +246,39 @@ def test_two_models_share_a_pool() -> None:
     finally:
         for each in models:
             rows.disable(each)
+
+
+def test_memory_that_others_have_is_waited_for(model: PreTrainedModel) -> None:
+    own, expected = pool(30), answers(model, Random(), 3)
+    rows.enable(model, pool=own, max_seq_len=100)
+    with Served(model) as served:
+        served.check(expected)
+        other = vmmkv.KVCache(served.cache.layout, 1, 1000, pool=own)
+        sequence = other.sequence(30 * PAGE_SIZE // served.cache.layout.token_bytes)
+        names = served.ask(expected)
+        assert served.manager.get_result(timeout=0.5) is None
+        sequence.free()
+        for name, result in served.results(len(names)).items():
+            assert result.generated_tokens == served.asked[name].tokens
+
+
+def test_a_request_that_there_is_no_memory_for_ends_alone(model: PreTrainedModel) -> None:
+    """Also one that only its answer makes too long."""
+    expected = answers(model, Random(), 2, most=8)
+    rows.enable(model, pool=pool(8), max_seq_len=200)
+    with Served(model, safety_margin=0.0) as served:
+        page = PAGE_SIZE // served.manager.groups[0].layout.token_bytes
+        long = [served.manager.add_request([7] * (9 * page), max_new_tokens=2)]
+        long.append(served.manager.add_request([7], max_new_tokens=9 * page))
+        names, done = served.ask(expected), {}
+        while len(done) < 4:
+            result = served.manager.get_result(timeout=1)
+            if result is not None and result.is_finished():
+                done[result.request_id] = result
+        for name in long:
+            assert "Give enable() a larger max_bytes" in done[name].error
+        for name in names:
+            assert done[name].generated_tokens == served.asked[name].tokens
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -37,7 +37,7 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 from transformers.generation.continuous_batching.utils import stream_context
 
 from ..cache import KVCache
-from ..errors import ArgumentError, SequenceTooLongError, UnsupportedAttentionError, UnsupportedError
+from ..errors import ArgumentError, OutOfPagesError, SequenceTooLongError, UnsupportedAttentionError, UnsupportedError
 from ..layout import KVLayout
 from ..memory.budget import parse_bytes
 from ..memory.driver.limits import memory as host_memory
@@ -316,6 +316,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
     """Makes one forward pass after another."""
 
     cache: RowCache
+    offloading_manager: RowOffloading
 
     def __init__(self, **kwargs: Any) -> None:
         begin = with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
@@ -324,9 +325,34 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many
 
     def prepare_next_batch(self) -> bool:
-        found = super().prepare_next_batch()
+        self.offloading_manager.is_stuck = False
+        try:
+            found = bool(super().prepare_next_batch())
+        except RuntimeError:
+            if not self.offloading_manager.is_stuck:
+                raise
+            found = False
+            if not self.cache.others_hold_memory():  # otherwise it may come yet
+                self._end_first()
         self.cache.note_work(found or self.has_pending_requests())
-        return bool(found)
+        return found
+
+    def _end_first(self) -> None:
+        """Ends the request that is next, for which there is no memory though nobody else has any."""
+        scheduler = self.scheduler
+        starved = [state for state, _ in scheduler.starved_requests]
+        waiting = [scheduler.waiting_requests[name] for name in scheduler.waiting_requests_order]
+        state = (starved + waiting)[0]
+        tokens = len(state.initial_tokens) + state.generated_len()
+        needed, pool = self.cache.requests.pages_of(tokens), self.cache.kv_caches[0].pool
+        error = OutOfPagesError(
+            f"asked for {needed} pages, of {tokens} tokens, for request {state.request_id} alone; the limit is "
+            f"{pool.limit} pages. Give enable() a larger max_bytes",
+            requested=needed,
+            available=pool.limit,
+        )
+        self._handle_request_error(error, state)
+        scheduler.set_request_cancellation(state.request_id)
 
 
 class RowCache(their_cache.PagedAttentionCache):
@@ -449,6 +475,12 @@ class RowCache(their_cache.PagedAttentionCache):
     def compute_free_capacity(self, relative: bool = True) -> int | float:
         pages, pool = self.requests.available_pages, self.kv_caches[0].pool
         return self._ranks.least(pages / pool.limit if relative else pages * pool.page_size)
+
+    def others_hold_memory(self) -> bool:
+        """Whether others on the pool, in any process, use some of it."""
+        stats = self.kv_caches[0].pool.stats()
+        used = sum(cache.stats().pages["used"] for cache in self.kv_caches) * self.kv_caches[0].page_size
+        return self._ranks.least(-max(stats.used_bytes - used, stats.leased_bytes)) < 0
 
     def evict_cached_blocks(self) -> bool:
         return False  # what is kept gives way by itself
@@ -579,12 +611,18 @@ class RowOffloading(OffloadingManager):
     """Moves requests to the host, and has them started anew where there is no room."""
 
     cache: RowCache
+    is_stuck = False
+    """Whether it could last do nothing for who lacks memory."""
 
     def __init__(self, cpu_offload_space_gib: float | None, **kwargs: Any) -> None:
         super().__init__(cpu_offload_space_gib=0.0, **kwargs)  # rows have a place of their own there
 
     def _compute_num_cpu_sectors(self, *args: Any) -> int:
         return 0
+
+    def offload_requests(self) -> bool:
+        self.is_stuck = not super().offload_requests()
+        return not self.is_stuck
 
     def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
         moved = {state.request_id for state in victims if self.cache.requests.is_away(state.request_id)}
