@@ -19,9 +19,11 @@ from parity.batching import NEW, Answer, answer, config
 from tiny_models import VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.memory.driver import open_driver
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
@@ -201,6 +203,16 @@ def test_several_answers_to_one_prompt(model: PreTrainedModel) -> None:
         assert [result.generated_tokens for result in results] == [each.tokens for each in expected for _ in range(3)]
 
 
+def test_several_answers_where_nothing_is_left_to_compute_before_they_fork(model: PreTrainedModel) -> None:
+    """A prompt of one token, and one that is known already but for its last."""
+    expected = answers(model, Random(), 1, most=1) + answers(model, Random(), 1, most=60)
+    rows.enable(model, pool=pool(200), max_seq_len=100)
+    with Served(model, num_return_sequences=3) as served:
+        for each in (*expected, expected[1]):
+            served.manager.add_request(each.prompt)
+            assert [result.generated_tokens for result in served.results(3).values()] == [each.tokens] * 3
+
+
 def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None:
     random, own = Random(), pool(40)
     expected = answers(model, random, 3)
@@ -218,6 +230,49 @@ def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None
         assert served.cache.stats().tokens == 0
 
 
+def test_who_waits_goes_on_when_all_others_are_cancelled(model: PreTrainedModel) -> None:
+    """Nobody finishes then, which is what those wait for that gave way."""
+    first, second = [7] * 10, [8] * 10
+    rows.enable(model, pool=pool(24), max_seq_len=200)
+    manager = model.init_continuous_batching(**config(safety_margin=0.0))
+    manager.batch_processor = processor = manager._create_batch_processor()
+    for prompt in (first, second):
+        manager.add_request(prompt, max_new_tokens=150)
+
+    def step() -> None:
+        if processor.prepare_next_batch():
+            processor._generation_step(model)
+            processor.update_batch()
+
+    scheduler = processor.scheduler
+    while not scheduler.waiting_requests or not scheduler.active_requests:
+        step()
+    (waiting,), (active,) = scheduler.waiting_requests, scheduler.active_requests
+    manager.cancel_request(active)
+    for _ in range(2):
+        step()
+    assert list(scheduler.active_requests) == [waiting]
+    processor.reset()
+    model.set_attn_implementation("eager")
+
+
+def test_who_comes_back_from_the_host_needs_room_for_what_its_window_holds() -> None:
+    own, layout = pool(12), vmmkv.KVLayout(1, 1, 64, torch.float32)
+    with vmmkv.KVCache(layout, 2, 1000, pool=own, host_bytes="1MiB") as cache:
+        requests, window = RowRequests([cache], [7], reuse=False, has_host=True), 7
+        requests.begin("long", 900)
+        for held in range(0, 900, 20):
+            assert requests.make_room("long", held, held + 20)
+        assert requests.pages_of(900) > own.limit
+        (row,) = requests.rows("long")
+        cache.kv(0)[0][row, 900 - window : 900] = 5.0
+        assert requests.put_away("long")
+        assert requests.make_room("long", 900, 901)
+        (row,) = requests.rows("long")
+        assert (cache.kv(0)[0][row, 900 - window : 900] == 5.0).all()
+        requests.end("long")
+
+
 def test_memory_goes_back_once_nobody_asks_for_anything(model: PreTrainedModel) -> None:
     own, expected = pool(100), answers(model, Random(), 3)
     rows.enable(model, pool=own, max_seq_len=100, idle_seconds=0.0)
@@ -228,6 +283,45 @@ def test_memory_goes_back_once_nobody_asks_for_anything(model: PreTrainedModel) 
             while own.stats().physical_bytes and time.monotonic() < deadline:
                 time.sleep(0.01)
             assert own.stats().physical_bytes == 0
+
+
+def test_a_manager_may_stop_and_start_again(model: PreTrainedModel) -> None:
+    """Another one may have been made before, and not been started."""
+    expected = answers(model, Random(), 2)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    forgotten = model.init_continuous_batching(**config())
+    with Served(model) as served:
+        served.check(expected)
+        served.manager.stop(block=True)
+        model.set_attn_implementation("eager")
+        served.manager.start()
+        served.check(expected)
+    forgotten.destroy()
+    model.set_attn_implementation("eager")
+
+
+def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
+    """It runs in a thread of its own, without autocast, and not as in training."""
+    model = tiny_model("gpt2", "eager", "cpu")  # which has dropout
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    try:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            (result,) = model.train().generate_batch([expected.prompt], **config()).values()
+        assert result.generated_tokens == expected.tokens
+    finally:
+        rows.disable(model)
+        model.eval()
+
+
+@pytest.mark.parametrize("model", ["llama-gqa", "mistral"], indirect=True)
+def test_requests_that_are_made_up_have_room(model: PreTrainedModel) -> None:
+    """Also for tokens that they say were computed, of which a window may have left some."""
+    rows.enable(model, pool=pool(400), max_seq_len=900)
+    processor = model.init_continuous_batching(**config())._create_batch_processor()
+    assert len(create_warmup_future_states(2, RequestStatus.DECODING, 1, 256, processor.cache)) == 2
+    processor.cache.reset()
+    model.set_attn_implementation("eager")
 
 
 def test_two_models_share_a_pool() -> None:
@@ -328,6 +422,27 @@ def test_what_does_not_fit_a_row_is_refused_when_it_is_asked_for(model: PreTrain
         with pytest.raises(vmmkv.SequenceTooLongError, match="25 tokens and 12 new ones"):
             served.manager.add_request([5] * 25)
         served.check(expected)
+
+
+def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> None:
+    """Both would write into one row; the other one goes on."""
+    (expected,) = answers(model, Random(), 1, most=60)
+    rows.enable(model, pool=pool(200), max_seq_len=300)
+    with Served(model) as served:
+        with served.manager.pause():
+            served.manager.add_request(expected.prompt, "name")
+            served.manager.add_request([7] * 200, "name")
+        results = [served.manager.get_result(timeout=60) for _ in range(2)]
+        assert "which another request has" in results[0].error
+        assert results[1].generated_tokens == expected.tokens
+
+
+def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) -> None:
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model) as served:
+        model.set_attn_implementation("eager")
+        served.manager.add_request([5] * 9)
+        assert 'runs attn_implementation="eager"' in served.manager.get_result(timeout=60).error
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ that knows how they ask for their cache:
 
     manager     chooses attention, and makes a processor        RowManager
     processor   makes what offloads                             RowProcessor
+    scheduler   chooses requests                                RowScheduler
     cache       admits, writes, forks, finds prefixes           RowCache
     offloading  moves tokens to the host                        RowOffloading
 
@@ -34,6 +35,7 @@ from transformers.generation.continuous_batching.cache_allocators import SLIDING
 from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
 from transformers.generation.continuous_batching.utils import stream_context
 
 from ..cache import KVCache
@@ -207,7 +209,7 @@ def _groups(model: PreTrainedModel) -> list[Group]:
         kinds = their_cache.group_layers_by_attn_type(config)
     except ValueError as error:
         raise _not_for_rows(model, f"a kind of layer that keeps something else ({error})") from None
-    with torch.no_grad():
+    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # as in the thread that runs the model
         model(input_ids=token, position_ids=token, cache=probe, use_cache=False)
     if sorted(probe.shapes) != sorted(layer for layers in kinds.values() for layer in layers) or len(probe.dtypes) > 1:
         raise _not_for_rows(model, f"{config.num_hidden_layers} layers, of which not all keep K and V of one dtype")
@@ -229,7 +231,7 @@ def _not_for_rows(model: PreTrainedModel, what: str) -> UnsupportedError:
     )
 
 
-# ---------------------------------------------------------------------- the four of them
+# ---------------------------------------------------------------------- the five of them
 
 
 class RowManager(their_api.ContinuousBatchingManager):
@@ -239,11 +241,11 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def __init__(self, model: Any, continuous_batching_config: Any, **kwargs: Any) -> None:
         config = _with_defaults(continuous_batching_config, model.device)
-        before = model.config._attn_implementation
+        before, was_training = model.config._attn_implementation, model.training
         try:
-            super().__init__(model=model, continuous_batching_config=config, **kwargs)
+            super().__init__(model=model.eval(), continuous_batching_config=config, **kwargs)
         except BaseException:
-            model.set_attn_implementation(before)
+            model.train(was_training).set_attn_implementation(before)
             raise
         self.continuous_batching_config.max_blocks_per_request = 1  # a row; their own kernels need not be there
         if not self.groups[0].has_kernels:
@@ -251,11 +253,16 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         before = model.config._attn_implementation
-        if before == NAME:
-            return
-        model.set_attn_implementation(NAME)
-        self._original_attn_impl = before
+        if before != NAME:
+            model.set_attn_implementation(NAME)
+            self._original_attn_impl = before
         self.groups = _groups(model)
+
+    def start(self) -> None:
+        """Starts taking requests: see `ContinuousBatchingManager.start`."""
+        if not self.is_running():
+            self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
+        super().start()
 
     def add_request(
         self,
@@ -285,6 +292,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             their_api.ContinuousBatchingManager._create_batch_processor,
             PagedAttentionCache=made,
             ContinuousBatchProcessor=RowProcessor,
+            FIFOScheduler=SCHEDULERS["fifo"],
+            SCHEDULER_MAPPING=SCHEDULERS,
         )
         return create(self)
 
@@ -353,6 +362,44 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         )
         self._handle_request_error(error, state)
         scheduler.set_request_cancellation(state.request_id)
+
+    def _generation_step(self, model: Any) -> None:
+        chosen = model.config._attn_implementation
+        if chosen != NAME:
+            raise UnsupportedAttentionError(
+                f'{type(model).__name__} runs attn_implementation="{chosen}" under a manager whose K and V lie in '
+                "rows. Another manager of this model has stopped, or somebody chose it; stop this one first"
+            )
+        batches: Any = self.inputs_and_outputs
+        batch = batches.io_pairs[batches.current_pair].host_io if self.use_async_batching else batches
+        if any(request.query_length for request in batch.requests_in_batch):
+            super()._generation_step(model)
+        else:  # there is nothing to compute before all of them fork
+            batches.retrieve_device_outputs()
+
+
+class RowScheduler(Scheduler):
+    """Chooses requests for a forward pass, with one of theirs."""
+
+    def add_waiting_request(self, state: RequestState) -> None:
+        """Lets a request wait.
+
+        Raises:
+            ArgumentError: another one of its name is not done. Both would write into one row.
+        """
+        name = state.request_id
+        if name in self.active_requests or name in self.waiting_requests:
+            raise ArgumentError(f"got request_id={name!r}, which another request has that is not done; give another")
+        super().add_waiting_request(state)
+
+    def clear_cancelled_requests(self) -> list[RequestState]:
+        cancelled: list[RequestState] = super().clear_cancelled_requests()
+        if not self.active_requests:
+            self.block_new_requests = False  # until one finishes, and there is none
+        return cancelled
+
+
+SCHEDULERS = {name: type(f"Row{kind.__name__}", (RowScheduler, kind), {}) for name, kind in SCHEDULER_MAPPING.items()}
 
 
 class RowCache(their_cache.PagedAttentionCache):

@@ -113,7 +113,7 @@ class RankedRequests(RowRequests):
             return super().make_room(name, held, tokens)
         self._sure.pop(name, None)
         was_away = self.is_away(name)
-        if was_away and self.pages_of(tokens) > self._ranks.least(self.available_pages):
+        if was_away and self.pages_to_return(name, tokens) > self._ranks.least(self.available_pages):
             return False
         here, least = self._ranks.attempt(partial(super().make_room, name, held, tokens))
         if least:

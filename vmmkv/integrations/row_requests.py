@@ -32,6 +32,8 @@ class RowRequests:
         self._requests: dict[str, list[Sequence]] = {}
         self._away: dict[str, list[Sequence]] = {}
         """Those whose tokens are on the host."""
+        self._starts: dict[str, list[int]] = {}
+        """By request that was moved there, of each group the first token that it held."""
         self._is_refused = False
         """Whether the driver has refused pages that the limit allows, since a request gave some back."""
 
@@ -70,7 +72,7 @@ class RowRequests:
             SequenceTooLongError: rows are shorter.
         """
         was_away = name in self._away
-        if was_away and self.pages_of(tokens) > self.available_pages:
+        if was_away and self.pages_to_return(name, tokens) > self.available_pages:
             return False
         is_allowed = self.pages_missing(name, tokens) <= self.available_pages
         with suppress(*NO_ROOM):
@@ -107,8 +109,8 @@ class RowRequests:
             for sequence, window in zip(sequences, self.windows):
                 if sequence.length > held:
                     sequence.truncate(held)  # what is written again may lie in others by now
-                if window and held > window:
-                    sequence.release_before(max(held - window, sequence.start))  # one more than it will ask for
+                if window:  # one more than it will ask for
+                    sequence.release_before(max(sequence.length - window, sequence.start))
                 sequence.extend(tokens - sequence.length)
         except NO_ROOM:
             for sequence in sequences:
@@ -119,6 +121,16 @@ class RowRequests:
         """Pages that so many tokens of a request lie in."""
         size = self.caches[0].page_size
         return sum(-(-tokens * record // size) for cache in self.caches for record in cache.layout.record_bytes)
+
+    def pages_to_return(self, name: str, tokens: int) -> int:
+        """Pages that a request needs to come back from the host and have room for so many tokens."""
+        size = self.caches[0].page_size
+        left = sum(
+            start * record // size
+            for cache, start in zip(self.caches, self._starts[name])
+            for record in cache.layout.record_bytes
+        )
+        return self.pages_of(tokens) - left
 
     def fills_pages(self, before: int, tokens: int) -> bool:
         """Whether a request that grows to so many tokens fills a page."""
@@ -157,6 +169,7 @@ class RowRequests:
     def put_away(self, name: str) -> bool:
         """Moves a request's tokens to the host; without room there it ends. Returns whether they are there."""
         sequences = self._requests.pop(name, [])
+        self._starts[name] = [sequence.start for sequence in sequences]
         moved = self._is_refused = False
         if sequences and self._has_host:
             with suppress(OutOfHostMemoryError):
@@ -164,7 +177,7 @@ class RowRequests:
                     sequence.suspend()
                 moved = True
         if moved:
-            self._away[name] = sequences
+            self._away[name] = Away(sequences, starts)
         else:
             self._free(sequences)
         return moved
@@ -177,6 +190,7 @@ class RowRequests:
 
     def end_away(self, name: str) -> None:
         """Ends a request that has its tokens on the host, if there is one of this name."""
+        self._starts.pop(name, None)
         self._free(self._away.pop(name, []))
 
     def end_all(self) -> None:
