@@ -102,6 +102,26 @@ class Served:
             assert results[name].generated_tokens == self.asked[name].tokens
 
 
+class ByHand:
+    """A manager whose batches are run here, one by one."""
+
+    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+        self.manager = model.init_continuous_batching(**config(safety_margin=0.0, **options))
+        self.manager.batch_processor = self.processor = self.manager._create_batch_processor()
+
+    def step(self) -> bool:
+        """Runs a batch, if there is one; returns whether there was."""
+        found = self.processor.prepare_next_batch()
+        if found:
+            self.processor._generation_step(self.manager.model)
+            self.processor.update_batch()
+        return bool(found)
+
+    def end(self) -> None:
+        self.processor.reset()
+        self.manager.model.set_attn_implementation("eager")
+
+
 # ---------------------------------------------------------------------- the same tokens
 
 
@@ -232,28 +252,39 @@ def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None
 
 def test_who_waits_goes_on_when_all_others_are_cancelled(model: PreTrainedModel) -> None:
     """Nobody finishes then, which is what those wait for that gave way."""
-    first, second = [7] * 10, [8] * 10
     rows.enable(model, pool=pool(24), max_seq_len=200)
-    manager = model.init_continuous_batching(**config(safety_margin=0.0))
-    manager.batch_processor = processor = manager._create_batch_processor()
-    for prompt in (first, second):
-        manager.add_request(prompt, max_new_tokens=150)
-
-    def step() -> None:
-        if processor.prepare_next_batch():
-            processor._generation_step(model)
-            processor.update_batch()
-
-    scheduler = processor.scheduler
+    by_hand = ByHand(model)
+    for prompt in ([7] * 10, [8] * 10):
+        by_hand.manager.add_request(prompt, max_new_tokens=150)
+    scheduler = by_hand.processor.scheduler
     while not scheduler.waiting_requests or not scheduler.active_requests:
-        step()
+        by_hand.step()
     (waiting,), (active,) = scheduler.waiting_requests, scheduler.active_requests
-    manager.cancel_request(active)
+    by_hand.manager.cancel_request(active)
     for _ in range(2):
-        step()
+        by_hand.step()
     assert list(scheduler.active_requests) == [waiting]
-    processor.reset()
-    model.set_attn_implementation("eager")
+    by_hand.end()
+
+
+def test_who_finds_all_memory_with_others_waits(model: PreTrainedModel) -> None:
+    """A pool has other users, and what they give back is for who waits; too much for the pool is an error."""
+    (expected,) = answers(model, Random(), 1, most=9)
+    own = pool(30)
+    rows.enable(model, pool=own, max_seq_len=900)
+    by_hand = ByHand(model, max_batch_tokens=800)
+    other = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64, torch.float32), 1, 1000, pool=own)
+    sequence = other.sequence(15 * PAGE_SIZE // 256)
+    by_hand.manager.add_request(expected.prompt)
+    assert not by_hand.step()
+    sequence.free()
+    while by_hand.step():
+        pass
+    assert by_hand.manager.output_router.output_queue.get_nowait().generated_tokens == expected.tokens
+    by_hand.manager.add_request([5] * 700)
+    with pytest.raises(RuntimeError, match="No requests can be scheduled"):
+        by_hand.step()
+    by_hand.end()
 
 
 def test_who_comes_back_from_the_host_needs_room_for_what_its_window_holds() -> None:
@@ -422,6 +453,20 @@ def test_what_does_not_fit_a_row_is_refused_when_it_is_asked_for(model: PreTrain
         with pytest.raises(vmmkv.SequenceTooLongError, match="25 tokens and 12 new ones"):
             served.manager.add_request([5] * 25)
         served.check(expected)
+
+
+def test_a_request_without_tokens_is_refused(model: PreTrainedModel) -> None:
+    rows.enable(model, pool=pool(10), max_seq_len=100)
+    with Served(model) as served, pytest.raises(vmmkv.ArgumentError, match="no input_ids"):
+        served.manager.add_request([])
+
+
+def test_a_manager_that_was_kept_is_gone_with_its_rows(model: PreTrainedModel) -> None:
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    model.generate_batch([[5] * 9], persistent_manager=True, **config())
+    rows.disable(model)
+    with Served(model, num_blocks=50, page_size=16, max_memory_percent=0.9) as served:
+        assert not isinstance(served.manager, rows.RowManager)
 
 
 def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> None:
