@@ -267,26 +267,6 @@ def test_who_waits_goes_on_when_all_others_are_cancelled(model: PreTrainedModel)
     by_hand.end()
 
 
-def test_who_finds_all_memory_with_others_waits(model: PreTrainedModel) -> None:
-    """A pool has other users, and what they give back is for who waits; too much for the pool is an error."""
-    (expected,) = answers(model, Random(), 1, most=9)
-    own = pool(30)
-    rows.enable(model, pool=own, max_seq_len=900)
-    by_hand = ByHand(model, max_batch_tokens=800)
-    other = vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64, torch.float32), 1, 1000, pool=own)
-    sequence = other.sequence(15 * PAGE_SIZE // 256)
-    by_hand.manager.add_request(expected.prompt)
-    assert not by_hand.step()
-    sequence.free()
-    while by_hand.step():
-        pass
-    assert by_hand.manager.output_router.output_queue.get_nowait().generated_tokens == expected.tokens
-    by_hand.manager.add_request([5] * 700)
-    with pytest.raises(RuntimeError, match="No requests can be scheduled"):
-        by_hand.step()
-    by_hand.end()
-
-
 def test_who_comes_back_from_the_host_needs_room_for_what_its_window_holds() -> None:
     own, layout = pool(12), vmmkv.KVLayout(1, 1, 64, torch.float32)
     with vmmkv.KVCache(layout, 2, 1000, pool=own, host_bytes="1MiB") as cache:

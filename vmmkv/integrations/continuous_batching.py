@@ -389,8 +389,6 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
 class RowScheduler(Scheduler):
     """Chooses requests for a forward pass, with one of theirs."""
 
-    cache: RowCache
-
     def add_waiting_request(self, state: RequestState) -> None:
         """Lets a request wait.
 
@@ -401,12 +399,6 @@ class RowScheduler(Scheduler):
         if name in self.active_requests or name in self.waiting_requests:
             raise ArgumentError(f"got request_id={name!r}, which another request has that is not done; give another")
         super().add_waiting_request(state)
-
-    def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[Any, bool, int, int]:
-        requests, is_decode, queries, reads = super().schedule_batch(token_budget, cache_budget)  # type: ignore[safe-super]
-        if requests is None and not self.active_requests and self.cache.others_hold_memory:
-            requests = []  # to wait; None is for ever
-        return requests, is_decode, queries, reads
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled: list[RequestState] = super().clear_cancelled_requests()
@@ -544,11 +536,6 @@ class RowCache(their_cache.PagedAttentionCache):
         stats = self.kv_caches[0].pool.stats()
         used = sum(cache.stats().pages["used"] for cache in self.kv_caches) * self.kv_caches[0].page_size
         return self._ranks.least(-max(stats.used_bytes - used, stats.leased_bytes)) < 0
-
-    @property
-    def others_hold_memory(self) -> bool:
-        """Whether there would be more memory if others on the pool had none, and no request here was active."""
-        return self.requests.available_pages < self.kv_caches[0].pool.limit
 
     def evict_cached_blocks(self) -> bool:
         return False  # what is kept gives way by itself

@@ -177,7 +177,7 @@ class RowRequests:
                     sequence.suspend()
                 moved = True
         if moved:
-            self._away[name] = Away(sequences, starts)
+            self._away[name] = sequences
         else:
             self._free(sequences)
         return moved
@@ -186,6 +186,8 @@ class RowRequests:
         """Ends a request that has its tokens on rows, if there is one of this name."""
         sequences = self._requests.pop(name, [])
         self._is_refused &= not any(sequence.length for sequence in sequences)
+        if name not in self._away:
+            self._starts.pop(name, None)
         self._free(sequences)
 
     def end_away(self, name: str) -> None:
