@@ -367,6 +367,28 @@ def test_memory_that_others_have_is_waited_for(model: PreTrainedModel) -> None:
             assert result.generated_tokens == served.asked[name].tokens
 
 
+def test_two_models_that_wait_for_each_others_memory_go_on() -> None:
+    """Each has a request that cannot grow, and half of the memory."""
+    own, new = pool(20), 60
+    models = [tiny_model(name, "eager", "cpu") for name in ("llama-gqa", "qwen3")]
+    expected = [answers(each, Random(), 2, most=9, new=new) for each in models]
+    for each in models:
+        rows.enable(each, pool=own, max_seq_len=200)
+    try:
+        with Served(models[0], safety_margin=0.0) as first, Served(models[1], safety_margin=0.0) as second:
+            for served, some in zip((first, second), expected):
+                for number, each in enumerate(some):
+                    served.manager.add_request(each.prompt, str(number), max_new_tokens=new)
+            for served, some in zip((first, second), expected):
+                results = served.results(len(some))
+                assert [results[str(number)].generated_tokens for number in range(len(some))] == [
+                    each.tokens for each in some
+                ]
+    finally:
+        for each in models:
+            rows.disable(each)
+
+
 def test_a_request_that_there_is_no_memory_for_ends_alone(model: PreTrainedModel) -> None:
     """Also one that only its answer makes too long."""
     expected = answers(model, Random(), 2, most=8)

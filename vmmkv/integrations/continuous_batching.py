@@ -349,10 +349,20 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
             if not self.offloading_manager.is_stuck:
                 raise
             found = False
-            if not self.cache.others_hold_memory():  # otherwise it may come yet
+            if self.cache.others_hold_memory():
+                self._give_way()  # it may come yet, and others may wait for ours
+            else:
                 self._end_first()
         self.cache.note_work(found or self.has_pending_requests())
         return found
+
+    def _give_way(self) -> None:
+        """Has requests that cannot grow begin anew later, with what is known of them by then."""
+        for state, _ in self.scheduler.starved_requests:
+            again = state.create_equivalent_initial_request()
+            state._status = RequestStatus.FINISHED  # as where requests are offloaded: not the end of its life
+            self.scheduler.finish_request(state.request_id)
+            self.scheduler.add_waiting_request(again)
 
     def _end_first(self) -> None:
         """Ends the request that is next, for which there is no memory though nobody else has any."""
