@@ -360,7 +360,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         """Has requests that cannot grow begin anew later, with what is known of them by then."""
         for state, _ in self.scheduler.starved_requests:
             again = state.create_equivalent_initial_request()
-            state._status = RequestStatus.FINISHED  # as where requests are offloaded: not the end of its life
+            state.status = RequestStatus.FINISHED
             self.scheduler.finish_request(state.request_id)
             self.scheduler.add_waiting_request(again)
 
