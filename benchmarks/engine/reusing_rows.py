@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vmmkv import OutOfPagesError
+from vmmkv.reuse.node import common as common_ids
 
 from .backend import Ids
 from .vmm import VmmKV
@@ -35,7 +36,7 @@ class ReusingVmmKV(VmmKV):
 
     def _shared_tokens(self, ids: Ids) -> int:
         """Of these tokens those in whole pages that a sequence uses already: they need no more memory."""
-        common = max((_common(ids, known) for known in self.known.values()), default=0)
+        common = max((common_ids(ids, known) for known in self.known.values()), default=0)
         pages = common * self.cache.layout.token_bytes // self.cache.page_size
         return pages * self.cache.page_size // self.cache.layout.token_bytes
 
@@ -47,10 +48,3 @@ class ReusingVmmKV(VmmKV):
         super().free(rows)
         for row in rows:
             self.known.pop(row, None)
-
-
-def _common(first: Ids, second: Ids) -> int:
-    """How many ids two sequences begin with alike."""
-    count = min(len(first), len(second))
-    differs = first[:count] != second[:count]
-    return int(differs.argmax()) if differs.any() else count

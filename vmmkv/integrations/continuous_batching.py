@@ -63,6 +63,10 @@ MANY_TOKENS = 1 << 40
 """More than a forward pass can read: attention reads rows, not copies of them."""
 
 
+KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
+"""Keywords of attention that are heeded, or mean nothing to it."""
+
+
 @dataclass(frozen=True)
 class Options:
     """What `enable` was told."""
@@ -461,7 +465,7 @@ class RowCache(their_cache.PagedAttentionCache):
         )
         self.use_prefix_sharing = self.requests.reuse
         self._ranks.check_alike("bytes of a page", pool.page_size)
-        self._ranks.check_alike("bytes of a token", sum(sum(group.layout.record_bytes) for group in groups))
+        self._ranks.check_alike("bytes of a token", _token_bytes(groups))
         self._ranks.check_alike("tokens of a row", options.max_seq_len)
         self._ranks.check_alike("whether blocks are shared", self.use_prefix_sharing)
         self.max_batch_tokens = continuous_batching_config.max_batch_tokens or MAX_BATCH_TOKENS
@@ -487,7 +491,6 @@ class RowCache(their_cache.PagedAttentionCache):
         """Makes the rows of each layer group; returns the pages that they may take."""
         options, groups = self._options, self._groups
         pool = options.pool or FramePool(_budget(options, config, groups), device=self.device)
-        token_bytes = [sum(group.layout.record_bytes) for group in groups]
         rows = _num_rows(options, groups, 2 * config.max_requests_per_batch)
         self.kv_caches = [
             KVCache(
@@ -496,10 +499,10 @@ class RowCache(their_cache.PagedAttentionCache):
                 options.max_seq_len,
                 pool=pool,
                 large_frames=not group.window,
-                host_bytes=host_bytes * nbytes // sum(token_bytes),
+                host_bytes=host_bytes * group.layout.token_bytes // _token_bytes(groups),
                 host_priority=None if any(each.window for each in groups) else 30,
             )
-            for group, nbytes in zip(groups, token_bytes)
+            for group in groups
         ]
         return pool.limit
 
@@ -711,11 +714,12 @@ def _packed(index: int, name: str, told: dict[str, Any]) -> Packed:
     """Where the tokens of a forward pass are, in a layer group."""
     cu_seqlens = told["cu_seq_lens_q"]
     lengths = told["cu_seq_lens_k"][name].diff()
+    starts = lengths - cu_seqlens.diff()
     if told["block_table"] is not None:
-        return Packed(cu_seqlens, told["block_table"][index, :, 0].contiguous(), lengths, is_decode=True)
+        return Packed(cu_seqlens, told["block_table"][index, :, 0].contiguous(), starts, lengths, is_decode=True)
     homes = told["write_index"][index]
     rows = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
-    return Packed(cu_seqlens, rows, lengths, is_decode=False)
+    return Packed(cu_seqlens, rows, starts, lengths, is_decode=False)
 
 
 def attend_rows(
@@ -736,8 +740,7 @@ def attend_rows(
     Raises:
         UnsupportedAttentionError: it was called otherwise, or is told what is not known here.
     """
-    known = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
-    unknown = [name for name, value in told.items() if name not in known and not (value is None or value is False)]
+    unknown = [name for name, value in told.items() if name not in KNOWN and not (value is None or value is False)]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     if not isinstance(cache, RowCache | Probe) or unknown:
         what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
@@ -766,7 +769,12 @@ def _budget(options: Options, config: Any, groups: list[Group]) -> float | str:
 
 def _block_bytes(config: Any, groups: list[Group]) -> int:
     """Of one of transformers' blocks, of all layers."""
-    return int(config.page_size * sum(sum(group.layout.record_bytes) for group in groups))
+    return int(config.page_size * _token_bytes(groups))
+
+
+def _token_bytes(groups: list[Group]) -> int:
+    """Of a token, in all layers."""
+    return sum(group.layout.token_bytes for group in groups)
 
 
 def _host_bytes(config: Any) -> int:
@@ -779,7 +787,7 @@ def _host_bytes(config: Any) -> int:
 
 def _num_rows(options: Options, groups: list[Group], wanted: int) -> int:
     """How many rows each group has: as many as are wanted, or as there are addresses for."""
-    row_bytes = options.max_seq_len * sum(sum(group.layout.record_bytes) for group in groups)
+    row_bytes = options.max_seq_len * _token_bytes(groups)
     return max(min(wanted, ADDRESS_LIMIT // 2 // row_bytes), 1)
 
 

@@ -21,12 +21,14 @@ class Packed(NamedTuple):
     Attributes:
         cu_seqlens: `[batch + 1]`, where each sequence's new tokens begin; those behind the last are nobody's.
         rows: `[batch]`, the row of each sequence.
+        starts: `[batch]`, its tokens, new ones left out.
         lengths: `[batch]`, its tokens, new ones included.
         is_decode: whether each has one new token.
     """
 
     cu_seqlens: torch.Tensor
     rows: torch.Tensor
+    starts: torch.Tensor
     lengths: torch.Tensor
     is_decode: bool
 
@@ -34,11 +36,10 @@ class Packed(NamedTuple):
 def write(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Packed) -> None:
     """Writes K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows `k` and `v`, `[rows, max_seq_len,
     num_kv_heads, head_dim]`."""
-    starts = batch.lengths - batch.cu_seqlens.diff()
     if kernels_take(k, v):
-        append(key, value, k, v, batch.rows, starts, batch.cu_seqlens)
+        append(key, value, k, v, batch.rows, batch.starts, batch.cu_seqlens)
         return
-    for row, first, begin, end in zip(batch.rows.tolist(), starts.tolist(), *_bounds(batch)):
+    for row, first, begin, end in zip(batch.rows.tolist(), batch.starts.tolist(), *_bounds(batch)):
         k[row, first : first + end - begin] = key[begin:end]
         v[row, first : first + end - begin] = value[begin:end]
 

@@ -80,7 +80,7 @@ class RowRequests:
                 sequence.resume()
             if was_away:
                 self._requests[name] = self._away.pop(name)
-            self._grow(self._requests[name], held, tokens)
+            self._grow(name, held, tokens)
             return True
         self._is_refused |= is_allowed
         if was_away:
@@ -104,23 +104,21 @@ class RowRequests:
         for sequence in self._requests[name]:
             sequence.truncate(min(sequence.length, tokens))
 
-    def _grow(self, sequences: list[Sequence], held: int, tokens: int) -> None:
+    def _grow(self, name: str, held: int, tokens: int) -> None:
         try:
-            for sequence, window in zip(sequences, self.windows):
+            for sequence, window in zip(self._requests[name], self.windows):
                 if sequence.length > held:
                     sequence.truncate(held)  # what is written again may lie in others by now
                 if window:  # one more than it will ask for
                     sequence.release_before(max(sequence.length - window, sequence.start))
                 sequence.extend(tokens - sequence.length)
         except NO_ROOM:
-            for sequence in sequences:
-                sequence.truncate(min(sequence.length, held))
+            self.take_back(name, held)
             raise
 
     def pages_of(self, tokens: int) -> int:
         """Pages that so many tokens of a request lie in."""
-        size = self.caches[0].page_size
-        return sum(-(-tokens * record // size) for cache in self.caches for record in cache.layout.record_bytes)
+        return sum(cache.layout.pages(tokens, cache.page_size) for cache in self.caches)
 
     def pages_to_return(self, name: str, tokens: int) -> int:
         """Pages that a request needs to come back from the host and have room for so many tokens."""
