@@ -28,14 +28,16 @@ if TYPE_CHECKING:
     from .row_append import append
     from .row_copy import copy_tokens
     from .row_decode import decode
+    from .row_mixed import mixed
     from .row_prefill import prefill
 
-__all__ = ["append", "copy_tokens", "decode", "prefill"]
+__all__ = ["append", "copy_tokens", "decode", "mixed", "prefill"]
 
 _MODULES = {
     "append": "row_append",
     "copy_tokens": "row_copy",
     "decode": "row_decode",
+    "mixed": "row_mixed",
     "prefill": "row_prefill",
 }
 

@@ -48,6 +48,20 @@ def first_token(sequence: int, starts: int) -> int:
     return load_i32(starts + sequence * 4) if starts != 0 else 0
 
 
+def make_first_query(mixed: bool) -> Any:
+    """A function for kernels: where a sequence's first query is, in bytes from that of the batch.
+
+    Args:
+        mixed: `cu_seqlens` says which token of the batch it is.
+    """
+
+    @inlined
+    def first_query(sequence: int, cu_seqlens: int, batch_stride: int, token_stride: int) -> int:
+        return load_i32(cu_seqlens + sequence * 4) * token_stride if mixed else sequence * batch_stride
+
+    return first_query
+
+
 def make_addressing(block_size: int) -> tuple[Any, Any]:
     """Functions for kernels: `home_of` a token, a row's or a block's number, and the token's address there.
 

@@ -21,6 +21,8 @@ class Variant(NamedTuple):
     causal: bool
     windowed: bool
     softcapped: bool
+    mixed: bool = False
+    """Prompts and single tokens lie in one batch: decode leaves out the former, prefill the latter."""
 
 
 class Addresses(NamedTuple):

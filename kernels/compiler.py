@@ -29,9 +29,6 @@ from .ptx import SIMULATED
 if SIMULATED:
     from . import simulator  # noqa: F401  (gives the simulator its warps)
 
-ENTRY = "kernel"
-"""What every kernel is called in its PTX."""
-
 FORMATS = {int: "q", float: "f4x", bytes: "128s"}
 """How arguments are packed: 64-bit integers (addresses, strides in bytes, counts), floats, and tensor maps, which must
 come first."""
@@ -122,6 +119,11 @@ class Kernel:
         values = iter(arguments)
         return [each._make(islice(values, len(each._fields))) for each in self.structs]
 
+    @property
+    def name(self) -> str:
+        """What it is called in its PTX, and so by profilers."""
+        return f"vmmkv_{self.factory.__name__.removeprefix('make_')}"
+
     def __str__(self) -> str:
         return f"{self.factory.__name__}{self.constants}"
 
@@ -131,7 +133,7 @@ class Kernel:
         if path.exists():
             return path.read_text()
         bounds = self.threads, self.blocks_per_sm
-        ptx = to_ptx(self.factory(*self.constants), self.structs, bounds, self._target(capability))
+        ptx = to_ptx(self.name, self.factory(*self.constants), self.structs, bounds, self._target(capability))
         with suppress(OSError):  # without a disk it is made again
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
@@ -152,7 +154,7 @@ class Kernel:
         with beside_captures(index) as cu:
             status, module = cu.cuModuleLoadData(code)
             if not status:
-                status, handle = cu.cuModuleGetFunction(module, ENTRY.encode())
+                status, handle = cu.cuModuleGetFunction(module, self.name.encode())
             if not status and self.shared_bytes:
                 limit = cu.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 (status,) = cu.cuFuncSetAttribute(handle, limit, self.shared_bytes)
@@ -171,17 +173,17 @@ def _fields(structs: Structs) -> list[type]:
     return [kind for each in structs for kind in get_type_hints(each).values()]
 
 
-def to_ptx(function: Any, structs: Structs, launch_bounds: tuple[int, int], target: tuple[Any, ...]) -> str:
-    """Compiles a kernel."""
+def to_ptx(name: str, function: Any, structs: Structs, launch_bounds: tuple[int, int], target: tuple[Any, ...]) -> str:
+    """Compiles a kernel, which gets a name."""
     signature = types.void(*[types.NamedTuple([TYPES[kind] for kind in _fields((each,))], each) for each in structs])
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": launch_bounds}
     ptx: str = cuda.compile(function, signature, cc=target, **options)[0]
     mangled = re.search(r"\.entry\s+(\w+)", ptx)
     assert mangled
     # All that is used here is in PTX 8.6; the compiler's own version may be newer than the driver.
-    ptx = re.sub(r"\.version \d+\.\d+", ".version 8.6", ptx.replace(mangled[1], ENTRY))
+    ptx = re.sub(r"\.version \d+\.\d+", ".version 8.6", ptx.replace(mangled[1], name))
     for index in range(_fields(structs).count(bytes)):
-        ptx = _pass_by_value(ptx, f"{ENTRY}_param_{index}")
+        ptx = _pass_by_value(ptx, f"{name}_param_{index}")
     return ptx
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .addressing import Row, Tokens, head_of, make_addressing, row_of
+from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of
 from .arguments import Addresses, Scoring, Sizes, Strides, Variant
 from .arithmetic import HALVES, NEGATIVE_INFINITY, exp2, fma, maximum, pick_bytes, tanh
 from .decode_parts import make_settle, results_of
@@ -253,13 +253,14 @@ def make_put_results(head_dim: int, queries: Queries) -> Any:
 
 def make_decode(variant: Variant) -> Any:
     """The kernel as a Python function."""
-    head_dim, queries = variant.head_dim, Queries(variant.group, variant.q_len)
+    head_dim, queries = variant.head_dim, Queries(variant.group, variant.q_len, variant.mixed)
     octets, octets_per_head, bundles_per_head = queries.octets, queries.octets_per_head, queries.bundles_per_head
     k_chunks, v_chunks = chunks_of(head_dim)
     q_words, num_sums = 4 * k_chunks, 16 * v_chunks
     shared_floats = results_of(queries, head_dim).floats
 
-    share_of_block, piece_at = make_shares(queries, variant.windowed)
+    share_of_block, piece_at, sequence_after = make_shares(queries, variant.windowed)
+    first_query = make_first_query(queries.mixed)
     load_queries = make_load_queries(head_dim, queries)
     keys_of_lane, attend = make_attend(variant, queries)
     put_results = make_put_results(head_dim, queries)
@@ -273,7 +274,7 @@ def make_decode(variant: Variant) -> Any:
         q_fragment = cuda.local.array(q_words, uint32)
         sums = cuda.local.array(num_sums, float32)
         bundles = sizes.kv_heads * bundles_per_head
-        lengths = Lengths(at.seq_lens, at.starts, scoring.window, bundles)
+        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, bundles)
 
         share = share_of_block(sizes.batch, lengths, lane)
         unit, sequence, before = share.begin, share.sequence, share.before
@@ -285,13 +286,14 @@ def make_decode(variant: Variant) -> Any:
             row = row_of(sequence, at, strides)
             k, v = head_of(octet.kv_head, at, strides)
             visible = keys_of_lane(piece, octet.column + 2 * (lane & 3), scoring.window)
-            load_queries(q_fragment, octet, at.q + sequence * strides.q_batch, strides, lane)
+            q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token)
+            load_queries(q_fragment, octet, q, strides, lane)
             softmax = attend(sums, q_fragment, k, v, row, piece, token, visible, scoring, lane)
             put_results(shared, sums, softmax, warp, lane)
             settle(shared, piece, share.size, bundles, at, strides, scoring.outer, thread)
             unit = piece.end
             if unit == piece.bundle_end and piece.bundle == bundles - 1:
                 before = unit
-                sequence += 1
+                sequence = sequence_after(sequence, share, unit, lengths)
 
     return kernel

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
+from .addressing import make_first_query
 from .arguments import Addresses, Strides
 from .arithmetic import FLOOR, HALVES, LOG2E, divide, exp2, maximum, reciprocal
 from .decode_shares import THREADS, Piece, Queries
@@ -162,6 +163,7 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
     """Functions for kernels: which query an item is of, and its output."""
     pack, group, octets_per_head = HALVES[dtype].pack, queries.group, queries.octets_per_head
     octets, per_octet = queries.octets, queries.per_octet
+    first_query = make_first_query(queries.mixed)
 
     @inlined
     def query_of(item: int, bundle: int) -> tuple[int, int]:
@@ -179,7 +181,7 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
         if at.sinks != 0:
             weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * outer)
         scale = reciprocal(weights) if weights > float32(0) else float32(0)
-        to = at.out + sequence * strides.out_batch + item % quarter * 8
+        to = at.out + first_query(sequence, at.cu_seqlens, strides.out_batch, strides.out_token) + item % quarter * 8
         to += query // group * strides.out_token + head * strides.out_head
         store_8(to, pack(total.o0 * scale, total.o1 * scale), pack(total.o2 * scale, total.o3 * scale))
 

@@ -33,6 +33,8 @@ class Queries(NamedTuple):
     group: int
     """Query heads that share a KV head."""
     q_len: int
+    mixed: bool = False
+    """They are where `cu_seqlens` says; sequences with more or fewer are left out."""
 
     @property
     def per_head(self) -> int:
@@ -69,6 +71,7 @@ class Queries(NamedTuple):
 class Lengths(NamedTuple):
     """What the amount of work follows from."""
 
+    cu_seqlens: int
     seq_lens: int
     starts: int
     window: int
@@ -110,9 +113,9 @@ class Piece(NamedTuple):
     token_end: int
 
 
-def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any]:
-    """Functions for kernels: this block's share, and the piece that a unit begins."""
-    q_len = queries.q_len
+def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any, Any]:
+    """Functions for kernels: this block's share, the piece that a unit begins, and the sequence after one."""
+    q_len, mixed = queries.q_len, queries.mixed
 
     @inlined
     def span(sequence: int, lengths: Lengths) -> tuple[int, int]:
@@ -125,7 +128,11 @@ def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any]:
 
     @inlined
     def units_of(sequence: int, lengths: Lengths) -> int:
-        """An empty sequence has a unit as well: somebody must write its output."""
+        """An empty sequence has a unit as well: somebody must write its output. One that is left out has none."""
+        if mixed:
+            begin = load_i32(lengths.cu_seqlens + sequence * 4)
+            if load_i32(lengths.cu_seqlens + sequence * 4 + 4) - begin != q_len:
+                return 0
         first, length = span(sequence, lengths)
         return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.bundles
 
@@ -162,4 +169,13 @@ def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any]:
             token_end=min(origin + piece_end * UNIT, length) if first < length else 0,
         )
 
-    return share_of_block, piece_at
+    @inlined
+    def sequence_after(sequence: int, share: Share, unit: int, lengths: Lengths) -> int:
+        """The next sequence of a share, whose first unit this is."""
+        sequence += 1
+        if mixed:
+            while unit < share.end and units_of(sequence, lengths) == 0:
+                sequence += 1
+        return sequence
+
+    return share_of_block, piece_at, sequence_after

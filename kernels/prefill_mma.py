@@ -140,7 +140,7 @@ def make_prefill(variant: Variant) -> Any:
     queries_per_block = 16 * warps
     num_scores, num_sums, softcapped = tile // 2, head_dim // 2, variant.softcapped
 
-    find_queries = make_find_queries(queries_per_block, variant.windowed)
+    find_queries = make_find_queries(queries_per_block, variant.windowed, variant.mixed)
     keys_of_block, keys_of_lane = make_ranges(queries_per_block, tile, variant.causal, variant.windowed)
     _, copy_queries, query_turns = make_copy(0, queries_per_block, head_dim, threads)
     look_up, copy_tile, turns = make_copy(variant.block_size, tile, head_dim, threads)

@@ -234,7 +234,7 @@ def make_prefill(variant: Variant) -> Any:
     give_registers, take_registers = make_take_registers(24), make_take_registers(240)
     meet, _ = make_meet(WARPGROUP)
 
-    find_queries = make_find_queries(QUERIES, variant.windowed)
+    find_queries = make_find_queries(QUERIES, variant.windowed, variant.mixed)
     keys_of_block, keys_of_lane = make_ranges(QUERIES, tile, variant.causal, variant.windowed)
     produce = make_produce(head_dim, variant.block_size, wait_empty, fill)
     load_queries = make_load_queries(head_dim, meet)

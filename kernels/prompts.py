@@ -32,14 +32,20 @@ class Prompt(NamedTuple):
     """Its tokens."""
 
 
-def make_find_queries(queries_per_block: int, windowed: bool) -> Any:
-    """A function for kernels that gives a block of the grid's second dimension its queries."""
+def make_find_queries(queries_per_block: int, windowed: bool, mixed: bool) -> Any:
+    """A function for kernels that gives a block of the grid's second dimension its queries; in a mixed batch sequences
+    with a single one are left out."""
+
+    @inlined
+    def count_of(sequence: int, cu_seqlens: int) -> int:
+        """Queries."""
+        count = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
+        return 0 if mixed and count == 1 else count
 
     @inlined
     def units_of(sequence: int, cu_seqlens: int) -> int:
         """Blocks of queries."""
-        count = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
-        return (count + queries_per_block - 1) // queries_per_block
+        return (count_of(sequence, cu_seqlens) + queries_per_block - 1) // queries_per_block
 
     _, locate = make_ragged(units_of)
 
@@ -50,7 +56,7 @@ def make_find_queries(queries_per_block: int, windowed: bool) -> Any:
         unit = cuda.gridDim.y - 1 - cuda.blockIdx.y
         sequence, before = locate(unit, sizes.batch, at.cu_seqlens, lane)
         start = load_i32(at.cu_seqlens + sequence * 4)
-        count = load_i32(at.cu_seqlens + sequence * 4 + 4) - start
+        count = count_of(sequence, at.cu_seqlens)
         length = load_i32(at.seq_lens + sequence * 4)
         begin = first_token(sequence, at.starts)
         if windowed:  # what no query of the sequence sees may be gone

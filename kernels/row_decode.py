@@ -8,7 +8,7 @@ import torch
 
 from . import attention, decode_mma, decode_shares, plain
 from .arguments import Variant
-from .attention import Plan
+from .attention import Geometries, Plan
 from .checks import Key, keys
 from .compiler import Kernel
 from .decode_parts import part_bytes
@@ -108,14 +108,19 @@ def _plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | Non
     variant = Variant(q.dtype, head_dim, num_heads // k.shape[2], q_len, block_size, True, windowed, softcapped)
     if attention.choose(name, q.dtype, q.device, ("mma",)) == "plain":
         return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
-    blocks = multiprocessors(q.device) * decode_mma.BLOCKS_PER_SM
-    queries = Queries(variant.group, q_len)
+    return make_plan(given, variant)
+
+
+def make_plan(given: Geometries, variant: Variant) -> Plan:
+    """The plan of a geometry on tensor cores."""
+    blocks = multiprocessors(given.q.device) * decode_mma.BLOCKS_PER_SM
+    queries = Queries(variant.group, variant.q_len, variant.mixed)
     return attention.make_plan(
         given,
         mma_kernel(variant),
         (blocks, 1),
-        partial_bytes=2 * blocks * part_bytes(queries, head_dim),
-        counters=batch * k.shape[2] * queries.bundles_per_head,
+        partial_bytes=2 * blocks * part_bytes(queries, variant.head_dim),
+        counters=given.seq_lens.shape[0] * given.k.shape[2] * queries.bundles_per_head,
     )
 
 

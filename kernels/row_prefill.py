@@ -89,7 +89,7 @@ def _prefill(
 ) -> None:
     tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks)
     geometry = keys(tensors)
-    plan = _plan(causal, window > 0, softcap > 0, kernel, geometry)
+    plan = make_plan(causal, window > 0, softcap > 0, kernel, geometry)
     attention.launch(plan, tensors, geometry, scale, window, softcap)
 
 
@@ -97,8 +97,10 @@ torch.library.custom_op("vmmkv::prefill", _prefill, mutates_args=("out",))
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...]) -> Plan:
-    """Checks a call's geometry and chooses the kernel."""
+def make_plan(
+    causal: bool, windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...], mixed: bool = False
+) -> Plan:
+    """Checks a call's geometry and chooses the kernel; on tensor cores it leaves single tokens of a mixed batch out."""
     given = attention.check(geometry)
     q, k = given.q, given.k
     if len(q.shape) != 3:
@@ -107,11 +109,11 @@ def _plan(causal: bool, windowed: bool, softcapped: bool, name: str, geometry: t
         raise ValueError("got a window without causal; a window reaches back from each token")
     tokens, num_heads, head_dim = q.shape
     block_size = k.shape[1] if given.block_table else 0
-    variant = Variant(q.dtype, head_dim, num_heads // k.shape[2], 0, block_size, causal, windowed, softcapped)
+    variant = Variant(q.dtype, head_dim, num_heads // k.shape[2], 0, block_size, causal, windowed, softcapped, mixed)
     best = ("wgmma", "mma") if can_be_mapped(k) and can_be_mapped(given.v) else ("mma",)
     name = attention.choose(name, q.dtype, q.device, best)
     if name == "plain":
-        return attention.make_plan(given, plain.plain_kernel(variant), (tokens, num_heads))
+        return attention.make_plan(given, plain.plain_kernel(variant._replace(mixed=False)), (tokens, num_heads))
     if name == "mma":
         kernel, queries, box_tokens = mma_kernel(variant), 16 * prefill_mma.warps_of(head_dim), 0
     else:

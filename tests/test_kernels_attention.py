@@ -14,7 +14,7 @@ import torch
 from conftest import DEVICE, int32
 
 import vmmkv
-from vmmkv.kernels import decode, prefill
+from vmmkv.kernels import decode, mixed, prefill
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -231,6 +231,28 @@ def test_prefill(case: Case) -> None:
         kernel=case.kernel,
     )  # fmt: skip
     check(case, inputs, out)
+
+
+MIXED = [case for case in PREFILL_FAST if case.causal]
+
+
+@pytest.mark.parametrize("case", [PREFILL_PLAIN[0], *MIXED] if DEVICE == "cuda" else MIXED[:8:3], ids=str)
+def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
+    """Single tokens behind long and short beginnings, chunks of prompts, and sequences that have nothing new."""
+    most = 500 if DEVICE == "cuda" else 20
+    counts = [1, 1, 1, 0, 0, python_random.randint(2, most), 2]
+    counts = python_random.sample(counts, len(counts))
+    lengths = [count + python_random.choice([0, 20, 2 * most]) + (count == 0) for count in counts]
+    inputs = make_inputs(case, counts, lengths)
+    cu_seqlens = int32([sum(counts[:index]) for index in range(len(counts) + 1)])
+    padding = torch.full_like(inputs.q[:3], torch.nan)  # a batch may be padded to a size that was seen before
+    out = torch.full_like(torch.cat([inputs.q, padding]), 7.0)
+    mixed(
+        torch.cat([inputs.q, padding]), inputs.k, inputs.v, cu_seqlens, int32(lengths), inputs.rows, inputs.starts,
+        inputs.block_table, inputs.sinks, window=case.window, softcap=case.softcap, out=out,
+    )  # fmt: skip
+    check(case, inputs, out[: sum(counts)])
+    assert (out[sum(counts) :] == 7).all()
 
 
 @pytest.mark.filterwarnings("ignore::vmmkv.StrideLimitWarning")

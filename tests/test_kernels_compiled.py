@@ -22,8 +22,10 @@ COMPILE = """
     # A block table adds the look-up of a tile to what is there without: one of each family shows it.
     if family == "decode":
         kernels = {
-            f"decode, mma, {dim}, {paged}": row_decode.mma_kernel(Variant(bf16, dim, 4, 1, paged, True, False, False))
-            for dim, paged in ((64, 16), (128, 0), (256, 0))
+            f"decode, mma, {dim}, {paged}": row_decode.mma_kernel(
+                Variant(bf16, dim, 4, 1, paged, True, False, False, mixed)
+            )
+            for dim, paged, mixed in ((64, 16, True), (128, 0, False), (256, 0, False))
         }
     else:
         kernels = {

@@ -511,6 +511,8 @@ class RowCache(their_cache.PagedAttentionCache):
     def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
         name, held = state.request_id, state.current_len()
         tokens = held + request_len
+        if name.startswith(WARMUP) and tokens > self._options.max_seq_len:
+            return False  # what is made up may be longer than rows are
         if dry_run:
             fits = self.requests.pages_missing(name, tokens) <= self._ranks.least(self.requests.available_pages)
             return fits and tokens <= self._options.max_seq_len
@@ -612,7 +614,11 @@ class RowCache(their_cache.PagedAttentionCache):
     # ------------------------------------------------------------------ forward passes
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
-        block_table[:, 0] = torch.tensor(self.requests.rows(request_id), dtype=block_table.dtype)
+        rows = self.requests.rows(request_id)
+        if block_table.is_cpu:  # each request of each step comes by here
+            block_table.numpy()[:, 0] = rows
+        else:
+            block_table[:, 0] = torch.tensor(rows, dtype=block_table.dtype)
 
     def extend_read_and_write_indices(
         self,

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels import append, decode, prefill
+from ..kernels import append, decode, mixed
 from .attention import kernels_take
 
 
@@ -56,7 +56,7 @@ def attend(
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of `query`, `[tokens, num_heads, head_dim]`, each token to its own sequence up to itself; the other
-    arguments are those of `vmmkv.kernels.prefill`. Returns `[tokens, num_heads, v_head_dim]`."""
+    arguments are those of `vmmkv.kernels.mixed`. Returns `[tokens, num_heads, v_head_dim]`."""
     if not kernels_take(k, v):
         return _attend_one_by_one(query, k, v, batch, scale, window, softcap, sinks)
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -65,7 +65,7 @@ def attend(
     if batch.is_decode:
         output = decode(query.unsqueeze(1), k, v, batch.lengths, **options).squeeze(1)
     else:
-        output = prefill(query, k, v, batch.cu_seqlens, batch.lengths, **options)
+        output = mixed(query, k, v, batch.cu_seqlens, batch.lengths, **options)
     return output
 
 

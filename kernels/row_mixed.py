@@ -1,0 +1,81 @@
+"""mixed: attention of a step in which prompts, or chunks of them, and single tokens of other sequences are mixed.
+
+Prefill's kernel has one block of threads read all of a sequence for each head and 64 queries or more, which is slow
+where there is one query. So single tokens go to decode's kernel, which cuts sequences into equal shares, and the rest
+to prefill's. Which is which they see on the device.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+
+from . import attention, row_decode, row_prefill
+from .arguments import Variant
+from .attention import Plan
+from .checks import Key, keys
+
+
+def mixed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    starts: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    kernel: str = "auto",
+) -> torch.Tensor:
+    """Attention of any number of new tokens per sequence, causal, on the current stream.
+
+    Arguments, result and errors are those of `prefill`, which does the same, and is slower where there are sequences
+    with one new token: a decode step beside prompts.
+    """
+    out = torch.empty_like(q) if out is None else out
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed
+    run(q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, scale, window, softcap, kernel)
+    return out
+
+
+def _mixed(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seq_lens: torch.Tensor,
+    rows: torch.Tensor | None,
+    starts: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    kernel: str,
+) -> None:
+    tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks)
+    geometry = keys(tensors)
+    for plan in _plans(window > 0, softcap > 0, kernel, geometry):
+        attention.launch(plan, tensors, geometry, scale, window, softcap)
+
+
+torch.library.custom_op("vmmkv::mixed", _mixed, mutates_args=("out",))
+
+
+@lru_cache(1024)
+def _plans(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...]) -> list[Plan]:
+    """Checks a call's geometry and chooses the kernels: two on tensor cores, or the one without them."""
+    prompts = row_prefill.make_plan(True, windowed, softcapped, name, geometry, mixed=True)
+    variant = Variant(*prompts.kernel.constants[0])
+    if not variant.mixed:
+        return [prompts]
+    return [row_decode.make_plan(attention.check(geometry), variant._replace(q_len=1)), prompts]
