@@ -75,7 +75,8 @@ torch.library.custom_op("vmmkv::mixed", _mixed, mutates_args=("out",))
 def _plans(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...]) -> list[Plan]:
     """Checks a call's geometry and chooses the kernels: two on tensor cores, or the one without them."""
     prompts = row_prefill.make_plan(True, windowed, softcapped, name, geometry, mixed=True)
-    variant = Variant(*prompts.kernel.constants[0])
+    (variant,) = prompts.kernel.constants
     if not variant.mixed:
         return [prompts]
-    return [row_decode.make_plan(attention.check(geometry), variant._replace(q_len=1)), prompts]
+    dtype, head_dim, group, _, *others = variant
+    return [row_decode.make_plan(attention.check(geometry), Variant(dtype, head_dim, group, 1, *others)), prompts]

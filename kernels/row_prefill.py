@@ -109,11 +109,12 @@ def make_plan(
         raise ValueError("got a window without causal; a window reaches back from each token")
     tokens, num_heads, head_dim = q.shape
     block_size = k.shape[1] if given.block_table else 0
-    variant = Variant(q.dtype, head_dim, num_heads // k.shape[2], 0, block_size, causal, windowed, softcapped, mixed)
     best = ("wgmma", "mma") if can_be_mapped(k) and can_be_mapped(given.v) else ("mma",)
     name = attention.choose(name, q.dtype, q.device, best)
+    mixed &= name != "plain"
+    variant = Variant(q.dtype, head_dim, num_heads // k.shape[2], 0, block_size, causal, windowed, softcapped, mixed)
     if name == "plain":
-        return attention.make_plan(given, plain.plain_kernel(variant._replace(mixed=False)), (tokens, num_heads))
+        return attention.make_plan(given, plain.plain_kernel(variant), (tokens, num_heads))
     if name == "mma":
         kernel, queries, box_tokens = mma_kernel(variant), 16 * prefill_mma.warps_of(head_dim), 0
     else:
