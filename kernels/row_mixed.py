@@ -31,18 +31,25 @@ def mixed(
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
+    max_prompts: int | None = None,
     out: torch.Tensor | None = None,
     kernel: str = "auto",
 ) -> torch.Tensor:
     """Attention of any number of new tokens per sequence, causal, on the current stream.
 
-    Arguments, result and errors are those of `prefill`, which does the same, and is slower where there are sequences
-    with one new token: a decode step beside prompts.
+    Does what `prefill` does, and faster where there are sequences with one new token: a decode step beside prompts.
+    Arguments, result and errors are those of `prefill`, and:
+
+    Args:
+        max_prompts: at least as many as there are sequences with more than one new token; outputs of more would be
+            missing. Who knows it saves blocks of threads that find nothing to do: 32 a sequence, where there are 32
+            heads. None: all may be prompts.
     """
     out = torch.empty_like(q) if out is None else out
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed
-    run(q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, scale, window, softcap, kernel)
+    indices = cu_seqlens, seq_lens, rows, starts, block_table
+    run(q, k, v, out, *indices, sinks, scale, window, softcap, max_prompts, kernel)
     return out
 
 
@@ -60,11 +67,12 @@ def _mixed(
     scale: float,
     window: int,
     softcap: float,
+    max_prompts: int | None,
     kernel: str,
 ) -> None:
     tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks)
     geometry = keys(tensors)
-    for plan in _plans(window > 0, softcap > 0, kernel, geometry):
+    for plan in _plans(window > 0, softcap > 0, kernel, geometry, max_prompts):
         attention.launch(plan, tensors, geometry, scale, window, softcap)
 
 
@@ -72,9 +80,11 @@ torch.library.custom_op("vmmkv::mixed", _mixed, mutates_args=("out",))
 
 
 @lru_cache(1024)
-def _plans(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...]) -> list[Plan]:
+def _plans(
+    windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...], max_prompts: int | None
+) -> list[Plan]:
     """Checks a call's geometry and chooses the kernels: two on tensor cores, or the one without them."""
-    prompts = row_prefill.make_plan(True, windowed, softcapped, name, geometry, mixed=True)
+    prompts = row_prefill.make_plan(True, windowed, softcapped, name, geometry, True, max_prompts)
     (variant,) = prompts.kernel.constants
     if not variant.mixed:
         return [prompts]

@@ -98,9 +98,16 @@ torch.library.custom_op("vmmkv::prefill", _prefill, mutates_args=("out",))
 
 @lru_cache(1024)  # prompts have many lengths
 def make_plan(
-    causal: bool, windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...], mixed: bool = False
+    causal: bool,
+    windowed: bool,
+    softcapped: bool,
+    name: str,
+    geometry: tuple[Key | None, ...],
+    mixed: bool = False,
+    max_prompts: int | None = None,
 ) -> Plan:
-    """Checks a call's geometry and chooses the kernel; on tensor cores it leaves single tokens of a mixed batch out."""
+    """Checks a call's geometry and chooses the kernel; on tensor cores it leaves single tokens of a mixed batch out, in
+    which there are so many prompts at most."""
     given = attention.check(geometry)
     q, k = given.q, given.k
     if len(q.shape) != 3:
@@ -121,7 +128,7 @@ def make_plan(
         kernel, queries = wgmma_kernel(variant), prefill_wgmma.QUERIES
         box_tokens = box_of(prefill_wgmma.tile_of(head_dim), block_size)
     # No batch has more blocks of queries, however its tokens are spread.
-    most = tokens // queries + given.seq_lens.shape[0]
+    most = tokens // queries + (given.seq_lens.shape[0] if max_prompts is None else max_prompts)
     return attention.make_plan(given, kernel, (num_heads, most), box_tokens=box_tokens)
 
 

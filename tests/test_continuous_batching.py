@@ -423,6 +423,7 @@ def test_graphs_and_batches_ahead_give_the_tokens_of_generate(name: str, options
     try:
         for _ in range(2):
             results = model.generate_batch([each.prompt for each in expected], **config(**options))
+            assert [result.error for result in results.values()] == [None] * len(expected)
             assert [result.generated_tokens for result in results.values()] == [each.tokens for each in expected]
     finally:
         rows.disable(model)

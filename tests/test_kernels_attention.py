@@ -249,7 +249,8 @@ def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
     out = torch.full_like(torch.cat([inputs.q, padding]), 7.0)
     mixed(
         torch.cat([inputs.q, padding]), inputs.k, inputs.v, cu_seqlens, int32(lengths), inputs.rows, inputs.starts,
-        inputs.block_table, inputs.sinks, window=case.window, softcap=case.softcap, out=out,
+        inputs.block_table, inputs.sinks, window=case.window, softcap=case.softcap,
+        max_prompts=python_random.choice([None, 2]), out=out,
     )  # fmt: skip
     check(case, inputs, out[: sum(counts)])
     assert (out[sum(counts) :] == 7).all()

@@ -37,6 +37,7 @@ from transformers.generation.continuous_batching.offloading_manager import Offlo
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
 from transformers.generation.continuous_batching.utils import stream_context
+from transformers.utils import logging
 
 from ..cache import KVCache
 from ..errors import ArgumentError, OutOfPagesError, SequenceTooLongError, UnsupportedAttentionError, UnsupportedError
@@ -62,6 +63,8 @@ WARMUP = "__warmup_"
 MANY_TOKENS = 1 << 40
 """More than a forward pass can read: attention reads rows, not copies of them."""
 
+
+logger = logging.get_logger(__name__)
 
 KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
 """Keywords of attention that are heeded, or mean nothing to it."""
@@ -232,6 +235,20 @@ def _groups(model: PreTrainedModel) -> list[Group]:
     return groups
 
 
+def _can_be_captured(model: PreTrainedModel) -> bool:
+    """Whether a forward pass can be a CUDA graph: some choose experts on the host."""
+    if model.device.type != "cuda":
+        return False
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    try:
+        with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            model(input_ids=token, position_ids=token, cache=Probe(), use_cache=False)
+    except RuntimeError as error:
+        logger.warning("%s runs without CUDA graphs: %s", type(model).__name__, error)
+        return False
+    return True
+
+
 def _not_for_rows(model: PreTrainedModel, what: str) -> UnsupportedError:
     """Why a model cannot run on rows."""
     return UnsupportedError(
@@ -251,14 +268,16 @@ class RowManager(their_api.ContinuousBatchingManager):
     def __init__(self, model: Any, continuous_batching_config: Any, **kwargs: Any) -> None:
         config = _with_defaults(continuous_batching_config, model.device)
         before, was_training = model.config._attn_implementation, model.training
+        is_told = continuous_batching_config.use_cuda_graph is not None
         try:
             super().__init__(model=model.eval(), continuous_batching_config=config, **kwargs)
+            may_capture = self.groups[0].has_kernels and (is_told or _can_be_captured(model))
         except BaseException:
             model.train(was_training).set_attn_implementation(before)
             raise
         self.continuous_batching_config.max_blocks_per_request = 1  # a row; their own kernels need not be there
-        if not self.groups[0].has_kernels:
-            self.continuous_batching_config.use_cuda_graph = False, False  # attention waits for the host
+        if not may_capture:
+            self.continuous_batching_config.use_cuda_graph = False, False
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         before = model.config._attn_implementation
@@ -394,7 +413,9 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
             )
         batches: Any = self.inputs_and_outputs
         batch = batches.io_pairs[batches.current_pair].host_io if self.use_async_batching else batches
-        if any(request.query_length for request in batch.requests_in_batch):
+        lengths = [request.query_length for request in batch.requests_in_batch]
+        if any(lengths):
+            self.cache.batch_size, self.cache.max_prompts = len(lengths), sum(length > 1 for length in lengths)
             super()._generation_step(model)
         else:  # there is nothing to compute before all of them fork
             batches.retrieve_device_outputs()
@@ -448,6 +469,8 @@ class RowCache(their_cache.PagedAttentionCache):
         self.config, self.dtype, self.device = config, dtype, torch.device(device)
         self.stream: Any = None
         """On which forward passes run."""
+        self.batch_size = self.max_prompts = continuous_batching_config.max_requests_per_batch or MAX_BATCH_TOKENS
+        """Sequences of the next forward pass, and how many of them have more than one new token."""
         self._options, self._groups = options, groups
         self._idle_since: float | None = None
         self._ranks = Ranks(distributed_helper)
@@ -655,7 +678,7 @@ class RowCache(their_cache.PagedAttentionCache):
                 f"layer {layer} attends to {window} tokens, and its config says {group.window or 'all'} of them"
             )
         if layer == group.layers[0]:
-            self._batches[index] = _packed(index, group.name, told)
+            self._batches[index] = _packed(index, group.name, told, self.batch_size, self.max_prompts)
         batch = self._batches[index]
         query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
         write(key, value, k, v, batch)
@@ -716,16 +739,18 @@ class RowOffloading(OffloadingManager):
 # ---------------------------------------------------------------------- attention
 
 
-def _packed(index: int, name: str, told: dict[str, Any]) -> Packed:
-    """Where the tokens of a forward pass are, in a layer group."""
-    cu_seqlens = told["cu_seq_lens_q"]
-    lengths = told["cu_seq_lens_k"][name].diff()
+def _packed(index: int, name: str, told: dict[str, Any], batch_size: int, max_prompts: int) -> Packed:
+    """Where the tokens of a forward pass are, in a layer group. Batches are padded by sequences without tokens."""
+    cu_seqlens, cu_lengths = told["cu_seq_lens_q"], told["cu_seq_lens_k"][name]
+    if told["block_table"] is None:
+        cu_seqlens, cu_lengths = cu_seqlens[: batch_size + 1], cu_lengths[: batch_size + 1]
+    lengths = cu_lengths.diff()
     starts = lengths - cu_seqlens.diff()
     if told["block_table"] is not None:
-        return Packed(cu_seqlens, told["block_table"][index, :, 0].contiguous(), starts, lengths, is_decode=True)
+        return Packed(cu_seqlens, told["block_table"][index, :, 0].contiguous(), starts, lengths, max_prompts=0)
     homes = told["write_index"][index]
     rows = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
-    return Packed(cu_seqlens, rows, starts, lengths, is_decode=False)
+    return Packed(cu_seqlens, rows, starts, lengths, max_prompts=max(max_prompts, 1))
 
 
 def attend_rows(

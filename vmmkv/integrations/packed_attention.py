@@ -23,14 +23,14 @@ class Packed(NamedTuple):
         rows: `[batch]`, the row of each sequence.
         starts: `[batch]`, its tokens, new ones left out.
         lengths: `[batch]`, its tokens, new ones included.
-        is_decode: whether each has one new token.
+        max_prompts: how many of them have more than one new token at most; 0: each has one.
     """
 
     cu_seqlens: torch.Tensor
     rows: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
-    is_decode: bool
+    max_prompts: int
 
 
 def write(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Packed) -> None:
@@ -62,10 +62,10 @@ def attend(
     sinks = None if sinks is None else sinks.float().contiguous()
     options = {"rows": batch.rows, "sinks": sinks, "scale": scale, "window": window, "softcap": softcap}
     output: torch.Tensor
-    if batch.is_decode:
-        output = decode(query.unsqueeze(1), k, v, batch.lengths, **options).squeeze(1)
+    if batch.max_prompts:
+        output = mixed(query, k, v, batch.cu_seqlens, batch.lengths, max_prompts=batch.max_prompts, **options)
     else:
-        output = mixed(query, k, v, batch.cu_seqlens, batch.lengths, **options)
+        output = decode(query.unsqueeze(1), k, v, batch.lengths, **options).squeeze(1)
     return output
 
 
