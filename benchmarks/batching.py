@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import torch
 import transformers
 import typer
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import ContinuousBatchingConfig, GenerationConfig
 
 import vmmkv
 from benchmarks.generate.models import CONFIGS, build, token_bytes
@@ -68,24 +68,27 @@ def main(
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     name = model or ("Llama-3.1-8B" if on_gpu else "tiny")
-    nbytes = parse_bytes(memory or ("16GiB" if on_gpu else "4MiB"), free=0)
+    nbytes = parse_bytes(memory or ("16GiB" if on_gpu else "128MiB"), free=0)
     config = CONFIGS[name]
     longest = min(nbytes // token_bytes(config), config.max_position_embeddings)
     workload = make_workload(trace, Limits(requests, 1 << 40, longest, 8192, 1 if on_gpu else 16), seed=0)
-    prompts = [prompt.tolist() for prompt in workload.prompts(config.vocab_size, seed=0)]
     served: Any = build(name, None, device)
-    runs = [(ROWS, number) for number in range(rounds)] + [(BLOCKS, 0)]
+    with manager_of(served, ROWS, nbytes) as manager:
+        runs = [run(manager, ROWS, workload, number, seconds) for number in range(rounds)]
+        first = first_tokens(manager, config.vocab_size, min(16_384, longest * 3 // 4))
+    with manager_of(served, BLOCKS, nbytes) as manager:
+        runs.append(run(manager, BLOCKS, workload, 0, seconds))
     result = {
         "environment": environment(device),
         "transformers": transformers.__version__,
         "model": name,
         "memory_bytes": nbytes,
         "workload": workload.name,
-        "requests": len(prompts),
-        "prompt_tokens": sum(map(len, prompts)),
+        "requests": len(workload.requests),
+        "prompt_tokens": sum(request.prompt for request in workload.requests),
         "output_tokens": sum(request.output for request in workload.requests),
-        "served": [run(served, system, prompts, workload, nbytes, seconds) | {"round": at} for system, at in runs],
-        "first_tokens": first_tokens(served, min(16_384, longest * 3 // 4), nbytes),
+        "served": runs,
+        "first_tokens": first,
     }
     if json_output:
         print_json(result)
@@ -93,24 +96,18 @@ def main(
         show(result)
 
 
-def run(
-    model: PreTrainedModel, system: str, prompts: list[list[int]], workload: Workload, nbytes: int, seconds: float
-) -> Row:
-    """Serves all requests, or as much as there is time for."""
+def run(manager: Any, system: str, workload: Workload, number: int, seconds: float) -> Row:
+    """Serves all requests, in each round with other prompts, or as much as there is time for."""
+    prompts = [ids.tolist() for ids in workload.prompts(manager.model.config.vocab_size, seed=number)]
     first: list[float] = []
     generated = finished = 0
-    with manager_of(model, system, nbytes) as manager, watched(manager) as seen:
+    with watched(manager) as seen:
         start = perf_counter()
         for prompt, request in zip(prompts, workload.requests):
             manager.add_request(prompt, max_new_tokens=request.output, eos_token_id=-1, record_timestamps=True)
         while finished < len(prompts) and perf_counter() - start < seconds:
-            done = manager.get_result(timeout=0.1)
-            if done is None:
-                if not manager.is_running():
-                    raise RuntimeError(f"{system} stopped") from manager.background_thread_status.fatal_error
-            elif done.error is not None:
-                raise RuntimeError(f"{system}: {done.error}")
-            elif done.is_finished():
+            done = finished_request(manager)
+            if done is not None:
                 finished += 1
                 generated += len(done.generated_tokens)
                 first.append(done.timestamps[0] - start)
@@ -119,6 +116,7 @@ def run(
         generated += sum(state.generated_len() for state in running)
     return {
         "system": system,
+        "round": number,
         "finished": finished,
         "seconds": elapsed,
         "tokens_per_s": generated / elapsed,
@@ -127,6 +125,17 @@ def run(
         "waste": median(seen.waste) if seen.waste else None,
         "most_waste": max(seen.waste, default=None),
     }
+
+
+def finished_request(manager: Any) -> Any:
+    """The next request that is done; None where none is for a while."""
+    done = manager.get_result(timeout=0.1)
+    if done is None:
+        if not manager.is_running():
+            raise RuntimeError("the manager stopped") from manager.background_thread_status.fatal_error
+    elif done.error is not None:
+        raise RuntimeError(done.error)
+    return done if done is not None and done.is_finished() else None
 
 
 @contextmanager
@@ -176,21 +185,18 @@ def watched(manager: Any) -> Iterator[Watched]:
         thread.join()
 
 
-def first_tokens(model: Any, tokens: int, nbytes: int, rounds: int = 5) -> Row:
+def first_tokens(manager: Any, vocab_size: int, tokens: int, rounds: int = 5) -> Row:
     """How long the first token of a prompt takes, on rows: of new ones, and of those of which most is known."""
     times: dict[str, list[float]] = {"new": [], "known": []}
-    with manager_of(model, ROWS, nbytes) as manager:
-        for _ in range(rounds):
-            prompt = torch.randint(model.config.vocab_size, (tokens,)).tolist()
-            other = torch.randint(model.config.vocab_size, (tokens,)).tolist()
-            begin = int(KNOWN * tokens)
-            for kind, ids in (("new", prompt), ("known", prompt[:begin] + other[begin:])):
-                start = perf_counter()
-                manager.add_request(ids, max_new_tokens=1, eos_token_id=-1)
-                while manager.get_result(timeout=1) is None:
-                    if not manager.is_running():
-                        raise RuntimeError("rows stopped") from manager.background_thread_status.fatal_error
-                times[kind].append(perf_counter() - start)
+    for _ in range(rounds):
+        prompt, other = torch.randint(vocab_size, (2, tokens)).tolist()
+        begin = int(KNOWN * tokens)
+        for kind, ids in (("new", prompt), ("known", prompt[:begin] + other[begin:])):
+            start = perf_counter()
+            manager.add_request(ids, max_new_tokens=1, eos_token_id=-1)
+            while finished_request(manager) is None:
+                pass
+            times[kind].append(perf_counter() - start)
     return {"tokens": tokens, "known": KNOWN, "rounds": rounds} | {f"{kind}_s": median(t) for kind, t in times.items()}
 
 

@@ -1,0 +1,148 @@
+"""transformers' continuous batching on rows with tensor parallelism: one GPU, and two with half of the heads each.
+
+    python -m benchmarks.batching_ranks [--trace FILE] [--layers N] [--requests N] [--json]
+
+The shape is Llama-3.1-70B's with fewer layers, and random weights. Each process says how long it has waited for the
+driver to map pages for those who grew: while one does the others wait for it in the next collective. Without two GPUs
+two processes run a tiny model on the host, over gloo, and speeds say nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import transformers
+import typer
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from benchmarks.batching import ROWS, manager_of, run
+from benchmarks.generate.models import build, token_bytes
+from benchmarks.serve.workloads import Limits, make_workload
+from vmmkv.cli.options import JsonOutput
+from vmmkv.cli.output import console, make_table, print_json
+from vmmkv.environment import environment
+from vmmkv.memory.budget import parse_bytes
+
+Row = dict[str, Any]
+
+
+class Asked(NamedTuple):
+    """What processes are to measure."""
+
+    on_gpus: bool
+    model: str
+    layers: int | None
+    trace: Path | None
+    requests: int
+    nbytes: int
+    seconds: float
+    rounds: int
+
+
+def main(
+    trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV; None: random.")] = None,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 8,
+    requests: Annotated[int, typer.Option(min=1, help="How many of the trace.")] = 150,
+    memory: Annotated[str | None, typer.Option(help="For K and V on each GPU.")] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each number of GPUs.")] = 3,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure tensor parallelism under transformers' continuous batching on rows."""
+    on_gpus = torch.cuda.device_count() > 1
+    name = "Llama-3.1-70B" if on_gpus else "tiny"
+    nbytes = parse_bytes(memory or ("16GiB" if on_gpus else "128MiB"), free=0)
+    asked = Asked(on_gpus, name, layers if on_gpus else None, trace, requests, nbytes, seconds, rounds)
+    result = {
+        "environment": environment(torch.device("cuda", 0) if on_gpus else torch.device("cpu")),
+        "transformers": transformers.__version__,
+        "model": name,
+        "layers": layers,
+        "memory_bytes": nbytes,
+        "requests": requests,
+        "served": [row for ranks in (1, 2) for row in served_by(ranks, asked)],
+    }
+    if json_output:
+        print_json(result)
+    else:
+        show(result)
+
+
+def served_by(ranks: int, asked: Asked) -> list[Row]:
+    """What so many processes measure together: a row of each round, with the time that each waited for the driver."""
+    with TemporaryDirectory() as folder:
+        spawn, port = get_context("spawn"), free_port()
+        processes = [spawn.Process(target=work, args=(rank, ranks, port, folder, asked)) for rank in range(ranks)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        if any(process.exitcode for process in processes):
+            raise SystemExit(f"{ranks} processes ended with {[process.exitcode for process in processes]}")
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
+    rows = [row | {"ranks": ranks} for row in found[0]]
+    return [row | {"driver_s": [each["driver_s"] for each in all_of]} for row, *all_of in zip(rows, *found)]
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def work(rank: int, ranks: int, port: int, folder: str, asked: Asked) -> None:
+    """What each process does: it serves all rounds, and writes what was found."""
+    device = torch.device("cuda", rank) if asked.on_gpus else torch.device("cpu")
+    if asked.on_gpus:
+        torch.cuda.set_device(device)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    model: Any = build(asked.model, asked.layers, device)
+    config = model.config
+    if ranks > 1:
+        dist.init_process_group("nccl" if asked.on_gpus else "gloo", timeout=timedelta(minutes=5))
+        parallel, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=ranks), device_map=None)
+        model = type(model).maybe_distribute_model(model, parallel, mesh)
+    longest = min(asked.nbytes // token_bytes(config), config.max_position_embeddings)
+    limits = Limits(asked.requests, 1 << 40, longest, 8192, 1 if asked.on_gpus else 16)
+    workload = make_workload(asked.trace, limits, seed=0)
+    rows = []
+    with manager_of(model, ROWS, asked.nbytes) as manager:
+        cache = manager.batch_processor.cache.kv_caches[0]
+        for number in range(asked.rounds):
+            before = cache.stats().driver_seconds
+            row = run(manager, ROWS, workload, number, asked.seconds)
+            rows.append(row | {"driver_s": cache.stats().driver_seconds - before})
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
+    if ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def show(result: Row) -> None:
+    columns = "GPUs", "finished", "output tokens/s", "seconds", "of these in the driver, most of a GPU"
+    lines = [
+        (
+            str(row["ranks"]),
+            f"{row['finished']} of {result['requests']}",
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['seconds']:.1f}",
+            f"{max(row['driver_s']) / row['seconds']:.2%}",
+        )
+        for row in result["served"]
+    ]
+    console.print(make_table(f"{result['model']}, {result['layers']} layers", columns, lines))
+
+
+if __name__ == "__main__":
+    typer.run(main)
