@@ -23,7 +23,7 @@ import transformers
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-import vmmkv
+from benchmarks.batching_tables import batching_table, first_tokens_table
 from benchmarks.generate.models import CONFIGS, build, token_bytes
 from benchmarks.serve.workloads import Limits, Workload, make_workload
 from vmmkv.cli.options import JsonOutput
@@ -201,25 +201,8 @@ def first_tokens(manager: Any, vocab_size: int, tokens: int, rounds: int = 5) ->
 
 
 def show(result: Row) -> None:
-    columns = ("continuous batching on", "finished", "output tokens/s", "first token, median", "peak", "waste, most")
-    lines = [
-        (
-            row["system"],
-            f"{row['finished']} of {result['requests']}",
-            f"{row['tokens_per_s']:,.0f}",
-            "" if row["first_token_s"] is None else f"{row['first_token_s']:.1f} s",
-            vmmkv.stats.format_bytes(row["peak_bytes"]) if row["peak_bytes"] else "",
-            "" if row["most_waste"] is None else f"{row['most_waste']:.1%}",
-        )
-        for row in result["served"]
-    ]
-    console.print(make_table(f"{result['model']}, {result['workload']}", columns, lines))
-    first = result["first_tokens"]
-    ratio = first["new_s"] / first["known_s"]
-    console.print(
-        f"The first token of a prompt of {first['tokens']:,} tokens comes {ratio:.1f} times as early where "
-        f"{first['known']:.0%} of it are known."
-    )
+    console.print(make_table(f"{result['model']}, {result['workload']}", *batching_table(result)))
+    console.print(make_table("Reuse", *first_tokens_table(result)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ import typer
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from benchmarks.batching import ROWS, manager_of, run
+from benchmarks.batching_tables import ranks_table
 from benchmarks.generate.models import build, token_bytes
 from benchmarks.serve.workloads import Limits, make_workload
 from vmmkv.cli.options import JsonOutput
@@ -130,18 +131,7 @@ def work(rank: int, ranks: int, port: int, folder: str, asked: Asked) -> None:
 
 
 def show(result: Row) -> None:
-    columns = "GPUs", "finished", "output tokens/s", "seconds", "of these in the driver, most of a GPU"
-    lines = [
-        (
-            str(row["ranks"]),
-            f"{row['finished']} of {result['requests']}",
-            f"{row['tokens_per_s']:,.0f}",
-            f"{row['seconds']:.1f}",
-            f"{max(row['driver_s']) / row['seconds']:.2%}",
-        )
-        for row in result["served"]
-    ]
-    console.print(make_table(f"{result['model']}, {result['layers']} layers", columns, lines))
+    console.print(make_table(f"{result['model']}, {result['layers']} layers", *ranks_table(result)))
 
 
 if __name__ == "__main__":

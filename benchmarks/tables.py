@@ -18,6 +18,7 @@ from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
 from . import (
+    batching_tables,
     fragmentation,
     idle,
     mapper,
@@ -452,3 +453,23 @@ def cache_sizes() -> str:
         nbytes = tokens * layout.token_bytes
         rows.append((what, f"{layout.token_bytes:,}", f"{nbytes:,}", format_bytes(nbytes), f"{nbytes / 1e6:,.1f} MB"))
     return markdown(("K and V in 16 bits", "bytes a token", "bytes", "binary", "decimal"), rows)
+
+
+# ------------------------------------------------------------------ continuous batching
+
+
+@table("batching_h200.json", "batching_qwen3_h200.json")
+def batching(*results: Result) -> str:
+    columns, _ = batching_tables.batching_table(results[0])
+    rows = [(result["model"], *row) for result in results for row in batching_tables.batching_table(result)[1]]
+    return markdown(("model", *columns), rows)
+
+
+@table("batching_h200.json")
+def batching_first_tokens(result: Result) -> str:
+    return markdown(*batching_tables.first_tokens_table(result))
+
+
+@table("batching_ranks_h200.json")
+def batching_ranks(result: Result) -> str:
+    return markdown(*batching_tables.ranks_table(result))
