@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vmmkv.kernels import append, decode, prefill
+from vmmkv.kernels import append, decode, mixed, prefill
 
 from .backend import KVBackend, pinned
 from .paged import PagedKV
@@ -30,7 +30,7 @@ class Batch:
         cu_seqlens: `[batch + 1]`, where each one's new tokens begin.
         host: rows, starts and counts of new tokens once more, `[3, batch]`, for what calls a kernel for each sequence;
             None in a decode batch that a graph is made of.
-        decoding: one new token each.
+        prompts: how many of them are prompts, or chunks of these; others have one new token.
     """
 
     rows: torch.Tensor
@@ -38,7 +38,7 @@ class Batch:
     seq_lens: torch.Tensor
     cu_seqlens: torch.Tensor
     host: np.ndarray[Any, np.dtype[np.int64]] | None
-    decoding: bool
+    prompts: int
 
 
 Write = Callable[[int, torch.Tensor, torch.Tensor, Batch], None]
@@ -61,10 +61,12 @@ def numba_attention(kv: KVBackend) -> Attend:
 
     def attend(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         k, v = kv.kv(layer)
-        if batch.decoding:
-            q = q.unsqueeze(1)
-            return decode(q, k, v, batch.seq_lens, batch.rows, block_table=kv.block_table).squeeze(1)
-        return prefill(q, k, v, batch.cu_seqlens, batch.seq_lens, batch.rows, block_table=kv.block_table)
+        lengths, table = (batch.seq_lens, batch.rows), kv.block_table
+        if not batch.prompts:
+            return decode(q.unsqueeze(1), k, v, *lengths, block_table=table).squeeze(1)
+        if batch.prompts == len(batch.rows):
+            return prefill(q, k, v, batch.cu_seqlens, *lengths, block_table=table)
+        return mixed(q, k, v, batch.cu_seqlens, *lengths, block_table=table, max_prompts=batch.prompts)
 
     return attend
 

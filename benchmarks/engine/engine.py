@@ -48,7 +48,8 @@ class Engine:
         max_tokens: tokens of all requests of a run together.
         chunk: tokens of prompts in a step.
         attention: "numba", our kernels, or "torch"; None: ours on a GPU.
-        prefill: attention of prompts, where it is another one: "fa3" (rows) or "flashinfer" (blocks).
+        prefill: attention of prompts, where it is another one: "fa3" (rows) or "flashinfer" (blocks). Prompts and
+            decode have a forward pass each then; otherwise they share one.
         temperature: of sampling; 0 takes the likeliest token.
         graphs: decode from CUDA graphs; where there is a GPU.
         reuse: begin prompts with what others have computed, with a backend of `REUSING`; the tokens of each step are
@@ -87,8 +88,10 @@ class Engine:
         self.write = torch_write(self.kv) if attention == "torch" else numba_write(self.kv)
         self.decode_attention = ATTENTION[attention](self.kv)
         self.prefill_attention = ATTENTION[prefill or attention](self.kv)
+        self.joins = prefill is None
         # A decode batch takes four arrays; prefill two by token, four by sequence, two by sequence that samples. One
-        # more says where all samples are.
+        # more says where all samples are. (A joint pass takes less than both: its tokens are those of prefill, and one
+        # for each sequence.)
         self.inputs = torch.zeros(11 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
@@ -227,11 +230,14 @@ class Engine:
     # ------------------------------------------------------------------ steps
 
     def _launch(self, schedule: Schedule, step: Step) -> torch.Tensor | None:
-        """Brings a step's indices to the device in one copy, and launches decode and prefill. With reuse it returns
-        what is sampled, which is there when the step is done."""
-        size = self._padded(len(step.decode))
+        """Brings a step's indices to the device in one copy, and launches decode, prefill, or both in one forward pass.
+        With reuse it returns what is sampled, which is there when the step is done."""
+        chunked, counts, size = step.prefill, step.counts, self._padded(len(step.decode))
+        if self.joins and size and len(step.prefill):
+            chunked, size = np.append(step.decode, step.prefill), 0
+            counts = np.append(np.ones_like(step.decode), step.counts)
         decode = self._decode_inputs(schedule, step, size)
-        prefill = self._prefill_inputs(schedule, step)
+        prefill = self._prefill_inputs(schedule, chunked, counts)
         targets = [self.offsets[step.sampled] + schedule.known[step.sampled]] if self.reuse else []
         flat = np.concatenate(decode + prefill + targets).astype(np.int32)
         inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
@@ -243,9 +249,8 @@ class Engine:
         if prefill:
             sizes = list(map(len, prefill))
             begin = sum(map(len, decode))
-            starts = schedule.computed[step.prefill]
-            host = np.stack([schedule.row[step.prefill], starts, step.counts])
-            self._prefill(inputs[begin : begin + sum(sizes)].split(sizes), host)
+            host = np.stack([schedule.row[chunked], schedule.computed[chunked], counts])
+            self._prefill(inputs[begin : begin + sum(sizes)].split(sizes), host, len(step.prefill))
         if not self.reuse:
             return None
         return self.tokens[inputs[len(inputs) - len(step.sampled) :]].to("cpu", non_blocking=True)
@@ -262,9 +267,10 @@ class Engine:
             np.minimum(np.arange(size + 1), len(step.decode)),
         ]
 
-    def _prefill_inputs(self, schedule: Schedule, step: Step) -> list[npt.NDArray[np.int64]]:
+    def _prefill_inputs(
+        self, schedule: Schedule, prefill: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+    ) -> list[npt.NDArray[np.int64]]:
         """What `_prefill` takes."""
-        prefill, counts = step.prefill, step.counts
         if not len(prefill):
             return []
         offsets, starts = self.offsets[prefill], schedule.computed[prefill]
@@ -286,14 +292,14 @@ class Engine:
         """A token of each sequence of a batch, whose indices are at the beginning of the inputs."""
         places, rows, seq_lens, cu_seqlens = self.inputs[: 4 * size + 1].split((size, size, size, size + 1))
         positions = (seq_lens - 1).clamp_(min=0)
-        batch = Batch(rows, positions, seq_lens, cu_seqlens, host, decoding=True)
+        batch = Batch(rows, positions, seq_lens, cu_seqlens, host, prompts=0)
         hidden = self._forward(places, positions, self.decode_attention, batch)
         self._sample(hidden, places + 1)
 
-    def _prefill(self, inputs: tuple[torch.Tensor, ...], host: npt.NDArray[np.int64]) -> None:
-        """A chunk of each of some prompts."""
+    def _prefill(self, inputs: tuple[torch.Tensor, ...], host: npt.NDArray[np.int64], prompts: int) -> None:
+        """A chunk of each of some prompts, and a token of each other sequence."""
         places, positions, rows, starts, seq_lens, cu_seqlens, last, targets = inputs
-        batch = Batch(rows, starts, seq_lens, cu_seqlens, host, decoding=False)
+        batch = Batch(rows, starts, seq_lens, cu_seqlens, host, prompts=prompts)
         hidden = self._forward(places, positions, self.prefill_attention, batch)
         if len(targets):
             self._sample(hidden[last], targets)
