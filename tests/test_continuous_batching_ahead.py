@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import soon
 from test_continuous_batching import PAGE_SIZE, Served, answers, pool
 from test_continuous_batching import model as model
 from transformers import PreTrainedModel
@@ -73,8 +74,8 @@ def test_a_name_may_be_used_again_after_its_request_was_cancelled(model: PreTrai
             served.manager.add_request([7] * 60, "chat", max_new_tokens=800, streaming=True)
             assert served.manager.get_result(timeout=60).request_id == "chat"
             served.manager.cancel_request("chat")
-            served.manager.add_request([8], "sync", max_new_tokens=1)
-            while served.manager.get_result(timeout=60).request_id != "sync":
+            soon(lambda: not served.manager.batch_processor.has_pending_requests())
+            while served.manager.get_result(timeout=0):
                 pass
             served.manager.add_request(expected.prompt, "chat")
             assert served.results(1)["chat"].generated_tokens == expected.tokens
