@@ -9,11 +9,13 @@ import copy
 import time
 from collections.abc import Iterator
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from conftest import soon
 from faulty import FaultyDriver
 from parity.batching import NEW, Answer, answer, config
 from tiny_models import VOCABULARY, tiny_model
@@ -248,6 +250,21 @@ def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None
                 assert result.generated_tokens == served.asked[result.request_id].tokens
                 left.remove(result.request_id)
         assert served.cache.stats().tokens == 0
+
+
+def test_nobody_is_told_of_a_request_that_was_cancelled(model: PreTrainedModel) -> None:
+    """Nor is kept who was to be told, as transformers does."""
+    told: list[Any] = []
+    rows.enable(model, pool=pool(40), max_seq_len=900)
+    with Served(model) as served:
+        handlers = served.manager.output_router.result_handlers
+        handlers["endless"] = told.append, SimpleNamespace(call_soon_threadsafe=lambda call, *given: call(*given))
+        served.manager.add_request([7], "endless", max_new_tokens=800, streaming=True)
+        soon(lambda: told)
+        served.manager.cancel_request("endless")
+        soon(lambda: not handlers)
+        assert not any(output.is_finished() for output in told)
+        assert served.manager.get_result(timeout=0) is None
 
 
 def test_who_waits_goes_on_when_all_others_are_cancelled(model: PreTrainedModel) -> None:

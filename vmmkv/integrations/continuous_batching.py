@@ -272,8 +272,8 @@ def _groups(model: PreTrainedModel) -> list[Group]:
 def _not_for_rows(model: PreTrainedModel, what: str) -> UnsupportedError:
     """Why a model cannot run on rows."""
     return UnsupportedError(
-        f"{type(model).__name__} has {what}; vmmkv.integrations.continuous_batching.disable(model) leaves it to "
-        "transformers"
+        f"{type(model).__name__} has {what}; vmmkv.integrations.continuous_batching.disable(model), or transformers "
+        "serve instead of vmmkv serve, leaves it to transformers"
     )
 
 
@@ -443,7 +443,8 @@ def _with_defaults(config: Any, device: torch.device) -> Any:
         raise UnsupportedError("asked for compiled forward passes; on rows CUDA graphs run what is not compiled")
     if config.use_cuda_graph is True or (isinstance(config.use_cuda_graph, tuple) and config.use_cuda_graph[0]):
         raise UnsupportedError(
-            "asked for CUDA graphs of forward passes with prompts; give use_cuda_graph=(False, True), for decode"
+            "asked for CUDA graphs of forward passes with prompts; give use_cuda_graph=(False, True), for decode, and "
+            "vmmkv serve no --cb-use-cuda-graph"
         )
     on_gpu = device.type == "cuda"
     if config.use_cuda_graph is None:
@@ -459,11 +460,13 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
     """Makes one forward pass after another."""
 
     cache: RowCache
+    scheduler: RowScheduler
     offloading_manager: RowOffloading
 
     def __init__(self, **kwargs: Any) -> None:
         begin = with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
         begin(self, **kwargs)
+        self.scheduler.handlers = self.output_router.result_handlers
         self.cache.stream = self.inputs_and_outputs.compute_stream
         self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many
 
@@ -568,6 +571,9 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
 class RowScheduler(Scheduler):
     """Chooses requests for a forward pass, with one of theirs."""
 
+    handlers: dict[str, Any]
+    """By request: who is told of what becomes of it."""
+
     def add_waiting_request(self, state: RequestState) -> None:
         """Lets a request wait.
 
@@ -584,6 +590,9 @@ class RowScheduler(Scheduler):
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled: list[RequestState] = super().clear_cancelled_requests()
+        for state in cancelled:  # nobody is told of its end, nor of what a batch that runs has for it
+            state.status = RequestStatus.FINISHED
+            self.handlers.pop(state.request_id, None)
         if not self.active_requests:
             self.block_new_requests = False  # until one finishes, and there is none
         return cancelled
