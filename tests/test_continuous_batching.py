@@ -328,6 +328,20 @@ def test_a_manager_may_stop_and_start_again(model: PreTrainedModel) -> None:
     model.set_attn_implementation("eager")
 
 
+def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrainedModel) -> None:
+    """As that of `generate_batch`, which nobody sees."""
+    expected = answers(model, Random(), 2)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model) as first, Served(model) as second:
+        first.manager.stop()
+        second.check(expected)
+        assert len(model.generate_batch([expected[0].prompt], **config())) == 1
+        second.check(expected)
+        first.manager.start()
+        second.manager.stop()
+        first.check(expected)
+
+
 def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
     """It runs in a thread of its own, without autocast, and not as in training."""
     model = tiny_model("gpt2", "eager", "cpu")  # which has dropout
@@ -562,6 +576,22 @@ def test_tokens_that_a_model_does_not_know_are_refused(model: PreTrainedModel) -
             assert result.generated_tokens == served.asked[name].tokens
         served.manager.add_request(torch.tensor(expected[0].prompt), names[0])
         assert served.results(1)[names[0]].generated_tokens == served.asked[names[0]].tokens
+
+
+def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTrainedModel) -> None:
+    """transformers looks at them when it is too late, or not at all."""
+    (expected,) = answers(model, Random(), 1)
+    options = config(per_request_processors=True)
+    options["generation_config"].update(do_sample=True, temperature=0.5, top_k=9)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    manager = model.init_continuous_batching(**options)
+    manager.start()
+    for wrong in ({"temperature": 0.0}, {"temperature": float("nan")}, {"top_k": 98}, {"request_id": ["name"]}):
+        with pytest.raises(vmmkv.ArgumentError, match=f"got {next(iter(wrong))}="):
+            manager.add_request(expected.prompt, **wrong)
+    manager.add_request(expected.prompt, top_k=1, temperature=3.0)
+    assert manager.get_result(timeout=60).generated_tokens == expected.tokens
+    manager.stop()
 
 
 def test_a_batch_with_what_does_not_fit_a_row_is_refused(model: PreTrainedModel) -> None:

@@ -25,7 +25,8 @@ from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType, SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 import transformers
@@ -284,6 +285,7 @@ class RowManager(their_api.ContinuousBatchingManager):
     """Takes requests, and runs them on rows."""
 
     options: Options
+    started: ClassVar[WeakSet[RowManager]] = WeakSet()
 
     def __init__(
         self, model: Any, continuous_batching_config: Any, workload_hints: WorkloadHints | None = None, **kwargs: Any
@@ -318,6 +320,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._weights += 1
             if self._addresses != _addresses(self.model):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
+        self.started.add(self)
         super().start()
 
     def warmup(self) -> None:
@@ -330,6 +333,7 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stops: see `ContinuousBatchingManager.stop`."""
+        self._hand_attention_on()
         super().stop(*args, **kwargs)
         self._give_attention_back()
 
@@ -338,8 +342,15 @@ class RowManager(their_api.ContinuousBatchingManager):
         super().destroy()
         self._give_attention_back()
 
+    def _hand_attention_on(self) -> None:
+        """Leaves it to another manager that runs the model, if there is one, to have it attend as before."""
+        for other in self.started:
+            if other is not self and other.model is self.model and other.is_running() and self._original_attn_impl:
+                other._original_attn_impl, self._original_attn_impl = self._original_attn_impl, None
+
     def _give_attention_back(self) -> None:
         """Has the model attend as before, also where there was nothing to stop."""
+        self._hand_attention_on()
         if self._original_attn_impl is not None and not self.is_running():
             self.model.set_attn_implementation(self._original_attn_impl)
             self._original_attn_impl = None
@@ -373,9 +384,14 @@ class RowManager(their_api.ContinuousBatchingManager):
 
         Raises:
             SequenceTooLongError: it would be longer than rows are.
-            ArgumentError: it has no tokens, or some that the model does not know.
+            ArgumentError: it has no tokens, or some that the model does not know; or a name or a number for sampling
+                that would end all requests.
         """
-        ids = _token_ids(input_ids, getattr(self.model.config.get_text_config(), "vocab_size", None))
+        vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
+        ids = _token_ids(input_ids, vocabulary)
+        if not isinstance(request_id, Hashable):
+            raise ArgumentError(f"got request_id={request_id!r}; give a name")
+        _check_sampling(vocabulary, kwargs.get("temperature"), kwargs.get("top_k"))
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         room = _check_length(self.options, len(ids), 1 if new is None else new)
         return super().add_request(ids, request_id, room if new is None else new, *args, **kwargs)
@@ -425,6 +441,15 @@ def _token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
     if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
         raise ArgumentError(f"got token {wrong}; this model's are 0 to {vocabulary or 'its vocabulary'}, exclusive")
     return ids
+
+
+def _check_sampling(vocabulary: int | None, temperature: Any, top_k: Any) -> None:
+    """Raises `ArgumentError` for numbers from which no token can be drawn. transformers looks at their types alone, and
+    a draw that fails ends all requests."""
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ArgumentError(f"got temperature={temperature}; it must be above 0. top_k=1 takes the most likely token")
+    if isinstance(top_k, int) and vocabulary is not None and top_k > vocabulary:
+        raise ArgumentError(f"got top_k={top_k}; this model knows {vocabulary} tokens")
 
 
 def _addresses(model: torch.nn.Module) -> list[int]:
