@@ -9,11 +9,13 @@ import copy
 import time
 from collections.abc import Iterator
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from conftest import soon
 from faulty import FaultyDriver
 from parity.batching import NEW, Answer, answer, config
 from tiny_models import VOCABULARY, tiny_model
@@ -250,6 +252,21 @@ def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None
         assert served.cache.stats().tokens == 0
 
 
+def test_nobody_is_told_of_a_request_that_was_cancelled(model: PreTrainedModel) -> None:
+    """Nor is kept who was to be told, as transformers does."""
+    told: list[Any] = []
+    rows.enable(model, pool=pool(40), max_seq_len=900)
+    with Served(model) as served:
+        handlers = served.manager.output_router.result_handlers
+        handlers["endless"] = told.append, SimpleNamespace(call_soon_threadsafe=lambda call, *given: call(*given))
+        served.manager.add_request([7], "endless", max_new_tokens=800, streaming=True)
+        soon(lambda: told)
+        served.manager.cancel_request("endless")
+        soon(lambda: not handlers)
+        assert not any(output.is_finished() for output in told)
+        assert served.manager.get_result(timeout=0) is None
+
+
 def test_who_waits_goes_on_when_all_others_are_cancelled(model: PreTrainedModel) -> None:
     """Nobody finishes then, which is what those wait for that gave way."""
     rows.enable(model, pool=pool(24), max_seq_len=200)
@@ -309,6 +326,20 @@ def test_a_manager_may_stop_and_start_again(model: PreTrainedModel) -> None:
         served.check(expected)
     forgotten.destroy()
     model.set_attn_implementation("eager")
+
+
+def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrainedModel) -> None:
+    """As that of `generate_batch`, which nobody sees."""
+    expected = answers(model, Random(), 2)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model) as first, Served(model) as second:
+        first.manager.stop()
+        second.check(expected)
+        assert len(model.generate_batch([expected[0].prompt], **config())) == 1
+        second.check(expected)
+        first.manager.start()
+        second.manager.stop()
+        first.check(expected)
 
 
 def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
@@ -403,9 +434,78 @@ def test_a_request_that_there_is_no_memory_for_ends_alone(model: PreTrainedModel
             if result is not None and result.is_finished():
                 done[result.request_id] = result
         for name in long:
-            assert "Give enable() a larger max_bytes" in done[name].error
+            assert "A larger max_bytes helps" in done[name].error
         for name in names:
             assert done[name].generated_tokens == served.asked[name].tokens
+
+
+def test_who_was_to_fork_from_a_request_that_there_is_no_memory_for_is_told_too(model: PreTrainedModel) -> None:
+    """`generate_batch` waits for all of them."""
+    (expected,) = answers(model, Random(), 1, most=8)
+    rows.enable(model, pool=pool(8), max_seq_len=300)
+    results = model.generate_batch([[7] * 200, expected.prompt], **config(num_return_sequences=3, safety_margin=0.0))
+    assert ["A larger max_bytes" in (result.error or "") for result in results.values()] == [True] * 3 + [False] * 3
+    assert [result.generated_tokens for result in results.values()][3:] == [expected.tokens] * 3
+
+
+# ---------------------------------------------------------------------- other weights
+
+
+@pytest.mark.parametrize("how", ["paused", "started again", "another adapter"])
+def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
+    """Neither with what was known before, nor with what a request that runs meanwhile leaves."""
+    before, after = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
+    random, model = Random(), copy.deepcopy(before)
+    pairs: list[tuple[Answer | None, Answer | None]] = [(None, None)]
+    while not all(pairs[-1]):
+        prompt = [random.randrange(2, VOCABULARY) for _ in range(60)]
+        pairs.append((answer(before, prompt), answer(after, prompt)))
+    old, new = pairs[-1]
+    assert old is not None
+    assert new is not None
+    model.peft_config, model.tuned = {}, Adapted()
+    rows.enable(model, pool=pool(300), max_seq_len=200)
+    with Served(model) as served:
+        served.check([old])
+        if how == "paused":
+            served.manager.add_request(prompt, "on its way", max_new_tokens=100, streaming=True)
+            assert served.manager.get_result(timeout=60).request_id == "on its way"
+            with served.manager.pause():
+                model.load_state_dict(after.state_dict())
+            while not served.manager.get_result(timeout=60).is_finished():
+                pass
+        elif how == "started again":
+            served.manager.stop(keep_for_next_session=True)
+            model.load_state_dict(after.state_dict())
+            served.manager.start()
+        else:
+            model.load_state_dict(after.state_dict())
+            model.tuned.active_adapters = ["other"]
+        served.check([new])
+        assert served.cache.stats().cached_tokens == (60 - 1 if how == "paused" else 0)
+        served.check([new])
+        assert served.cache.stats().cached_tokens > 0
+
+
+class Adapted(torch.nn.Module):
+    """A layer with adapters, as PEFT has them."""
+
+    active_adapters, disable_adapters = ["one"], False
+
+
+def test_a_manager_that_is_started_again_looks_where_weights_are(model: PreTrainedModel) -> None:
+    """Its graphs, and its rows, are for those that were there."""
+    own = copy.deepcopy(model)
+    (expected,) = answers(own, Random(), 1)
+    rows.enable(own, pool=pool(100), max_seq_len=100)
+    with Served(own) as served:
+        served.check([expected])
+        served.manager.stop(keep_for_next_session=True)
+        own.bfloat16()
+        served.manager.start()
+        served.manager.add_request(expected.prompt)
+        assert served.manager.get_result(timeout=60).error is None
+        assert served.cache.layout.dtype == torch.bfloat16
 
 
 # ---------------------------------------------------------------------- on a GPU
@@ -462,6 +562,68 @@ def test_a_request_without_tokens_is_refused(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(10), max_seq_len=100)
     with Served(model) as served, pytest.raises(vmmkv.ArgumentError, match="no input_ids"):
         served.manager.add_request([])
+
+
+def test_tokens_that_a_model_does_not_know_are_refused(model: PreTrainedModel) -> None:
+    """They would end the forward pass of all requests."""
+    expected = answers(model, Random(), 2)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model) as served:
+        names = served.ask(expected)
+        for wrong in ([3, VOCABULARY], [-1, 3], [3.0], [[3, 4]], torch.tensor([[3, 4]]), "34", 3):
+            with pytest.raises(vmmkv.ArgumentError, match=r"got (token|input_ids)"):
+                served.manager.add_request(wrong)
+        for name, result in served.results(2).items():
+            assert result.generated_tokens == served.asked[name].tokens
+        served.manager.add_request(torch.tensor(expected[0].prompt), names[0])
+        assert served.results(1)[names[0]].generated_tokens == served.asked[names[0]].tokens
+
+
+def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTrainedModel) -> None:
+    """transformers looks at them when it is too late, or not at all."""
+    (expected,) = answers(model, Random(), 1)
+    options = config(per_request_processors=True)
+    options["generation_config"].update(do_sample=True, temperature=0.5, top_k=9)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    manager = model.init_continuous_batching(**options)
+    manager.start()
+    for wrong in ({"temperature": 0.0}, {"temperature": float("nan")}, {"top_k": 98}, {"request_id": ["name"]}):
+        with pytest.raises(vmmkv.ArgumentError, match=f"got {next(iter(wrong))}="):
+            manager.add_request(expected.prompt, **wrong)
+    manager.add_request(expected.prompt, top_k=1, temperature=3.0)
+    assert manager.get_result(timeout=60).generated_tokens == expected.tokens
+    manager.stop()
+
+
+def test_a_batch_with_what_does_not_fit_a_row_is_refused(model: PreTrainedModel) -> None:
+    """Not answered with nothing, as transformers does where a request is refused later."""
+    rows.enable(model, pool=pool(10), max_seq_len=30)
+    with pytest.raises(vmmkv.SequenceTooLongError, match="19 tokens and 12 new ones"):
+        model.generate_batch([[5] * 9, [5] * 19], **config())
+
+
+def test_attention_is_as_before_where_nothing_was_started(model: PreTrainedModel) -> None:
+    rows.enable(model, pool=pool(10))
+    model.init_continuous_batching(**config()).destroy()
+    assert model.config._attn_implementation == "eager"
+    rows.enable(model, max_bytes=1)
+    with (
+        pytest.raises(vmmkv.BudgetError, match="asked for max_bytes"),
+        model.continuous_batching_context_manager(**config()),
+    ):
+        pass
+    assert model.config._attn_implementation == "eager"
+
+
+def test_rows_are_those_that_were_last_asked_for(model: PreTrainedModel) -> None:
+    """Also where transformers has kept a manager, with rows or with blocks."""
+    blocks = config(num_blocks=50, page_size=16, max_memory_percent=0.9)
+    model.generate_batch([[5] * 9], persistent_manager=True, **blocks)
+    for max_seq_len in (50, 60):
+        rows.enable(model, pool=pool(100), max_seq_len=max_seq_len)
+        model.generate_batch([[5] * 9], persistent_manager=True, **config())
+        with Served(model) as served, pytest.raises(vmmkv.SequenceTooLongError, match=f"a row is {max_seq_len}"):
+            served.manager.add_request([5] * 90)
 
 
 def test_a_manager_that_was_kept_is_gone_with_its_rows(model: PreTrainedModel) -> None:
@@ -521,6 +683,31 @@ def test_models_that_cannot_run_on_rows_are_refused() -> None:
     sizes = {"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16}
     with pytest.raises(vmmkv.UnsupportedError, match="no position_ids"):
         rows.enable(transformers.BartForCausalLM(transformers.BartConfig(**sizes, vocab_size=9)))
+
+
+def test_models_that_are_wrapped_are_refused(model: PreTrainedModel) -> None:
+    """Their generate_batch is that of the model inside."""
+    with pytest.raises(vmmkv.ArgumentError, match="got OptimizedModule; give the PreTrainedModel inside"):
+        rows.enable(torch.compile(model))
+
+
+def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:
+    """Some have a table of them, and some turn all that are in one batch by the longest request."""
+    tiny = {"vocab_size": 9, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "pad_token_id": 0}
+    longrope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    phi3 = transformers.Phi3ForCausalLM(
+        transformers.Phi3Config(**tiny, original_max_position_embeddings=64, rope_parameters=longrope)
+    )
+    dynamic = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    llama = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**tiny, max_position_embeddings=100, rope_parameters=dynamic)
+    )
+    gpt2 = tiny_model("gpt2", "eager", "cpu")
+    for model, limit, what in ((phi3, 64, "longrope"), (llama, 100, "dynamic"), (gpt2, 1024, "no rotary")):
+        rows.enable(model, max_seq_len=limit)
+        rows.disable(model)
+        with pytest.raises(vmmkv.UnsupportedError, match=f"{what}.* up to {limit} tokens"):
+            rows.enable(model, max_seq_len=limit + 1)
 
 
 @pytest.mark.parametrize("parallel", [False, True], ids=["device_map", "pipeline"])

@@ -211,15 +211,38 @@ def test_clients_are_told_why_they_are_refused(address: str, llama: str, keeps_s
                 await ask(keeps_states, server, answer.prompt, chat=False, stream=False)
             with pytest.raises(openai.BadRequestError, match=f"{ENDLESS + 2000} new ones; a row is 131072 long"):
                 await server.completions.create(model=llama, prompt=answer.prompt, max_tokens=ENDLESS + 2000)
+            with pytest.raises(openai.BadRequestError, match="no input_ids"):
+                await ask(llama, server, "", chat=False, stream=False)
             return await ask(llama, server, answer.prompt, chat=False, stream=False)
 
     assert asyncio.run(refused()) == answer.text
+
+
+def test_clients_may_choose_the_same_request_id(address: str, llama: str) -> None:
+    """As proxies do that send a request again; each gets its own answer."""
+    expected = answers(4)
+
+    async def all_at_once() -> list[str]:
+        async with client(address).with_options(default_headers={"x-request-id": "same"}) as server:
+            asked = [
+                ask(llama, server, each.prompt, chat=False, stream=at % 2 == 0) for at, each in enumerate(expected)
+            ]
+            return await asyncio.gather(*asked)
+
+    assert asyncio.run(all_at_once()) == [each.text for each in expected]
 
 
 def test_a_server_does_not_start_with_what_cannot_run_on_rows(llama: str, keeps_states: str) -> None:
     with pytest.raises(vmmkv.UnsupportedError, match="keeps something else"), server(keeps_states):
         pass
     with pytest.raises(vmmkv.UnsupportedError, match="graphs of forward"), server(llama, "--cb-use-cuda-graph"):
+        pass
+
+
+def test_a_server_does_not_start_with_options_that_cannot_be() -> None:
+    with pytest.raises(vmmkv.ArgumentError, match="got --no-continuous-batching"), server("--no-continuous-batching"):
+        pass
+    with pytest.raises(vmmkv.BudgetError, match="much"), server("--max-bytes", "much"):
         pass
 
 

@@ -19,12 +19,14 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import operator
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FunctionType, MethodType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
+from weakref import WeakSet
 
 import torch
 import transformers
@@ -32,11 +34,11 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching import cache as their_cache
 from transformers.generation.continuous_batching import continuous_api as their_api
 from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
-from transformers.generation.continuous_batching.input_outputs import PagedAttentionArgs
+from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs, PagedAttentionArgs
 from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
-from transformers.generation.continuous_batching.utils import stream_context
+from transformers.generation.continuous_batching.utils import WorkloadHints, stream_context
 from transformers.utils import logging
 
 from ..cache import KVCache
@@ -62,6 +64,12 @@ WARMUP = "__warmup_"
 """What names of requests begin with that are made up, before there are any, and hold what was never computed."""
 MANY_TOKENS = 1 << 40
 """More than a forward pass can read: attention reads rows, not copies of them."""
+LENGTH_MATTERS = ("dynamic", "longrope")
+"""Rotary embeddings that depend on the longest request of a batch."""
+KEPT = "_cached_continuous_batching_manager"
+"""Where transformers keeps a persistent manager."""
+GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
+"""In the place of a request that has ended while a batch with it runs."""
 
 
 logger = logging.get_logger(__name__)
@@ -111,6 +119,10 @@ def enable(
         BudgetError, LayoutError: a number that cannot be.
     """
     check_version()
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError(
+            f"got {type(model).__name__}; give the PreTrainedModel inside, whose generate_batch it calls"
+        )
     if "position_ids" not in inspect.signature(model.forward).parameters:
         raise _not_for_rows(model, "no position_ids, so that it cannot tell requests apart that lie in one batch")
     if not can_attend(model):
@@ -128,21 +140,47 @@ def enable(
     if max_seq_len is None:
         raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
     options = Options(max_bytes, pool, check_size("max_seq_len", max_seq_len), idle_seconds)
+    _check_positions(model, options.max_seq_len)
     manager = type("RowManager", (RowManager,), {"options": options})
     begin = with_names(
         inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
     )
+    _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
 
 
 def disable(model: PreTrainedModel) -> None:
     """Has a model's continuous batching keep K and V in blocks again, from the next manager on."""
-    kept = vars(model).get("_cached_continuous_batching_manager")
-    if isinstance(kept, RowManager):  # a persistent one, which would be the next, too
-        del vars(model)["_cached_continuous_batching_manager"]
-        if not kept.is_running():
-            kept.destroy()
+    if isinstance(vars(model).get(KEPT), RowManager):
+        _drop_kept(model)
     vars(model).pop("init_continuous_batching", None)
+
+
+def _drop_kept(model: PreTrainedModel) -> None:
+    """Has a model forget its persistent manager, which would be the next, too."""
+    kept = vars(model).pop(KEPT, None)
+    if kept is not None and not kept.is_running():
+        kept.destroy()
+
+
+def _check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
+    """Raises `UnsupportedError` where a model cannot tell positions of so many tokens, or not those of requests that
+    lie in one batch with longer ones: some turn all of them otherwise as soon as one is far behind."""
+    config = model.config.get_text_config()
+    known, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
+    limits = {"no rotary embeddings": known} if not rope else {}
+    for each in (rope or {}, *(rope or {}).values()):
+        if isinstance(each, dict) and each.get("rope_type") in LENGTH_MATTERS:
+            kind = each["rope_type"]
+            limits[f"rope_type={kind!r}"] = (
+                each.get("original_max_position_embeddings") if kind == "longrope" else known
+            )
+    for what, limit in limits.items():
+        if limit is not None and max_seq_len > limit:
+            raise UnsupportedError(
+                f"asked for max_seq_len={max_seq_len}; {type(model).__name__} has {what}, with which requests that lie "
+                f"in one batch are right up to {limit} tokens. Give max_seq_len={limit}, or less"
+            )
 
 
 def _is_split_by_layers(model: PreTrainedModel) -> bool:
@@ -252,8 +290,8 @@ def _can_be_captured(model: PreTrainedModel) -> bool:
 def _not_for_rows(model: PreTrainedModel, what: str) -> UnsupportedError:
     """Why a model cannot run on rows."""
     return UnsupportedError(
-        f"{type(model).__name__} has {what}; vmmkv.integrations.continuous_batching.disable(model) leaves it to "
-        "transformers"
+        f"{type(model).__name__} has {what}; vmmkv.integrations.continuous_batching.disable(model), or transformers "
+        "serve instead of vmmkv serve, leaves it to transformers"
     )
 
 
@@ -264,13 +302,21 @@ class RowManager(their_api.ContinuousBatchingManager):
     """Takes requests, and runs them on rows."""
 
     options: Options
+    started: ClassVar[WeakSet[RowManager]] = WeakSet()
 
-    def __init__(self, model: Any, continuous_batching_config: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any, continuous_batching_config: Any, workload_hints: WorkloadHints | None = None, **kwargs: Any
+    ) -> None:
         config = _with_defaults(continuous_batching_config, model.device)
+        if workload_hints is not None:  # now, since `generate_batch` has no results where a request is refused later
+            _check_length(self.options, workload_hints.max_prompt_length, workload_hints.max_generated_length)
+        self._weights, self._addresses = 0, [0]
         before, was_training = model.config._attn_implementation, model.training
         is_told = continuous_batching_config.use_cuda_graph is not None
         try:
-            super().__init__(model=model.eval(), continuous_batching_config=config, **kwargs)
+            super().__init__(
+                model=model.eval(), continuous_batching_config=config, workload_hints=workload_hints, **kwargs
+            )
             may_capture = self.groups[0].has_kernels and (is_told or _can_be_captured(model))
         except BaseException:
             model.train(was_training).set_attn_implementation(before)
@@ -290,7 +336,60 @@ class RowManager(their_api.ContinuousBatchingManager):
         """Starts taking requests: see `ContinuousBatchingManager.start`."""
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
+            self._weights += 1
+            if self._addresses != _addresses(self.model):
+                self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
+        self.started.add(self)
         super().start()
+
+    def warmup(self) -> None:
+        """Runs made-up batches: see `ContinuousBatchingManager.warmup`."""
+        try:
+            super().warmup()
+        except BaseException:
+            self._give_attention_back()
+            raise
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stops: see `ContinuousBatchingManager.stop`."""
+        self._hand_attention_on()
+        super().stop(*args, **kwargs)
+        self._give_attention_back()
+
+    def destroy(self) -> None:
+        """Ends it: see `ContinuousBatchingManager.destroy`."""
+        super().destroy()
+        self._give_attention_back()
+
+    def _hand_attention_on(self) -> None:
+        """Leaves it to another manager that runs the model, if there is one, to have it attend as before."""
+        for other in self.started:
+            if other is not self and other.model is self.model and other.is_running() and self._original_attn_impl:
+                other._original_attn_impl, self._original_attn_impl = self._original_attn_impl, None
+
+    def _give_attention_back(self) -> None:
+        """Has the model attend as before, also where there was nothing to stop."""
+        self._hand_attention_on()
+        if self._original_attn_impl is not None and not self.is_running():
+            self.model.set_attn_implementation(self._original_attn_impl)
+            self._original_attn_impl = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Has the model for the caller, who may change its weights: see `ContinuousBatchingManager.pause`. Later
+        requests begin with nothing that was computed before."""
+        with super().pause():
+            self._weights += 1
+            yield
+
+    def weights(self) -> Hashable:
+        """What K and V depend on beside tokens: weights, as far as can be told, and the adapters that PEFT has put into
+        the model."""
+        model: Any = self.model
+        if not hasattr(model, "peft_config"):
+            return self._weights
+        tuned = [each for each in model.modules() if isinstance(getattr(each, "active_adapters", None), list)]
+        return self._weights, frozenset((each.disable_adapters, *each.active_adapters) for each in tuned)
 
     def add_request(
         self,
@@ -304,21 +403,21 @@ class RowManager(their_api.ContinuousBatchingManager):
 
         Raises:
             SequenceTooLongError: it would be longer than rows are.
-            ArgumentError: it has no tokens.
+            ArgumentError: it has no tokens, or some that the model does not know; or a name or a number for sampling
+                that would end all requests.
         """
-        if not len(input_ids):
-            raise ArgumentError("got no input_ids; another request's would decide what comes. Begin with bos_token_id")
-        room = self.options.max_seq_len - len(input_ids)
+        vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
+        ids = _token_ids(input_ids, vocabulary)
+        if not isinstance(request_id, Hashable):
+            raise ArgumentError(f"got request_id={request_id!r}; give a name")
+        _check_sampling(vocabulary, kwargs.get("temperature"), kwargs.get("top_k"))
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        if room < (1 if new is None else new):
-            raise SequenceTooLongError(
-                f"asked for {len(input_ids)} tokens and {new or 1} new ones; a row is {self.options.max_seq_len} long. "
-                "Give enable() a larger max_seq_len: it takes addresses, not memory"
-            )
-        return super().add_request(input_ids, request_id, room if new is None else new, *args, **kwargs)
+        room = _check_length(self.options, len(ids), 1 if new is None else new)
+        return super().add_request(ids, request_id, room if new is None else new, *args, **kwargs)
 
     def _create_batch_processor(self) -> Any:
-        made = functools.partial(RowCache, self.options, self.groups)
+        self._addresses = _addresses(self.model)
+        made = functools.partial(RowCache, self.options, self.groups, self.weights)
         create = with_names(
             their_api.ContinuousBatchingManager._create_batch_processor,
             PagedAttentionCache=made,
@@ -327,6 +426,54 @@ class RowManager(their_api.ContinuousBatchingManager):
             SCHEDULER_MAPPING=SCHEDULERS,
         )
         return create(self)
+
+
+def _check_length(options: Options, tokens: int, new: int) -> int:
+    """How many new tokens a row has room for behind so many.
+
+    Raises:
+        SequenceTooLongError: they are fewer than `new`.
+    """
+    room = options.max_seq_len - tokens
+    if room < new:
+        raise SequenceTooLongError(
+            f"asked for {tokens} tokens and {new} new ones; a row is {options.max_seq_len} long. "
+            "A larger max_seq_len takes addresses, not memory"
+        )
+    return room
+
+
+def _token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
+    """The ids of a prompt. Others would end the forward pass, and with it all requests.
+
+    Raises:
+        ArgumentError: they are none of this model's.
+    """
+    try:
+        given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
+        ids = [operator.index(each) for each in given]
+    except TypeError as error:
+        raise ArgumentError(f"got input_ids that are not the whole numbers of one prompt: {error}") from None
+    if not ids:
+        raise ArgumentError("got no input_ids; another request's would decide what comes. Begin with bos_token_id")
+    wrong = max(ids) if min(ids) >= 0 else min(ids)
+    if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
+        raise ArgumentError(f"got token {wrong}; this model's are 0 to {vocabulary or 'its vocabulary'}, exclusive")
+    return ids
+
+
+def _check_sampling(vocabulary: int | None, temperature: Any, top_k: Any) -> None:
+    """Raises `ArgumentError` for numbers from which no token can be drawn. transformers looks at their types alone, and
+    a draw that fails ends all requests."""
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ArgumentError(f"got temperature={temperature}; it must be above 0. top_k=1 takes the most likely token")
+    if isinstance(top_k, int) and vocabulary is not None and top_k > vocabulary:
+        raise ArgumentError(f"got top_k={top_k}; this model knows {vocabulary} tokens")
+
+
+def _addresses(model: torch.nn.Module) -> list[int]:
+    """Where the weights of a model are."""
+    return [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
 
 
 def _with_defaults(config: Any, device: torch.device) -> Any:
@@ -340,7 +487,8 @@ def _with_defaults(config: Any, device: torch.device) -> Any:
         raise UnsupportedError("asked for compiled forward passes; on rows CUDA graphs run what is not compiled")
     if config.use_cuda_graph is True or (isinstance(config.use_cuda_graph, tuple) and config.use_cuda_graph[0]):
         raise UnsupportedError(
-            "asked for CUDA graphs of forward passes with prompts; give use_cuda_graph=(False, True), for decode"
+            "asked for CUDA graphs of forward passes with prompts; give use_cuda_graph=(False, True), for decode, and "
+            "vmmkv serve no --cb-use-cuda-graph"
         )
     on_gpu = device.type == "cuda"
     if config.use_cuda_graph is None:
@@ -356,28 +504,73 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
     """Makes one forward pass after another."""
 
     cache: RowCache
+    scheduler: RowScheduler
     offloading_manager: RowOffloading
 
     def __init__(self, **kwargs: Any) -> None:
         begin = with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
         begin(self, **kwargs)
+        self.scheduler.handlers = self.output_router.result_handlers
         self.cache.stream = self.inputs_and_outputs.compute_stream
         self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many
 
     def prepare_next_batch(self) -> bool:
         self.offloading_manager.is_stuck = False
+        self._let_go()
         try:
             found = bool(super().prepare_next_batch())
         except RuntimeError:
             if not self.offloading_manager.is_stuck:
                 raise
             found = False
-            if self.cache.others_hold_memory():
+            if self._take_tokens():
+                pass  # who has ended with them leaves memory
+            elif self.cache.others_hold_memory():
                 self._give_way()  # it may come yet, and others may wait for ours
             else:
                 self._end_first()
         self.cache.note_work(found or self.has_pending_requests())
         return found
+
+    @property
+    def _running(self) -> ContinuousBatchingIOs | None:
+        """The batch whose tokens nobody has taken yet, where batches are made ahead."""
+        batches: Any = self.inputs_and_outputs
+        return batches.io_pairs[1 - batches.current_pair].host_io if self.use_async_batching else None
+
+    def _let_go(self) -> None:
+        """Has the batch that runs know those no more that are out of it: ended, moved, or to begin anew. transformers
+        knows them by name, which another may have by now, and would give that one their next token."""
+        running, active = self._running, self.scheduler.active_requests
+        if running is None:
+            return
+        gone = [each for each in running.requests_in_batch if active.get(each.state.request_id) is not each.state]
+        names = {each.state.request_id for each in gone}
+        running.req_id_to_new_token_position = {
+            f"{name} {GONE.request_id}" if name in names else name: place  # as many: their order says whose a token is
+            for name, place in running.req_id_to_new_token_position.items()
+        }
+        for each in gone:
+            each.state = GONE
+
+    def _take_tokens(self) -> bool:
+        """Takes the tokens of the batch that runs before another one is made; returns whether there was one."""
+        running, batches = self._running, cast(Any, self.inputs_and_outputs)
+        if running is None or not running.requests_in_batch:
+            return False
+        batches.swap_io_pairs()
+        self.update_batch()
+        batches.swap_io_pairs()
+        running.reset()
+        return True
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        """Tells who waits for a request that it failed, and who waits for those that were to fork from it."""
+        super()._handle_request_error(error, state)
+        for name in _children(state):
+            child = copy.copy(state)
+            child.request_id = name
+            self.output_router.fail_and_deliver(child, error)
 
     def _give_way(self) -> None:
         """Has requests that cannot grow begin anew later, with what is known of them by then."""
@@ -397,7 +590,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         needed, pool = self.cache.requests.pages_of(tokens), self.cache.kv_caches[0].pool
         error = OutOfPagesError(
             f"asked for {needed} pages, of {tokens} tokens, for request {state.request_id} alone; the limit is "
-            f"{pool.limit} pages. Give enable() a larger max_bytes",
+            f"{pool.limit} pages. A larger max_bytes helps",
             requested=needed,
             available=pool.limit,
         )
@@ -424,22 +617,36 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
 class RowScheduler(Scheduler):
     """Chooses requests for a forward pass, with one of theirs."""
 
+    handlers: dict[str, Any]
+    """By request: who is told of what becomes of it."""
+
     def add_waiting_request(self, state: RequestState) -> None:
         """Lets a request wait.
 
         Raises:
-            ArgumentError: another one of its name is not done. Both would write into one row.
+            ArgumentError: another one of its name, or of one that will fork from it, is not done. Both would write
+                into one row.
         """
-        name = state.request_id
-        if name in self.active_requests or name in self.waiting_requests:
-            raise ArgumentError(f"got request_id={name!r}, which another request has that is not done; give another")
+        for name in (state.request_id, *_children(state)):
+            if name in self.active_requests or name in self.waiting_requests:
+                raise ArgumentError(
+                    f"got request_id={name!r}, which another request has that is not done; give another"
+                )
         super().add_waiting_request(state)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled: list[RequestState] = super().clear_cancelled_requests()
+        for state in cancelled:  # nobody is told of its end, nor of what a batch that runs has for it
+            state.status = RequestStatus.FINISHED
+            self.handlers.pop(state.request_id, None)
         if not self.active_requests:
             self.block_new_requests = False  # until one finishes, and there is none
         return cancelled
+
+
+def _children(state: RequestState) -> list[str]:
+    """Names of the requests that are to fork from one."""
+    return [f"{state.request_id}__child#{number}" for number in range(state.num_children)]
 
 
 SCHEDULERS = {name: type(f"Row{kind.__name__}", (RowScheduler, kind), {}) for name, kind in SCHEDULER_MAPPING.items()}
@@ -451,6 +658,7 @@ class RowCache(their_cache.PagedAttentionCache):
     Args:
         options: what `enable` was told.
         groups: the layer groups of the model.
+        weights: says what K and V depend on beside tokens.
         config, continuous_batching_config, device, distributed_helper, dtype, model_supports_logits_to_keep: as
             transformers gives them.
     """
@@ -459,6 +667,7 @@ class RowCache(their_cache.PagedAttentionCache):
         self,
         options: Options,
         groups: list[Group],
+        weights: Callable[[], Hashable],
         config: Any,
         continuous_batching_config: Any,
         device: torch.device | str,
@@ -471,7 +680,7 @@ class RowCache(their_cache.PagedAttentionCache):
         """On which forward passes run."""
         self.batch_size = self.max_prompts = continuous_batching_config.max_requests_per_batch or MAX_BATCH_TOKENS
         """Sequences of the next forward pass, and how many of them have more than one new token."""
-        self._options, self._groups = options, groups
+        self._options, self._groups, self._weights = options, groups, weights
         self._idle_since: float | None = None
         self._ranks = Ranks(distributed_helper)
         host_bytes = _host_bytes(continuous_batching_config)
@@ -553,7 +762,7 @@ class RowCache(their_cache.PagedAttentionCache):
     def _begin(self, name: str, expected: int, token_ids: list[int] | None = None) -> bool:
         """Starts a request; returns whether there is a row for it."""
         with suppress(*NO_ROOM):
-            self._committed[name] = self.requests.begin(name, expected, token_ids)
+            self._committed[name] = self.requests.begin(name, expected, token_ids, self._weights())
             return True
         return False
 

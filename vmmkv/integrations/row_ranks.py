@@ -8,7 +8,7 @@ are known to have follows from token counts, and is not asked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
@@ -87,13 +87,13 @@ class RankedRequests(RowRequests):
         self._sure: dict[str, int] = {}
         """By request: tokens that every process has pages of its own for."""
 
-    def begin(self, name: str, expected: int, token_ids: list[int] | None = None) -> int:
+    def begin(self, name: str, expected: int, token_ids: list[int] | None = None, weights: Hashable = None) -> int:
         """Starts a request, with what is known of its tokens in all processes.
 
         Raises:
             OutOfPagesError: there is no room in one of them.
         """
-        here, least = self._ranks.attempt(partial(self._begin_here, name, expected, token_ids))
+        here, least = self._ranks.attempt(partial(self._begin_here, name, expected, token_ids, weights))
         if least < 0:
             self.end(name)
             raise OutOfPagesError(f"asked for room for request {name}, which not all processes of its group have")
@@ -101,10 +101,10 @@ class RankedRequests(RowRequests):
             self.take_back(name, int(least))
         return int(least)
 
-    def _begin_here(self, name: str, expected: int, token_ids: list[int] | None) -> int:
+    def _begin_here(self, name: str, expected: int, token_ids: list[int] | None, weights: Hashable) -> int:
         """Starts a request in this process; returns what is known of it, or -1 where there is no room."""
         try:
-            return super().begin(name, expected, token_ids)
+            return super().begin(name, expected, token_ids, weights)
         except NO_ROOM:
             return -1
 

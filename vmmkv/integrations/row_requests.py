@@ -5,6 +5,7 @@ All groups lie on one pool. A request grows in all of them or in none; tokens th
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Many
 from contextlib import suppress
 
@@ -48,9 +49,9 @@ class RowRequests:
         """Of each group the row that it has."""
         return [sequence.row for sequence in self._requests[name]]
 
-    def begin(self, name: str, expected: int, token_ids: list[int] | None = None) -> int:
-        """Starts a request that is to have so many tokens soon, with what is known of them, where they are given;
-        returns how many these are.
+    def begin(self, name: str, expected: int, token_ids: list[int] | None = None, weights: Hashable = None) -> int:
+        """Starts a request that is to have so many tokens soon, with what is known of them under the same weights,
+        where they are given; returns how many these are.
 
         Raises:
             OutOfPagesError, OutOfRowsError: there is no room; there is no such request then.
@@ -59,7 +60,7 @@ class RowRequests:
             self._requests[name] = [cache.sequence(expected_tokens=expected) for cache in self.caches]
             return 0
         (cache,) = self.caches
-        sequence = cache.sequence(token_ids=token_ids, whole=False, expected_tokens=expected)
+        sequence = cache.sequence(token_ids=token_ids, adapter=weights, whole=False, expected_tokens=expected)
         self._requests[name] = [sequence]
         return sequence.cached_tokens
 

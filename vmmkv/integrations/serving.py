@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any
@@ -28,13 +29,15 @@ from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState, Modality
 
-from ..errors import SequenceTooLongError, UnsupportedError
+from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError, VmmkvError
+from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
 from ..publication import publish
 from .continuous_batching import check_version, enable, with_names
 
 NAMES = {"GenerationState", "build_server"}
 """What `Serve` imports while it is made, and finds something else."""
+OFF = "--no-continuous-batching"
 
 
 def serve(
@@ -56,8 +59,16 @@ def serve(
     Raises:
         UnsupportedError: the server of this version of transformers is not known here, or the model that it was to be
             started with cannot run on rows.
+        ArgumentError: the arguments forbid continuous batching.
+        BudgetError: `max_bytes` is no number of bytes.
     """
     check_version()
+    if OFF in arguments:
+        raise ArgumentError(
+            f"got {OFF}; rows are for requests that are batched. Leave it out, or run transformers serve"
+        )
+    if max_bytes is not None:
+        parse_bytes(max_bytes, free=0)
     if moved := NAMES - {*Serve.__init__.__code__.co_names}:
         raise UnsupportedError(f"transformers' Serve does not use {', '.join(sorted(moved))} any more")
     to_rows = functools.partial(enable, max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds)
@@ -121,7 +132,8 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
 
 
 class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
-    """Hands the tokens of a model to who waits for them."""
+    """Hands the tokens of a model to who waits for them. Each request has a name of its own: clients choose
+    `x-request-id`, and two may choose the same."""
 
     def generate_streaming(
         self,
@@ -135,12 +147,24 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         """Starts a request. transformers names who is to be told only then, when there may be tokens already: they wait
         in the event loop, behind this call, for whoever is named by its end."""
         assert self._cb is not None
-        handlers = self._cb.output_router.result_handlers
-        self._cb.register_result_handler(request_id, lambda output: handlers[request_id][0](output))
+        handlers, name = self._cb.output_router.result_handlers, str(uuid.uuid4())
+        self._cb.register_result_handler(name, lambda output: handlers[name][0](output))
         try:
-            return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+            return super().generate_streaming(model, processor, inputs, gen_config, name, response_parser)
         except BaseException:
-            handlers.pop(request_id, None)
+            handlers.pop(name, None)
+            raise
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
+    ) -> Any:
+        """Waits for the answer to a request."""
+        assert self._cb is not None
+        name = str(uuid.uuid4())
+        try:
+            return await super().generate_non_streaming(model, processor, inputs, gen_config, name)
+        except VmmkvError:  # it was refused, and nobody is told of its end
+            self._cb.output_router.result_handlers.pop(name, None)
             raise
 
 
@@ -154,8 +178,8 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
     for loaded in models.loaded_models.values():
         state.use_continuous_batching(loaded.model, models.get_model_modality(loaded.model, loaded.processor))
     app = build(models, *handlers, **options)
-    app.add_exception_handler(SequenceTooLongError, _refuse)
-    app.add_exception_handler(UnsupportedError, _refuse)
+    for kind in (ArgumentError, SequenceTooLongError, UnsupportedError):
+        app.add_exception_handler(kind, _refuse)
     registry = CollectorRegistry()
     registry.register(PoolCollector())
 
