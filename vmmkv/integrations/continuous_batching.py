@@ -748,6 +748,8 @@ class RowCache(their_cache.PagedAttentionCache):
         if dry_run:
             fits = self.requests.pages_missing(name, tokens) <= self._ranks.least(self.requests.available_pages)
             return fits and tokens <= self._options.max_seq_len
+        if self.requests.grow_in_place(name, held, tokens):  # most requests of most steps
+            return True
         with stream_context(self.stream):
             is_new = name not in self.requests and not self.requests.is_away(name)
             if is_new and held and not name.startswith(WARMUP):

@@ -108,6 +108,9 @@ class RankedRequests(RowRequests):
         except NO_ROOM:
             return -1
 
+    def grow_in_place(self, name: str, held: int, tokens: int) -> bool:
+        return tokens <= self._sure.get(name, 0) and super().grow_in_place(name, held, tokens)
+
     def make_room(self, name: str, held: int, tokens: int) -> bool:
         if self.pages_of(tokens) <= self.pages_of(self._sure.get(name, 0)) and not self.holds_more(name, held):
             return super().make_room(name, held, tokens)

@@ -29,6 +29,8 @@ class RowRequests:
 
     def __init__(self, caches: Many[KVCache], windows: Many[int], *, reuse: bool, has_host: bool) -> None:
         self.caches, self.windows, self._has_host = caches, windows, has_host
+        self._page_size = caches[0].page_size
+        self._record_bytes = {record for cache in caches for record in cache.layout.record_bytes}
         self.reuse = reuse and not any(windows)
         self._requests: dict[str, list[Sequence]] = {}
         self._away: dict[str, list[Sequence]] = {}
@@ -64,6 +66,17 @@ class RowRequests:
         self._requests[name] = [sequence]
         return sequence.cached_tokens
 
+    def grow_in_place(self, name: str, held: int, tokens: int) -> bool:
+        """Grows a request that holds `held` tokens to `tokens`, if it has pages for them already; returns whether."""
+        sequences = self._requests.get(name, ())
+        if len(sequences) != 1 or self.windows[0]:
+            return False
+        (sequence,) = sequences
+        if sequence.length != held or sequence.capacity < tokens:
+            return False
+        sequence.extend(tokens - held)
+        return True
+
     def make_room(self, name: str, held: int, tokens: int) -> bool:
         """Sees to it that a request has room for `tokens` tokens, of which it holds the first ones already; brings them
         back from the host, where there is room for all. Returns whether there is; where there is not it holds what it
@@ -75,7 +88,6 @@ class RowRequests:
         was_away = name in self._away
         if was_away and self.pages_to_return(name, tokens) > self.available_pages:
             return False
-        is_allowed = self.pages_missing(name, tokens) <= self.available_pages
         with suppress(*NO_ROOM):
             for sequence in self._away.get(name, []):
                 sequence.resume()
@@ -83,9 +95,9 @@ class RowRequests:
                 self._requests[name] = self._away.pop(name)
             self._grow(name, held, tokens)
             return True
-        self._is_refused |= is_allowed
         if was_away:
             self.put_back(name)
+        self._is_refused |= self.pages_missing(name, tokens) <= self.available_pages
         return False
 
     def put_back(self, name: str) -> None:
@@ -123,9 +135,8 @@ class RowRequests:
 
     def pages_to_return(self, name: str, tokens: int) -> int:
         """Pages that a request needs to come back from the host and have room for so many tokens."""
-        size = self.caches[0].page_size
         left = sum(
-            start * record // size
+            start * record // self._page_size
             for cache, start in zip(self.caches, self._starts[name])
             for record in cache.layout.record_bytes
         )
@@ -133,12 +144,8 @@ class RowRequests:
 
     def fills_pages(self, before: int, tokens: int) -> bool:
         """Whether a request that grows to so many tokens fills a page."""
-        size = self.caches[0].page_size
-        return any(
-            before * record // size < tokens * record // size
-            for cache in self.caches
-            for record in cache.layout.record_bytes
-        )
+        size = self._page_size  # each request of each step comes by here
+        return any(before * record // size < tokens * record // size for record in self._record_bytes)
 
     def pages_missing(self, name: str, tokens: int) -> int:
         """Pages that a request needs for `tokens` tokens, beyond those that its tokens lie in."""
