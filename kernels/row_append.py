@@ -1,7 +1,7 @@
-"""append: writes the K and V of new tokens into rows, or into the blocks of a block table.
+"""append: writes the K and V of new tokens into rows, or into the blocks of a block table; rotates K and Q, if asked.
 
-One block of threads per token. With a block table only the token's address differs. Where lengths are data on the
-device, a block that writes its sequence's only new token counts it as well.
+One block of threads per token, and another one for its queries. With a block table only the token's address differs.
+Where lengths are data on the device, a block that writes its sequence's only new token counts it as well.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from .checks import (
     check_cache,
     check_indices,
     check_new,
+    check_rotation,
     check_written,
     keys,
 )
 from .compiler import Kernel
 from .memory import load_counter, load_i32, store_4, trap
+from .ptx import inlined
 from .ragged import sequence_of
+from .rotary import RotateHalf, Rotation, make_rotate
 from .vectors import THREADS, move_heads
 
 
@@ -71,6 +74,7 @@ def append(
     starts: torch.Tensor,
     cu_seqlens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    rotary: RotateHalf | None = None,
 ) -> None:
     """Writes K and V of new tokens to their places, on the current stream.
 
@@ -85,14 +89,33 @@ def append(
         cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; those behind the last are
             left out; None: one token each.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens.
+        rotary: rotates K on its way, and queries beside it, in the same launch; None: K is written as it is.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is written.
     """
-    if torch.compiler.is_compiling():
-        torch.ops.vmmkv.append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table)
-        return
-    _launch(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None)
+    run = torch.ops.vmmkv.append if torch.compiler.is_compiling() else _append
+    run(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, *(rotary or NO_ROTATION))
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    query: torch.Tensor | None,
+    rotated: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> None:
+    _launch((k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None), (query, rotated, cos, sin))
+
+
+torch.library.custom_op("vmmkv::append", _append, mutates_args=("k_cache", "v_cache", "rotated"))
 
 
 def append_behind(
@@ -115,27 +138,23 @@ def append_behind(
     Raises:
         ValueError, TypeError: as in `append`.
     """
-    _launch(k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit)
+    _launch((k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit))
     if cu_seqlens is not None:
         lengths += cu_seqlens.diff()
 
 
-def _launch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    limit: torch.Tensor | None,
-) -> None:
-    tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit)
-    kernel, shape = _plan(*keys(tensors))
+NO_ROTATION = None, None, None, None
+"""In the place of a `RotateHalf`."""
+
+
+def _launch(tensors: tuple[torch.Tensor | None, ...], rotary: tuple[torch.Tensor | None, ...] = NO_ROTATION) -> None:
+    """Launches the kernel for the tensors of `AppendAddresses`."""
+    kernel, shape, strides = _plan(*keys((*tensors, *rotary)))
     addresses = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
-    check_alignment(*addresses[:4])
-    kernel.launch((k.shape[0], 1), k.get_device(), (*addresses, *shape))
+    angles = [tensor.data_ptr() for tensor in rotary if tensor is not None]
+    check_alignment(*addresses[:4], *angles)
+    k: Any = tensors[0]
+    kernel.launch((k.shape[0], 2 if angles else 1), k.get_device(), (*addresses, *shape, *angles, *strides))
 
 
 def bind_append(
@@ -147,7 +166,7 @@ def bind_append(
         a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the caches and
         the rows by address alone: keep them.
     """
-    kernel, shape = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None)))
+    kernel, shape, _ = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None, *NO_ROTATION)))
     caches = k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*caches)
     before, behind = (*caches, rows.data_ptr()), (0, 0, 0, *shape)
@@ -160,10 +179,11 @@ def bind_append(
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape]:
-    """Checks a call's geometry; its kernel, and the shape that this takes."""
+def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
+    """Checks a call's geometry; its kernel, the shape that this takes, and the strides of a `Rotation`."""
     k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
-    cu_seqlens, block_table, limit = (Geometry._make(key) if key else None for key in geometry[6:])
+    cu_seqlens, block_table, limit = (Geometry._make(key) if key else None for key in geometry[6:9])
+    rotary = [Geometry._make(key) for key in geometry[9:] if key]
     check_new(k, v)
     check_cache("k_cache", k_cache, like=k)
     check_cache("v_cache", v_cache, like=v)
@@ -178,17 +198,22 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape]:
         check_block_table(k.device, block_table, k_cache)
     if limit is not None:
         check_indices(k.device, (1,), limit=limit)
+    if rotary:
+        check_rotation(k, *rotary)
     heads, size = k.shape[1], k.dtype.itemsize
     k_head, v_head = k.shape[2] * size // 16, v.shape[2] * size // 16
     block_size = 0 if block_table is None else k_cache.shape[1]
     facts = cu_seqlens is not None, block_size, limit is not None
-    kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts)
+    rotation = (k.dtype, rotary[0].shape[1], rotary[2].shape[1] * size // 32) if rotary else None
+    kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts, rotation)
     strides = (*k.strides[:2], *v.strides[:2], *k_cache.strides[:3], *v_cache.strides[:3])
     table_stride = block_table.strides[0] * 4 if block_table else 0
-    return kernel, AppendShape(batch, table_stride, *(stride * size for stride in strides))
+    shape = AppendShape(batch, table_stride, *(stride * size for stride in strides))
+    return kernel, shape, tuple(stride * size for tensor in rotary for stride in tensor.strides[:-1])
 
 
-torch.library.custom_op("vmmkv::append", append, mutates_args=("k_cache", "v_cache"))
+Turning = tuple[torch.dtype, int, int]
+"""A rotation to the compiler: the dtype, heads of a query, 16-byte vectors of half of what is rotated of a head."""
 
 
 @cache
@@ -200,25 +225,44 @@ def append_kernel(
     ragged: bool,
     block_size: int,
     limited: bool,
+    rotation: Turning | None = None,
 ) -> Kernel:
     """The kernel for a geometry, in vectors of 16 bytes; `block_size` 0 is without a block table.
 
-    With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them.
+    With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them. With a
+    `rotation` a second block of each token rotates its queries.
     """
-    constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size, int(limited))
-    return Kernel(make_append, constants, (AppendAddresses, AppendShape), THREADS)
+    constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size, int(limited), rotation)
+    structs = (AppendAddresses, AppendShape, Rotation) if rotation else (AppendAddresses, AppendShape)
+    return Kernel(make_append, constants, structs, THREADS)
 
 
 def make_append(
-    k_vectors: int, k_head_vectors: int, v_vectors: int, v_head_vectors: int, ragged: int, block_size: int, limited: int
+    k_vectors: int,
+    k_head_vectors: int,
+    v_vectors: int,
+    v_head_vectors: int,
+    ragged: int,
+    block_size: int,
+    limited: int,
+    rotation: Turning | None,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
 
     home_of, address_of = make_addressing(block_size)
     load_start = load_counter if limited else load_i32
 
-    def kernel(at: AppendAddresses, shape: AppendShape) -> None:
-        token = cuda.blockIdx.x
+    @inlined
+    def move_k(source: int, target: int, source_head: int, target_head: int, cos: int, sin: int) -> None:
+        move_heads(source, target, source_head, target_head, k_vectors, k_head_vectors)
+
+    if rotation:
+        dtype, query_heads, half_vectors = rotation
+        move_k = make_rotate(dtype, k_vectors // k_head_vectors, k_head_vectors, half_vectors)
+        rotate_query = make_rotate(dtype, query_heads, k_head_vectors, half_vectors)
+
+    @inlined
+    def write(token: int, at: AppendAddresses, shape: AppendShape, cos: int, sin: int) -> None:
         sequence = token
         first = token
         if ragged:
@@ -236,11 +280,25 @@ def make_append(
         k_from = at.k + token * shape.k_token
         v_from = at.v + token * shape.v_token
 
-        move_heads(k_from, k_to, shape.k_head, shape.k_cache_head, k_vectors, k_head_vectors)
+        move_k(k_from, k_to, shape.k_head, shape.k_cache_head, cos, sin)
         move_heads(v_from, v_to, shape.v_head, shape.v_cache_head, v_vectors, v_head_vectors)
         if limited and not ragged:
             cuda.syncthreads()  # all threads know the position
             if cuda.threadIdx.x == 0:
                 store_4(at.starts + sequence * 4, position + 1)
 
-    return kernel
+    def kernel(at: AppendAddresses, shape: AppendShape) -> None:
+        write(cuda.blockIdx.x, at, shape, 0, 0)
+
+    def rotating_kernel(at: AppendAddresses, shape: AppendShape, turn: Rotation) -> None:
+        token = cuda.blockIdx.x
+        cos = turn.cos + token * turn.cos_token
+        sin = turn.sin + token * turn.sin_token
+        if cuda.blockIdx.y == 0:
+            write(token, at, shape, cos, sin)
+        else:
+            source = turn.query + token * turn.query_token
+            target = turn.rotated + token * turn.rotated_token
+            rotate_query(source, target, turn.query_head, turn.rotated_head, cos, sin)
+
+    return rotating_kernel if rotation else kernel
