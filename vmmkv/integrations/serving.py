@@ -33,7 +33,8 @@ from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError, Vmmk
 from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
 from ..publication import publish
-from .continuous_batching import check_version, enable, with_names
+from .continuous_batching import check_version, enable
+from .with_names import with_names
 
 NAMES = {"GenerationState", "build_server"}
 """What `Serve` imports while it is made, and finds something else."""
