@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 from types import MethodType
 from unittest.mock import patch
 
@@ -71,8 +72,10 @@ def test_whoever_does_not_ask_torch_gets_nothing() -> None:
 @pytest.mark.parametrize("kind", HALVES + OTHERS)
 def test_what_a_function_computes_is_tried_out(kind: str) -> None:
     apply = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}").apply_rotary_pos_emb
-    assert rotates_halves(apply, 32, 32) == (kind in HALVES)
-    assert not rotates_halves(lambda *states: apply(*states)[::-1], 32, 32)
+    dtype = random.choice([torch.float32, torch.float16, torch.bfloat16])
+    assert rotates_halves(apply, 32, 32, dtype) == (kind in HALVES)
+    assert not rotates_halves(lambda *states: apply(*states)[::-1], 32, 32, dtype)
+    assert not rotates_halves(lambda *states: [each.double() for each in apply(*states)], 32, 32, dtype)
 
 
 def test_only_what_is_understood_waits() -> None:

@@ -128,38 +128,38 @@ def _can_wait(apply: Apply, query: Any, key: Any, cos: Any, sin: Any) -> bool:
         return False
     if query.dim() != 4 or key.dim() != 4 or cos.dim() != 3:
         return False
-    batch, _, tokens, head_dim = query.shape
-    angles = 1, tokens, cos.shape[2]
-    fits = (
-        batch == 1 and key.shape[::2] == (1, tokens) and key.shape[3] == head_dim and cos.shape == sin.shape == angles
-    )
-    return fits and rotates_halves(apply, head_dim, cos.shape[2])
+    (batch, _, tokens, head_dim), rotary_dim = query.shape, cos.shape[2]
+    if batch != 1 or key.shape != (1, key.shape[1], tokens, head_dim):
+        return False
+    if not cos.shape == sin.shape == (1, tokens, rotary_dim) or rotary_dim > head_dim:
+        return False
+    return rotates_halves(apply, head_dim, rotary_dim, query.dtype)
 
 
 @functools.lru_cache(256)
-def rotates_halves(apply: Apply, head_dim: int, rotary_dim: int) -> bool:
-    """Whether a function does what `vmmkv.kernels.RotateHalf` says, as far as random numbers can tell."""
+def rotates_halves(apply: Apply, head_dim: int, rotary_dim: int, dtype: torch.dtype) -> bool:
+    """Whether a function does what `vmmkv.kernels.RotateHalf` says, as far as random numbers can tell: to the last bits
+    in fp32, and in a dtype as well as that has it."""
     generator = torch.Generator("cpu").manual_seed(head_dim)
+    shapes = (1, 4, 3, head_dim), (1, 2, 3, head_dim), (1, 3, rotary_dim), (1, 3, rotary_dim)
+    # Halves of cos, and of sin, differ, unlike a model's: so it is known which of them is used where.
+    given = [torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32) for shape in shapes]
+    return all(_rotates_halves(apply, [states.to(each) for states in given]) for each in (torch.float32, dtype))
 
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cpu", dtype=torch.float32)
 
-    query, key = random(1, 4, 3, head_dim), random(1, 2, 3, head_dim)
-    cos, sin = random(1, 3, rotary_dim), random(1, 3, rotary_dim)  # whose halves differ, unlike a model's
+def _rotates_halves(apply: Apply, given: list[torch.Tensor]) -> bool:
+    tolerance = 32 * torch.finfo(given[0].dtype).eps
+    query, key, *angles = given
     try:
         with torch.no_grad():
-            found = apply(query.clone(), key.clone(), cos.clone(), sin.clone())
-            pairs = list(zip(found, (query, key), strict=True))
-            return all(_is_close(each, _rotate_halves(states, cos, sin)) for each, states in pairs)
-    except Exception:  # whatever it is, it is not that
+            pairs = list(zip(apply(*(states.clone() for states in given)), (query, key), strict=True))
+    except Exception:  # whatever it does, it is not that
         return False
-
-
-def _is_close(found: torch.Tensor, exact: torch.Tensor) -> bool:
-    return (
-        found.shape == exact.shape
-        and found.dtype == torch.float32
-        and torch.allclose(found.double(), exact, 1e-5, 1e-5)
+    return all(
+        found.dtype == states.dtype
+        and found.shape == states.shape
+        and torch.allclose(found.double(), _rotate_halves(states, *angles), tolerance, tolerance)
+        for found, states in pairs
     )
 
 
