@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+from collections.abc import Callable
 from types import MethodType
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from parity.batching import config
 from tiny_models import tiny_model
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 import vmmkv
 from vmmkv.integrations import continuous_batching as rows
@@ -39,6 +40,11 @@ LOOKS = {
 }
 
 
+def function_of(kind: str) -> Callable[..., Any]:
+    """The `apply_rotary_pos_emb` of a kind of model."""
+    return pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}").apply_rotary_pos_emb
+
+
 def given(head_dim: int = 16) -> list[torch.Tensor]:
     """Query, key, cos and sin, as Llama's attention has them."""
     query, key = (torch.randn(1, 5, heads, head_dim).transpose(1, 2) for heads in (4, 2))
@@ -47,15 +53,15 @@ def given(head_dim: int = 16) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("look", LOOKS)
 def test_whoever_looks_sees_rotated_ones(look: str) -> None:
-    states = given()
-    query, key = deferring(apply_rotary_pos_emb)(*states)
+    states, apply = given(), function_of("llama")
+    query, key = deferring(apply)(*states)
     assert type(query) is type(key) is Unrotated
     assert (query.shape, query.dtype, query.device) == (states[0].shape, states[0].dtype, states[0].device)
     rotation = rotation_of(query, key)
     assert rotation is not None
     assert rotation.query is states[0]
     assert rotation_of(key, query) is rotation_of(query, states[1]) is None
-    found, expected = LOOKS[look](query, key), LOOKS[look](*apply_rotary_pos_emb(*states))
+    found, expected = LOOKS[look](query, key), LOOKS[look](*apply(*states))
     assert type(found) is torch.Tensor
     assert torch.equal(found, expected)
     assert rotation_of(query, key) is None, "what was looked at may have been changed"
@@ -64,14 +70,14 @@ def test_whoever_looks_sees_rotated_ones(look: str) -> None:
 
 
 def test_whoever_does_not_ask_torch_gets_nothing() -> None:
-    query, _ = deferring(apply_rotary_pos_emb)(*given())
+    query, _ = deferring(function_of("llama"))(*given())
     with torch._C.DisableTorchFunctionSubclass(), pytest.raises(vmmkv.UnsupportedAttentionError, match="disable"):
         query + 1
 
 
 @pytest.mark.parametrize("kind", HALVES + OTHERS)
 def test_what_a_function_computes_is_tried_out(kind: str) -> None:
-    apply = pytest.importorskip(f"transformers.models.{kind}.modeling_{kind}").apply_rotary_pos_emb
+    apply = function_of(kind)
     dtype = random.choice([torch.float32, torch.float16, torch.bfloat16])
     assert rotates_halves(apply, 32, 32, dtype) == (kind in HALVES)
     assert not rotates_halves(lambda *states: apply(*states)[::-1], 32, 32, dtype)
@@ -79,7 +85,7 @@ def test_what_a_function_computes_is_tried_out(kind: str) -> None:
 
 
 def test_only_what_is_understood_waits() -> None:
-    query, key, cos, sin = given()
+    (query, key, cos, sin), apply = given(), function_of("llama")
     wide = [states.repeat(2, 1, 1, 1)[..., :16] for states in (query, key)]
     for states, more in (
         ((query, key, cos, sin), {"unsqueeze_dim": 1}),
@@ -89,7 +95,7 @@ def test_only_what_is_understood_waits() -> None:
         ((query, key, cos[:, :1], sin[:, :1]), {}),
         ((query, key, cos.as_subclass(torch.nn.Parameter), sin), {}),
     ):
-        found, expected = deferring(apply_rotary_pos_emb)(*states, **more), apply_rotary_pos_emb(*states, **more)
+        found, expected = deferring(apply)(*states, **more), apply(*states, **more)
         assert all(type(each) is not Unrotated for each in found)
         assert all(map(torch.equal, found, expected))
 

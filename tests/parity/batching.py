@@ -13,6 +13,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedM
 
 import vmmkv
 from vmmkv.integrations import continuous_batching, packed_attention
+from vmmkv.integrations.rotation import Rotation
 
 from . import reference_kernels
 from .check import Outcome
@@ -58,9 +59,13 @@ def config(**options: Any) -> dict[str, Any]:
 @contextmanager
 def without_kernels() -> Iterator[Mock]:
     """In plain PyTorch, also what rotates: that is counted by the mock that this gives."""
+
+    def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
+        return packed_attention.in_vectors(rotation)
+
     with (
         patch.object(packed_attention, "kernels_take", return_value=False),
-        patch.object(continuous_batching, "can_rotate", return_value=True),
+        patch.object(continuous_batching, "can_rotate", can_rotate),
         patch.object(packed_attention, "append", wraps=reference_kernels.append) as append,
     ):
         yield append

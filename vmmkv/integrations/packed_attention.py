@@ -67,14 +67,19 @@ def write(
 
 
 def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
-    """Whether the kernel takes queries, keys and angles as they lie: in whole vectors, also the halves of angles."""
+    """Whether there is a kernel that rotates, for queries, keys and angles as they lie."""
+    return kernels_take(rotation.key, value) and in_vectors(rotation)
+
+
+def in_vectors(rotation: Rotation) -> bool:
+    """Whether all lie in whole vectors of the kernel's, also the halves of angles."""
     query, key, cos, sin = rotation.query, rotation.key, rotation.cos, rotation.sin
-    if not kernels_take(key, value) or any(each.stride(-1) != 1 for each in (query, key, cos, sin)):
+    if cos.shape[2] % 2 or any(states.stride(-1) != 1 for states in (query, key, cos, sin)):
         return False
-    strides = [*query.stride()[1:3], *key.stride()[1:3], cos.stride(1), sin.stride(1)]
+    strides = *query.stride()[1:3], *key.stride()[1:3], cos.stride(1), sin.stride(1)
     sizes = functools.reduce(operator.or_, strides, cos.shape[2] // 2) * key.itemsize
     addresses = query.data_ptr() | key.data_ptr() | cos.data_ptr() | sin.data_ptr()
-    return not (cos.shape[2] % 2 or (sizes | addresses) % ALIGNMENT)
+    return not (sizes | addresses) % ALIGNMENT
 
 
 def attend(
