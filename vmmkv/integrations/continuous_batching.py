@@ -337,7 +337,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
             self._weights += 1
-            if self._addresses != _addresses(self.model):
+            ranks = Ranks(self.distributed_helper)
+            if self.batch_processor is not None and not ranks.least(self._addresses == _addresses(self.model)):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
         self.started.add(self)
         super().start()
