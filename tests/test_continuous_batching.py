@@ -343,12 +343,12 @@ def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrained
 
 
 def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
-    """It runs in a thread of its own, without autocast, and not as in training."""
+    """It runs in a thread of its own, without autocast or inference mode, and not as in training."""
     model = tiny_model("gpt2", "eager", "cpu")  # which has dropout
     (expected,) = answers(model, Random(), 1)
     rows.enable(model, pool=pool(100), max_seq_len=100)
     try:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
             (result,) = model.train().generate_batch([expected.prompt], **config()).values()
         assert result.generated_tokens == expected.tokens
     finally:
@@ -645,6 +645,18 @@ def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> N
         results = [served.manager.get_result(timeout=60) for _ in range(2)]
         assert "which another request has" in results[0].error
         assert results[1].generated_tokens == expected.tokens
+
+
+def test_a_name_that_a_fork_will_have_is_refused(model: PreTrainedModel) -> None:
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(200), max_seq_len=300)
+    with Served(model, num_return_sequences=2) as served:
+        with served.manager.pause():
+            served.manager.add_request(expected.prompt, "name")
+            served.manager.add_request([7], "name__child#0")
+        results = [served.manager.get_result(timeout=60) for _ in range(4)]
+        assert ["which another request has" in (result.error or "") for result in results] == [True] * 2 + [False] * 2
+        assert [result.generated_tokens for result in results[2:]] == [expected.tokens] * 2
 
 
 def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) -> None:
