@@ -699,8 +699,8 @@ def test_models_that_cannot_run_on_rows_are_refused() -> None:
 
 def test_models_that_are_wrapped_are_refused(model: PreTrainedModel) -> None:
     """Their generate_batch is that of the model inside."""
-    with pytest.raises(vmmkv.ArgumentError, match="got OptimizedModule; give the PreTrainedModel inside"):
-        rows.enable(torch.compile(model))
+    with pytest.raises(vmmkv.ArgumentError, match="got DataParallel; give the PreTrainedModel inside"):
+        rows.enable(torch.nn.DataParallel(model))
 
 
 def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:
