@@ -70,6 +70,8 @@ LENGTH_MATTERS = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest request of a batch."""
 KEPT = "_cached_continuous_batching_manager"
 """Where transformers keeps a persistent manager."""
+CHILD = "__child#"
+"""In names of requests that fork from one: between its own and a number."""
 GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
 """In the place of a request that has ended while a batch with it runs."""
 
@@ -325,7 +327,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
             self._weights += 1
-            if self._addresses != _addresses(self.model):
+            ranks = Ranks(self.distributed_helper)
+            if self.batch_processor is not None and not ranks.least(self._addresses == _addresses(self.model)):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
         self.started.add(self)
         super().start()
@@ -333,7 +336,8 @@ class RowManager(their_api.ContinuousBatchingManager):
     def warmup(self) -> None:
         """Runs made-up batches: see `ContinuousBatchingManager.warmup`."""
         try:
-            super().warmup()
+            with torch.inference_mode(False):  # what is made here, a thread that is not in this mode writes to
+                super().warmup()
         except BaseException:
             self._give_attention_back()
             raise
@@ -612,15 +616,20 @@ class RowScheduler(Scheduler):
         """Lets a request wait.
 
         Raises:
-            ArgumentError: another one of its name, or of one that will fork from it, is not done. Both would write
-                into one row.
+            ArgumentError: another one of its name, or of one that will fork from it, is not done or will fork. Both
+                would write into one row.
         """
         for name in (state.request_id, *_children(state)):
-            if name in self.active_requests or name in self.waiting_requests:
+            parent = self._request(str(name).rpartition(CHILD)[0])
+            if self._request(name) or (parent and parent.num_children):
                 raise ArgumentError(
                     f"got request_id={name!r}, which another request has that is not done; give another"
                 )
         super().add_waiting_request(state)
+
+    def _request(self, name: str) -> RequestState | None:
+        """The request of a name that is not done, if there is one."""
+        return self.active_requests.get(name) or self.waiting_requests.get(name)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled: list[RequestState] = super().clear_cancelled_requests()
@@ -634,7 +643,7 @@ class RowScheduler(Scheduler):
 
 def _children(state: RequestState) -> list[str]:
     """Names of the requests that are to fork from one."""
-    return [f"{state.request_id}__child#{number}" for number in range(state.num_children)]
+    return [f"{state.request_id}{CHILD}{number}" for number in range(state.num_children)]
 
 
 SCHEDULERS = {name: type(f"Row{kind.__name__}", (RowScheduler, kind), {}) for name, kind in SCHEDULER_MAPPING.items()}

@@ -125,11 +125,7 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
 
     def _try_manager(self, model: Any) -> None:
         """Makes a manager and drops it: so what is refused is refused before the first request."""
-        attention = model.config._attn_implementation
-        try:
-            model.init_continuous_batching(copy.deepcopy(model.generation_config), self._cb_config)
-        finally:
-            model.set_attn_implementation(attention)
+        model.init_continuous_batching(copy.deepcopy(model.generation_config), self._cb_config).destroy()
 
 
 class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
