@@ -151,6 +151,9 @@ async def leave(model: str, server: openai.AsyncOpenAI, prompt: str) -> None:
     await stream.close()
 
 
+@pytest.mark.filterwarnings(  # the client's, of a stream that is closed while the event loop ends
+    "ignore:Exception ignored in. <async_generator object Response:pytest.PytestUnraisableExceptionWarning"
+)
 def test_64_clients_get_the_text_of_generate_and_leave_nothing(address: str, llama: str) -> None:
     """Of whom some stream, and eight go away in the middle; memory goes back, as `vmmkv top` and Prometheus see."""
     expected = answers(56)
