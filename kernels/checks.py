@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .ptx import SIMULATED
+from .quantized import LARGEST
 
 ALIGNMENT = 16
 """Bytes that a thread moves at a time; addresses and strides are multiples of it."""
@@ -75,6 +76,23 @@ def check_cache(name: str, cache: Geometry, like: Geometry | None = None) -> Non
         if cache.device != like.device:
             raise ValueError(f"got {name} on {cache.device} for a tensor on {like.device}")
     _check_vectors(name, cache)
+
+
+def check_scales(name: str, cache: Geometry, like: Geometry, scales_name: str, scales: Geometry | None) -> None:
+    """8-bit numbers and a scale of each token and head, for tensors like `like`."""
+    if scales is None:
+        raise TypeError(f"got {name} of {cache.dtype} for {like.dtype} without {scales_name}, which it must have")
+    if cache.dtype not in LARGEST or like.dtype not in ATTENTION_DTYPES:
+        raise TypeError(
+            f"got {scales_name} for {name} of {cache.dtype} and {like.dtype}; {name} must be one of "
+            f"{', '.join(map(str, LARGEST))}, the other one of {', '.join(map(str, ATTENTION_DTYPES))}"
+        )
+    if scales.dtype != torch.float32:
+        raise TypeError(f"got {scales_name} of {scales.dtype}; it must be torch.float32")
+    if scales.device != cache.device:
+        raise ValueError(f"got {scales_name} on {scales.device}; {name} is on {cache.device}")
+    if scales.shape != cache.shape[:3]:
+        raise ValueError(f"got {scales_name} {list(scales.shape)}; it must be {list(cache.shape[:3])}")
 
 
 def check_indices(device: torch.device, shape: tuple[int, ...], **tensors: Geometry) -> None:

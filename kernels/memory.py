@@ -29,6 +29,11 @@ def _load_4(address: int) -> Any:
     return np.uint32(ctypes.c_uint32.from_address(int(address)).value)
 
 
+def _load_8(address: int) -> tuple[Any, ...]:
+    assert address % 8 == 0, "misaligned"
+    return tuple(map(np.uint32, (ctypes.c_uint32 * 2).from_address(int(address))))
+
+
 def _load_16(address: int) -> tuple[Any, ...]:
     assert address % 16 == 0, "misaligned"
     return tuple(map(np.uint32, Words.from_address(int(address))))
@@ -81,6 +86,9 @@ load_f32 = instruction("ld.global.nc.f32 $0, [$1];", "f", "l", _load_f32, reads_
 
 load_4 = instruction("ld.global.nc.u32 $0, [$1];", "r", "l", _load_4, reads_only=True)
 """4 bytes at an address."""
+
+load_8 = instruction("ld.global.nc.v2.u32 {$0, $1}, [$2];", "rr", "l", _load_8, reads_only=True)
+"""8 bytes at an 8-byte aligned address."""
 
 load_16 = instruction(
     "ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True

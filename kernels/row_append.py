@@ -1,7 +1,8 @@
 """append: writes the K and V of new tokens into rows, or into the blocks of a block table.
 
 One block of threads per token. With a block table only the token's address differs. Where lengths are data on the
-device, a block that writes its sequence's only new token counts it as well.
+device, a block that writes its sequence's only new token counts it as well. Into a cache of 8 bits it quantizes on the
+way.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ from .checks import (
     check_cache,
     check_indices,
     check_new,
+    check_scales,
     check_written,
     keys,
 )
 from .compiler import Kernel
 from .memory import load_counter, load_i32, store_4, trap
+from .quantized import LARGEST
+from .quantizing import make_quantize_heads
 from .ragged import sequence_of
-from .vectors import THREADS, move_heads
+from .vectors import THREADS, make_copy_heads
 
 
 class AppendAddresses(NamedTuple):
@@ -43,6 +47,8 @@ class AppendAddresses(NamedTuple):
     cu_seqlens: int
     block_table: int
     limit: int
+    k_scales: int
+    v_scales: int
 
 
 class AppendShape(NamedTuple):
@@ -60,6 +66,12 @@ class AppendShape(NamedTuple):
     v_cache_row: int
     v_cache_token: int
     v_cache_head: int
+    k_scales_row: int
+    k_scales_token: int
+    k_scales_head: int
+    v_scales_row: int
+    v_scales_token: int
+    v_scales_head: int
 
 
 def append(
@@ -71,6 +83,8 @@ def append(
     starts: torch.Tensor,
     cu_seqlens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """Writes K and V of new tokens to their places, on the current stream.
 
@@ -85,14 +99,18 @@ def append(
         cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; those behind the last are
             left out; None: one token each.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens.
+        k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
+            strides, where the scales of K go: `k_cache` is of e4m3fn or int8 then, and what is written are the bits of
+            `quantized.quantize`. So a head that holds a NaN or an infinity becomes NaN.
+        v_scales: likewise for V.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is written.
     """
     if torch.compiler.is_compiling():
-        torch.ops.vmmkv.append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table)
+        torch.ops.vmmkv.append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, k_scales, v_scales)
         return
-    _launch(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None)
+    _launch(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None, k_scales, v_scales)
 
 
 def append_behind(
@@ -130,8 +148,10 @@ def _launch(
     cu_seqlens: torch.Tensor | None,
     block_table: torch.Tensor | None,
     limit: torch.Tensor | None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
-    tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit)
+    tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit, k_scales, v_scales)
     kernel, shape = _plan(*keys(tensors))
     addresses = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
     check_alignment(*addresses[:4])
@@ -147,10 +167,10 @@ def bind_append(
         a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the caches and
         the rows by address alone: keep them.
     """
-    kernel, shape = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None)))
+    kernel, shape = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None, None, None)))
     caches = k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*caches)
-    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, *shape)
+    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, 0, 0, *shape)
     blocks, device = (k.shape[0], 1), k.get_device()
 
     def append_bound(k_address: int, v_address: int, starts_address: int) -> None:
@@ -163,11 +183,12 @@ def bind_append(
 def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape]:
     """Checks a call's geometry; its kernel, and the shape that this takes."""
     k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
-    cu_seqlens, block_table, limit = (Geometry._make(key) if key else None for key in geometry[6:])
+    cu_seqlens, block_table, limit, k_scales, v_scales = (Geometry._make(key) if key else None for key in geometry[6:])
     check_new(k, v)
-    check_cache("k_cache", k_cache, like=k)
-    check_cache("v_cache", v_cache, like=v)
-    check_written(k_cache=k_cache, v_cache=v_cache)
+    _check_cache("k_cache", k_cache, k, "k_scales", k_scales)
+    _check_cache("v_cache", v_cache, v, "v_scales", v_scales)
+    if k_cache.dtype != v_cache.dtype:
+        raise TypeError(f"got k_cache of {k_cache.dtype} and v_cache of {v_cache.dtype}; they must be the same")
     batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if batch <= 0 < k.shape[0]:
         raise ValueError(f"got k {list(k.shape)} and no sequences; there must be one for each token")
@@ -178,17 +199,31 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape]:
         check_block_table(k.device, block_table, k_cache)
     if limit is not None:
         check_indices(k.device, (1,), limit=limit)
-    heads, size = k.shape[1], k.dtype.itemsize
+    heads, size = k.shape[1], k_cache.dtype.itemsize
     k_head, v_head = k.shape[2] * size // 16, v.shape[2] * size // 16
     block_size = 0 if block_table is None else k_cache.shape[1]
-    facts = cu_seqlens is not None, block_size, limit is not None
+    dtypes = (k.dtype, k_cache.dtype) if k_scales else None
+    facts = cu_seqlens is not None, block_size, limit is not None, dtypes
     kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts)
-    strides = (*k.strides[:2], *v.strides[:2], *k_cache.strides[:3], *v_cache.strides[:3])
     table_stride = block_table.strides[0] * 4 if block_table else 0
-    return kernel, AppendShape(batch, table_stride, *(stride * size for stride in strides))
+    new = [stride * k.dtype.itemsize for stride in (*k.strides[:2], *v.strides[:2])]
+    cached = [stride * size for stride in (*k_cache.strides[:3], *v_cache.strides[:3])]
+    scales = [stride * 4 for each in (k_scales, v_scales) for stride in (each.strides if each else (0, 0, 0))]
+    return kernel, AppendShape(batch, table_stride, *new, *cached, *scales)
 
 
-torch.library.custom_op("vmmkv::append", append, mutates_args=("k_cache", "v_cache"))
+def _check_cache(name: str, cache: Geometry, new: Geometry, scales_name: str, scales: Geometry | None) -> None:
+    """A cache that new tokens can be written to as they are, or as 8-bit numbers with their scales."""
+    if scales is not None or (cache.dtype in LARGEST and cache.dtype != new.dtype):
+        check_scales(name, cache, new, scales_name, scales)
+        new = Geometry(new.shape, new.strides, cache.dtype, new.device)
+    check_cache(name, cache, like=new)
+    check_written(**{name: cache})
+    if scales is not None:
+        check_written(**{scales_name: scales})
+
+
+torch.library.custom_op("vmmkv::append", append, mutates_args=("k_cache", "v_cache", "k_scales", "v_scales"))
 
 
 @cache
@@ -200,22 +235,37 @@ def append_kernel(
     ragged: bool,
     block_size: int,
     limited: bool,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> Kernel:
-    """The kernel for a geometry, in vectors of 16 bytes; `block_size` 0 is without a block table.
+    """The kernel for a geometry, in vectors of 16 bytes of the cache; `block_size` 0 is without a block table.
 
+    With `dtypes`, of what is new and of the cache, it quantizes.
     With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them.
     """
-    constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size, int(limited))
+    constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size, int(limited), dtypes)
     return Kernel(make_append, constants, (AppendAddresses, AppendShape), THREADS)
 
 
 def make_append(
-    k_vectors: int, k_head_vectors: int, v_vectors: int, v_head_vectors: int, ragged: int, block_size: int, limited: int
+    k_vectors: int,
+    k_head_vectors: int,
+    v_vectors: int,
+    v_head_vectors: int,
+    ragged: int,
+    block_size: int,
+    limited: int,
+    dtypes: tuple[torch.dtype, torch.dtype] | None,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
 
     home_of, address_of = make_addressing(block_size)
     load_start = load_counter if limited else load_i32
+    write_k, write_v = (
+        make_quantize_heads(vectors // head_vectors, head_vectors * 16, *dtypes)
+        if dtypes
+        else make_copy_heads(vectors, head_vectors)
+        for vectors, head_vectors in ((k_vectors, k_head_vectors), (v_vectors, v_head_vectors))
+    )
 
     def kernel(at: AppendAddresses, shape: AppendShape) -> None:
         token = cuda.blockIdx.x
@@ -233,11 +283,13 @@ def make_append(
         home = home_of(position, Row(number, at.block_table + number * shape.table))
         k_to = address_of(position, home, Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token))
         v_to = address_of(position, home, Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token))
+        k_scales_to = address_of(position, home, Tokens(at.k_scales, shape.k_scales_row, shape.k_scales_token))
+        v_scales_to = address_of(position, home, Tokens(at.v_scales, shape.v_scales_row, shape.v_scales_token))
         k_from = at.k + token * shape.k_token
         v_from = at.v + token * shape.v_token
 
-        move_heads(k_from, k_to, shape.k_head, shape.k_cache_head, k_vectors, k_head_vectors)
-        move_heads(v_from, v_to, shape.v_head, shape.v_cache_head, v_vectors, v_head_vectors)
+        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache_head, shape.k_scales_head)
+        write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head)
         if limited and not ragged:
             cuda.syncthreads()  # all threads know the position
             if cuda.threadIdx.x == 0:

@@ -31,6 +31,7 @@ COMPILE = """
         kernels = {
             "append": row_append.append_kernel(128, 16, 128, 16, True, 0, False),
             "append, behind": row_append.append_kernel(128, 16, 128, 16, False, 0, True),
+            "append, quantizing": row_append.append_kernel(64, 8, 80, 10, True, 0, False, (bf16, torch.float8_e4m3fn)),
             "append, paged": row_append.append_kernel(128, 16, 128, 16, True, 16, False),
             "copy_tokens": row_copy.copy_kernel(80, 10),
             "plain": plain.plain_kernel(Variant(torch.float32, 128, 4, 1, 0, True, True, True)),
@@ -104,7 +105,7 @@ def test_what_kernels_compile_to(family: str) -> None:
     for fact in json.loads(child.stdout):
         name = fact["name"]
         assert fact["taken"] == fact["given"], name
-        assert fact["wide"], name
+        assert fact["wide"] or "quantizing" in name, name  # there a lane has four numbers
         assert not fact["double"], name
         assert not fact["complaints"], name
         assert fact["registers"] <= fact["most"], name

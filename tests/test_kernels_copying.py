@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import vmmkv
 from vmmkv.kernels import append, copy_tokens
+from vmmkv.kernels.quantized import LARGEST, quantize
 from vmmkv.kernels.row_append import append_behind, bind_append
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
@@ -84,6 +85,55 @@ def test_append(lengths, heads, dims, dtype, ragged, block_size, way, data) -> N
     assert all(map(equal, caches, expected))
 
 
+def strange(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Heads of any size; some are zero, or hold what is no number."""
+    heads = torch.randn(shape) * torch.exp2(torch.randint(-20, 10, shape[:-1]))[..., None]
+    chosen = torch.rand(shape[:-1])
+    heads[chosen < 0.1] = 0
+    heads[..., 3].masked_fill_((chosen > 0.1) & (chosen < 0.2), torch.nan)
+    heads[..., 7].masked_fill_((chosen > 0.15) & (chosen < 0.3), -torch.inf)
+    return heads.to(DEVICE, dtype)
+
+
+@settings(max_examples=25)
+@given(
+    starts=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    heads=st.sampled_from([1, 2, 5]),
+    dims=st.sampled_from([(64, 64), (80, 16), (16, 256), (192, 128)]),
+    dtypes=st.tuples(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.sampled_from(list(LARGEST))),
+    ragged=st.booleans(),
+    block_size=st.sampled_from([0, 16]),
+    data=st.data(),
+)
+def test_append_quantizes(starts, heads, dims, dtypes, ragged, block_size, data) -> None:
+    """The same bits as torch makes, numbers and scales, and nothing else changes, in rows of a cache and in blocks."""
+    new, held = dtypes
+    counts = [data.draw(st.integers(0, 4)) if ragged else 1 for _ in starts]
+    fused = strange(sum(counts), heads, dims[0] + dims[1], dtype=new)
+    k, v = fused[..., : dims[0]], fused[..., dims[0] :]
+    rows = data.draw(st.permutations(range(len(starts))))
+    cu_seqlens = int32([sum(counts[:index]) for index in range(len(counts) + 1)]) if ragged else None
+    layout = vmmkv.KVLayout(3, heads, dims[0], held, dims[1], scales="token_head")
+    cache = vmmkv.KVCache(layout, len(starts), 16, max_bytes="64MiB", device=DEVICE)
+    sequences = [cache.sequence(16) for _ in starts]
+    assert len({sequence.row for sequence in sequences}) == len(starts)
+    everything = [view for layer in range(3) for view in cache.scaled_kv(layer)]
+    for view in everything:
+        view.copy_(random(*view.shape, dtype=view.dtype))
+    block_table = int32(data.draw(st.permutations(range(len(starts)))))[:, None] if block_size else None
+    expected = [view.clone() for view in everything]
+    k_numbers, v_numbers, k_scales, v_scales = expected[4:8]
+    first = 0
+    for row, start, count in zip(rows, starts, counts):
+        home = row if block_table is None else int(block_table[row, 0])
+        for position in range(start, start + count):
+            k_numbers[home, position], k_scales[home, position] = quantize(k[first], held)
+            v_numbers[home, position], v_scales[home, position] = quantize(v[first], held)
+            first += 1
+    append(k, v, *everything[4:6], int32(rows), int32(starts), cu_seqlens, block_table, *everything[6:8])
+    assert all(map(equal, everything, expected))
+
+
 @settings(max_examples=25)
 @given(
     heads=st.sampled_from([1, 3]),
@@ -127,6 +177,29 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
         with pytest.raises(error, match=r"must|differ|on "):
             append(*arguments)
     assert equal(cache, before)
+
+
+def test_8_bits_without_their_scales_are_refused() -> None:
+    k = random(2, 2, 64, dtype=torch.bfloat16)
+    cache = random(2, 8, 2, 64, dtype=torch.int8)
+    rows, starts, scales = int32([0, 1]), int32([0, 0]), torch.ones(2, 8, 2, device=DEVICE)
+    before, ones = cache.clone(), scales.clone()
+    for error, given_scales in (
+        (TypeError, (None, None)),
+        (TypeError, (scales, None)),
+        (TypeError, (scales, scales.half())),
+        (ValueError, (scales[:, :, :1], scales)),
+        (ValueError, (scales.to("meta"), scales)),
+        (ValueError, (scales, scales[:, :1].expand(-1, 8, -1))),
+    ):
+        with pytest.raises(error, match=r"[kv]_scales"):
+            append(k, k, cache, cache, rows, starts, None, None, *given_scales)
+    whole = random(2, 8, 2, 64, dtype=torch.bfloat16)
+    for caches in ((whole, whole), (cache.view(torch.float8_e5m2), cache), (cache, cache.view(torch.float8_e4m3fn))):
+        with pytest.raises(TypeError, match="must be"):
+            append(k, k, *caches, rows, starts, None, None, scales, scales)
+    assert equal(cache, before)
+    assert equal(scales, ones)
 
 
 def new_and_cache() -> tuple[torch.Tensor, ...]:
