@@ -147,7 +147,9 @@ HEAD_DIMS = 64, 80, 96, 128, 192, 256
 ATTENTION_DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 
-def check_attention(q: Geometry, k: Geometry, v: Geometry, out: Geometry) -> None:
+def check_attention(
+    q: Geometry, k: Geometry, v: Geometry, out: Geometry, k_scales: Geometry | None, v_scales: Geometry | None
+) -> None:
     """Queries `[..., num_heads, head_dim]` and a cache that they can attend to."""
     check_device(q.device)
     check_written(out=out)
@@ -169,10 +171,15 @@ def check_attention(q: Geometry, k: Geometry, v: Geometry, out: Geometry) -> Non
     if out.shape != q.shape:
         raise ValueError(f"got out {list(out.shape)} for q {list(q.shape)}; it must be the same")
     for name, tensor in {"k": k, "v": v, "out": out}.items():
-        if tensor.dtype != q.dtype:
+        scales = k_scales if name == "k" else v_scales if name == "v" else None
+        if name != "out" and (scales is not None or tensor.dtype in LARGEST):
+            check_scales(name, tensor, q, f"{name}_scales", scales)
+        elif tensor.dtype != q.dtype:
             raise TypeError(f"got {name} of {tensor.dtype} for q of {q.dtype}; it must be the same")
         if tensor.device != q.device:
             raise ValueError(f"got {name} on {tensor.device}; q is on {q.device}")
+    if k.dtype != v.dtype:
+        raise TypeError(f"got k of {k.dtype} and v of {v.dtype}; they must be the same")
     for name, tensor in {"q": q, "k": k, "v": v, "out": out}.items():
         _check_vectors(name, tensor)
 

@@ -64,14 +64,10 @@ class EightBits(NamedTuple):
     numbers: tuple[Any, ...]
     """Each of a word's four numbers as a float, from the lowest on."""
     pair: Any
-    """Two numbers, out of the eight of two words, as two bf16 in a word. The selector (see `pair_of`) says which."""
+    """Two numbers, out of the eight of two words, as two bf16 in a word. Of the selector's hexadecimal digits the lower
+    two say which is the first, and the higher two, which is the second."""
     code: Any
     """A float as the lowest byte of a word, rounded to nearest even, not beyond the greatest number. Of NaN: any."""
-
-
-def pair_of(low: int, high: int) -> int:
-    """The selector of two out of eight numbers; each byte is taken twice, since formats shift it to different sides."""
-    return low * 0x11 + high * 0x1100
 
 
 EIGHT_BITS = {
