@@ -62,7 +62,7 @@ def decode(
         softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
         out: like `q`, takes the result.
         kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round, and for K and V of
-            8 bits; "auto".
+            8 bits with queries other than bf16; "auto".
 
     Returns:
         `out`, or a new tensor like `q`.
@@ -118,7 +118,7 @@ def _plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | Non
     kv_dtype = k.dtype if given.k_scales else None
     group = num_heads // k.shape[2]
     variant = Variant(q.dtype, head_dim, group, q_len, block_size, True, windowed, softcapped, False, kv_dtype)
-    best = ("mma",) if kv_dtype is None else ()
+    best = ("mma",) if kv_dtype is None or q.dtype == torch.bfloat16 else ()
     if attention.choose(name, given, best) == "plain":
         return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
     return make_plan(given, variant)
@@ -126,7 +126,7 @@ def _plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | Non
 
 def make_plan(given: Geometries, variant: Variant) -> Plan:
     """The plan of a geometry on tensor cores."""
-    blocks = multiprocessors(given.q.device) * decode_mma.BLOCKS_PER_SM
+    blocks = multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant)
     queries = Queries(variant.group, variant.q_len, variant.mixed)
     return attention.make_plan(
         given,
@@ -140,7 +140,7 @@ def make_plan(given: Geometries, variant: Variant) -> Plan:
 @cache
 def mma_kernel(variant: Variant) -> Kernel:
     """The kernel on tensor cores."""
-    blocks_per_sm = decode_mma.BLOCKS_PER_SM
+    blocks_per_sm = decode_mma.blocks_per_sm(variant)
     return Kernel(
         decode_mma.make_decode, (variant,), attention.ARGUMENTS, decode_shares.THREADS, blocks_per_sm=blocks_per_sm
     )

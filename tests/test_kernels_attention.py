@@ -14,7 +14,7 @@ import torch
 from conftest import DEVICE, int32
 
 import vmmkv
-from vmmkv.kernels import decode, dequantize, mixed, prefill, quantize
+from vmmkv.kernels import append, decode, dequantize, mixed, prefill, quantize
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 e4m3, int8 = torch.float8_e4m3fn, torch.int8
@@ -269,7 +269,12 @@ def test_prefill(case: Case) -> None:
 MIXED = [case for case in PREFILL_FAST if case.causal]
 
 
-@pytest.mark.parametrize("case", [PREFILL_PLAIN[0], *MIXED] if DEVICE == "cuda" else MIXED[:8:3], ids=str)
+EIGHT_BITS = Case(bf16, 64, 1, 1, block_size=16, kv=int8)
+
+
+@pytest.mark.parametrize(
+    "case", [EIGHT_BITS, *([PREFILL_PLAIN[0], *MIXED] if DEVICE == "cuda" else MIXED[:8:3])], ids=str
+)
 def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
     """Single tokens behind long and short beginnings, chunks of prompts, and sequences that have nothing new."""
     most = 500 if DEVICE == "cuda" else 20
@@ -282,8 +287,8 @@ def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
     out = torch.full_like(torch.cat([inputs.q, padding]), 7.0)
     mixed(
         torch.cat([inputs.q, padding]), inputs.k, inputs.v, cu_seqlens, int32(lengths), inputs.rows, inputs.starts,
-        inputs.block_table, inputs.sinks, window=case.window, softcap=case.softcap,
-        max_prompts=python_random.choice([None, 2]), out=out,
+        inputs.block_table, inputs.sinks, k_scales=inputs.k_scales, v_scales=inputs.v_scales, window=case.window,
+        softcap=case.softcap, max_prompts=python_random.choice([None, 2]), out=out,
     )  # fmt: skip
     check(case, inputs, out[: sum(counts)])
     assert (out[sum(counts) :] == 7).all()
@@ -320,13 +325,17 @@ def new_tokens() -> tuple[torch.Tensor, ...]:
 def test_attention_can_be_part_of_a_compiled_graph() -> None:
     q, k, v, seq_lens, rows = new_tokens()
     cu_seqlens = int32([0, 1, 2, 3])
+    numbers, scales = quantize(k, int8)
+    options = {"k_scales": scales, "v_scales": scales}
 
-    def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return decode(*tensors) * 2, prefill(q[:, 0], k, v, cu_seqlens, seq_lens, rows, kernel="mma") * 2
+    def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        again = decode(q, numbers, numbers, seq_lens, rows, **options)
+        return decode(*tensors) * 2, prefill(q[:, 0], k, v, cu_seqlens, seq_lens, rows, kernel="mma") * 2, again
 
-    decoded, prefilled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, seq_lens, rows)
+    decoded, prefilled, again = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, seq_lens, rows)
     assert torch.equal(decoded, decode(q, k, v, seq_lens, rows) * 2)
     assert torch.allclose(prefilled, decoded[:, 0], atol=0.05)
+    assert torch.equal(again, decode(q, numbers, numbers, seq_lens, rows, **options))
 
 
 @pytest.mark.parametrize("kernel", ["mma", "plain"])
@@ -387,6 +396,55 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
         with pytest.raises(error, match=r"must|without|on "):
             call()
     assert (out == 0).all()
+
+
+def appended(kv: torch.dtype, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> dict[str, torch.Tensor]:
+    """What `decode` is to be given of K and V of several sequences, once they are quantized into rows of a cache."""
+    layout = vmmkv.KVLayout(2, k.shape[1], k.shape[2], kv, scales="token_head")
+    cache = vmmkv.KVCache(layout, len(lengths), max(lengths), max_tokens=sum(lengths) + 100, device=DEVICE)
+    sequences = [cache.sequence(length) for length in lengths]
+    held, rows = cache.scaled_kv(1), int32([sequence.row for sequence in sequences])
+    starts, cu_seqlens = int32([0] * len(lengths)), int32([0, *lengths]).cumsum(0, dtype=torch.int32)
+    append(k, v, held.k, held.v, rows, starts, cu_seqlens, None, held.k_scales, held.v_scales)
+    return held._asdict() | {"seq_lens": int32(lengths), "rows": rows}
+
+
+@pytest.mark.parametrize(("kv", "bound"), [(e4m3, 0.08), (int8, 0.02)], ids=str)
+def test_what_8_bits_lose(kv: torch.dtype, bound: float) -> None:
+    """From K and V as they were to the output, as a part of its norm; some heads are zero."""
+    case, lengths = Case(bf16, 128, 4, 2, q_len=1, kv=kv), [python_random.randint(40, 80) for _ in range(2)]
+    k, v = (torch.randn(sum(lengths), 2, 128, device=DEVICE).to(bf16) for _ in "kv")
+    k[3, 1], v[5, 0] = 0, 0
+    q = torch.randn(2, 1, 4, 128, device=DEVICE).to(bf16)
+    given = appended(kv, k, v, lengths)
+    split = [list(states.split(lengths)) for states in (k, v)]
+    inputs = Inputs(q[:, 0], k, v, [1, 1], lengths, given["rows"], None, None, None, *split)
+    exact = attend(case, inputs, torch.float64)
+    assert (decode(q, **given)[:, 0] - exact).norm() <= bound * exact.norm()
+
+
+@pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
+def test_heads_that_are_no_numbers_show(kv: torch.dtype) -> None:
+    """What attends to them is NaN, and nothing else is."""
+    lengths = [20, 30]
+    k, v = (torch.randn(50, 2, 64, device=DEVICE).to(bf16) for _ in "kv")
+    k[7, 0, 11], v[20 + 13, 1, 40] = torch.nan, -torch.inf
+    given = appended(kv, k, v, lengths)
+    q = torch.randn(2, 1, 4, 64, device=DEVICE).to(bf16)
+    for kernel in ("mma", "plain"):
+        nan = decode(q, **given, kernel=kernel).isnan().view(2, 4, 64)
+        assert nan.all(-1).tolist() == nan.any(-1).tolist() == [[True, True, False, False], [False, False, True, True]]
+
+
+def test_scales_may_be_those_of_whole_sequences() -> None:
+    """As other kernels take them: one for each row and head, for all tokens of it."""
+    q, k, v, lens, rows = new_tokens()
+    numbers, scales = quantize(torch.stack([k, v]), int8)[0], torch.rand(2, 3, 1, 2, device=DEVICE)
+    repeated = [each.expand(-1, 64, -1) for each in scales]
+    whole = [each.contiguous() for each in repeated]
+    outs = [decode(q, *numbers, lens, rows, k_scales=a, v_scales=b) for a, b in (repeated, whole)]
+    assert torch.equal(*outs)
+    assert outs[0].abs().max() > 0
 
 
 @pytest.mark.parametrize("kv", [e4m3, int8], ids=str)

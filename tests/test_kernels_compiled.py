@@ -27,6 +27,8 @@ COMPILE = """
             )
             for dim, paged, mixed in ((64, 16, True), (128, 0, False), (256, 0, False))
         }
+        eight_bits = Variant(bf16, 128, 4, 1, 0, True, False, False, False, torch.float8_e4m3fn)
+        kernels["decode, mma, 8 bits"] = row_decode.mma_kernel(eight_bits)
     else:
         kernels = {
             "append": row_append.append_kernel(128, 16, 128, 16, True, 0, False),

@@ -210,14 +210,18 @@ def new_and_cache() -> tuple[torch.Tensor, ...]:
 
 def test_kernels_can_be_part_of_a_compiled_graph() -> None:
     k, v, k_cache, v_cache, rows, starts = new_and_cache()
+    numbers, scales = quantize(k_cache, torch.int8)
 
     def step(*tensors: torch.Tensor) -> None:
         append(*tensors)
+        append(k, k, numbers, numbers, rows, starts, None, None, scales, scales)
         copy_tokens(k_cache, v_cache, rows, starts, rows, torch.zeros_like(rows), torch.ones_like(rows), 1)
 
     torch.compile(step, fullgraph=True, backend="aot_eager")(k, v, k_cache, v_cache, rows, starts)
     assert equal(k_cache[rows.long(), starts.long()], k)
     assert equal(v_cache[rows.long(), 0], k)
+    assert equal(numbers[rows.long(), starts.long()], quantize(k, torch.int8)[0])
+    assert equal(scales[rows.long(), starts.long()], quantize(k, torch.int8)[1])
 
 
 def append_up_to_the_limit(ragged: bool) -> None:
