@@ -62,7 +62,8 @@ def prefill(
         softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
         out: like `q`, takes the result.
         kernel: "wgmma", for Hopper and rows below 1 TiB; "mma", for the tensor cores of any GPU since Ampere; "plain",
-            without, as always for fp32, which they would round, and for K and V of 8 bits; "auto".
+            without, as always for fp32, which they would round, and for K and V of 8 bits with queries other than bf16;
+            "auto". Of 8 bits "wgmma" takes none.
 
     Returns:
         `out`, or a new tensor like `q`. A query that sees no token gives zeros.
@@ -129,8 +130,10 @@ def make_plan(
     tokens, num_heads, head_dim = q.shape
     block_size = k.shape[1] if given.block_table else 0
     kv_dtype = k.dtype if given.k_scales else None
-    best = ("wgmma", "mma") if can_be_mapped(k) and can_be_mapped(given.v) else ("mma",)
-    name = attention.choose(name, given, best if kv_dtype is None else ())
+    best: tuple[str, ...] = ("wgmma", "mma") if can_be_mapped(k) and can_be_mapped(given.v) else ("mma",)
+    if kv_dtype:
+        best = ("mma",) if q.dtype == torch.bfloat16 else ()
+    name = attention.choose(name, given, best)
     mixed &= name != "plain"
     group = num_heads // k.shape[2]
     variant = Variant(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped, mixed, kv_dtype)
@@ -149,7 +152,8 @@ def make_plan(
 @cache
 def mma_kernel(variant: Variant) -> Kernel:
     """The kernel on tensor cores."""
-    threads, shared = 32 * prefill_mma.warps_of(variant.head_dim), prefill_mma.shared_of(variant.head_dim)
+    threads = 32 * prefill_mma.warps_of(variant.head_dim)
+    shared = prefill_mma.shared_of(variant.head_dim, variant.kv_dtype is not None)
     return Kernel(prefill_mma.make_prefill, (variant,), attention.ARGUMENTS, threads, shared_bytes=shared.nbytes)
 
 

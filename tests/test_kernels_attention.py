@@ -238,6 +238,8 @@ PREFILL_FAST = [
 PREFILL_8_BITS = [
     Case(bf16, 128, 2, 1, kv=e4m3),
     Case(fp16, 80, 2, 2, block_size=16, window=20, kv=int8),
+    Case(bf16, 80, 2, 1, block_size=16, window=20, sinks=True, kv=int8),
+    Case(bf16, 256, 2, 2, softcap=3.0, starts=True, kv=e4m3),
 ]
 PREFILL = (
     PREFILL_8_BITS
@@ -471,8 +473,8 @@ def test_8_bits_without_their_scales_are_refused(kv: torch.dtype) -> None:
             prefill(q[:, 0], *given, cu, lens, **options)
     with pytest.raises(TypeError, match="got q of"):
         decode(q.to(e4m3), numbers, numbers, lens, k_scales=scales, v_scales=scales)
-    with pytest.raises(ValueError, match="must be one of auto, plain"):
-        prefill(q[:, 0], numbers, numbers, cu, lens, k_scales=scales, v_scales=scales, kernel="mma")
+    with pytest.raises(ValueError, match="must be one of auto, mma, plain"):
+        prefill(q[:, 0], numbers, numbers, cu, lens, k_scales=scales, v_scales=scales, kernel="wgmma")
 
 
 @pytest.mark.gpu

@@ -42,6 +42,8 @@ COMPILE = """
             variant = Variant(bf16, dim, 4, 0, paged, True, False, False)
             kernels[f"prefill, mma, {dim}, {paged}"] = row_prefill.mma_kernel(variant)
             kernels[f"prefill, wgmma, {dim}, {paged}"] = row_prefill.wgmma_kernel(variant)
+        variant = Variant(bf16, 128, 4, 0, 0, True, False, False, False, torch.float8_e4m3fn)
+        kernels["prefill, mma, 128, 8 bits"] = row_prefill.mma_kernel(variant)
     folder, facts = tempfile.mkdtemp(), []
     PACKED = {int: "u64", float: "f32", bytes: "b8"}
 
