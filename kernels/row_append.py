@@ -122,6 +122,8 @@ def append_behind(
     lengths: torch.Tensor,
     limit: torch.Tensor,
     cu_seqlens: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """`append` to rows, behind the tokens that they hold: `lengths` count the new ones afterwards.
 
@@ -133,7 +135,7 @@ def append_behind(
     Raises:
         ValueError, TypeError: as in `append`.
     """
-    _launch(k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit)
+    _launch(k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit, k_scales, v_scales)
     if cu_seqlens is not None:
         lengths += cu_seqlens.diff()
 
@@ -148,8 +150,8 @@ def _launch(
     cu_seqlens: torch.Tensor | None,
     block_table: torch.Tensor | None,
     limit: torch.Tensor | None,
-    k_scales: torch.Tensor | None = None,
-    v_scales: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
 ) -> None:
     tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit, k_scales, v_scales)
     kernel, shape = _plan(*keys(tensors))
@@ -159,18 +161,25 @@ def _launch(
 
 
 def bind_append(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> Callable[[int, int, int], None]:
     """`append`, one token to each sequence, for tensors that look like these: what is left to do at each step.
 
     Returns:
-        a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the caches and
-        the rows by address alone: keep them.
+        a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the
+        caches, the rows and the scales by address alone: keep them.
     """
-    kernel, shape = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None, None, None)))
+    kernel, shape = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None, k_scales, v_scales)))
     caches = k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*caches)
-    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, 0, 0, *shape)
+    scales = [each.data_ptr() if each is not None else 0 for each in (k_scales, v_scales)]
+    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, *scales, *shape)
     blocks, device = (k.shape[0], 1), k.get_device()
 
     def append_bound(k_address: int, v_address: int, starts_address: int) -> None:

@@ -103,9 +103,10 @@ def strange(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     dtypes=st.tuples(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.sampled_from(list(LARGEST))),
     ragged=st.booleans(),
     block_size=st.sampled_from([0, 16]),
+    way=st.sampled_from(["append", "bound", "behind"]),
     data=st.data(),
 )
-def test_append_quantizes(starts, heads, dims, dtypes, ragged, block_size, data) -> None:
+def test_append_quantizes(starts, heads, dims, dtypes, ragged, block_size, way, data) -> None:
     """The same bits as torch makes, numbers and scales, and nothing else changes, in rows of a cache and in blocks."""
     new, held = dtypes
     counts = [data.draw(st.integers(0, 4)) if ragged else 1 for _ in starts]
@@ -130,7 +131,15 @@ def test_append_quantizes(starts, heads, dims, dtypes, ragged, block_size, data)
             k_numbers[home, position], k_scales[home, position] = quantize(k[first], held)
             v_numbers[home, position], v_scales[home, position] = quantize(v[first], held)
             first += 1
-    append(k, v, *everything[4:6], int32(rows), int32(starts), cu_seqlens, block_table, *everything[6:8])
+    caches, scales, numbers, positions = everything[4:6], everything[6:8], int32(rows), int32(starts)
+    if way == "bound" and not ragged and not block_size:
+        write = bind_append(k, v, *caches, numbers, *scales)
+        write(k.data_ptr(), v.data_ptr(), positions.data_ptr())
+    elif way == "behind" and not block_size:
+        append_behind(k, v, *caches, numbers, positions, int32([16]), cu_seqlens, *scales)
+        assert positions.tolist() == [start + count for start, count in zip(starts, counts)]
+    else:
+        append(k, v, *caches, numbers, positions, cu_seqlens, block_table, *scales)
     assert all(map(equal, everything, expected))
 
 
