@@ -81,6 +81,26 @@ def test_scales_lie_beside_their_numbers(device: str, dtype: torch.dtype) -> Non
     assert all(torch.equal(raw(view), raw(new)) for view, new in zip(*written[0]))
 
 
+def test_scales_go_where_their_numbers_go(device: str) -> None:
+    """Into a fork, which has a copy of the last page, to the host and back."""
+    layout = vmmkv.KVLayout(2, 3, 64, torch.int8, scales="token_head", layers_per_range=1)
+    cache = vmmkv.KVCache(layout, 3, 9000, max_tokens=20_000, device=device, host_bytes="64MiB")
+    sequence = cache.sequence(7000)
+
+    def held(of: vmmkv.Sequence) -> list[torch.Tensor]:
+        return [view[of.row, :7000] for layer in range(2) for view in cache.scaled_kv(layer)]
+
+    written = [random(list(view.shape), view.dtype, device) for view in held(sequence)]
+    for view, new in zip(held(sequence), written):
+        view.copy_(new)
+    fork = sequence.fork()
+    fork.extend(5)
+    sequence.suspend()
+    sequence.resume()
+    for of in (sequence, fork):
+        assert all(torch.equal(raw(view), raw(new)) for view, new in zip(held(of), written))
+
+
 def test_views_are_the_cache_not_copies(make_cache) -> None:
     cache = make_cache()
     sequence = cache.sequence(5)
