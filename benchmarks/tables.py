@@ -62,6 +62,42 @@ def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     return "\n".join([head, "|---" * len(columns) + "|", *lines])
 
 
+# ------------------------------------------------------------------ the first screen
+
+
+@table("demo_azure_h200.json", "generate_h200.json", "serve_h200.json")
+def headline(replayed: Result, generated: Result, served: Result) -> str:
+    """Three figures of ours, each with those of its peers."""
+    steps = {cell["contender"]: step_ms(cell) for cell in generated["cells"] if is_long_batch(cell)}
+    _, backends = serving.by_case(served["serving"])[0]
+    rates = {name: f"{row['output_tokens_per_s']:,.0f}" for name, row in backends.items()}
+    waste = {scheme: f"{part:.1%}" for scheme, part in replayed["waste"].items()}
+    rows = [
+        (
+            "memory that holds no token, Azure trace (`demo_azure_h200.json`)",
+            waste["vmmkv"],
+            f"{waste['block_table_16']} in blocks of 16; {waste['static']} with 8,192 tokens reserved",
+        ),
+        (
+            "a decode step of `generate`, 8 x 32,768 tokens (`generate_h200.json`)",
+            f"{steps['VmmCache, vmmkv, compiled']} ms",
+            f"{steps['DynamicCache, sdpa, flash']} with `DynamicCache` and flash, "
+            f"{steps['StaticCache, sdpa, compiled']} with a compiled `StaticCache`",
+        ),
+        (
+            "tokens/s of one engine, K and V in 16 GiB (`serve_h200.json`)",
+            rates["vmm"],
+            f"{rates['paged']} in blocks of 16, {rates['static']} in slots of 8,192",
+        ),
+    ]
+    columns = "one NVIDIA H200, Llama-3.1-8B's shape in bf16", "vmmkv", "beside it"
+    return markdown(columns, ((what, f"**{ours}**", theirs) for what, ours, theirs in rows))
+
+
+def is_long_batch(cell: Result) -> bool:
+    return (cell["model"], cell["batch"], cell["prompt"]) == ("Llama-3.1-8B", 8, 32_768)
+
+
 # ------------------------------------------------------------------ the demo and the allocator
 
 

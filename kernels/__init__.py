@@ -26,15 +26,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .quantized import dequantize, quantize
+    from .rotary import RotateHalf
     from .row_append import append
     from .row_copy import copy_tokens
     from .row_decode import decode
     from .row_mixed import mixed
     from .row_prefill import prefill
 
-__all__ = ["append", "copy_tokens", "decode", "dequantize", "mixed", "prefill", "quantize"]
+__all__ = ["RotateHalf", "append", "copy_tokens", "decode", "dequantize", "mixed", "prefill", "quantize"]
 
 _MODULES = {
+    "RotateHalf": "rotary",
     "append": "row_append",
     "copy_tokens": "row_copy",
     "decode": "row_decode",

@@ -141,10 +141,38 @@ def _check_vectors(name: str, tensor: Geometry) -> None:
         )
 
 
+ATTENTION_DTYPES = torch.float32, torch.float16, torch.bfloat16
+"""What there is arithmetic for."""
+
+
+def check_rotation(k: Geometry, query: Geometry, rotated: Geometry, cos: Geometry, sin: Geometry) -> None:
+    """Queries `[tokens, num_heads, head_dim]` like `k`, where they go, and angles `[tokens, rotary_dim]`."""
+    if k.dtype not in ATTENTION_DTYPES:
+        raise TypeError(f"got k of {k.dtype} to rotate; it must be one of {', '.join(map(str, ATTENTION_DTYPES))}")
+    check_written(rotated=rotated)
+    tokens, _, head_dim = k.shape
+    if len(query.shape) != 3 or query.shape[::2] != (tokens, head_dim) or rotated.shape != query.shape:
+        raise ValueError(
+            f"got query {list(query.shape)} and rotated {list(rotated.shape)} for k {list(k.shape)}; "
+            "both must be [tokens, num_heads, head_dim]"
+        )
+    if cos.shape != sin.shape or len(cos.shape) != 2 or cos.shape[0] != tokens or not 0 < cos.shape[1] <= head_dim:
+        raise ValueError(
+            f"got cos {list(cos.shape)} and sin {list(sin.shape)} for k {list(k.shape)}; "
+            "both must be [tokens, rotary_dim], not wider than heads"
+        )
+    if cos.shape[1] * k.dtype.itemsize % (2 * ALIGNMENT):
+        raise ValueError(f"got cos {list(cos.shape)} of {cos.dtype}; half its width must be a multiple of 16 bytes")
+    for name, tensor in {"query": query, "rotated": rotated, "cos": cos, "sin": sin}.items():
+        if tensor.dtype != k.dtype:
+            raise TypeError(f"got {name} of {tensor.dtype} for k of {k.dtype}; it must be the same")
+        if tensor.device != k.device:
+            raise ValueError(f"got {name} on {tensor.device}; k is on {k.device}")
+        _check_vectors(name, tensor)
+
+
 HEAD_DIMS = 64, 80, 96, 128, 192, 256
 """Widths of heads that attention kernels are made for."""
-
-ATTENTION_DTYPES = torch.float32, torch.float16, torch.bfloat16
 
 
 def check_attention(

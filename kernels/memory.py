@@ -98,6 +98,9 @@ load_16 = instruction(
 load_16_cached = instruction("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True)
 """16 bytes at a 16-byte aligned address, of which neighbours are read again soon."""
 
+load_16_written = instruction("ld.global.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16)
+"""16 bytes at a 16-byte aligned address that this launch may write to."""
+
 store_4 = instruction("st.global.u32 [$0], $1;", "", "lr", _store_4)
 """Puts 4 bytes to an address."""
 

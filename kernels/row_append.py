@@ -1,8 +1,8 @@
-"""append: writes the K and V of new tokens into rows, or into the blocks of a block table.
+"""append: writes the K and V of new tokens into rows, or into the blocks of a block table; rotates K and Q, if asked.
 
-One block of threads per token. With a block table only the token's address differs. Where lengths are data on the
-device, a block that writes its sequence's only new token counts it as well. Into a cache of 8 bits it quantizes on the
-way.
+One block of threads per token, and another one for its queries. With a block table only the token's address differs.
+Where lengths are data on the device, a block that writes its sequence's only new token counts it as well. Into a cache
+of 8 bits it quantizes on the way.
 """
 
 from __future__ import annotations
@@ -23,15 +23,18 @@ from .checks import (
     check_cache,
     check_indices,
     check_new,
+    check_rotation,
     check_scales,
     check_written,
     keys,
 )
 from .compiler import Kernel
 from .memory import load_counter, load_i32, store_4, trap
+from .ptx import inlined
 from .quantized import LARGEST
 from .quantizing import make_quantize_heads
 from .ragged import sequence_of
+from .rotary import RotateHalf, Rotation, make_rotate
 from .vectors import THREADS, make_copy_heads
 
 
@@ -83,6 +86,7 @@ def append(
     starts: torch.Tensor,
     cu_seqlens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    rotary: RotateHalf | None = None,
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> None:
@@ -99,6 +103,8 @@ def append(
         cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; those behind the last are
             left out; None: one token each.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens.
+        rotary: rotates K on its way, and queries beside it, in the same launch; None: K is written as it is. Not
+            into a cache of 8 bits.
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
             strides, where the scales of K go: `k_cache` is of e4m3fn or int8 then, and what is written are the bits of
             `quantized.quantize`. So a head that holds a NaN or an infinity becomes NaN.
@@ -107,10 +113,33 @@ def append(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is written.
     """
-    if torch.compiler.is_compiling():
-        torch.ops.vmmkv.append(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, k_scales, v_scales)
-        return
-    _launch(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None, k_scales, v_scales)
+    run = torch.ops.vmmkv.append if torch.compiler.is_compiling() else _append
+    turning = rotary or NO_ROTATION
+    run(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, k_scales, v_scales, *turning)
+
+
+def _append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    starts: torch.Tensor,
+    cu_seqlens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    query: torch.Tensor | None,
+    rotated: torch.Tensor | None,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+) -> None:
+    tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None, k_scales, v_scales)
+    _launch(tensors, (query, rotated, cos, sin))
+
+
+MUTATED = "k_cache", "v_cache", "k_scales", "v_scales", "rotated"
+torch.library.custom_op("vmmkv::append", _append, mutates_args=MUTATED)
 
 
 def append_behind(
@@ -135,29 +164,23 @@ def append_behind(
     Raises:
         ValueError, TypeError: as in `append`.
     """
-    _launch(k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit, k_scales, v_scales)
+    _launch((k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit, k_scales, v_scales))
     if cu_seqlens is not None:
         lengths += cu_seqlens.diff()
 
 
-def _launch(
-    k: torch.Tensor,
-    v: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    rows: torch.Tensor,
-    starts: torch.Tensor,
-    cu_seqlens: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    limit: torch.Tensor | None,
-    k_scales: torch.Tensor | None,
-    v_scales: torch.Tensor | None,
-) -> None:
-    tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit, k_scales, v_scales)
-    kernel, shape = _plan(*keys(tensors))
+NO_ROTATION = None, None, None, None
+"""In the place of a `RotateHalf`."""
+
+
+def _launch(tensors: tuple[torch.Tensor | None, ...], rotary: tuple[torch.Tensor | None, ...] = NO_ROTATION) -> None:
+    """Launches the kernel for the tensors of `AppendAddresses`."""
+    kernel, shape, strides = _plan(*keys((*tensors, *rotary)))
     addresses = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
-    check_alignment(*addresses[:4])
-    kernel.launch((k.shape[0], 1), k.get_device(), (*addresses, *shape))
+    angles = [tensor.data_ptr() for tensor in rotary if tensor is not None]
+    check_alignment(*addresses[:4], *angles)
+    k: Any = tensors[0]
+    kernel.launch((k.shape[0], 2 if angles else 1), k.get_device(), (*addresses, *shape, *angles, *strides))
 
 
 def bind_append(
@@ -175,7 +198,9 @@ def bind_append(
         a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the
         caches, the rows and the scales by address alone: keep them.
     """
-    kernel, shape = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None, k_scales, v_scales)))
+    kernel, shape, _ = _plan(
+        *keys((k, v, k_cache, v_cache, rows, rows, None, None, None, k_scales, v_scales, *NO_ROTATION))
+    )
     caches = k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*caches)
     scales = [each.data_ptr() if each is not None else 0 for each in (k_scales, v_scales)]
@@ -189,10 +214,12 @@ def bind_append(
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape]:
-    """Checks a call's geometry; its kernel, and the shape that this takes."""
+def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
+    """Checks a call's geometry; its kernel, the shape that this takes, and the strides of a `Rotation`."""
     k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
-    cu_seqlens, block_table, limit, k_scales, v_scales = (Geometry._make(key) if key else None for key in geometry[6:])
+    others = [Geometry._make(key) if key else None for key in geometry[6:11]]
+    cu_seqlens, block_table, limit, k_scales, v_scales = others
+    rotary = [Geometry._make(key) for key in geometry[11:] if key]
     check_new(k, v)
     _check_cache("k_cache", k_cache, k, "k_scales", k_scales)
     _check_cache("v_cache", v_cache, v, "v_scales", v_scales)
@@ -208,17 +235,23 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape]:
         check_block_table(k.device, block_table, k_cache)
     if limit is not None:
         check_indices(k.device, (1,), limit=limit)
+    if rotary:
+        check_rotation(k, *rotary)
+        if k_scales:
+            raise TypeError("got rotary and k_scales; K must be rotated before it is written to 8 bits")
     heads, size = k.shape[1], k_cache.dtype.itemsize
     k_head, v_head = k.shape[2] * size // 16, v.shape[2] * size // 16
     block_size = 0 if block_table is None else k_cache.shape[1]
     dtypes = (k.dtype, k_cache.dtype) if k_scales else None
-    facts = cu_seqlens is not None, block_size, limit is not None, dtypes
+    rotation = (k.dtype, rotary[0].shape[1], rotary[2].shape[1] * size // 32) if rotary else None
+    facts = cu_seqlens is not None, block_size, limit is not None, rotation, dtypes
     kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts)
     table_stride = block_table.strides[0] * 4 if block_table else 0
     new = [stride * k.dtype.itemsize for stride in (*k.strides[:2], *v.strides[:2])]
     cached = [stride * size for stride in (*k_cache.strides[:3], *v_cache.strides[:3])]
     scales = [stride * 4 for each in (k_scales, v_scales) for stride in (each.strides if each else (0, 0, 0))]
-    return kernel, AppendShape(batch, table_stride, *new, *cached, *scales)
+    turning = tuple(stride * size for tensor in rotary for stride in tensor.strides[:-1])
+    return kernel, AppendShape(batch, table_stride, *new, *cached, *scales), turning
 
 
 def _check_cache(name: str, cache: Geometry, new: Geometry, scales_name: str, scales: Geometry | None) -> None:
@@ -232,7 +265,8 @@ def _check_cache(name: str, cache: Geometry, new: Geometry, scales_name: str, sc
         check_written(**{scales_name: scales})
 
 
-torch.library.custom_op("vmmkv::append", append, mutates_args=("k_cache", "v_cache", "k_scales", "v_scales"))
+Turning = tuple[torch.dtype, int, int]
+"""A rotation to the compiler: the dtype, heads of a query, 16-byte vectors of half of what is rotated of a head."""
 
 
 @cache
@@ -244,15 +278,19 @@ def append_kernel(
     ragged: bool,
     block_size: int,
     limited: bool,
+    rotation: Turning | None = None,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> Kernel:
     """The kernel for a geometry, in vectors of 16 bytes of the cache; `block_size` 0 is without a block table.
 
-    With `dtypes`, of what is new and of the cache, it quantizes.
-    With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them.
+    With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them. With a
+    `rotation` a second block of each token rotates its queries. With `dtypes`, of what is new and of the cache, it
+    quantizes.
     """
-    constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size, int(limited), dtypes)
-    return Kernel(make_append, constants, (AppendAddresses, AppendShape), THREADS)
+    vectors = k_vectors, k_head_vectors, v_vectors, v_head_vectors
+    structs = (AppendAddresses, AppendShape, Rotation) if rotation else (AppendAddresses, AppendShape)
+    constants = (*vectors, int(ragged), block_size, int(limited), rotation, dtypes)
+    return Kernel(make_append, constants, structs, THREADS)
 
 
 def make_append(
@@ -263,6 +301,7 @@ def make_append(
     ragged: int,
     block_size: int,
     limited: int,
+    rotation: Turning | None,
     dtypes: tuple[torch.dtype, torch.dtype] | None,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
@@ -276,8 +315,29 @@ def make_append(
         for vectors, head_vectors in ((k_vectors, k_head_vectors), (v_vectors, v_head_vectors))
     )
 
-    def kernel(at: AppendAddresses, shape: AppendShape) -> None:
-        token = cuda.blockIdx.x
+    move_k = write_k
+
+    @inlined
+    def write_k_unturned(
+        source: int, target: int, scales: int, source_head: int, target_head: int, scales_head: int, cos: int, sin: int
+    ) -> None:
+        move_k(source, target, scales, source_head, target_head, scales_head)
+
+    @inlined
+    def write_k_turned(
+        source: int, target: int, scales: int, source_head: int, target_head: int, scales_head: int, cos: int, sin: int
+    ) -> None:
+        rotate_k(source, target, source_head, target_head, cos, sin)
+
+    write_k = write_k_unturned
+    if rotation:
+        dtype, query_heads, half_vectors = rotation
+        rotate_k = make_rotate(dtype, k_vectors // k_head_vectors, k_head_vectors, half_vectors)
+        rotate_query = make_rotate(dtype, query_heads, k_head_vectors, half_vectors)
+        write_k = write_k_turned
+
+    @inlined
+    def write(token: int, at: AppendAddresses, shape: AppendShape, cos: int, sin: int) -> None:
         sequence = token
         first = token
         if ragged:
@@ -297,11 +357,25 @@ def make_append(
         k_from = at.k + token * shape.k_token
         v_from = at.v + token * shape.v_token
 
-        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache_head, shape.k_scales_head)
+        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache_head, shape.k_scales_head, cos, sin)
         write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head)
         if limited and not ragged:
             cuda.syncthreads()  # all threads know the position
             if cuda.threadIdx.x == 0:
                 store_4(at.starts + sequence * 4, position + 1)
 
-    return kernel
+    def kernel(at: AppendAddresses, shape: AppendShape) -> None:
+        write(cuda.blockIdx.x, at, shape, 0, 0)
+
+    def rotating_kernel(at: AppendAddresses, shape: AppendShape, turn: Rotation) -> None:
+        token = cuda.blockIdx.x
+        cos = turn.cos + token * turn.cos_token
+        sin = turn.sin + token * turn.sin_token
+        if cuda.blockIdx.y == 0:
+            write(token, at, shape, cos, sin)
+        else:
+            source = turn.query + token * turn.query_token
+            target = turn.rotated + token * turn.rotated_token
+            rotate_query(source, target, turn.query_head, turn.rotated_head, cos, sin)
+
+    return rotating_kernel if rotation else kernel

@@ -16,6 +16,7 @@ from benchmarks.attention.batches import Case, Reference, evenly, make_batch, sp
 from benchmarks.attention.cases import EVEN, RAGGED, attention, compare_ragged, decode_cases, with_ratios
 from benchmarks.attention.layouts import layers_that_fit, layouts
 from benchmarks.attention.peers import page_table
+from benchmarks.attention.rotary import rotary_calls
 from benchmarks.attention.tables import tables
 
 
@@ -87,6 +88,12 @@ def row(case: str, kernel: str, layout: str, microseconds: float, **others: obje
     return names | {"microseconds": microseconds} | figures | others
 
 
+def test_rotary_embedding_is_the_same_in_one_call_and_in_many() -> None:
+    calls, exact = rotary_calls(2, torch.device(DEVICE))
+    errors = [(call().double() - exact).norm() / exact.norm() for call in calls.values()]
+    assert errors[0] <= errors[1] < 2e-2
+
+
 def test_tables_of_a_result() -> None:
     result = {
         "decode": with_ratios([row(EVEN, "vmmkv, auto", "contiguous", 90.0)])
@@ -99,6 +106,7 @@ def test_tables_of_a_result() -> None:
         ),
         "prefill": with_ratios([row("1 x 16384", "vmmkv, mma", "paged-64", 5000.0, error=float("nan"))]),
         "copies": [row("", "append", "paged-16", 30.0, exact=False)],
+        "rotary": [row("", "append, rotary", "", 4.0, sequences=64, host_microseconds=11.125, error=0.5)],
         "host": [{"call": "decode", "host_microseconds": 7.25}],
         "skipped": [
             {"kernel": "FlashAttention-3", "layout": "contiguous", "case": case, "reason": "ModuleNotFoundError"}
@@ -110,9 +118,18 @@ def test_tables_of_a_result() -> None:
     for table in tables(result):
         console.print(table)
     text = console.file.getvalue()
-    for words in ("token-major, 32 layers", "1.020", "90.0%", "110.0 (stream)", "NO", "7.2", "decode, a; decode, b"):
+    for words in (
+        "token-major, 32 layers",
+        "1.020",
+        "90.0%",
+        "110.0 (stream)",
+        "NO",
+        "11.1",
+        "7.2",
+        "decode, a; decode, b",
+    ):
         assert words in text
-    assert [wrong["kernel"] for wrong in wrong_rows(result)] == ["vmmkv, mma", "append"]
+    assert [wrong["kernel"] for wrong in wrong_rows(result)] == ["vmmkv, mma", "append, rotary", "append"]
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -18,7 +18,9 @@ APP.command()(batching.main)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_it_measures_rows_and_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    done = CliRunner().invoke(APP, ["--requests", "4", "--rounds", "1", "--seconds", "600", "--json"])
+    done = CliRunner().invoke(
+        APP, ["--requests", "4", "--rounds", "1", "--seconds", "600", "--memory", "8MiB", "--json"]
+    )
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert [(row["system"], row["round"]) for row in result["served"]] == [(batching.ROWS, 0), (batching.BLOCKS, 0)]

@@ -17,7 +17,7 @@ import torch
 import transformers
 from conftest import soon
 from faulty import FaultyDriver
-from parity.batching import NEW, Answer, answer, config
+from parity.batching import NEW, Answer, answer, config, without_kernels
 from tiny_models import VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -129,10 +129,13 @@ class ByHand:
 
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
-    """With full and sliding layers, groups of heads, latents, soft caps and sinks; prompts come in chunks."""
+    """With full and sliding layers, groups of heads, latents, soft caps and sinks; prompts come in chunks. Where a
+    model's rotary embedding is the usual one it is left to what writes K."""
     expected = answers(model, Random(), 5)
     rows.enable(model, pool=pool(400), max_seq_len=100)
-    results = model.generate_batch([answer.prompt for answer in expected], **config())
+    with without_kernels() as append:
+        results = model.generate_batch([answer.prompt for answer in expected], **config())
+    assert bool(append.call_count) == (model.config.model_type not in ("gpt2", "gpt_oss", "deepseek_v3"))
     assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
 
 
@@ -343,12 +346,12 @@ def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrained
 
 
 def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
-    """It runs in a thread of its own, without autocast, and not as in training."""
+    """It runs in a thread of its own, without autocast or inference mode, and not as in training."""
     model = tiny_model("gpt2", "eager", "cpu")  # which has dropout
     (expected,) = answers(model, Random(), 1)
     rows.enable(model, pool=pool(100), max_seq_len=100)
     try:
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16), torch.inference_mode():
             (result,) = model.train().generate_batch([expected.prompt], **config()).values()
         assert result.generated_tokens == expected.tokens
     finally:
@@ -647,6 +650,18 @@ def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> N
         assert results[1].generated_tokens == expected.tokens
 
 
+def test_a_name_that_a_fork_will_have_is_refused(model: PreTrainedModel) -> None:
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(200), max_seq_len=300)
+    with Served(model, num_return_sequences=2) as served:
+        with served.manager.pause():
+            served.manager.add_request(expected.prompt, "name")
+            served.manager.add_request([7], "name__child#0")
+        results = [served.manager.get_result(timeout=60) for _ in range(4)]
+        assert ["which another request has" in (result.error or "") for result in results] == [True] * 2 + [False] * 2
+        assert [result.generated_tokens for result in results[2:]] == [expected.tokens] * 2
+
+
 def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(100), max_seq_len=100)
     with Served(model) as served:
@@ -687,8 +702,8 @@ def test_models_that_cannot_run_on_rows_are_refused() -> None:
 
 def test_models_that_are_wrapped_are_refused(model: PreTrainedModel) -> None:
     """Their generate_batch is that of the model inside."""
-    with pytest.raises(vmmkv.ArgumentError, match="got OptimizedModule; give the PreTrainedModel inside"):
-        rows.enable(torch.compile(model))
+    with pytest.raises(vmmkv.ArgumentError, match="got DataParallel; give the PreTrainedModel inside"):
+        rows.enable(torch.nn.DataParallel(model))
 
 
 def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:

@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.engine.attention import Batch, numba_attention
 from benchmarks.engine.engine import BACKENDS, REUSING, Engine
-from benchmarks.engine.model import Config, Model, load_model, random_model
+from benchmarks.engine.model import Angles, Config, Model, load_model, random_model, rotate
 from benchmarks.engine.paged import PagedKV
 from benchmarks.engine.reusing_blocks import ReusingPagedKV
 from benchmarks.engine.reusing_rows import ReusingVmmKV
@@ -78,8 +78,8 @@ def check_greedy(logits: Logits, prompts: list[torch.Tensor], run: Run) -> None:
 
 
 def logits_without_cache(model: Model) -> Logits:
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (tensor.transpose(0, 1) for tensor in (q, k, v))
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: Angles) -> torch.Tensor:
+        q, k, v = (tensor.transpose(0, 1) for tensor in (rotate(q, angles), rotate(k, angles), v))
         return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(0, 1)
 
     return lambda tokens: model.logits(model.forward(tokens, torch.arange(len(tokens)), attend))
@@ -505,7 +505,7 @@ def test_samples_follow_the_distribution(device: str) -> None:
     engine = Engine(model, "static", 1 << 21, 100, 16, 2 * count, temperature=temperature)
     tokens = engine.run([torch.tensor([3])] * count, [1] * count).tokens[1::2]
     hidden = model.forward(
-        torch.tensor([3], device=device), torch.tensor([0], device=device), lambda _, q, k, v: v.repeat(1, 2, 1)
+        torch.tensor([3], device=device), torch.tensor([0], device=device), lambda _, q, k, v, angles: v.repeat(1, 2, 1)
     )
     probabilities = (model.logits(hidden)[0] / temperature).softmax(-1).cpu().numpy()
     deviation = np.bincount(tokens, minlength=7) / count - probabilities

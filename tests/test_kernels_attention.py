@@ -407,7 +407,7 @@ def appended(kv: torch.dtype, k: torch.Tensor, v: torch.Tensor, lengths: list[in
     sequences = [cache.sequence(length) for length in lengths]
     held, rows = cache.scaled_kv(1), int32([sequence.row for sequence in sequences])
     starts, cu_seqlens = int32([0] * len(lengths)), int32([0, *lengths]).cumsum(0, dtype=torch.int32)
-    append(k, v, held.k, held.v, rows, starts, cu_seqlens, None, held.k_scales, held.v_scales)
+    append(k, v, held.k, held.v, rows, starts, cu_seqlens, None, None, held.k_scales, held.v_scales)
     return held._asdict() | {"seq_lens": int32(lengths), "rows": rows}
 
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vmmkv
-from vmmkv.kernels import append, copy_tokens
+from vmmkv.kernels import RotateHalf, append, copy_tokens
 from vmmkv.kernels.quantized import LARGEST, quantize
 from vmmkv.kernels.row_append import append_behind, bind_append
 
@@ -95,6 +95,26 @@ def strange(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return heads.to(DEVICE, dtype)
 
 
+def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int = -1) -> torch.Tensor:
+    """As transformers does, in the dtype of what it is given."""
+    turned, passed = x.split((cos.shape[1], x.shape[2] - cos.shape[1]), 2)
+    first, second = turned.chunk(2, 2)
+    turned = turned * cos[:, None] + torch.cat((sign * second, first), 2) * sin[:, None]
+    return torch.cat((turned, passed), 2)
+
+
+def check_rotated(found: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    """16-bit floats are the exact ones, rounded once (but for what fp32 has lost): torch, which rounds three times, is
+    never closer. fp32 differs by the roundings of a product and of the sum."""
+    exact = rotate_half(x.double(), cos.double(), sin.double())
+    error, info = (found.double() - exact).abs(), torch.finfo(x.dtype)
+    if x.dtype == torch.float32:
+        assert (error <= info.eps * rotate_half(*(each.double().abs() for each in (x, cos, sin)), 1)).all()
+    else:
+        assert (error <= info.eps * (0.501 * exact.abs() + info.smallest_normal)).all()
+        assert error.norm() <= (rotate_half(x, cos, sin).double() - exact).norm()
+
+
 @settings(max_examples=25)
 @given(
     starts=st.lists(st.integers(0, 9), min_size=1, max_size=4),
@@ -139,8 +159,59 @@ def test_append_quantizes(starts, heads, dims, dtypes, ragged, block_size, way, 
         append_behind(k, v, *caches, numbers, positions, int32([16]), cu_seqlens, *scales)
         assert positions.tolist() == [start + count for start, count in zip(starts, counts)]
     else:
-        append(k, v, *caches, numbers, positions, cu_seqlens, block_table, *scales)
+        append(k, v, *caches, numbers, positions, cu_seqlens, block_table, None, *scales)
     assert all(map(equal, everything, expected))
+
+
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    dims=st.sampled_from([(64, 64), (64, 32), (80, 80), (192, 64)]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    way=st.sampled_from(["in rows", "in blocks", "one each"]),
+    in_place=st.booleans(),
+    data=st.data(),
+)
+def test_append_rotates(lengths, heads, dims, dtype, way, in_place, data) -> None:
+    """K lands rotated where it belongs, V as it is, and queries of all tokens beside them; nothing else is read, nor
+    changed."""
+    (query_heads, kv_heads), (width, rotary_dim) = heads, dims
+    counts = [1 if way == "one each" else count for _, count in lengths]
+    nobodys = 0 if way == "one each" else 2
+    total = sum(counts)
+    # Slices of one projection, with something in between.
+    fused = torch.full((total + nobodys, query_heads + 2 * kv_heads + 2, width), torch.nan, dtype=dtype, device=DEVICE)
+    query, _, k, _, v = fused.split((query_heads, 1, kv_heads, 1, kv_heads), 1)
+    for states, tokens in ((query, total + nobodys), (k, total), (v, total)):
+        states[:tokens] = random(tokens, *states.shape[1:], dtype=dtype)
+    angles = torch.full((2, total + nobodys, rotary_dim + 16), torch.nan, dtype=dtype, device=DEVICE)
+    cos, sin = angles[..., 8 : 8 + rotary_dim].copy_(random(2, total + nobodys, rotary_dim, dtype=dtype))
+    before, given_query = fused.clone(), query.clone()
+    rows = data.draw(st.permutations(range(len(lengths))))
+    block_table, shape = None, (len(rows), 12, 3, 2, kv_heads, width)  # token-major
+    if way == "in blocks":
+        blocks = data.draw(st.permutations(range(len(rows))))
+        block_table, shape = int32(blocks).view(-1, 1), (len(rows), 16, 3, 2, kv_heads, width)
+    record = torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+    expected = record.clone()
+    cu_seqlens = None if way == "one each" else int32([sum(counts[:index]) for index in range(len(counts) + 1)])
+    rotated = query if in_place else torch.full_like(query, torch.nan)
+    starts = [start for start, _ in lengths]
+    kv = record[:, :, 1, 0], record[:, :, 1, 1]
+    append(k, v, *kv, int32(rows), int32(starts), cu_seqlens, block_table, RotateHalf(query, rotated, cos, sin))
+    check_rotated(rotated, given_query, cos, sin)
+    token = 0
+    for row, start, count in zip(rows, starts, counts):
+        for position in range(start, start + count):
+            place = record[blocks[row] if block_table is not None else row, position, 1]
+            check_rotated(place[:1], k[token : token + 1], cos[token : token + 1], sin[token : token + 1])
+            assert equal(place[1], v[token])
+            place.fill_(torch.nan)
+            token += 1
+    assert equal(record, expected)
+    before[:, :query_heads] = rotated if in_place else given_query
+    assert equal(fused, before)
 
 
 @settings(max_examples=25)
@@ -185,6 +256,27 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
     ):
         with pytest.raises(error, match=r"must|differ|on "):
             append(*arguments)
+    q, angles = random(2, 4, 64, dtype=torch.float16), random(2, 64, dtype=torch.float16)
+    for error, rotary in (
+        (ValueError, (q[:1], q, angles, angles)),
+        (ValueError, (q, q[:, :2], angles, angles)),
+        (ValueError, (q[..., :32], q[..., :32], angles, angles)),
+        (ValueError, (q, q[:, :1].expand_as(q), angles, angles)),
+        (ValueError, (q, q, angles, angles[:, :32])),
+        (ValueError, (q, q, angles[:1], angles[:1])),
+        (ValueError, (q, q, angles[:, :24], angles[:, :24])),
+        (ValueError, (q, q, angles.repeat(1, 2), angles.repeat(1, 2))),
+        (ValueError, (q, q, angles, angles.T.contiguous().T)),
+        (ValueError, (q, q, angles[:, 1:33], angles[:, 1:33])),
+        (ValueError, (q, q, angles, angles.to("meta"))),
+        (TypeError, (q, q, angles.float(), angles.float())),
+        (TypeError, (q.float(), q.float(), angles, angles)),
+    ):
+        with pytest.raises(error, match=r"must|on "):
+            append(k, k, cache, cache, rows, starts, rotary=RotateHalf(*rotary))
+    eights = [each.to(torch.float8_e4m3fn) for each in (k, k, cache, cache)]
+    with pytest.raises(TypeError, match="must"):
+        append(*eights, rows, starts, rotary=RotateHalf(q, q, angles, angles))
     assert equal(cache, before)
 
 
@@ -202,11 +294,14 @@ def test_8_bits_without_their_scales_are_refused() -> None:
         (ValueError, (scales, scales[:, :1].expand(-1, 8, -1))),
     ):
         with pytest.raises(error, match=r"[kv]_scales"):
-            append(k, k, cache, cache, rows, starts, None, None, *given_scales)
+            append(k, k, cache, cache, rows, starts, None, None, None, *given_scales)
     whole = random(2, 8, 2, 64, dtype=torch.bfloat16)
     for caches in ((whole, whole), (cache.view(torch.float8_e5m2), cache), (cache, cache.view(torch.float8_e4m3fn))):
         with pytest.raises(TypeError, match="must be"):
-            append(k, k, *caches, rows, starts, None, None, scales, scales)
+            append(k, k, *caches, rows, starts, None, None, None, scales, scales)
+    angles = random(2, 64, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="got rotary and k_scales"):
+        append(k, k, cache, cache, rows, starts, None, None, RotateHalf(k, k, angles, angles), scales, scales)
     assert equal(cache, before)
     assert equal(scales, ones)
 
@@ -220,17 +315,24 @@ def new_and_cache() -> tuple[torch.Tensor, ...]:
 def test_kernels_can_be_part_of_a_compiled_graph() -> None:
     k, v, k_cache, v_cache, rows, starts = new_and_cache()
     numbers, scales = quantize(k_cache, torch.int8)
+    query, (cos, sin) = random(3, 4, 64, dtype=torch.bfloat16), random(2, 3, 64, dtype=torch.bfloat16)
+    given_query, rotated = query.clone(), torch.empty_like(query)
 
     def step(*tensors: torch.Tensor) -> None:
         append(*tensors)
-        append(k, k, numbers, numbers, rows, starts, None, None, scales, scales)
+        append(k, k, numbers, numbers, rows, starts, None, None, None, scales, scales)
         copy_tokens(k_cache, v_cache, rows, starts, rows, torch.zeros_like(rows), torch.ones_like(rows), 1)
+        append(*tensors, rotary=RotateHalf(query, rotated, cos, sin))
+        append(*tensors, rotary=RotateHalf(query, query, cos, sin))
 
     torch.compile(step, fullgraph=True, backend="aot_eager")(k, v, k_cache, v_cache, rows, starts)
-    assert equal(k_cache[rows.long(), starts.long()], k)
+    assert equal(v_cache[rows.long(), starts.long()], v)
     assert equal(v_cache[rows.long(), 0], k)
     assert equal(numbers[rows.long(), starts.long()], quantize(k, torch.int8)[0])
     assert equal(scales[rows.long(), starts.long()], quantize(k, torch.int8)[1])
+    check_rotated(k_cache[rows.long(), starts.long()], k, cos, sin)
+    check_rotated(rotated, given_query, cos, sin)
+    assert equal(query, rotated)
 
 
 def append_up_to_the_limit(ragged: bool) -> None:
@@ -283,12 +385,24 @@ def test_threads_may_launch_the_same_kernel() -> None:
 @pytest.mark.gpu
 def test_append_can_be_captured() -> None:
     k, v, k_cache, v_cache, rows, starts = new_and_cache()
-    append(k, v, k_cache, v_cache, rows, starts)
+    query, angles = random(3, 4, 64, dtype=torch.bfloat16), random(2, 3, 64, dtype=torch.bfloat16)
+    rotated = torch.empty_like(query)
+
+    def step() -> None:
+        append(k, v, k_cache, v_cache, rows, starts)
+        append(v, k, k_cache, v_cache, rows, starts + 1, rotary=RotateHalf(query, rotated, *angles))
+
+    step()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        append(k, v, k_cache, v_cache, rows, starts)
-    k.normal_()
+        step()
+    for tensor in (k, query, angles):
+        tensor.normal_()
     starts += 1
     graph.replay()
-    assert equal(k_cache[rows.long(), starts.long()], k)
-    assert equal(v_cache[rows.long(), starts.long()], v)
+    first, second = starts.long(), starts.long() + 1
+    assert equal(k_cache[rows.long(), first], k)
+    assert equal(v_cache[rows.long(), first], v)
+    check_rotated(k_cache[rows.long(), second], v, *angles)
+    assert equal(v_cache[rows.long(), second], k)
+    check_rotated(rotated, query, *angles)

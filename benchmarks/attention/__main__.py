@@ -23,6 +23,7 @@ from vmmkv.workload import name_of
 
 from .cases import compare_ragged, compile_kernels, decode_cases, prefill_cases, quick_cases, run_case
 from .peers import versions
+from .rotary import run_rotary
 from .small import run_copies, run_host
 from .tables import tables
 from .timing import copy_bandwidth
@@ -86,7 +87,7 @@ def run(quick: bool, trace: Path | None, only: Part | None) -> dict[str, Any]:
             progress.advance(task)
         if only in (None, Part.SMALL):
             progress.update(task, description="Small kernels")
-            result |= {"copies": run_copies(device), "host": run_host(device)}
+            result |= {"copies": run_copies(device), "rotary": run_rotary(device), "host": run_host(device)}
         progress.advance(task)
     for row in result.get("decode", []) + result.get("copies", []):
         row["of_copy"] = row["gb_per_s"] / result["bandwidth"]["copy_gb_per_s"]
@@ -97,7 +98,7 @@ def run(quick: bool, trace: Path | None, only: Part | None) -> dict[str, Any]:
 def wrong_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of ours that rounding cannot explain."""
     ours = [row for part in ("decode", "prefill") for row in result.get(part, []) if row["kernel"].startswith("vmmkv")]
-    wrong = [row for row in ours if not row["error"] <= ERROR_BOUND]
+    wrong = [row for row in ours + result.get("rotary", []) if not row["error"] <= ERROR_BOUND]
     return wrong + [row for row in result.get("copies", []) if not row["exact"]]
 
 

@@ -21,6 +21,19 @@ def tables(result: dict[str, Any]) -> list[Table]:
             for row in result["copies"]
         ]
         found.append(make_table("K and V of a prompt of 16,384 tokens, read and written", columns, rows))
+    if "rotary" in result:
+        columns = "kernel", "sequences", "µs", "µs of the host", "error"
+        rows = [
+            (
+                row["kernel"],
+                str(row["sequences"]),
+                time_of(row),
+                f"{row['host_microseconds']:.1f}",
+                f"{row['error']:.1e}",
+            )
+            for row in result["rotary"]
+        ]
+        found.append(make_table("Rotary embedding, and K and V, of a token each, one layer", columns, rows))
     if "host" in result:
         rows = [(row["call"], f"{row['host_microseconds']:.1f}") for row in result["host"]]
         found.append(make_table("Host time of a call", ("call", "µs"), rows))

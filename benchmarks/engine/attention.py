@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from vmmkv.kernels import append, decode, mixed, prefill
+from vmmkv.kernels import RotateHalf, append, decode, mixed, prefill
 
 from .backend import KVBackend, pinned
+from .model import Angles, rotate
 from .paged import PagedKV
 
 WORKSPACE_BYTES = 512 << 20
@@ -41,8 +42,9 @@ class Batch:
     prompts: int
 
 
-Write = Callable[[int, torch.Tensor, torch.Tensor, Batch], None]
-"""Puts K and V of new tokens into a layer's cache: takes the layer, k and v `[tokens, num_kv_heads, head_dim]`."""
+Write = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Angles, Batch], torch.Tensor]
+"""Puts K and V of new tokens into a layer's cache: takes what `Attend` of a model does. It rotates K, and returns the
+queries rotated, perhaps where they were."""
 Attend = Callable[[int, torch.Tensor, Batch], torch.Tensor]
 """Attention of new tokens, whose K and V are in the cache: takes the layer, q `[tokens, num_heads, head_dim]`."""
 
@@ -50,8 +52,12 @@ Attend = Callable[[int, torch.Tensor, Batch], torch.Tensor]
 def numba_write(kv: KVBackend) -> Write:
     """Our kernel, for rows and for blocks."""
 
-    def write(layer: int, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> None:
-        append(k, v, *kv.kv(layer), batch.rows, batch.starts, batch.cu_seqlens, kv.block_table)
+    def write(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: Angles, batch: Batch
+    ) -> torch.Tensor:
+        rotary = RotateHalf(q, q, *angles)
+        append(k, v, *kv.kv(layer), batch.rows, batch.starts, batch.cu_seqlens, kv.block_table, rotary)
+        return q
 
     return write
 
@@ -74,7 +80,10 @@ def numba_attention(kv: KVBackend) -> Attend:
 def torch_write(kv: KVBackend) -> Write:
     """Plain indexing, a sequence at a time."""
 
-    def write(layer: int, k: torch.Tensor, v: torch.Tensor, batch: Batch) -> None:
+    def write(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: Angles, batch: Batch
+    ) -> torch.Tensor:
+        k = rotate(k, angles)
         for row, start, new in split(batch):
             for cache, tokens in zip(kv.kv(layer), (k[new], v[new])):
                 if kv.block_table is None:
@@ -83,6 +92,7 @@ def torch_write(kv: KVBackend) -> Write:
                     places = torch.arange(start, start + len(tokens))
                     blocks = kv.block_table[row, places // cache.shape[1]]
                     cache[blocks, places % cache.shape[1]] = tokens
+        return rotate(q, angles)
 
     return write
 

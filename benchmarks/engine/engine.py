@@ -19,7 +19,7 @@ import torch
 
 from .attention import ATTENTION, Attend, Batch, numba_write, torch_write
 from .backend import KVBackend, pinned
-from .model import Model
+from .model import Angles, Model
 from .paged import PagedKV
 from .reusing_blocks import ReusingPagedKV
 from .reusing_rows import ReusingVmmKV
@@ -307,8 +307,8 @@ class Engine:
     def _forward(self, places: torch.Tensor, positions: torch.Tensor, attention: Attend, batch: Batch) -> torch.Tensor:
         """The model over the tokens at some places of `tokens`."""
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self.write(layer, k, v, batch)
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: Angles) -> torch.Tensor:
+            q = self.write(layer, q, k, v, angles, batch)
             return attention(layer, q, batch)
 
         return self.model.forward(self.tokens[places], positions, attend)

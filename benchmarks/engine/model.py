@@ -14,8 +14,11 @@ from torch.nn.functional import embedding, linear, rms_norm, silu
 
 from vmmkv import KVLayout
 
-Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Attention of a layer: takes its number, q, k, v of new tokens `[tokens, heads, head_dim]`; returns one like q."""
+Angles = tuple[torch.Tensor, torch.Tensor]
+"""cos and sin of new tokens, `[tokens, head_dim]`."""
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Angles], torch.Tensor]
+"""Attention of a layer: takes its number, q, k, v of new tokens `[tokens, heads, head_dim]`, and the angles by which q
+and k are still to be turned, and may be where they are; returns one like q."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +64,13 @@ class Model:
         self.config = config
         self.weights = weights
         self.dtype, self.device = weights["embed"].dtype, weights["embed"].device
-        angles = torch.outer(torch.arange(max_seq_len).float(), rope_frequencies(config))
-        self.rotation = torch.stack([angles.cos(), angles.sin()]).to(weights["embed"])  # as precise as transformers'
+        angles = torch.outer(torch.arange(max_seq_len).float(), rope_frequencies(config)).repeat(1, 2)
+        self.angles = torch.stack([angles.cos(), angles.sin()]).to(weights["embed"])  # as precise as transformers'
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states `[tokens, hidden_size]` of tokens at positions `[tokens]`, before the last norm."""
         c, w = self.config, self.weights
-        cos, sin = self.rotation[:, positions].unsqueeze(2)
+        cos, sin = self.angles[:, positions]
         x = embedding(tokens, w["embed"])
         for layer in range(c.num_layers):
             y = self.norm(x, f"{layer}.input_norm")
@@ -75,10 +78,8 @@ class Model:
             qk, v = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), 1)
             if c.qk_norm:
                 qk = rms_norm(qk, (c.head_dim,), eps=c.rms_norm_eps) * w[f"{layer}.qk_norm"]
-            a, b = qk.chunk(2, -1)
-            qk = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
             q, k = qk.split((c.num_heads, c.num_kv_heads), 1)
-            x = x + linear(attend(layer, q, k, v).flatten(1), w[f"{layer}.o"])
+            x = x + linear(attend(layer, q, k, v, (cos, sin)).flatten(1), w[f"{layer}.o"])
             gate, up = linear(self.norm(x, f"{layer}.post_norm"), w[f"{layer}.gate_up"]).chunk(2, -1)
             x = x + linear(silu(gate) * up, w[f"{layer}.down"])
         return x
@@ -89,6 +90,13 @@ class Model:
 
     def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
         return rms_norm(x, x.shape[-1:], self.weights[name], self.config.rms_norm_eps)
+
+
+def rotate(states: torch.Tensor, angles: Angles) -> torch.Tensor:
+    """Rotary position embedding of `[tokens, heads, head_dim]`."""
+    cos, sin = (each.unsqueeze(1) for each in angles)
+    first, second = states.chunk(2, -1)
+    return states * cos + torch.cat([-second, first], -1) * sin
 
 
 def rope_frequencies(config: Config) -> torch.Tensor:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from random import Random
 from typing import Any, NamedTuple
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import vmmkv
 from vmmkv.integrations import continuous_batching, packed_attention
+from vmmkv.integrations.rotation import Rotation
 
+from . import reference_kernels
 from .check import Outcome
 from .models import build, kinds
 
@@ -53,6 +56,21 @@ def config(**options: Any) -> dict[str, Any]:
     return {"generation_config": generation, "continuous_batching_config": batching}
 
 
+@contextmanager
+def without_kernels() -> Iterator[Mock]:
+    """In plain PyTorch, also what rotates: that is counted by the mock that this gives."""
+
+    def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
+        return packed_attention.in_vectors(rotation)
+
+    with (
+        patch.object(packed_attention, "kernels_take", return_value=False),
+        patch.object(continuous_batching, "can_rotate", can_rotate),
+        patch.object(packed_attention, "append", wraps=reference_kernels.append) as append,
+    ):
+        yield append
+
+
 def check_batching(kind: str, device: str = "cpu") -> Outcome:
     """Runs requests of a kind."""
     outcome, random = Outcome(attention=continuous_batching.NAME), Random(1)
@@ -67,7 +85,7 @@ def check_batching(kind: str, device: str = "cpu") -> Outcome:
     try:
         pool = vmmkv.FramePool("16MiB", device=device, page_size=4096 if device == "cpu" else None)
         continuous_batching.enable(model, pool=pool, max_seq_len=128)
-        with nullcontext() if device == "cuda" else patch.object(packed_attention, "kernels_take", return_value=False):
+        with nullcontext() if device == "cuda" else without_kernels():
             results = model.generate_batch([each.prompt for each in expected], **config())
     except vmmkv.VmmkvError as error:
         outcome.verdict, outcome.detail = "refused", f"{type(error).__name__}: {error}"

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from types import FunctionType, MethodType, SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, cast
 from weakref import WeakSet
 
@@ -50,9 +50,11 @@ from ..memory.pool import FramePool
 from ..space.arena import ADDRESS_LIMIT
 from .attention import NOT_ABOUT_ATTENTION, can_attend, kernels_take
 from .batch import check_size
-from .packed_attention import Packed, attend, write
+from .packed_attention import Packed, attend, can_rotate, write
+from .rotation import as_rotated, defer_rotation, restore_rotation, rotation_of
 from .row_ranks import RankedRequests, Ranks
 from .row_requests import NO_ROOM, RowRequests
+from .with_names import with_names
 
 NAME = "vmmkv_rows"
 """What attention is called while a model runs on rows."""
@@ -68,6 +70,8 @@ LENGTH_MATTERS = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest request of a batch."""
 KEPT = "_cached_continuous_batching_manager"
 """Where transformers keeps a persistent manager."""
+CHILD = "__child#"
+"""In names of requests that fork from one: between its own and a number."""
 GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
 """In the place of a request that has ended while a batch with it runs."""
 
@@ -147,6 +151,7 @@ def enable(
     )
     _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
+    defer_rotation(model, RowCache)
 
 
 def disable(model: PreTrainedModel) -> None:
@@ -154,6 +159,7 @@ def disable(model: PreTrainedModel) -> None:
     if isinstance(vars(model).get(KEPT), RowManager):
         _drop_kept(model)
     vars(model).pop("init_continuous_batching", None)
+    restore_rotation(model)
 
 
 def _drop_kept(model: PreTrainedModel) -> None:
@@ -197,22 +203,6 @@ def check_version() -> None:
             f"transformers {transformers.__version__} is not among the versions whose continuous batching is known "
             f"here: {', '.join(TESTED)}. Install one of these, or a later vmmkv"
         )
-
-
-def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
-    """A function for which global names mean something else.
-
-    Raises:
-        UnsupportedError: it does not use them.
-    """
-    code = function.__code__
-    if unused := names.keys() - {*code.co_names}:
-        raise UnsupportedError(f"transformers' {code.co_name} does not use {', '.join(unused)} any more")
-    known = function.__globals__ | names
-    defaults, closure = function.__defaults__, function.__closure__
-    made = FunctionType(code, known, code.co_name, defaults, closure)
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
 
 
 # ---------------------------------------------------------------------- what is kept of a token
@@ -337,7 +327,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
             self._weights += 1
-            if self._addresses != _addresses(self.model):
+            ranks = Ranks(self.distributed_helper)
+            if self.batch_processor is not None and not ranks.least(self._addresses == _addresses(self.model)):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
         self.started.add(self)
         super().start()
@@ -345,7 +336,8 @@ class RowManager(their_api.ContinuousBatchingManager):
     def warmup(self) -> None:
         """Runs made-up batches: see `ContinuousBatchingManager.warmup`."""
         try:
-            super().warmup()
+            with torch.inference_mode(False):  # what is made here, a thread that is not in this mode writes to
+                super().warmup()
         except BaseException:
             self._give_attention_back()
             raise
@@ -624,15 +616,20 @@ class RowScheduler(Scheduler):
         """Lets a request wait.
 
         Raises:
-            ArgumentError: another one of its name, or of one that will fork from it, is not done. Both would write
-                into one row.
+            ArgumentError: another one of its name, or of one that will fork from it, is not done or will fork. Both
+                would write into one row.
         """
         for name in (state.request_id, *_children(state)):
-            if name in self.active_requests or name in self.waiting_requests:
+            parent = self._request(str(name).rpartition(CHILD)[0])
+            if self._request(name) or (parent and parent.num_children):
                 raise ArgumentError(
                     f"got request_id={name!r}, which another request has that is not done; give another"
                 )
         super().add_waiting_request(state)
+
+    def _request(self, name: str) -> RequestState | None:
+        """The request of a name that is not done, if there is one."""
+        return self.active_requests.get(name) or self.waiting_requests.get(name)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled: list[RequestState] = super().clear_cancelled_requests()
@@ -646,7 +643,7 @@ class RowScheduler(Scheduler):
 
 def _children(state: RequestState) -> list[str]:
     """Names of the requests that are to fork from one."""
-    return [f"{state.request_id}__child#{number}" for number in range(state.num_children)]
+    return [f"{state.request_id}{CHILD}{number}" for number in range(state.num_children)]
 
 
 SCHEDULERS = {name: type(f"Row{kind.__name__}", (RowScheduler, kind), {}) for name, kind in SCHEDULER_MAPPING.items()}
@@ -880,7 +877,7 @@ class RowCache(their_cache.PagedAttentionCache):
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Writes K and V of a layer's new tokens, and attends to all of their sequences'. All are `[1, heads, tokens,
-        head_dim]`; `told` is what transformers tells a forward pass."""
+        head_dim]`; `told` is what transformers tells a forward pass. Queries and keys may be `Unrotated`."""
         index, k, v = self._places[layer]
         group = self._groups[index]
         window = told.get("sliding_window")
@@ -891,8 +888,11 @@ class RowCache(their_cache.PagedAttentionCache):
         if layer == group.layers[0]:
             self._batches[index] = _packed(index, group.name, told, self.batch_size, self.max_prompts)
         batch = self._batches[index]
-        query, key, value = (states.squeeze(0).transpose(0, 1) for states in (query, key, value))
-        write(key, value, k, v, batch)
+        rotation, angles = rotation_of(query, key), None
+        if rotation is not None and can_rotate(rotation, value):
+            query, key, angles = rotation.query, rotation.key, (rotation.cos.squeeze(0), rotation.sin.squeeze(0))
+        query, key, value = (as_rotated(each).squeeze(0).transpose(0, 1) for each in (query, key, value))
+        query = write(query, key, value, k, v, batch, angles)
         output = attend(query, k, v, batch, scale=scale, window=group.window, softcap=softcap, sinks=sinks)
         return output.unsqueeze(0)
 

@@ -6,13 +6,17 @@ every length. Elsewhere by torch, one sequence after another.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..kernels import append, decode, mixed
+from ..kernels import RotateHalf, append, decode, mixed
+from ..kernels.checks import ALIGNMENT
 from .attention import kernels_take
+from .rotation import Rotation
 
 
 class Packed(NamedTuple):
@@ -33,15 +37,49 @@ class Packed(NamedTuple):
     max_prompts: int
 
 
-def write(key: torch.Tensor, value: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Packed) -> None:
+def write(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    batch: Packed,
+    angles: tuple[torch.Tensor, torch.Tensor] | None,
+) -> torch.Tensor:
     """Writes K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows `k` and `v`, `[rows, max_seq_len,
-    num_kv_heads, head_dim]`."""
+    num_kv_heads, head_dim]`; with cos and sin, `[tokens, rotary_dim]`, K rotated, see `can_rotate`.
+
+    Returns:
+        the queries, `[tokens, num_heads, head_dim]`, which are rotated likewise.
+    """
+    if angles is not None:
+        rotated = torch.empty_like(query)  # a model may still have use for the others
+        rotary = RotateHalf(query, rotated, *angles)
+        append(key, value, k, v, batch.rows, batch.starts, batch.cu_seqlens, rotary=rotary)
+        return rotated
     if kernels_take(k, v):
         append(key, value, k, v, batch.rows, batch.starts, batch.cu_seqlens)
-        return
+        return query
     for row, first, begin, end in zip(batch.rows.tolist(), batch.starts.tolist(), *_bounds(batch)):
         k[row, first : first + end - begin] = key[begin:end]
         v[row, first : first + end - begin] = value[begin:end]
+    return query
+
+
+def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
+    """Whether there is a kernel that rotates, for queries, keys and angles as they lie."""
+    return kernels_take(rotation.key, value) and in_vectors(rotation)
+
+
+def in_vectors(rotation: Rotation) -> bool:
+    """Whether all lie in whole vectors of the kernel's, also the halves of angles."""
+    query, key, cos, sin = rotation.query, rotation.key, rotation.cos, rotation.sin
+    if cos.shape[2] % 2 or any(states.stride(-1) != 1 for states in (query, key, cos, sin)):
+        return False
+    strides = *query.stride()[1:3], *key.stride()[1:3], cos.stride(1), sin.stride(1)
+    sizes = functools.reduce(operator.or_, strides, cos.shape[2] // 2) * key.itemsize
+    addresses = query.data_ptr() | key.data_ptr() | cos.data_ptr() | sin.data_ptr()
+    return not (sizes | addresses) % ALIGNMENT
 
 
 def attend(

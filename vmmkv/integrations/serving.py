@@ -33,7 +33,8 @@ from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError, Vmmk
 from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
 from ..publication import publish
-from .continuous_batching import check_version, enable, with_names
+from .continuous_batching import check_version, enable
+from .with_names import with_names
 
 NAMES = {"GenerationState", "build_server"}
 """What `Serve` imports while it is made, and finds something else."""
@@ -124,11 +125,7 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
 
     def _try_manager(self, model: Any) -> None:
         """Makes a manager and drops it: so what is refused is refused before the first request."""
-        attention = model.config._attn_implementation
-        try:
-            model.init_continuous_batching(copy.deepcopy(model.generation_config), self._cb_config)
-        finally:
-            model.set_attn_implementation(attention)
+        model.init_continuous_batching(copy.deepcopy(model.generation_config), self._cb_config).destroy()
 
 
 class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]

@@ -1,0 +1,25 @@
+"""`with_names`: a function of transformers for which global names mean something else, and for nobody beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+
+from ..errors import UnsupportedError
+
+
+def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]:
+    """A function for which global names mean something else.
+
+    Raises:
+        UnsupportedError: it does not use them.
+    """
+    code = function.__code__
+    if unused := names.keys() - {*code.co_names}:
+        raise UnsupportedError(f"transformers' {code.co_name} does not use {', '.join(unused)} any more")
+    known = function.__globals__ | names
+    defaults, closure = function.__defaults__, function.__closure__
+    made = FunctionType(code, known, code.co_name, defaults, closure)
+    made.__kwdefaults__ = function.__kwdefaults__
+    return made
