@@ -25,6 +25,7 @@ which is the name of Hugging Face's package, and transformers imports whatever h
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .quantized import dequantize, quantize
     from .rotary import RotateHalf
     from .row_append import append
     from .row_copy import copy_tokens
@@ -32,15 +33,17 @@ if TYPE_CHECKING:
     from .row_mixed import mixed
     from .row_prefill import prefill
 
-__all__ = ["RotateHalf", "append", "copy_tokens", "decode", "mixed", "prefill"]
+__all__ = ["RotateHalf", "append", "copy_tokens", "decode", "dequantize", "mixed", "prefill", "quantize"]
 
 _MODULES = {
     "RotateHalf": "rotary",
     "append": "row_append",
     "copy_tokens": "row_copy",
     "decode": "row_decode",
+    "dequantize": "quantized",
     "mixed": "row_mixed",
     "prefill": "row_prefill",
+    "quantize": "quantized",
 }
 
 

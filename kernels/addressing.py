@@ -18,7 +18,7 @@ class Row(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """K or V, or one head of it, in all rows (or blocks)."""
+    """K or V, or one head of it, in all rows (or blocks); or the scales of that."""
 
     address: int
     """Of the first token of the first row."""
@@ -39,6 +39,14 @@ def head_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, Toke
     """K and V of one head."""
     k = Tokens(at.k + kv_head * strides.k_head, strides.k_row, strides.k_token)
     v = Tokens(at.v + kv_head * strides.v_head, strides.v_row, strides.v_token)
+    return k, v
+
+
+@inlined
+def scales_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, Tokens]:
+    """The scales of K and V of one head, where there are any."""
+    k = Tokens(at.k_scales + kv_head * strides.k_scales_head, strides.k_scales_row, strides.k_scales_token)
+    v = Tokens(at.v_scales + kv_head * strides.v_scales_head, strides.v_scales_row, strides.v_scales_token)
     return k, v
 
 

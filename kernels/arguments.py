@@ -23,6 +23,8 @@ class Variant(NamedTuple):
     softcapped: bool
     mixed: bool = False
     """Prompts and single tokens lie in one batch: decode leaves out the former, prefill the latter."""
+    kv_dtype: torch.dtype | None = None
+    """Of K and V of 8 bits, which have scales; None: theirs is `dtype`."""
 
 
 class Addresses(NamedTuple):
@@ -38,6 +40,8 @@ class Addresses(NamedTuple):
     starts: int
     block_table: int
     sinks: int
+    k_scales: int
+    v_scales: int
     partials: int
     """Room in which blocks of threads leave parts for each other."""
     counters: int
@@ -67,6 +71,12 @@ class Strides(NamedTuple):
     out_batch: int
     out_token: int
     out_head: int
+    k_scales_row: int
+    k_scales_token: int
+    k_scales_head: int
+    v_scales_row: int
+    v_scales_token: int
+    v_scales_head: int
 
 
 class Scoring(NamedTuple):

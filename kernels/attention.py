@@ -33,6 +33,8 @@ class Geometries(NamedTuple):
     starts: Geometry | None
     block_table: Geometry | None
     sinks: Geometry | None
+    k_scales: Geometry | None
+    v_scales: Geometry | None
 
 
 class Plan(NamedTuple):
@@ -49,9 +51,9 @@ class Plan(NamedTuple):
     """Of a copy by tensor map; 0: the kernel takes no tensor maps."""
 
 
-def choose(kernel: str, dtype: torch.dtype, device: torch.device, best: tuple[str, ...]) -> str:
+def choose(kernel: str, given: Geometries, best: tuple[str, ...]) -> str:
     """The kernel to use: what was asked for, or else the best that the device has; `ValueError` if it cannot be."""
-    possible = ["plain"]
+    possible, dtype, device = ["plain"], given.q.dtype, given.q.device
     if dtype != torch.float32:  # tensor cores would round it
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
         if capability < (8, 0):
@@ -61,8 +63,8 @@ def choose(kernel: str, dtype: torch.dtype, device: torch.device, best: tuple[st
         return possible[0]
     if kernel not in possible:
         raise ValueError(
-            f"got kernel {kernel!r} for {dtype} on {device} and these strides; it must be one of auto, "
-            f"{', '.join(possible)}"
+            f"got kernel {kernel!r} for q of {dtype}, k of {given.k.dtype} on {device} and these strides; it must be "
+            f"one of auto, {', '.join(possible)}"
         )
     return kernel
 
@@ -70,8 +72,8 @@ def choose(kernel: str, dtype: torch.dtype, device: torch.device, best: tuple[st
 def check(keys: tuple[Key | None, ...]) -> Geometries:
     """Raises `ValueError` or `TypeError` where tensors do not fit together."""
     geometries = Geometries(*[Geometry._make(key) if key else None for key in keys])  # type: ignore[arg-type]
-    q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks = geometries
-    check_attention(q, k, v, out)
+    q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales = geometries
+    check_attention(q, k, v, out, k_scales, v_scales)
     given = {"seq_lens": seq_lens, "rows": rows, "starts": starts}
     check_indices(q.device, seq_lens.shape[:1], **{name: tensor for name, tensor in given.items() if tensor})
     if cu_seqlens:
@@ -100,7 +102,12 @@ def make_plan(
     """The plan of a geometry, once its kernel is chosen."""
     q, k, v, out = given[:4]
     ragged = (0,) if given.cu_seqlens else ()  # then q has no dimension of sequences
-    strides = (*ragged, *q.strides[:-1], *k.strides[:3], *v.strides[:3], *ragged, *out.strides[:-1])
+    sizes_and_strides = (
+        (q.dtype.itemsize, (*ragged, *q.strides[:-1])),
+        (k.dtype.itemsize, (*k.strides[:3], *v.strides[:3])),
+        (out.dtype.itemsize, (*ragged, *out.strides[:-1])),
+        *((4, scales.strides if scales else (0, 0, 0)) for scales in (given.k_scales, given.v_scales)),
+    )
     table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
     return Plan(
         kernel,
@@ -109,7 +116,7 @@ def make_plan(
         partial_bytes,
         counters,
         Sizes(given.seq_lens.shape[0], k.shape[2]),
-        Strides(table_stride, *(stride * q.dtype.itemsize for stride in strides)),
+        Strides(table_stride, *(size * stride for size, strides in sizes_and_strides for stride in strides)),
         box_tokens,
     )
 

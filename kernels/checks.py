@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from .ptx import SIMULATED
+from .quantized import LARGEST
 
 ALIGNMENT = 16
 """Bytes that a thread moves at a time; addresses and strides are multiples of it."""
@@ -75,6 +76,23 @@ def check_cache(name: str, cache: Geometry, like: Geometry | None = None) -> Non
         if cache.device != like.device:
             raise ValueError(f"got {name} on {cache.device} for a tensor on {like.device}")
     _check_vectors(name, cache)
+
+
+def check_scales(name: str, cache: Geometry, like: Geometry, scales_name: str, scales: Geometry | None) -> None:
+    """8-bit numbers and a scale of each token and head, for tensors like `like`."""
+    if scales is None:
+        raise TypeError(f"got {name} of {cache.dtype} for {like.dtype} without {scales_name}, which it must have")
+    if cache.dtype not in LARGEST or like.dtype not in ATTENTION_DTYPES:
+        raise TypeError(
+            f"got {scales_name} for {name} of {cache.dtype} and {like.dtype}; {name} must be one of "
+            f"{', '.join(map(str, LARGEST))}, the other one of {', '.join(map(str, ATTENTION_DTYPES))}"
+        )
+    if scales.dtype != torch.float32:
+        raise TypeError(f"got {scales_name} of {scales.dtype}; it must be torch.float32")
+    if scales.device != cache.device:
+        raise ValueError(f"got {scales_name} on {scales.device}; {name} is on {cache.device}")
+    if scales.shape != cache.shape[:3]:
+        raise ValueError(f"got {scales_name} {list(scales.shape)}; it must be {list(cache.shape[:3])}")
 
 
 def check_indices(device: torch.device, shape: tuple[int, ...], **tensors: Geometry) -> None:
@@ -157,7 +175,9 @@ HEAD_DIMS = 64, 80, 96, 128, 192, 256
 """Widths of heads that attention kernels are made for."""
 
 
-def check_attention(q: Geometry, k: Geometry, v: Geometry, out: Geometry) -> None:
+def check_attention(
+    q: Geometry, k: Geometry, v: Geometry, out: Geometry, k_scales: Geometry | None, v_scales: Geometry | None
+) -> None:
     """Queries `[..., num_heads, head_dim]` and a cache that they can attend to."""
     check_device(q.device)
     check_written(out=out)
@@ -179,10 +199,15 @@ def check_attention(q: Geometry, k: Geometry, v: Geometry, out: Geometry) -> Non
     if out.shape != q.shape:
         raise ValueError(f"got out {list(out.shape)} for q {list(q.shape)}; it must be the same")
     for name, tensor in {"k": k, "v": v, "out": out}.items():
-        if tensor.dtype != q.dtype:
+        scales = k_scales if name == "k" else v_scales if name == "v" else None
+        if name != "out" and (scales is not None or tensor.dtype in LARGEST):
+            check_scales(name, tensor, q, f"{name}_scales", scales)
+        elif tensor.dtype != q.dtype:
             raise TypeError(f"got {name} of {tensor.dtype} for q of {q.dtype}; it must be the same")
         if tensor.device != q.device:
             raise ValueError(f"got {name} on {tensor.device}; q is on {q.device}")
+    if k.dtype != v.dtype:
+        raise TypeError(f"got k of {k.dtype} and v of {v.dtype}; they must be the same")
     for name, tensor in {"q": q, "k": k, "v": v, "out": out}.items():
         _check_vectors(name, tensor)
 

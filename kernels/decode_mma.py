@@ -9,6 +9,9 @@ The dims are summed in the first product and label the rows of the second, so th
 takes 16 bytes of K and of V as they lie. No shared memory, and no waiting for other warps, while tokens stream past.
 P comes out of the first product as the second wants it but for a transposition in registers.
 
+K and V of 8 bits become 16 on the way from register to product, without loss, and so without their scales: a scale of K
+multiplies its token's scores, and one of V its token's weights.
+
 For shares of the work see `decode_shares`, for what becomes of the sums `decode_parts`.
 """
 
@@ -19,18 +22,17 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of
+from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of, scales_of
 from .arguments import Addresses, Scoring, Sizes, Strides, Variant
 from .arithmetic import HALVES, NEGATIVE_INFINITY, exp2, fma, maximum, pick_bytes, tanh
 from .decode_parts import make_settle, results_of
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
-from .memory import load_16, load_16_cached
+from .eight_bits import EIGHT_BITS
+from .memory import load_16, load_16_cached, load_f32
 from .ptx import float32, inlined, uint32
 from .softmax import Softmax, Visible, begin_softmax
 from .warp import multiply as multiplications
 from .warp import shuffle_xor, transpose
-
-BLOCKS_PER_SM = 2
 
 
 class Octet(NamedTuple):
@@ -41,15 +43,29 @@ class Octet(NamedTuple):
     """The first of them among those of the head."""
 
 
-def chunks_of(head_dim: int) -> tuple[int, int]:
-    """The 64 bytes of K, and the 128 of V, that lanes load of a token at a time: so many make up a head."""
-    return -(-head_dim // 32), -(-head_dim // 64)
+def chunks_of(head_dim: int, vectors: int) -> tuple[int, int]:
+    """The 64 bytes of K, and the 128 of V, that lanes load of a token at a time: so many make up a head.
+
+    A lane's 16 bytes of them are `vectors` once they are 16-bit numbers: 2 of 8-bit ones, 1 otherwise.
+    """
+    return -(-head_dim // (32 * vectors)), -(-head_dim // (64 * vectors))
 
 
-def make_load_queries(head_dim: int, queries: Queries) -> Any:
-    """A function for kernels that loads a lane's part of an octet: 16 bytes of every 64, of query `lane // 4`."""
+def vectors_of(variant: Variant) -> int:
+    """What becomes of 16 bytes of K or V."""
+    return 2 if variant.kv_dtype else 1
+
+
+def blocks_per_sm(variant: Variant) -> int:
+    """Of 8-bit numbers a warp has half as many bytes on their way, in half the registers: twice as many warps have all.
+    Wider heads leave no room for them."""
+    return 4 if variant.kv_dtype and variant.head_dim <= 128 else 2
+
+
+def make_load_queries(head_dim: int, vectors: int, queries: Queries) -> Any:
+    """A function for kernels that loads a lane's part of an octet: its dims of each chunk, of query `lane // 4`."""
     group, per_head = queries.group, queries.per_head
-    chunks, _ = chunks_of(head_dim)
+    chunks, _ = chunks_of(head_dim, vectors)
 
     @inlined
     def load_queries(words: Any, octet: Octet, q: int, strides: Strides, lane: int) -> None:
@@ -57,20 +73,23 @@ def make_load_queries(head_dim: int, queries: Queries) -> Any:
         number = octet.column + (lane >> 2)
         query = min(number, per_head - 1)
         source = q + query // group * strides.q_token + (octet.kv_head * group + query % group) * strides.q_head
-        source += (lane & 3) * 16
         for c in range(chunks):
-            inside = number < per_head and c * 64 + (lane & 3) * 16 < head_dim * 2
-            loaded = load_16_cached(source + (c * 64 if inside else 0))
-            for i in range(4):
-                words[c * 4 + i] = loaded[i] if inside else uint32(0)
+            for x in range(vectors):
+                offset = ((c * 4 + (lane & 3)) * vectors + x) * 16
+                inside = number < per_head and offset < head_dim * 2
+                loaded = load_16_cached(source + (offset if inside else 0))
+                for i in range(4):
+                    words[(c * vectors + x) * 4 + i] = loaded[i] if inside else uint32(0)
 
     return load_queries
 
 
-def make_loads(head_dim: int, block_size: int) -> tuple[Any, Any]:
-    """Functions for kernels: a lane's part of K, and of V, of 16 tokens; those outside of the live ones repeat one."""
+def make_loads(head_dim: int, vectors: int, block_size: int) -> tuple[Any, Any, Any]:
+    """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; those outside of the live ones
+    repeat one."""
     _, address_of = make_addressing(block_size)
-    k_chunks, v_chunks = chunks_of(head_dim)
+    k_chunks, v_chunks = chunks_of(head_dim, vectors)
+    head_bytes = head_dim * 2 // vectors
 
     @inlined
     def load_k(words: Any, k: Tokens, token: int, home: int, piece: Piece, lane: int) -> None:
@@ -80,7 +99,7 @@ def make_loads(head_dim: int, block_size: int) -> tuple[Any, Any]:
             source = address_of(position, home, k)
             for c in range(k_chunks):
                 offset = c * 64 + (lane & 3) * 16
-                if head_dim % 32 and offset >= head_dim * 2:
+                if head_bytes % 64 and offset >= head_bytes:
                     offset = 0  # the query is 0 there
                 loaded = load_16(source + offset)
                 for i in range(4):
@@ -95,33 +114,77 @@ def make_loads(head_dim: int, block_size: int) -> tuple[Any, Any]:
             source = address_of(position, home, v)
             for c in range(v_chunks):
                 offset = c * 128 + (lane >> 2) * 16
-                if head_dim % 64 and offset >= head_dim * 2:
+                if head_bytes % 128 and offset >= head_bytes:
                     offset = 0  # these sums are not stored
                 loaded = load_16(source + offset)
                 for i in range(4):
                     words[(r * v_chunks + c) * 4 + i] = loaded[i]
 
-    return load_k, load_v
+    @inlined
+    def load_scales(scales: Tokens, token: int, home: int, piece: Piece, lane: int) -> tuple[float, float]:
+        """Of the tokens whose scores a lane has: `lane // 4` and the 8th after that."""
+        first = max(min(token + (lane >> 2), piece.last), piece.first)
+        second = max(min(token + (lane >> 2) + 8, piece.last), piece.first)
+        return load_f32(address_of(first, home, scales)), load_f32(address_of(second, home, scales))
+
+    return load_k, load_v, load_scales
 
 
-def make_products(dtype: torch.dtype, head_dim: int, softcapped: bool) -> tuple[Any, Any]:
-    """Functions for kernels: the two products."""
-    multiply = multiplications[dtype]
-    k_chunks, v_chunks = chunks_of(head_dim)
+def make_pairs(kv_dtype: torch.dtype | None) -> tuple[Any, Any]:
+    """Functions for kernels: two 16-bit numbers in a word, as the multiplication wants them, out of K, and out of V."""
 
     @inlined
-    def score(k_words: Any, q_words: Any, inner: float) -> tuple[float, float, float, float]:
+    def k_pair(words: Any, first: int, pair: int) -> int:
+        """Dims `2 * pair` and the next of what a lane loaded of a token."""
+        return words[first + pair]
+
+    @inlined
+    def v_pair(a: int, b: int, pair: int, second: int) -> int:
+        """One dim of two tokens: of dims `2 * pair` and the next the first or the second."""
+        return pick_bytes(a, b, 0x5410 + second * 0x2222)
+
+    if kv_dtype is None:
+        return k_pair, v_pair
+    widen = EIGHT_BITS[kv_dtype].pair
+
+    @inlined
+    def k_pair_of_8_bits(words: Any, first: int, pair: int) -> int:
+        word = words[first + pair // 2]
+        return widen(word, word, 0x1100 + pair % 2 * 0x2222)
+
+    @inlined
+    def v_pair_of_8_bits(a: int, b: int, pair: int, second: int) -> int:
+        return widen(a, b, 0x4400 + (pair % 2 * 2 + second) * 0x1111)
+
+    return k_pair_of_8_bits, v_pair_of_8_bits
+
+
+def make_products(variant: Variant) -> tuple[Any, Any]:
+    """Functions for kernels: the two products."""
+    multiply, scaled, softcapped = multiplications[variant.dtype], variant.kv_dtype is not None, variant.softcapped
+    vectors = vectors_of(variant)
+    k_chunks, v_chunks = chunks_of(variant.head_dim, vectors)
+    k_pair, v_pair = make_pairs(variant.kv_dtype)
+
+    @inlined
+    def score(
+        k_words: Any, q_words: Any, scale0: float, scale1: float, inner: float
+    ) -> tuple[float, float, float, float]:
         """Of 16 tokens and 8 queries: a lane has tokens `lane // 4` and the 8th after, for each of two queries."""
         d = (float32(0), float32(0), float32(0), float32(0))
         for c in range(k_chunks):
-            for x in range(2):
-                low = c * 4 + 2 * x
-                high = (k_chunks + c) * 4 + 2 * x
+            low = c * 4
+            high = (k_chunks + c) * 4
+            for x in range(2 * vectors):
+                q = (c * 2 * vectors + x) * 2
                 d = multiply(
                     d[0], d[1], d[2], d[3],
-                    k_words[low], k_words[high], k_words[low + 1], k_words[high + 1],
-                    q_words[c * 4 + 2 * x], q_words[c * 4 + 2 * x + 1],
+                    k_pair(k_words, low, 2 * x), k_pair(k_words, high, 2 * x),
+                    k_pair(k_words, low, 2 * x + 1), k_pair(k_words, high, 2 * x + 1),
+                    q_words[q], q_words[q + 1],
                 )  # fmt: skip
+        if scaled:
+            d = (d[0] * scale0, d[1] * scale0, d[2] * scale1, d[3] * scale1)
         if softcapped:
             return tanh(d[0] * inner), tanh(d[1] * inner), tanh(d[2] * inner), tanh(d[3] * inner)
         return d
@@ -130,16 +193,17 @@ def make_products(dtype: torch.dtype, head_dim: int, softcapped: bool) -> tuple[
     def accumulate(sums: Any, v_words: Any, p0: int, p1: int) -> None:
         """Adds V^T P of 16 tokens. Pairs of tokens are put together as the multiplication wants them."""
         for c in range(v_chunks):
-            for w in range(4):
+            for pair in range(4 * vectors):
+                w = pair // vectors
                 e0 = v_words[c * 4 + w]
                 e1 = v_words[(v_chunks + c) * 4 + w]
                 e2 = v_words[(2 * v_chunks + c) * 4 + w]
                 e3 = v_words[(3 * v_chunks + c) * 4 + w]
-                o = (c * 4 + w) * 4
+                o = (c * 4 * vectors + pair) * 4
                 d = multiply(
                     sums[o], sums[o + 1], sums[o + 2], sums[o + 3],
-                    pick_bytes(e0, e1, 0x5410), pick_bytes(e0, e1, 0x7632),
-                    pick_bytes(e2, e3, 0x5410), pick_bytes(e2, e3, 0x7632),
+                    v_pair(e0, e1, pair, 0), v_pair(e0, e1, pair, 1),
+                    v_pair(e2, e3, pair, 0), v_pair(e2, e3, pair, 1),
                     p0, p1,
                 )  # fmt: skip
                 for i in range(4):
@@ -150,15 +214,16 @@ def make_products(dtype: torch.dtype, head_dim: int, softcapped: bool) -> tuple[
 
 def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
     """Functions for kernels: what a lane's two queries see of a piece, and an octet's attention to a warp's tokens."""
-    pack, windowed = HALVES[variant.dtype].pack, variant.windowed
+    pack, windowed, scaled = HALVES[variant.dtype].pack, variant.windowed, variant.kv_dtype is not None
     group, q_len = queries.group, queries.q_len
-    k_chunks, v_chunks = chunks_of(variant.head_dim)
-    k_words, v_words, num_sums = 8 * k_chunks, 16 * v_chunks, 16 * v_chunks
+    vectors = vectors_of(variant)
+    k_chunks, v_chunks = chunks_of(variant.head_dim, vectors)
+    k_words, v_words, num_sums = 8 * k_chunks, 16 * v_chunks, 16 * v_chunks * vectors
     stride = queries.token_warps * UNIT
 
     home_of, _ = make_addressing(variant.block_size)
-    load_k, load_v = make_loads(variant.head_dim, variant.block_size)
-    score, accumulate = make_products(variant.dtype, variant.head_dim, variant.softcapped)
+    load_k, load_v, load_scales = make_loads(variant.head_dim, vectors, variant.block_size)
+    score, accumulate = make_products(variant)
 
     @inlined
     def keys_of_lane(piece: Piece, column: int, window: int) -> Visible:
@@ -171,8 +236,8 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
 
     @inlined
     def attend(
-        sums: Any, q_fragment: Any, k: Tokens, v: Tokens, row: Row, piece: Piece, token: int, visible: Visible,
-        scoring: Scoring, lane: int,
+        sums: Any, q_fragment: Any, k: Tokens, v: Tokens, k_scales: Tokens, v_scales: Tokens, row: Row, piece: Piece,
+        token: int, visible: Visible, scoring: Scoring, lane: int,
     ) -> Softmax:  # fmt: skip
         """From a token on; other warps have those in between. The softmax is this lane's."""
         k_fragment = cuda.local.array(k_words, uint32)
@@ -180,13 +245,17 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
         for i in range(num_sums):
             sums[i] = float32(0)
         m0, m1, l0, l1 = begin_softmax()
+        k0, k1, v0, v1 = float32(1), float32(1), float32(1), float32(1)
         if token < piece.token_end:
             home = home_of(token, row)
             load_k(k_fragment, k, token, home, piece, lane)
             load_v(v_fragment, v, token, home, piece, lane)
+            if scaled:
+                k0, k1 = load_scales(k_scales, token, home, piece, lane)
+                v0, v1 = load_scales(v_scales, token, home, piece, lane)
             home = home_of(min(token + stride, piece.last), row)
         while token < piece.token_end:
-            s0, s1, s2, s3 = score(k_fragment, q_fragment, scoring.inner)
+            s0, s1, s2, s3 = score(k_fragment, q_fragment, k0, k1, scoring.inner)
             t = token + (lane >> 2)
             s0 = s0 if visible.low0 <= t < visible.high0 else float32(NEGATIVE_INFINITY)
             s1 = s1 if visible.low1 <= t < visible.high1 else float32(NEGATIVE_INFINITY)
@@ -196,6 +265,8 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
             token += stride
             if token < piece.token_end:
                 load_k(k_fragment, k, token, home, piece, lane)
+                if scaled:
+                    k0, k1 = load_scales(k_scales, token, home, piece, lane)
             n0 = maximum(m0, maximum(s0, s2))
             n1 = maximum(m1, maximum(s1, s3))
             for step in range(3):
@@ -214,19 +285,24 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
             p3 = exp2(fma(s3, scoring.outer, -m1 * scoring.outer))
             l0 = fma(l0, a0, p0 + p2)
             l1 = fma(l1, a1, p1 + p3)
+            if scaled:
+                p0, p1, p2, p3 = p0 * v0, p1 * v0, p2 * v1, p3 * v1
             accumulate(sums, v_fragment, transpose(pack(p0, p1)), transpose(pack(p2, p3)))
             if token < piece.token_end:
                 load_v(v_fragment, v, token, home, piece, lane)
+                if scaled:
+                    v0, v1 = load_scales(v_scales, token, home, piece, lane)
                 home = home_of(min(token + stride, piece.last), row)
         return Softmax(m0, m1, l0, l1)
 
     return keys_of_lane, attend
 
 
-def make_put_results(head_dim: int, queries: Queries) -> Any:
+def make_put_results(head_dim: int, vectors: int, queries: Queries) -> Any:
     """A function for kernels that leaves a warp's sums, maxima and weights in shared memory."""
     results, per_octet = results_of(queries, head_dim), queries.per_octet
-    _, chunks = chunks_of(head_dim)
+    _, chunks = chunks_of(head_dim, vectors)
+    dims = 8 * vectors  # of a lane and chunk
 
     @inlined
     def put_results(shared: Any, sums: Any, softmax: Softmax, warp: int, lane: int) -> None:
@@ -242,11 +318,11 @@ def make_put_results(head_dim: int, queries: Queries) -> Any:
                     shared[results.maxima + column] = m1 if i else m0
                     shared[results.weights + column] = l1 if i else l0
                 for c in range(chunks):
-                    dim = c * 64 + (lane >> 2) * 8
+                    dim = (c * 8 + (lane >> 2)) * dims
                     if dim < head_dim:
                         to = results.sums + column * head_dim + dim
-                        for w in range(8):
-                            shared[to + w] = sums[(c * 4 + w // 2) * 4 + w % 2 * 2 + i]
+                        for w in range(dims):
+                            shared[to + w] = sums[(c * dims + w) // 2 * 4 + w % 2 * 2 + i]
 
     return put_results
 
@@ -255,15 +331,16 @@ def make_decode(variant: Variant) -> Any:
     """The kernel as a Python function."""
     head_dim, queries = variant.head_dim, Queries(variant.group, variant.q_len, variant.mixed)
     octets, octets_per_head, bundles_per_head = queries.octets, queries.octets_per_head, queries.bundles_per_head
-    k_chunks, v_chunks = chunks_of(head_dim)
-    q_words, num_sums = 4 * k_chunks, 16 * v_chunks
+    vectors = vectors_of(variant)
+    k_chunks, v_chunks = chunks_of(head_dim, vectors)
+    q_words, num_sums = 4 * k_chunks * vectors, 16 * v_chunks * vectors
     shared_floats = results_of(queries, head_dim).floats
 
     share_of_block, piece_at, sequence_after = make_shares(queries, variant.windowed)
     first_query = make_first_query(queries.mixed)
-    load_queries = make_load_queries(head_dim, queries)
+    load_queries = make_load_queries(head_dim, vectors, queries)
     keys_of_lane, attend = make_attend(variant, queries)
-    put_results = make_put_results(head_dim, queries)
+    put_results = make_put_results(head_dim, vectors, queries)
     settle = make_settle(variant.dtype, head_dim, queries)
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
@@ -285,10 +362,13 @@ def make_decode(variant: Variant) -> Any:
             octet = Octet(number // octets_per_head, number % octets_per_head * 8)
             row = row_of(sequence, at, strides)
             k, v = head_of(octet.kv_head, at, strides)
+            k_scales, v_scales = scales_of(octet.kv_head, at, strides)
             visible = keys_of_lane(piece, octet.column + 2 * (lane & 3), scoring.window)
             q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token)
             load_queries(q_fragment, octet, q, strides, lane)
-            softmax = attend(sums, q_fragment, k, v, row, piece, token, visible, scoring, lane)
+            softmax = attend(
+                sums, q_fragment, k, v, k_scales, v_scales, row, piece, token, visible, scoring, lane
+            )  # fmt: skip
             put_results(shared, sums, softmax, warp, lane)
             settle(shared, piece, share.size, bundles, at, strides, scoring.outer, thread)
             unit = piece.end

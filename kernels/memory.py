@@ -21,12 +21,17 @@ def _trap() -> None:
     raise RuntimeError("trap: a kernel was asked to write where it must not")
 
 
-def _load_f32(address: int) -> Any:
+def simulated_load_f32(address: int) -> Any:
     return np.float32(ctypes.c_float.from_address(int(address)).value)
 
 
 def _load_4(address: int) -> Any:
     return np.uint32(ctypes.c_uint32.from_address(int(address)).value)
+
+
+def _load_8(address: int) -> tuple[Any, ...]:
+    assert address % 8 == 0, "misaligned"
+    return tuple(map(np.uint32, (ctypes.c_uint32 * 2).from_address(int(address))))
 
 
 def _load_16(address: int) -> tuple[Any, ...]:
@@ -39,7 +44,7 @@ def _load_f32x4(address: int) -> tuple[Any, ...]:
     return tuple(map(np.float32, Floats.from_address(int(address))))
 
 
-def _store_f32(address: int, value: float) -> None:
+def simulated_store_f32(address: int, value: float) -> None:
     ctypes.c_float.from_address(int(address)).value = float(value)
 
 
@@ -76,11 +81,14 @@ load_i32 = instruction(
 load_counter = instruction("{ .reg .s32 t; ld.global.s32 t, [$1]; cvt.s64.s32 $0, t; }", "l", "l", _load_i32)
 """A 32-bit integer at an address that this launch may write to."""
 
-load_f32 = instruction("ld.global.nc.f32 $0, [$1];", "f", "l", _load_f32, reads_only=True)
+load_f32 = instruction("ld.global.nc.f32 $0, [$1];", "f", "l", simulated_load_f32, reads_only=True)
 """A float at an address."""
 
 load_4 = instruction("ld.global.nc.u32 $0, [$1];", "r", "l", _load_4, reads_only=True)
 """4 bytes at an address."""
+
+load_8 = instruction("ld.global.nc.v2.u32 {$0, $1}, [$2];", "rr", "l", _load_8, reads_only=True)
+"""8 bytes at an 8-byte aligned address."""
 
 load_16 = instruction(
     "ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True
@@ -102,14 +110,14 @@ store_8 = instruction("st.global.v2.u32 [$0], {$1, $2};", "", "lrr", _store_8)
 store_16 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", "", "lrrrr", simulated_store_16)
 """Puts 16 bytes to a 16-byte aligned address."""
 
-store_f32 = instruction("st.global.f32 [$0], $1;", "", "lf", _store_f32)
+store_f32 = instruction("st.global.f32 [$0], $1;", "", "lf", simulated_store_f32)
 """Puts a float to an address."""
 
 store_f32x4 = instruction("st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", _store_f32x4)
 """Puts four floats to a 16-byte aligned address."""
 
 # What other blocks wrote during this launch is in the second cache; the first may hold older bytes.
-load_fresh_f32 = instruction("ld.global.cg.f32 $0, [$1];", "f", "l", _load_f32)
+load_fresh_f32 = instruction("ld.global.cg.f32 $0, [$1];", "f", "l", simulated_load_f32)
 """A float that another block of this launch may have written."""
 
 load_fresh_f32x4 = instruction("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", _load_f32x4)

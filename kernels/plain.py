@@ -6,6 +6,8 @@ A block of threads works on one query. Its warps take 32 keys in turn, a key a l
     softmax   the warp agrees on a new maximum, older sums are scaled to it,
     sums      each lane owns some dims of V and adds up all 32 tokens' share of them.
 
+A scale of K is one of the score, and a scale of V one of the weight.
+
 At the end the warps' sums are scaled to one maximum and added. Fast kernels do the same on tensor cores.
 """
 
@@ -18,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .addressing import Row, Tokens, first_token, head_of, make_addressing, row_of
+from .addressing import Row, Tokens, first_token, head_of, make_addressing, row_of, scales_of
 from .arguments import Addresses, Scoring, Sizes, Strides, Variant
 from .arithmetic import FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, fma, maximum, reciprocal
 from .attention import ARGUMENTS
 from .compiler import Kernel
+from .eight_bits import EIGHT_BITS
 from .memory import load_4, load_16_cached, load_f32, load_i32, store_4
 from .ptx import float32, inlined
 from .ragged import sequence_of
@@ -86,10 +89,32 @@ def power(x: float) -> float:
     return float32(exp(x * float32(LN2)))
 
 
+def make_unpack(dtype: torch.dtype) -> Any:
+    """A function for kernels: the numbers in a word, as floats."""
+    if dtype in EIGHT_BITS:
+        first, second, third, fourth = EIGHT_BITS[dtype].numbers
+
+        @inlined
+        def unpack_four(word: int) -> tuple[float, float, float, float]:
+            return first(word), second(word), third(word), fourth(word)
+
+        return unpack_four
+    low, high = FORMATS[dtype].low, FORMATS[dtype].high
+
+    @inlined
+    def unpack_one(word: int) -> tuple[float]:
+        return (low(word),)
+
+    @inlined
+    def unpack_two(word: int) -> tuple[float, float]:
+        return low(word), high(word)
+
+    return unpack_two if dtype.itemsize == 2 else unpack_one
+
+
 def make_dot(dtype: torch.dtype, head_dim: int) -> Any:
     """A function for kernels: the product of the query and a key."""
-    number = FORMATS[dtype]
-    low_half, high_half, per_word = number.low, number.high, number.per_word
+    unpack, per_word = make_unpack(dtype), 4 // dtype.itemsize
 
     @inlined
     def dot(shared_q: Any, key: int) -> float:
@@ -101,9 +126,9 @@ def make_dot(dtype: torch.dtype, head_dim: int) -> Any:
             loaded = load_16_cached(key + vector * 16)
             for w in range(4):
                 dim = (vector * 4 + w) * per_word
-                total[w] = fma(shared_q[dim], low_half(loaded[w]), total[w])
-                if per_word == 2:
-                    total[w] = fma(shared_q[dim + 1], high_half(loaded[w]), total[w])
+                numbers = unpack(loaded[w])
+                for i in range(per_word):
+                    total[w] = fma(shared_q[dim + i], numbers[i], total[w])
         return (total[0] + total[1]) + (total[2] + total[3])
 
     return dot
@@ -111,12 +136,12 @@ def make_dot(dtype: torch.dtype, head_dim: int) -> Any:
 
 def make_attend(variant: Variant) -> Any:
     """A function for kernels: attention of the query to every `WARPS`-th 32 keys; called by a warp."""
-    number, softcapped = FORMATS[variant.dtype], variant.softcapped
-    low_half, high_half, per_word = number.low, number.high, number.per_word
+    dtype, scaled, softcapped = variant.kv_dtype or variant.dtype, variant.kv_dtype is not None, variant.softcapped
+    unpack, per_word = make_unpack(dtype), 4 // dtype.itemsize
     words = variant.head_dim // per_word
     owned = -(-words // 32)
     home_of, address_of = make_addressing(variant.block_size)
-    dot = make_dot(variant.dtype, variant.head_dim)
+    dot = make_dot(dtype, variant.head_dim)
 
     @inlined
     def add_value(sums: Any, value: int, weight: float, lane: int) -> None:
@@ -124,15 +149,15 @@ def make_attend(variant: Variant) -> Any:
         for i in range(owned):
             word = i * 32 + lane
             if word < words:
-                loaded = load_4(value + word * 4)
-                sums[i * per_word] += weight * low_half(loaded)
-                if per_word == 2:
-                    sums[i * 2 + 1] += weight * high_half(loaded)
+                numbers = unpack(load_4(value + word * 4))
+                for j in range(per_word):
+                    sums[i * per_word + j] += weight * numbers[j]
 
     @inlined
     def attend(
-        sums: Any, shared_q: Any, k: Tokens, v: Tokens, row: Row, query: Query, scoring: Scoring, warp: int, lane: int
-    ) -> tuple[float, float]:
+        sums: Any, shared_q: Any, k: Tokens, v: Tokens, k_scales: Tokens, v_scales: Tokens, row: Row, query: Query,
+        scoring: Scoring, warp: int, lane: int,
+    ) -> tuple[float, float]:  # fmt: skip
         """The greatest score, and this lane's sum of weights."""
         for i in range(owned * per_word):
             sums[i] = float32(0)
@@ -142,7 +167,10 @@ def make_attend(variant: Variant) -> Any:
         while first < query.high:
             mine = first + lane
             key = min(mine, query.high - 1)
-            score = dot(shared_q, address_of(key, home_of(key, row), k))
+            home = home_of(key, row)
+            score = dot(shared_q, address_of(key, home, k))
+            if scaled:
+                score *= load_f32(address_of(key, home, k_scales))
             if softcapped:
                 score = float32(tanh(score * scoring.inner))
             score = score if mine < query.high else float32(NEGATIVE_INFINITY)
@@ -153,6 +181,8 @@ def make_attend(variant: Variant) -> Any:
             p = power((score - higher) * scoring.outer)
             top = higher
             norm = norm * scale + p
+            if scaled:
+                p *= load_f32(address_of(key, home, v_scales))
             for i in range(owned * per_word):
                 sums[i] *= scale
             for other in range(min(32, query.high - first)):
@@ -201,9 +231,9 @@ def make_combine(dtype: torch.dtype, head_dim: int) -> Any:
 def make_plain(variant: Variant) -> Any:
     """The kernel as a Python function."""
     head_dim, group, q_len = variant.head_dim, variant.group, variant.q_len
-    number = FORMATS[variant.dtype]
-    low_half, high_half, per_word = number.low, number.high, number.per_word
-    words = head_dim // per_word  # of 4 bytes
+    unpack, q_per_word = make_unpack(variant.dtype), FORMATS[variant.dtype].per_word
+    per_word = 4 // (variant.kv_dtype or variant.dtype).itemsize
+    q_words, words = head_dim // q_per_word, head_dim // per_word  # of 4 bytes
     num_sums = -(-words // 32) * per_word
     shared_sums = WARPS * head_dim
 
@@ -228,16 +258,16 @@ def make_plain(variant: Variant) -> Any:
         query = find_query(place, at, sizes, strides, scoring.window)
         row = row_of(query.sequence, at, strides)
         k, v = head_of(head // group, at, strides)
+        k_scales, v_scales = scales_of(head // group, at, strides)
         word = thread
-        while word < words:
-            loaded = load_4(query.address + head * strides.q_head + word * 4)
-            shared_q[word * per_word] = low_half(loaded)
-            if per_word == 2:
-                shared_q[word * 2 + 1] = high_half(loaded)
+        while word < q_words:
+            numbers = unpack(load_4(query.address + head * strides.q_head + word * 4))
+            for i in range(q_per_word):
+                shared_q[word * q_per_word + i] = numbers[i]
             word += THREADS
         cuda.syncthreads()
 
-        top, norm = attend(sums, shared_q, k, v, row, query, scoring, warp, lane)
+        top, norm = attend(sums, shared_q, k, v, k_scales, v_scales, row, query, scoring, warp, lane)
         for step in range(5):
             norm += shuffle_xor(norm, 1 << step)
         if lane == 0:

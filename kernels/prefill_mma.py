@@ -6,6 +6,8 @@ A block of threads has `16 * warps` queries of one head, a warp 16 of them. For 
     softmax   within four lanes, which share a row of S,
     sums      O += P V, where P is S in the registers it came in.
 
+K and V of 8 bits become 16 on the way (see `widened_tiles`), and their scales multiply scores and weights.
+
 K of the next tile is copied while V is used, and V while K is. Rows in shared memory are 16 bytes longer than their
 data: an odd number of 16-byte columns lets eight rows be read at once.
 """
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .addressing import Row, Tokens, head_of, make_addressing, row_of
+from .addressing import Row, Tokens, head_of, make_addressing, row_of, scales_of
 from .arguments import Addresses, Scoring, Sizes, Strides, Variant
 from .arithmetic import HALVES, tanh
 from .prompts import make_find_queries, make_ranges
@@ -27,6 +29,7 @@ from .shared import copy_16, shared_address, wait_copies
 from .softmax import begin_softmax, divisors, hide, make_store, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
+from .widened_tiles import make_scale, make_widened_tiles
 
 
 def warps_of(head_dim: int) -> int:
@@ -45,19 +48,23 @@ def pitch_of(head_dim: int) -> int:
 
 
 class Shared(NamedTuple):
-    """Where things are in shared memory: the queries, and one tile of K and V."""
+    """Where things are in shared memory: the queries, and one tile of K and V, and of their scales if there are any."""
 
     queries: int
     k: int
     v: int
+    k_scales: int
+    v_scales: int
     nbytes: int
     """In all."""
 
 
-def shared_of(head_dim: int) -> Shared:
+def shared_of(head_dim: int, scaled: bool) -> Shared:
     """The shared memory of a block of threads."""
     pitch, tile = pitch_of(head_dim), tile_of(head_dim)
-    return Shared(*accumulate((16 * warps_of(head_dim) * pitch, tile * pitch, tile * pitch), initial=0))
+    scales = 4 * tile if scaled else 0
+    sizes = 16 * warps_of(head_dim) * pitch, tile * pitch, tile * pitch, scales, scales
+    return Shared(*accumulate(sizes, initial=0))
 
 
 def make_copy(block_size: int, count: int, head_dim: int, threads: int) -> tuple[Any, Any, int]:
@@ -89,6 +96,28 @@ def make_copy(block_size: int, count: int, head_dim: int, threads: int) -> tuple
                 copy_16(to + vector // vectors * pitch + column, address_of(position, homes[turn], source) + column)
 
     return look_up, copy, turns
+
+
+def make_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]:
+    """`widened_tiles.make_widened_tiles`, or the same for 16 bits, which are copied as they are."""
+    head_dim, block_size = variant.head_dim, variant.block_size
+    tile = tile_of(head_dim)
+    if variant.kv_dtype:
+        return make_widened_tiles(variant.kv_dtype, block_size, tile, head_dim, pitch_of(head_dim), threads)
+    look_up, copy, turns = make_copy(block_size, tile, head_dim, threads)
+
+    @inlined
+    def begin(
+        words: Any, to: int, source: Tokens, scales: Tokens, homes: Any, token: int, low: int, high: int, thread: int
+    ) -> float:
+        copy(to, source, homes, token, low, high, thread)
+        return float32(1)
+
+    @inlined
+    def end(words: Any, scale: float, to: int, scales_to: int, thread: int) -> None:
+        wait_copies()
+
+    return look_up, begin, end, turns, 1
 
 
 def make_products(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
@@ -134,8 +163,8 @@ def make_products(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, An
 
 def make_prefill(variant: Variant) -> Any:
     """The kernel as a Python function."""
-    head_dim, group = variant.head_dim, variant.group
-    warps, tile, pitch, shared = warps_of(head_dim), tile_of(head_dim), pitch_of(head_dim), shared_of(head_dim)
+    head_dim, group, scaled = variant.head_dim, variant.group, variant.kv_dtype is not None
+    warps, tile, pitch, shared = warps_of(head_dim), tile_of(head_dim), pitch_of(head_dim), shared_of(head_dim, scaled)
     threads = 32 * warps
     queries_per_block = 16 * warps
     num_scores, num_sums, softcapped = tile // 2, head_dim // 2, variant.softcapped
@@ -143,7 +172,8 @@ def make_prefill(variant: Variant) -> Any:
     find_queries = make_find_queries(queries_per_block, variant.windowed, variant.mixed)
     keys_of_block, keys_of_lane = make_ranges(queries_per_block, tile, variant.causal, variant.windowed)
     _, copy_queries, query_turns = make_copy(0, queries_per_block, head_dim, threads)
-    look_up, copy_tile, turns = make_copy(variant.block_size, tile, head_dim, threads)
+    look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
+    scale_columns = make_scale(num_scores)
     score, add_values = make_products(variant.dtype, head_dim, tile)
     store = make_store(variant.dtype, num_sums)
 
@@ -155,7 +185,8 @@ def make_prefill(variant: Variant) -> Any:
         base = shared_address(cuda.shared.array(0, uint32))
         scores = cuda.local.array(num_scores, float32)
         sums = cuda.local.array(num_sums, float32)
-        homes = cuda.local.array(turns, int64)
+        homes = cuda.local.array(num_homes, int64)
+        words = cuda.local.array(num_words, uint32)
         query_homes = cuda.local.array(query_turns, int64)
 
         prompt = find_queries(at, sizes, scoring.window, lane)
@@ -163,6 +194,7 @@ def make_prefill(variant: Variant) -> Any:
             return
         row = row_of(prompt.sequence, at, strides)
         k, v = head_of(head // group, at, strides)
+        k_scales, v_scales = scales_of(head // group, at, strides)
         key, end = keys_of_block(prompt, scoring.window)
         line = warp * 16 + (lane >> 2)  # of this lane's two queries the first
         visible = keys_of_lane(prompt, line, scoring.window)
@@ -170,23 +202,32 @@ def make_prefill(variant: Variant) -> Any:
         for i in range(num_sums):
             sums[i] = float32(0)
         softmax = begin_softmax()
+        scale = float32(1)
         if key < end:
             queries = Tokens(at.q + prompt.start * strides.q_token + head * strides.q_head, 0, strides.q_token)
             for i in range(query_turns):
                 query_homes[i] = 0
             copy_queries(base + shared.queries, queries, query_homes, prompt.query, 0, prompt.num_queries, thread)
             look_up(homes, key, prompt.begin, prompt.length, row, thread)
-            copy_tile(base + shared.k, k, homes, key, prompt.begin, prompt.length, thread)
+            scale = begin_tile(
+                words, base + shared.k, k, k_scales, homes, key, prompt.begin, prompt.length, thread
+            )  # fmt: skip
         while key < end:
-            wait_copies()
+            end_tile(words, scale, base + shared.k, base + shared.k_scales, thread)
             cuda.syncthreads()  # K is there, and nobody needs the V before
-            copy_tile(base + shared.v, v, homes, key, prompt.begin, prompt.length, thread)
+            scale = begin_tile(
+                words, base + shared.v, v, v_scales, homes, key, prompt.begin, prompt.length, thread
+            )  # fmt: skip
             look_up(homes, key + tile, prompt.begin, prompt.length, row, thread)
             score(scores, base + shared.queries + warp * 16 * pitch, base + shared.k, lane)
-            wait_copies()
+            if scaled:
+                scale_columns(scores, base + shared.k_scales, lane)
+            end_tile(words, scale, base + shared.v, base + shared.v_scales, thread)
             cuda.syncthreads()  # V is there, and nobody needs this K
             if key + tile < end:
-                copy_tile(base + shared.k, k, homes, key + tile, prompt.begin, prompt.length, thread)
+                scale = begin_tile(
+                    words, base + shared.k, k, k_scales, homes, key + tile, prompt.begin, prompt.length, thread
+                )  # fmt: skip
 
             if softcapped:
                 for i in range(num_scores):
@@ -195,6 +236,8 @@ def make_prefill(variant: Variant) -> Any:
                 hide(scores, num_scores, key, lane, visible)
             softmax, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
             rescale(sums, num_sums, a0, a1)
+            if scaled:
+                scale_columns(scores, base + shared.v_scales, lane)
             add_values(sums, scores, base + shared.v, lane)
             key += tile
 

@@ -1,7 +1,8 @@
 """append: writes the K and V of new tokens into rows, or into the blocks of a block table; rotates K and Q, if asked.
 
 One block of threads per token, and another one for its queries. With a block table only the token's address differs.
-Where lengths are data on the device, a block that writes its sequence's only new token counts it as well.
+Where lengths are data on the device, a block that writes its sequence's only new token counts it as well. Into a cache
+of 8 bits it quantizes on the way.
 """
 
 from __future__ import annotations
@@ -23,15 +24,18 @@ from .checks import (
     check_indices,
     check_new,
     check_rotation,
+    check_scales,
     check_written,
     keys,
 )
 from .compiler import Kernel
 from .memory import load_counter, load_i32, store_4, trap
 from .ptx import inlined
+from .quantized import LARGEST
+from .quantizing import make_quantize_heads
 from .ragged import sequence_of
 from .rotary import RotateHalf, Rotation, make_rotate
-from .vectors import THREADS, move_heads
+from .vectors import THREADS, make_copy_heads
 
 
 class AppendAddresses(NamedTuple):
@@ -46,6 +50,8 @@ class AppendAddresses(NamedTuple):
     cu_seqlens: int
     block_table: int
     limit: int
+    k_scales: int
+    v_scales: int
 
 
 class AppendShape(NamedTuple):
@@ -63,6 +69,12 @@ class AppendShape(NamedTuple):
     v_cache_row: int
     v_cache_token: int
     v_cache_head: int
+    k_scales_row: int
+    k_scales_token: int
+    k_scales_head: int
+    v_scales_row: int
+    v_scales_token: int
+    v_scales_head: int
 
 
 def append(
@@ -75,6 +87,8 @@ def append(
     cu_seqlens: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
     rotary: RotateHalf | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """Writes K and V of new tokens to their places, on the current stream.
 
@@ -89,13 +103,19 @@ def append(
         cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; those behind the last are
             left out; None: one token each.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens.
-        rotary: rotates K on its way, and queries beside it, in the same launch; None: K is written as it is.
+        rotary: rotates K on its way, and queries beside it, in the same launch; None: K is written as it is. Not
+            into a cache of 8 bits.
+        k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
+            strides, where the scales of K go: `k_cache` is of e4m3fn or int8 then, and what is written are the bits of
+            `quantized.quantize`. So a head that holds a NaN or an infinity becomes NaN.
+        v_scales: likewise for V.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is written.
     """
     run = torch.ops.vmmkv.append if torch.compiler.is_compiling() else _append
-    run(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, *(rotary or NO_ROTATION))
+    turning = rotary or NO_ROTATION
+    run(k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, k_scales, v_scales, *turning)
 
 
 def _append(
@@ -107,15 +127,19 @@ def _append(
     starts: torch.Tensor,
     cu_seqlens: torch.Tensor | None,
     block_table: torch.Tensor | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
     query: torch.Tensor | None,
     rotated: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
 ) -> None:
-    _launch((k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None), (query, rotated, cos, sin))
+    tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None, k_scales, v_scales)
+    _launch(tensors, (query, rotated, cos, sin))
 
 
-torch.library.custom_op("vmmkv::append", _append, mutates_args=("k_cache", "v_cache", "rotated"))
+MUTATED = "k_cache", "v_cache", "k_scales", "v_scales", "rotated"
+torch.library.custom_op("vmmkv::append", _append, mutates_args=MUTATED)
 
 
 def append_behind(
@@ -127,6 +151,8 @@ def append_behind(
     lengths: torch.Tensor,
     limit: torch.Tensor,
     cu_seqlens: torch.Tensor | None = None,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """`append` to rows, behind the tokens that they hold: `lengths` count the new ones afterwards.
 
@@ -138,7 +164,7 @@ def append_behind(
     Raises:
         ValueError, TypeError: as in `append`.
     """
-    _launch((k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit))
+    _launch((k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit, k_scales, v_scales))
     if cu_seqlens is not None:
         lengths += cu_seqlens.diff()
 
@@ -158,18 +184,27 @@ def _launch(tensors: tuple[torch.Tensor | None, ...], rotary: tuple[torch.Tensor
 
 
 def bind_append(
-    k: torch.Tensor, v: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, rows: torch.Tensor
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> Callable[[int, int, int], None]:
     """`append`, one token to each sequence, for tensors that look like these: what is left to do at each step.
 
     Returns:
-        a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the caches and
-        the rows by address alone: keep them.
+        a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the
+        caches, the rows and the scales by address alone: keep them.
     """
-    kernel, shape, _ = _plan(*keys((k, v, k_cache, v_cache, rows, rows, None, None, None, *NO_ROTATION)))
+    kernel, shape, _ = _plan(
+        *keys((k, v, k_cache, v_cache, rows, rows, None, None, None, k_scales, v_scales, *NO_ROTATION))
+    )
     caches = k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*caches)
-    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, *shape)
+    scales = [each.data_ptr() if each is not None else 0 for each in (k_scales, v_scales)]
+    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, *scales, *shape)
     blocks, device = (k.shape[0], 1), k.get_device()
 
     def append_bound(k_address: int, v_address: int, starts_address: int) -> None:
@@ -182,12 +217,14 @@ def bind_append(
 def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
     """Checks a call's geometry; its kernel, the shape that this takes, and the strides of a `Rotation`."""
     k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
-    cu_seqlens, block_table, limit = (Geometry._make(key) if key else None for key in geometry[6:9])
-    rotary = [Geometry._make(key) for key in geometry[9:] if key]
+    others = [Geometry._make(key) if key else None for key in geometry[6:11]]
+    cu_seqlens, block_table, limit, k_scales, v_scales = others
+    rotary = [Geometry._make(key) for key in geometry[11:] if key]
     check_new(k, v)
-    check_cache("k_cache", k_cache, like=k)
-    check_cache("v_cache", v_cache, like=v)
-    check_written(k_cache=k_cache, v_cache=v_cache)
+    _check_cache("k_cache", k_cache, k, "k_scales", k_scales)
+    _check_cache("v_cache", v_cache, v, "v_scales", v_scales)
+    if k_cache.dtype != v_cache.dtype:
+        raise TypeError(f"got k_cache of {k_cache.dtype} and v_cache of {v_cache.dtype}; they must be the same")
     batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if batch <= 0 < k.shape[0]:
         raise ValueError(f"got k {list(k.shape)} and no sequences; there must be one for each token")
@@ -200,16 +237,32 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
         check_indices(k.device, (1,), limit=limit)
     if rotary:
         check_rotation(k, *rotary)
-    heads, size = k.shape[1], k.dtype.itemsize
+        if k_scales:
+            raise TypeError("got rotary and k_scales; K must be rotated before it is written to 8 bits")
+    heads, size = k.shape[1], k_cache.dtype.itemsize
     k_head, v_head = k.shape[2] * size // 16, v.shape[2] * size // 16
     block_size = 0 if block_table is None else k_cache.shape[1]
-    facts = cu_seqlens is not None, block_size, limit is not None
+    dtypes = (k.dtype, k_cache.dtype) if k_scales else None
     rotation = (k.dtype, rotary[0].shape[1], rotary[2].shape[1] * size // 32) if rotary else None
-    kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts, rotation)
-    strides = (*k.strides[:2], *v.strides[:2], *k_cache.strides[:3], *v_cache.strides[:3])
+    facts = cu_seqlens is not None, block_size, limit is not None, rotation, dtypes
+    kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts)
     table_stride = block_table.strides[0] * 4 if block_table else 0
-    shape = AppendShape(batch, table_stride, *(stride * size for stride in strides))
-    return kernel, shape, tuple(stride * size for tensor in rotary for stride in tensor.strides[:-1])
+    new = [stride * k.dtype.itemsize for stride in (*k.strides[:2], *v.strides[:2])]
+    cached = [stride * size for stride in (*k_cache.strides[:3], *v_cache.strides[:3])]
+    scales = [stride * 4 for each in (k_scales, v_scales) for stride in (each.strides if each else (0, 0, 0))]
+    turning = tuple(stride * size for tensor in rotary for stride in tensor.strides[:-1])
+    return kernel, AppendShape(batch, table_stride, *new, *cached, *scales), turning
+
+
+def _check_cache(name: str, cache: Geometry, new: Geometry, scales_name: str, scales: Geometry | None) -> None:
+    """A cache that new tokens can be written to as they are, or as 8-bit numbers with their scales."""
+    if scales is not None or (cache.dtype in LARGEST and cache.dtype != new.dtype):
+        check_scales(name, cache, new, scales_name, scales)
+        new = Geometry(new.shape, new.strides, cache.dtype, new.device)
+    check_cache(name, cache, like=new)
+    check_written(**{name: cache})
+    if scales is not None:
+        check_written(**{scales_name: scales})
 
 
 Turning = tuple[torch.dtype, int, int]
@@ -226,14 +279,17 @@ def append_kernel(
     block_size: int,
     limited: bool,
     rotation: Turning | None = None,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
 ) -> Kernel:
-    """The kernel for a geometry, in vectors of 16 bytes; `block_size` 0 is without a block table.
+    """The kernel for a geometry, in vectors of 16 bytes of the cache; `block_size` 0 is without a block table.
 
     With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them. With a
-    `rotation` a second block of each token rotates its queries.
+    `rotation` a second block of each token rotates its queries. With `dtypes`, of what is new and of the cache, it
+    quantizes.
     """
-    constants = (k_vectors, k_head_vectors, v_vectors, v_head_vectors, int(ragged), block_size, int(limited), rotation)
+    vectors = k_vectors, k_head_vectors, v_vectors, v_head_vectors
     structs = (AppendAddresses, AppendShape, Rotation) if rotation else (AppendAddresses, AppendShape)
+    constants = (*vectors, int(ragged), block_size, int(limited), rotation, dtypes)
     return Kernel(make_append, constants, structs, THREADS)
 
 
@@ -246,20 +302,39 @@ def make_append(
     block_size: int,
     limited: int,
     rotation: Turning | None,
+    dtypes: tuple[torch.dtype, torch.dtype] | None,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
 
     home_of, address_of = make_addressing(block_size)
     load_start = load_counter if limited else load_i32
+    write_k, write_v = (
+        make_quantize_heads(vectors // head_vectors, head_vectors * 16, *dtypes)
+        if dtypes
+        else make_copy_heads(vectors, head_vectors)
+        for vectors, head_vectors in ((k_vectors, k_head_vectors), (v_vectors, v_head_vectors))
+    )
+
+    move_k = write_k
 
     @inlined
-    def move_k(source: int, target: int, source_head: int, target_head: int, cos: int, sin: int) -> None:
-        move_heads(source, target, source_head, target_head, k_vectors, k_head_vectors)
+    def write_k_unturned(
+        source: int, target: int, scales: int, source_head: int, target_head: int, scales_head: int, cos: int, sin: int
+    ) -> None:
+        move_k(source, target, scales, source_head, target_head, scales_head)
 
+    @inlined
+    def write_k_turned(
+        source: int, target: int, scales: int, source_head: int, target_head: int, scales_head: int, cos: int, sin: int
+    ) -> None:
+        rotate_k(source, target, source_head, target_head, cos, sin)
+
+    write_k = write_k_unturned
     if rotation:
         dtype, query_heads, half_vectors = rotation
-        move_k = make_rotate(dtype, k_vectors // k_head_vectors, k_head_vectors, half_vectors)
+        rotate_k = make_rotate(dtype, k_vectors // k_head_vectors, k_head_vectors, half_vectors)
         rotate_query = make_rotate(dtype, query_heads, k_head_vectors, half_vectors)
+        write_k = write_k_turned
 
     @inlined
     def write(token: int, at: AppendAddresses, shape: AppendShape, cos: int, sin: int) -> None:
@@ -277,11 +352,13 @@ def make_append(
         home = home_of(position, Row(number, at.block_table + number * shape.table))
         k_to = address_of(position, home, Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token))
         v_to = address_of(position, home, Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token))
+        k_scales_to = address_of(position, home, Tokens(at.k_scales, shape.k_scales_row, shape.k_scales_token))
+        v_scales_to = address_of(position, home, Tokens(at.v_scales, shape.v_scales_row, shape.v_scales_token))
         k_from = at.k + token * shape.k_token
         v_from = at.v + token * shape.v_token
 
-        move_k(k_from, k_to, shape.k_head, shape.k_cache_head, cos, sin)
-        move_heads(v_from, v_to, shape.v_head, shape.v_cache_head, v_vectors, v_head_vectors)
+        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache_head, shape.k_scales_head, cos, sin)
+        write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head)
         if limited and not ragged:
             cuda.syncthreads()  # all threads know the position
             if cuda.threadIdx.x == 0:

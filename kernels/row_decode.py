@@ -29,6 +29,8 @@ def decode(
     block_table: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     *,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
@@ -40,7 +42,8 @@ def decode(
     K and V of the new tokens are in the cache already. Lengths stay on the device: one captured graph serves all.
 
     Args:
-        q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8.
+        q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8. K and V are of its dtype, or of 8
+            bits with scales.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
@@ -50,11 +53,16 @@ def decode(
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
             multiple of 16.
         sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V.
+        k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
+            strides, 0 as well: what K is multiplied by, where `k` is of e4m3fn or int8, which must have them. See
+            `quantized` for what they mean.
+        v_scales: likewise for V.
         scale: of the scores; None: `head_dim ** -0.5`.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
         out: like `q`, takes the result.
-        kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round; "auto".
+        kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round, and for K and V of
+            8 bits with queries other than bf16; "auto".
 
     Returns:
         `out`, or a new tensor like `q`.
@@ -65,7 +73,7 @@ def decode(
     out = torch.empty_like(q) if out is None else out
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.decode if torch.compiler.is_compiling() else _decode
-    run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, scale, window, softcap, kernel)
+    run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, scale, window, softcap, kernel)
     return out
 
 
@@ -79,12 +87,14 @@ def _decode(
     starts: torch.Tensor | None,
     block_table: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
     scale: float,
     window: int,
     softcap: float,
     kernel: str,
 ) -> None:
-    tensors = (q, k, v, out, None, seq_lens, rows, starts, block_table, sinks)
+    tensors = (q, k, v, out, None, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
     geometry = keys(tensors)
     plan = _plan(window > 0, softcap > 0, kernel, geometry)
     attention.launch(plan, tensors, geometry, scale, window, softcap)
@@ -105,15 +115,18 @@ def _plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | Non
         )
     batch, q_len, num_heads, head_dim = q.shape
     block_size = k.shape[1] if given.block_table else 0
-    variant = Variant(q.dtype, head_dim, num_heads // k.shape[2], q_len, block_size, True, windowed, softcapped)
-    if attention.choose(name, q.dtype, q.device, ("mma",)) == "plain":
+    kv_dtype = k.dtype if given.k_scales else None
+    group = num_heads // k.shape[2]
+    variant = Variant(q.dtype, head_dim, group, q_len, block_size, True, windowed, softcapped, False, kv_dtype)
+    best = ("mma",) if kv_dtype is None or q.dtype == torch.bfloat16 else ()
+    if attention.choose(name, given, best) == "plain":
         return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
     return make_plan(given, variant)
 
 
 def make_plan(given: Geometries, variant: Variant) -> Plan:
     """The plan of a geometry on tensor cores."""
-    blocks = multiprocessors(given.q.device) * decode_mma.BLOCKS_PER_SM
+    blocks = multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant)
     queries = Queries(variant.group, variant.q_len, variant.mixed)
     return attention.make_plan(
         given,
@@ -127,7 +140,7 @@ def make_plan(given: Geometries, variant: Variant) -> Plan:
 @cache
 def mma_kernel(variant: Variant) -> Kernel:
     """The kernel on tensor cores."""
-    blocks_per_sm = decode_mma.BLOCKS_PER_SM
+    blocks_per_sm = decode_mma.blocks_per_sm(variant)
     return Kernel(
         decode_mma.make_decode, (variant,), attention.ARGUMENTS, decode_shares.THREADS, blocks_per_sm=blocks_per_sm
     )

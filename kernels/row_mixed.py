@@ -28,6 +28,8 @@ def mixed(
     block_table: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     *,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     scale: float | None = None,
     window: int = 0,
     softcap: float = 0.0,
@@ -49,7 +51,7 @@ def mixed(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed
     indices = cu_seqlens, seq_lens, rows, starts, block_table
-    run(q, k, v, out, *indices, sinks, scale, window, softcap, max_prompts, kernel)
+    run(q, k, v, out, *indices, sinks, k_scales, v_scales, scale, window, softcap, max_prompts, kernel)
     return out
 
 
@@ -64,13 +66,15 @@ def _mixed(
     starts: torch.Tensor | None,
     block_table: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
     scale: float,
     window: int,
     softcap: float,
     max_prompts: int | None,
     kernel: str,
 ) -> None:
-    tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks)
+    tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
     geometry = keys(tensors)
     for plan in _plans(window > 0, softcap > 0, kernel, geometry, max_prompts):
         attention.launch(plan, tensors, geometry, scale, window, softcap)

@@ -26,6 +26,8 @@ def prefill(
     block_table: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     *,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
     causal: bool = True,
     scale: float | None = None,
     window: int = 0,
@@ -38,7 +40,8 @@ def prefill(
     K and V of the new tokens are in the cache already, behind those of earlier chunks or of a shared prefix.
 
     Args:
-        q: `[tokens, num_heads, head_dim]`, fp32, fp16 or bf16: the new tokens of all sequences, one after the other.
+        q: `[tokens, num_heads, head_dim]`, fp32, fp16 or bf16: the new tokens of all sequences, one after the other. K
+            and V are of its dtype, or of 8 bits with scales.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
@@ -49,13 +52,18 @@ def prefill(
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
             multiple of 16.
         sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V.
+        k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
+            strides, 0 as well: what K is multiplied by, where `k` is of e4m3fn or int8, which must have them. See
+            `quantized` for what they mean.
+        v_scales: likewise for V.
         causal: each token sees itself and those before it; False: all tokens of its sequence.
         scale: of the scores; None: `head_dim ** -0.5`.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
         softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
         out: like `q`, takes the result.
         kernel: "wgmma", for Hopper and rows below 1 TiB; "mma", for the tensor cores of any GPU since Ampere; "plain",
-            without, as always for fp32, which they would round; "auto".
+            without, as always for fp32, which they would round, and for K and V of 8 bits with queries other than bf16;
+            "auto". Of 8 bits "wgmma" takes none.
 
     Returns:
         `out`, or a new tensor like `q`. A query that sees no token gives zeros.
@@ -66,7 +74,10 @@ def prefill(
     out = torch.empty_like(q) if out is None else out
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.prefill if torch.compiler.is_compiling() else _prefill
-    run(q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, causal, scale, window, softcap, kernel)
+    run(
+        q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, causal, scale, window,
+        softcap, kernel,
+    )  # fmt: skip
     return out
 
 
@@ -81,13 +92,15 @@ def _prefill(
     starts: torch.Tensor | None,
     block_table: torch.Tensor | None,
     sinks: torch.Tensor | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
     causal: bool,
     scale: float,
     window: int,
     softcap: float,
     kernel: str,
 ) -> None:
-    tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks)
+    tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
     geometry = keys(tensors)
     plan = make_plan(causal, window > 0, softcap > 0, kernel, geometry)
     attention.launch(plan, tensors, geometry, scale, window, softcap)
@@ -116,10 +129,14 @@ def make_plan(
         raise ValueError("got a window without causal; a window reaches back from each token")
     tokens, num_heads, head_dim = q.shape
     block_size = k.shape[1] if given.block_table else 0
-    best = ("wgmma", "mma") if can_be_mapped(k) and can_be_mapped(given.v) else ("mma",)
-    name = attention.choose(name, q.dtype, q.device, best)
+    kv_dtype = k.dtype if given.k_scales else None
+    best: tuple[str, ...] = ("wgmma", "mma") if can_be_mapped(k) and can_be_mapped(given.v) else ("mma",)
+    if kv_dtype:
+        best = ("mma",) if q.dtype == torch.bfloat16 else ()
+    name = attention.choose(name, given, best)
     mixed &= name != "plain"
-    variant = Variant(q.dtype, head_dim, num_heads // k.shape[2], 0, block_size, causal, windowed, softcapped, mixed)
+    group = num_heads // k.shape[2]
+    variant = Variant(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped, mixed, kv_dtype)
     if name == "plain":
         return attention.make_plan(given, plain.plain_kernel(variant), (tokens, num_heads))
     if name == "mma":
@@ -135,7 +152,8 @@ def make_plan(
 @cache
 def mma_kernel(variant: Variant) -> Kernel:
     """The kernel on tensor cores."""
-    threads, shared = 32 * prefill_mma.warps_of(variant.head_dim), prefill_mma.shared_of(variant.head_dim)
+    threads = 32 * prefill_mma.warps_of(variant.head_dim)
+    shared = prefill_mma.shared_of(variant.head_dim, variant.kv_dtype is not None)
     return Kernel(prefill_mma.make_prefill, (variant,), attention.ARGUMENTS, threads, shared_bytes=shared.nbytes)
 
 

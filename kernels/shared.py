@@ -1,10 +1,11 @@
-"""Shared memory by address: copies into it that run on while threads compute."""
+"""Shared memory by address: stores and loads, and copies into it that run on while threads compute."""
 
 from __future__ import annotations
 
 import ctypes
 from typing import Any
 
+from .memory import simulated_load_f32, simulated_store_16, simulated_store_f32
 from .ptx import SIMULATED, instruction
 
 
@@ -43,3 +44,18 @@ copy_16 = instruction(
 
 wait_copies = instruction("cp.async.wait_all;", "", "", lambda: None)
 """Waits until this thread's copies are there. Other threads see them after a barrier."""
+
+store_shared_16 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v4.u32 [a], {$1, $2, $3, $4}; }", "", "lrrrr", simulated_store_16
+)
+"""Puts 16 bytes to a 16-byte aligned address."""
+
+store_shared_f32 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.f32 [a], $1; }", "", "lf", simulated_store_f32
+)
+"""Puts a float to an address."""
+
+load_shared_f32 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $1; ld.shared.f32 $0, [a]; }", "f", "l", simulated_load_f32
+)
+"""A float at an address."""

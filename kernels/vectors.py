@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from numba import cuda
 
 from .memory import load_16, store_16
@@ -26,3 +28,14 @@ def move_heads(source: int, target: int, source_head: int, target_head: int, vec
         a, b, c, d = load_16(source + head * source_head + inside)
         store_16(target + head * target_head + inside, a, b, c, d)
         vector += THREADS
+
+
+def make_copy_heads(vectors: int, head_vectors: int) -> Any:
+    """A function for kernels that copies one token's heads as they are: `quantizing.make_quantize_heads` without
+    scales."""
+
+    @inlined
+    def copy_heads(source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int) -> None:
+        move_heads(source, target, source_head, target_head, vectors, head_vectors)
+
+    return copy_heads

@@ -45,6 +45,16 @@ def test_size_of_a_given_cache_is_exact():
     assert "2 GiB (2,147,483,648 bytes)" in invoke("plan", *sizes, "--batch", "4", "--tokens", "2048").stdout
 
 
+def test_plan_counts_scales():
+    eight_bits = ["--dtype", "float8_e4m3fn"]
+    sizes = [*LLAMA_3_1_8B, *eight_bits, "--batch", "2", "--tokens", "7", "--memory", "8GiB"]
+    result = plan(*sizes, "--scales", "token_head")
+    assert result["token_bytes"] == 32 * 8 * 2 * (128 + 4)
+    assert result["cache"]["bytes"] == 14 * result["token_bytes"]
+    assert plan(*sizes)["token_bytes"] == 32 * 8 * 2 * 128
+    assert "token_head" in invoke("plan", *sizes, "--scales", "token_head").stdout
+
+
 def test_plan_of_llama():
     result = plan(*LLAMA_3_1_8B, "--memory", "80GiB", "--mean-tokens", "1366")
     assert result["token_bytes"] == 128 << 10

@@ -14,9 +14,10 @@ import torch
 from conftest import DEVICE, int32
 
 import vmmkv
-from vmmkv.kernels import decode, mixed, prefill
+from vmmkv.kernels import append, decode, dequantize, mixed, prefill, quantize
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+e4m3, int8 = torch.float8_e4m3fn, torch.int8
 
 
 class Case(NamedTuple):
@@ -34,6 +35,8 @@ class Case(NamedTuple):
     starts: bool = False
     causal: bool = True
     kernel: str = "auto"
+    kv: torch.dtype | None = None
+    """Of K and V of 8 bits."""
 
 
 class Inputs(NamedTuple):
@@ -50,24 +53,35 @@ class Inputs(NamedTuple):
     sinks: torch.Tensor | None
     live_k: list[torch.Tensor]
     live_v: list[torch.Tensor]
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
 
 
 def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
     """Random data in shuffled rows of a cache, or in shuffled blocks. Nothing is in the first row."""
     shapes = [(length, case.kv_heads, case.head_dim) for length in lengths]
-    live_k, live_v = ([torch.randn(shape, device=DEVICE).to(case.dtype) for shape in shapes] for _ in "kv")
+    lives = [[torch.randn(shape, device=DEVICE).to(case.dtype) for shape in shapes] for _ in "kv"]
+    values = lives
+    if case.kv:  # heads of many sizes, and what their bytes stand for
+        sizes = [torch.empty(*shape[:2], 1, device=DEVICE).uniform_(-3, 1).exp2() for shape in shapes]
+        rounded = [[quantize(new * size, case.kv) for new, size in zip(live, sizes)] for live in lives]
+        values = [[pair[part] for pair in pairs] for part in range(2) for pairs in rounded]
+        lives = [[dequantize(*pair, torch.float64) for pair in pairs] for pairs in rounded]
     starts = [python_random.randint(0, min(20, length - count)) for count, length in zip(counts, lengths)]
     rows = python_random.sample(range(1, len(lengths) + 1), len(lengths))
     if case.block_size:
         blocks = -(-max(lengths) // case.block_size)
         names = torch.randperm(blocks * (len(lengths) + 1)).view(-1, blocks)
         shape = (names.numel(), case.block_size, case.kv_heads, case.head_dim)
-        k, v = (torch.full(shape, torch.nan, device=DEVICE, dtype=case.dtype) for _ in "kv")
+        views = [torch.empty(shape, device=DEVICE, dtype=case.kv or case.dtype) for _ in "kv"]
+        views += [torch.empty(shape[:3], device=DEVICE) for _ in "kv" if case.kv]
+        for view in views[-2:]:
+            view.fill_(torch.nan)
         block_table = names.to(DEVICE, torch.int32)
     else:
-        k, v = rows_of_a_cache(case, rows, lengths)
+        views = list(rows_of_a_cache(case, rows, lengths))
         block_table = None
-    for index, (row, length, new_k, new_v) in enumerate(zip(rows, lengths, live_k, live_v)):
+    for index, (row, length) in enumerate(zip(rows, lengths)):
         seen = starts[index] if case.starts else 0
         if case.window:
             seen = max(seen, length - counts[index] + 1 - case.window)
@@ -78,34 +92,36 @@ def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
             at = (row, position)
             if case.block_size:
                 at = (int(names[row, position // case.block_size]), position % case.block_size)
-            k[at], v[at] = new_k[position], new_v[position]
+            for view, value in zip(views, values):
+                view[at] = value[index][position]
     return Inputs(
         torch.randn(sum(counts), case.heads, case.head_dim, device=DEVICE).to(case.dtype),
-        k,
-        v,
+        *views[:2],
         counts,
         lengths,
         int32(rows),
         int32(starts) if case.starts else None,
         block_table,
         torch.randn(case.heads, device=DEVICE) if case.sinks else None,
-        live_k,
-        live_v,
+        *lives,
+        *views[2:],
     )
 
 
-def rows_of_a_cache(case: Case, rows: list[int], lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the second layer; all that is mapped is NaN, the rest is not mapped. A page has but a few tokens."""
+def rows_of_a_cache(case: Case, rows: list[int], lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    """K and V of the second layer, and scales; all that is mapped is NaN, the rest is not mapped. A page has but a few
+    tokens."""
     num_layers, page_size = (3, 4096) if DEVICE == "cpu" else (32, None)
-    layout = vmmkv.KVLayout(num_layers, case.kv_heads, case.head_dim, case.dtype)
+    scales = "token_head" if case.kv else None
+    layout = vmmkv.KVLayout(num_layers, case.kv_heads, case.head_dim, case.kv or case.dtype, scales=scales)
     cache = vmmkv.KVCache(layout, len(rows) + 1, max(lengths), max_bytes="4GiB", device=DEVICE, page_size=page_size)
     sequences = {sequence.row: sequence for sequence in [cache.sequence() for _ in range(len(rows) + 1)]}
     for row, length in zip(rows, lengths):
         sequences[row].extend(length)
         for layer in range(3):
-            for view in cache.kv(layer):
+            for view in cache.scaled_kv(layer)[2:] if case.kv else cache.kv(layer):
                 view[row, : sequences[row].capacity] = torch.nan
-    return cache.kv(1)
+    return cache.scaled_kv(1) if case.kv else cache.kv(1)
 
 
 def attend(case: Case, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
@@ -170,7 +186,15 @@ DECODE_PLAIN = [
     Case(bf16, 96, 4, 2, q_len=2, starts=True, kernel="plain"),
     Case(fp16, 192, 4, 1, q_len=1, block_size=32, kernel="plain"),
 ]
-DECODE = DECODE_PLAIN + DECODE_FAST
+DECODE_8_BITS = [
+    Case(bf16, 128, 8, 2, q_len=1, kv=e4m3),
+    Case(bf16, 128, 4, 2, q_len=1, block_size=16, starts=True, kv=int8),
+    Case(bf16, 64, 12, 2, q_len=4, sinks=True, window=40, kv=int8),
+    Case(bf16, 80, 4, 4, q_len=1, softcap=3.0, kv=e4m3),
+    Case(bf16, 192, 2, 1, q_len=1, block_size=32, kv=e4m3, kernel="plain"),
+    Case(fp16, 96, 4, 2, q_len=2, window=20, kv=int8),
+]
+DECODE = DECODE_PLAIN + DECODE_FAST + DECODE_8_BITS
 
 
 @pytest.mark.parametrize("case", DECODE, ids=str)
@@ -186,7 +210,8 @@ def test_decode(case: Case) -> None:
     out = torch.full_like(q, torch.nan)
     decode(
         q, inputs.k, inputs.v, int32(lengths), inputs.rows, inputs.starts, inputs.block_table, inputs.sinks,
-        window=case.window, softcap=case.softcap, out=out, kernel=case.kernel,
+        k_scales=inputs.k_scales, v_scales=inputs.v_scales, window=case.window, softcap=case.softcap, out=out,
+        kernel=case.kernel,
     )  # fmt: skip
     check(case, inputs, out.flatten(0, 1))
 
@@ -210,7 +235,17 @@ PREFILL_FAST = [
     Case(bf16, 80, 2, 1, block_size=256),
     Case(bf16, 80, 2, 1, block_size=48),
 ]
-PREFILL = PREFILL_PLAIN + [case._replace(kernel=kernel) for case in PREFILL_FAST for kernel in ("mma", "wgmma")]
+PREFILL_8_BITS = [
+    Case(bf16, 128, 2, 1, kv=e4m3),
+    Case(fp16, 80, 2, 2, block_size=16, window=20, kv=int8),
+    Case(bf16, 80, 2, 1, block_size=16, window=20, sinks=True, kv=int8),
+    Case(bf16, 256, 2, 2, softcap=3.0, starts=True, kv=e4m3),
+]
+PREFILL = (
+    PREFILL_8_BITS
+    + PREFILL_PLAIN
+    + [case._replace(kernel=kernel) for case in PREFILL_FAST for kernel in ("mma", "wgmma")]
+)
 
 
 @pytest.mark.parametrize("case", PREFILL, ids=str)
@@ -227,8 +262,8 @@ def test_prefill(case: Case) -> None:
     cu_seqlens = int32([sum(counts[:index]) for index in range(len(counts) + 1)])
     prefill(
         inputs.q, inputs.k, inputs.v, cu_seqlens, int32(lengths), inputs.rows, inputs.starts, inputs.block_table,
-        inputs.sinks, causal=case.causal, window=case.window, softcap=case.softcap, out=out,
-        kernel=case.kernel,
+        inputs.sinks, k_scales=inputs.k_scales, v_scales=inputs.v_scales, causal=case.causal, window=case.window,
+        softcap=case.softcap, out=out, kernel=case.kernel,
     )  # fmt: skip
     check(case, inputs, out)
 
@@ -236,7 +271,12 @@ def test_prefill(case: Case) -> None:
 MIXED = [case for case in PREFILL_FAST if case.causal]
 
 
-@pytest.mark.parametrize("case", [PREFILL_PLAIN[0], *MIXED] if DEVICE == "cuda" else MIXED[:8:3], ids=str)
+EIGHT_BITS = Case(bf16, 64, 1, 1, block_size=16, kv=int8)
+
+
+@pytest.mark.parametrize(
+    "case", [EIGHT_BITS, *([PREFILL_PLAIN[0], *MIXED] if DEVICE == "cuda" else MIXED[:8:3])], ids=str
+)
 def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
     """Single tokens behind long and short beginnings, chunks of prompts, and sequences that have nothing new."""
     most = 500 if DEVICE == "cuda" else 20
@@ -249,8 +289,8 @@ def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
     out = torch.full_like(torch.cat([inputs.q, padding]), 7.0)
     mixed(
         torch.cat([inputs.q, padding]), inputs.k, inputs.v, cu_seqlens, int32(lengths), inputs.rows, inputs.starts,
-        inputs.block_table, inputs.sinks, window=case.window, softcap=case.softcap,
-        max_prompts=python_random.choice([None, 2]), out=out,
+        inputs.block_table, inputs.sinks, k_scales=inputs.k_scales, v_scales=inputs.v_scales, window=case.window,
+        softcap=case.softcap, max_prompts=python_random.choice([None, 2]), out=out,
     )  # fmt: skip
     check(case, inputs, out[: sum(counts)])
     assert (out[sum(counts) :] == 7).all()
@@ -287,13 +327,17 @@ def new_tokens() -> tuple[torch.Tensor, ...]:
 def test_attention_can_be_part_of_a_compiled_graph() -> None:
     q, k, v, seq_lens, rows = new_tokens()
     cu_seqlens = int32([0, 1, 2, 3])
+    numbers, scales = quantize(k, int8)
+    options = {"k_scales": scales, "v_scales": scales}
 
-    def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return decode(*tensors) * 2, prefill(q[:, 0], k, v, cu_seqlens, seq_lens, rows, kernel="mma") * 2
+    def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        again = decode(q, numbers, numbers, seq_lens, rows, **options)
+        return decode(*tensors) * 2, prefill(q[:, 0], k, v, cu_seqlens, seq_lens, rows, kernel="mma") * 2, again
 
-    decoded, prefilled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, seq_lens, rows)
+    decoded, prefilled, again = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, v, seq_lens, rows)
     assert torch.equal(decoded, decode(q, k, v, seq_lens, rows) * 2)
     assert torch.allclose(prefilled, decoded[:, 0], atol=0.05)
+    assert torch.equal(again, decode(q, numbers, numbers, seq_lens, rows, **options))
 
 
 @pytest.mark.parametrize("kernel", ["mma", "plain"])
@@ -354,6 +398,86 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
         with pytest.raises(error, match=r"must|without|on "):
             call()
     assert (out == 0).all()
+
+
+def appended(kv: torch.dtype, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> dict[str, torch.Tensor]:
+    """What `decode` is to be given of K and V of several sequences, once they are quantized into rows of a cache."""
+    layout = vmmkv.KVLayout(2, k.shape[1], k.shape[2], kv, scales="token_head")
+    cache = vmmkv.KVCache(layout, len(lengths), max(lengths), max_tokens=sum(lengths) + 100, device=DEVICE)
+    sequences = [cache.sequence(length) for length in lengths]
+    held, rows = cache.scaled_kv(1), int32([sequence.row for sequence in sequences])
+    starts, cu_seqlens = int32([0] * len(lengths)), int32([0, *lengths]).cumsum(0, dtype=torch.int32)
+    append(k, v, held.k, held.v, rows, starts, cu_seqlens, None, None, held.k_scales, held.v_scales)
+    return held._asdict() | {"seq_lens": int32(lengths), "rows": rows}
+
+
+@pytest.mark.parametrize(("kv", "bound"), [(e4m3, 0.08), (int8, 0.02)], ids=str)
+def test_what_8_bits_lose(kv: torch.dtype, bound: float) -> None:
+    """From K and V as they were to the output, as a part of its norm; some heads are zero."""
+    case, lengths = Case(bf16, 128, 4, 2, q_len=1, kv=kv), [python_random.randint(40, 80) for _ in range(2)]
+    k, v = (torch.randn(sum(lengths), 2, 128, device=DEVICE).to(bf16) for _ in "kv")
+    k[3, 1], v[5, 0] = 0, 0
+    q = torch.randn(2, 1, 4, 128, device=DEVICE).to(bf16)
+    given = appended(kv, k, v, lengths)
+    split = [list(states.split(lengths)) for states in (k, v)]
+    inputs = Inputs(q[:, 0], k, v, [1, 1], lengths, given["rows"], None, None, None, *split)
+    exact = attend(case, inputs, torch.float64)
+    assert (decode(q, **given)[:, 0] - exact).norm() <= bound * exact.norm()
+
+
+@pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
+def test_heads_that_are_no_numbers_show(kv: torch.dtype) -> None:
+    """What attends to them is NaN, and nothing else is."""
+    lengths = [20, 30]
+    k, v = (torch.randn(50, 2, 64, device=DEVICE).to(bf16) for _ in "kv")
+    k[7, 0, 11], v[20 + 13, 1, 40] = torch.nan, -torch.inf
+    given = appended(kv, k, v, lengths)
+    q = torch.randn(2, 1, 4, 64, device=DEVICE).to(bf16)
+    for kernel in ("mma", "plain"):
+        nan = decode(q, **given, kernel=kernel).isnan().view(2, 4, 64)
+        assert nan.all(-1).tolist() == nan.any(-1).tolist() == [[True, True, False, False], [False, False, True, True]]
+
+
+def test_scales_may_be_those_of_whole_sequences() -> None:
+    """As other kernels take them: one for each row and head, for all tokens of it. Queries of fp32 go without tensor
+    cores."""
+    q, k, v, lens, rows = new_tokens()
+    numbers, scales = quantize(torch.stack([k, v]), int8)[0], torch.rand(2, 3, 1, 2, device=DEVICE) / 100
+    repeated = [each.expand(-1, 64, -1) for each in scales]
+    whole = [each.contiguous() for each in repeated]
+    outs = [decode(q, *numbers, lens, rows, k_scales=a, v_scales=b) for a, b in (repeated, whole)]
+    assert torch.equal(*outs)
+    assert outs[0].abs().max() > 0
+    exact = decode(q.float(), *numbers, lens, rows, k_scales=repeated[0], v_scales=repeated[1])
+    assert torch.allclose(outs[0].float(), exact, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
+def test_8_bits_without_their_scales_are_refused(kv: torch.dtype) -> None:
+    q, k, v, lens, _ = new_tokens()
+    scales, cu = torch.ones(3, 64, 2, device=DEVICE), int32([0, 1, 2, 3])
+    numbers, _ = quantize(k, kv)
+    other = numbers.view(int8 if kv == e4m3 else e4m3)
+    for error, given, k_scales, v_scales in (
+        (TypeError, (numbers, numbers), None, None),
+        (TypeError, (numbers, numbers), scales, None),
+        (TypeError, (k, numbers), None, None),
+        (TypeError, (numbers, v), scales, scales),
+        (TypeError, (k, v), scales, scales),
+        (TypeError, (numbers, other), scales, scales),
+        (TypeError, (numbers, numbers), scales, scales.half()),
+        (ValueError, (numbers, numbers), scales, scales[:, :32]),
+        (ValueError, (numbers, numbers), scales.to("meta"), scales),
+    ):
+        options = {"k_scales": k_scales, "v_scales": v_scales}
+        with pytest.raises(error, match=r"[kv]_scales|same"):
+            decode(q, *given, lens, **options)
+        with pytest.raises(error, match=r"[kv]_scales|same"):
+            prefill(q[:, 0], *given, cu, lens, **options)
+    with pytest.raises(TypeError, match="got q of"):
+        decode(q.to(e4m3), numbers, numbers, lens, k_scales=scales, v_scales=scales)
+    with pytest.raises(ValueError, match="must be one of auto, mma, plain"):
+        prefill(q[:, 0], numbers, numbers, cu, lens, k_scales=scales, v_scales=scales, kernel="wgmma")
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import vmmkv
 from vmmkv.kernels import RotateHalf, append, copy_tokens
+from vmmkv.kernels.quantized import LARGEST, quantize
 from vmmkv.kernels.row_append import append_behind, bind_append
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
@@ -84,6 +85,16 @@ def test_append(lengths, heads, dims, dtype, ragged, block_size, way, data) -> N
     assert all(map(equal, caches, expected))
 
 
+def strange(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Heads of any size; some are zero, or hold what is no number."""
+    heads = torch.randn(shape) * torch.exp2(torch.randint(-20, 10, shape[:-1]))[..., None]
+    chosen = torch.rand(shape[:-1])
+    heads[chosen < 0.1] = 0
+    heads[..., 3].masked_fill_((chosen > 0.1) & (chosen < 0.2), torch.nan)
+    heads[..., 7].masked_fill_((chosen > 0.15) & (chosen < 0.3), -torch.inf)
+    return heads.to(DEVICE, dtype)
+
+
 def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int = -1) -> torch.Tensor:
     """As transformers does, in the dtype of what it is given."""
     turned, passed = x.split((cos.shape[1], x.shape[2] - cos.shape[1]), 2)
@@ -102,6 +113,54 @@ def check_rotated(found: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: 
     else:
         assert (error <= info.eps * (0.501 * exact.abs() + info.smallest_normal)).all()
         assert error.norm() <= (rotate_half(x, cos, sin).double() - exact).norm()
+
+
+@settings(max_examples=25)
+@given(
+    starts=st.lists(st.integers(0, 9), min_size=1, max_size=4),
+    heads=st.sampled_from([1, 2, 5]),
+    dims=st.sampled_from([(64, 64), (80, 16), (16, 256), (192, 128)]),
+    dtypes=st.tuples(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.sampled_from(list(LARGEST))),
+    ragged=st.booleans(),
+    block_size=st.sampled_from([0, 16]),
+    way=st.sampled_from(["append", "bound", "behind"]),
+    data=st.data(),
+)
+def test_append_quantizes(starts, heads, dims, dtypes, ragged, block_size, way, data) -> None:
+    """The same bits as torch makes, numbers and scales, and nothing else changes, in rows of a cache and in blocks."""
+    new, held = dtypes
+    counts = [data.draw(st.integers(0, 4)) if ragged else 1 for _ in starts]
+    fused = strange(sum(counts), heads, dims[0] + dims[1], dtype=new)
+    k, v = fused[..., : dims[0]], fused[..., dims[0] :]
+    rows = data.draw(st.permutations(range(len(starts))))
+    cu_seqlens = int32([sum(counts[:index]) for index in range(len(counts) + 1)]) if ragged else None
+    layout = vmmkv.KVLayout(3, heads, dims[0], held, dims[1], scales="token_head")
+    cache = vmmkv.KVCache(layout, len(starts), 16, max_bytes="64MiB", device=DEVICE)
+    sequences = [cache.sequence(16) for _ in starts]
+    assert len({sequence.row for sequence in sequences}) == len(starts)
+    everything = [view for layer in range(3) for view in cache.scaled_kv(layer)]
+    for view in everything:
+        view.copy_(random(*view.shape, dtype=view.dtype))
+    block_table = int32(data.draw(st.permutations(range(len(starts)))))[:, None] if block_size else None
+    expected = [view.clone() for view in everything]
+    k_numbers, v_numbers, k_scales, v_scales = expected[4:8]
+    first = 0
+    for row, start, count in zip(rows, starts, counts):
+        home = row if block_table is None else int(block_table[row, 0])
+        for position in range(start, start + count):
+            k_numbers[home, position], k_scales[home, position] = quantize(k[first], held)
+            v_numbers[home, position], v_scales[home, position] = quantize(v[first], held)
+            first += 1
+    caches, scales, numbers, positions = everything[4:6], everything[6:8], int32(rows), int32(starts)
+    if way == "bound" and not ragged and not block_size:
+        write = bind_append(k, v, *caches, numbers, *scales)
+        write(k.data_ptr(), v.data_ptr(), positions.data_ptr())
+    elif way == "behind" and not block_size:
+        append_behind(k, v, *caches, numbers, positions, int32([16]), cu_seqlens, *scales)
+        assert positions.tolist() == [start + count for start, count in zip(starts, counts)]
+    else:
+        append(k, v, *caches, numbers, positions, cu_seqlens, block_table, None, *scales)
+    assert all(map(equal, everything, expected))
 
 
 @settings(max_examples=25)
@@ -221,6 +280,32 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
     assert equal(cache, before)
 
 
+def test_8_bits_without_their_scales_are_refused() -> None:
+    k = random(2, 2, 64, dtype=torch.bfloat16)
+    cache = random(2, 8, 2, 64, dtype=torch.int8)
+    rows, starts, scales = int32([0, 1]), int32([0, 0]), torch.ones(2, 8, 2, device=DEVICE)
+    before, ones = cache.clone(), scales.clone()
+    for error, given_scales in (
+        (TypeError, (None, None)),
+        (TypeError, (scales, None)),
+        (TypeError, (scales, scales.half())),
+        (ValueError, (scales[:, :, :1], scales)),
+        (ValueError, (scales.to("meta"), scales)),
+        (ValueError, (scales, scales[:, :1].expand(-1, 8, -1))),
+    ):
+        with pytest.raises(error, match=r"[kv]_scales"):
+            append(k, k, cache, cache, rows, starts, None, None, None, *given_scales)
+    whole = random(2, 8, 2, 64, dtype=torch.bfloat16)
+    for caches in ((whole, whole), (cache.view(torch.float8_e5m2), cache), (cache, cache.view(torch.float8_e4m3fn))):
+        with pytest.raises(TypeError, match="must be"):
+            append(k, k, *caches, rows, starts, None, None, None, scales, scales)
+    angles = random(2, 64, dtype=torch.bfloat16)
+    with pytest.raises(TypeError, match="got rotary and k_scales"):
+        append(k, k, cache, cache, rows, starts, None, None, RotateHalf(k, k, angles, angles), scales, scales)
+    assert equal(cache, before)
+    assert equal(scales, ones)
+
+
 def new_and_cache() -> tuple[torch.Tensor, ...]:
     k, v = (random(3, 2, 64, dtype=torch.bfloat16) for _ in "kv")
     k_cache, v_cache = (random(3, 8, 2, 64, dtype=torch.bfloat16) for _ in "kv")
@@ -229,11 +314,13 @@ def new_and_cache() -> tuple[torch.Tensor, ...]:
 
 def test_kernels_can_be_part_of_a_compiled_graph() -> None:
     k, v, k_cache, v_cache, rows, starts = new_and_cache()
+    numbers, scales = quantize(k_cache, torch.int8)
     query, (cos, sin) = random(3, 4, 64, dtype=torch.bfloat16), random(2, 3, 64, dtype=torch.bfloat16)
     given_query, rotated = query.clone(), torch.empty_like(query)
 
     def step(*tensors: torch.Tensor) -> None:
         append(*tensors)
+        append(k, k, numbers, numbers, rows, starts, None, None, None, scales, scales)
         copy_tokens(k_cache, v_cache, rows, starts, rows, torch.zeros_like(rows), torch.ones_like(rows), 1)
         append(*tensors, rotary=RotateHalf(query, rotated, cos, sin))
         append(*tensors, rotary=RotateHalf(query, query, cos, sin))
@@ -241,6 +328,8 @@ def test_kernels_can_be_part_of_a_compiled_graph() -> None:
     torch.compile(step, fullgraph=True, backend="aot_eager")(k, v, k_cache, v_cache, rows, starts)
     assert equal(v_cache[rows.long(), starts.long()], v)
     assert equal(v_cache[rows.long(), 0], k)
+    assert equal(numbers[rows.long(), starts.long()], quantize(k, torch.int8)[0])
+    assert equal(scales[rows.long(), starts.long()], quantize(k, torch.int8)[1])
     check_rotated(k_cache[rows.long(), starts.long()], k, cos, sin)
     check_rotated(rotated, given_query, cos, sin)
     assert equal(query, rotated)

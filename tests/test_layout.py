@@ -8,17 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmmkv import DtypeError, KVLayout, LayoutError
-from vmmkv.layout import DTYPES
+from vmmkv.layout import DTYPES, SCALED_DTYPES
+
+KINDS = [(dtype, None) for dtype in DTYPES] + [(dtype, "token_head") for dtype in SCALED_DTYPES]
 
 
 @given(
     shapes=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(0, 40)), min_size=1, max_size=7),
-    dtype=st.sampled_from(DTYPES),
+    kind=st.sampled_from(KINDS),
     layers_per_range=st.none() | st.integers(1, 8),
 )
-def test_planes_are_aligned_apart_and_in_order(shapes, dtype, layers_per_range) -> None:
+def test_planes_are_aligned_apart_and_in_order(shapes, kind, layers_per_range) -> None:
     heads, k_dims, v_dims = (list(column) for column in zip(*shapes))
-    layout = KVLayout(len(shapes), heads, k_dims, dtype, v_head_dim=v_dims, layers_per_range=layers_per_range)
+    dtype, scales = kind
+    layout = KVLayout(len(shapes), heads, k_dims, dtype, v_dims, layers_per_range, scales)
     per_range = layers_per_range or len(shapes)
     taken: dict[int, set[int]] = {}
     for index, layer in enumerate(layout.layers):
@@ -32,10 +35,15 @@ def test_planes_are_aligned_apart_and_in_order(shapes, dtype, layers_per_range) 
             assert not record or not plane or min(plane) > max(record)
             record |= plane
         assert (layer.num_kv_heads, layer.k_head_dim, layer.v_head_dim) == shapes[index]
+        assert (layer.scales_offset is None) == (scales is None)
+    for layer in layout.layers if scales else ():
+        plane = set(range(4 * layer.scales_offset, 4 * layer.scales_offset + 8 * layer.num_kv_heads))
+        assert not taken[layer.range] or min(plane) > max(taken[layer.range])
+        taken[layer.range] |= plane
     for index, nbytes in enumerate(layout.record_bytes):
         assert nbytes % 16 == 0
         assert max(taken[index]) < nbytes
-        assert nbytes <= len(taken[index]) + 16 * 2 * per_range
+        assert nbytes <= len(taken[index]) + 16 * (2 * per_range + 1)
 
 
 def test_llama_3_1_8b_is_128_kib_a_token_16_tokens_a_page() -> None:
@@ -44,6 +52,13 @@ def test_llama_3_1_8b_is_128_kib_a_token_16_tokens_a_page() -> None:
     assert layout.pages(16, 2 << 20) == 1
     assert layout.pages(17, 2 << 20) == 2
     assert layout.int32_token_limit == 32_768
+
+
+@pytest.mark.parametrize("dtype", SCALED_DTYPES, ids=str)
+def test_with_scales_a_token_takes_little_more_than_half(dtype) -> None:
+    whole, half = KVLayout(32, 8, 128), KVLayout(32, 8, 128, dtype, scales="token_head")
+    assert half.record_bytes == (64 * 1024 + 32 * 8 * 2 * 4,)
+    assert whole.token_bytes > 1.9 * half.token_bytes
 
 
 def test_llama_2_7b_wraps_at_8192_tokens() -> None:
@@ -71,6 +86,7 @@ def test_a_layout_can_be_a_key() -> None:
         ({"head_dim": -1}, "head_dim=-1"),
         ({"v_head_dim": -1}, "v_head_dim=-1"),
         ({"layers_per_range": 0}, "layers_per_range=0"),
+        ({"dtype": torch.int8, "scales": "sequence_head"}, "scales='sequence_head'; vmmkv keeps"),
     ],
 )
 def test_impossible_geometry(arguments, says) -> None:
@@ -81,3 +97,9 @@ def test_impossible_geometry(arguments, says) -> None:
 def test_unknown_dtype_names_the_known_ones() -> None:
     with pytest.raises(DtypeError, match="bfloat16"):
         KVLayout(2, 4, 64, torch.float64)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPES) - set(SCALED_DTYPES), key=str), ids=str)
+def test_only_some_dtypes_have_scales(dtype) -> None:
+    with pytest.raises(DtypeError, match="float8_e4m3fn, int8"):
+        KVLayout(2, 4, 64, dtype, scales="token_head")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import vmmkv
-from vmmkv.layout import DTYPES
+from vmmkv.layout import DTYPES, SCALED_DTYPES
 from vmmkv.schemes import SCHEMES, allocated_bytes
 
 MAX_SEQ_LEN = 80
@@ -24,13 +24,15 @@ def layouts(draw: st.DrawFn) -> vmmkv.KVLayout:
         width = st.integers(least, 40)
         return width | st.lists(width, min_size=num_layers, max_size=num_layers)
 
+    dtype = draw(st.sampled_from(DTYPES))
     return vmmkv.KVLayout(
         num_layers=num_layers,
         num_kv_heads=draw(widths(1)),
         head_dim=draw(widths(1)),
-        dtype=draw(st.sampled_from(DTYPES)),
+        dtype=dtype,
         v_head_dim=draw(st.none() | widths(0)),
         layers_per_range=draw(st.none() | st.integers(1, num_layers)),
+        scales=draw(st.sampled_from([None, "token_head"])) if dtype in SCALED_DTYPES else None,
     )
 
 
@@ -57,8 +59,9 @@ def slow_allocated_bytes(scheme: str, layout: vmmkv.KVLayout, tokens: int, page_
     for layer in layout.layers:
         k = torch.empty(layer.num_kv_heads, layer.k_head_dim, dtype=layout.dtype, device="meta")
         v = torch.empty(layer.num_kv_heads, layer.v_head_dim, dtype=layout.dtype, device="meta")
-        total += pages_touched(tokens, k.nbytes, page_size) * page_size
-        total += pages_touched(tokens, v.nbytes, page_size) * page_size if v.nbytes else 0
+        scales = torch.empty(layer.num_kv_heads, device="meta").nbytes if layout.scales else 0
+        for nbytes in (k.nbytes + scales, v.nbytes + scales):
+            total += pages_touched(tokens, nbytes, page_size) * page_size if nbytes else 0
     return total
 
 

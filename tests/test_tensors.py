@@ -16,7 +16,7 @@ import torch.multiprocessing  # which tells ForkingPickler how
 from conftest import run_python
 
 import vmmkv
-from vmmkv.layout import DTYPES
+from vmmkv.layout import DTYPES, SCALED_DTYPES
 
 
 def random(shape: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -48,6 +48,57 @@ def test_what_is_written_through_one_view_is_read_through_another(device: str, d
         assert torch.equal(raw(all_v[sequence.row, : sequence.length]), raw(v))
         assert sequence.k(layer).shape == k.shape
         assert sequence.k(layer).data_ptr() % 16 == sequence.v(layer).data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("dtype", SCALED_DTYPES, ids=str)
+def test_scales_lie_beside_their_numbers(device: str, dtype: torch.dtype) -> None:
+    """Every byte that is written is read again, whichever was written last, and nothing comes without its scales."""
+    heads = [1, 3, 2]
+    layout = vmmkv.KVLayout(3, heads, [64, 32, 16], dtype, [16, 32, 64], 2, "token_head")
+    cache = vmmkv.KVCache(layout, 2, 300, max_tokens=600, device=device)
+    places = [(sequence, layer) for sequence in map(cache.sequence, (300, 77)) for layer in range(3)]
+    written = []
+    for sequence, layer in places:
+        views = [view[sequence.row, : sequence.length] for view in cache.scaled_kv(layer)]
+        assert [view.shape[1:] for view in views[2:]] == [(heads[layer],)] * 2
+        assert [view.dtype for view in views] == [dtype, dtype, torch.float32, torch.float32]
+        assert all(view.data_ptr() % 16 == 0 for view in views[:2])
+        written.append((views, [random(list(view.shape), view.dtype, device) for view in views]))
+        for view, new in zip(*written[-1]):
+            view.copy_(new)
+    assert all(torch.equal(raw(view), raw(new)) for views, news in written for view, new in zip(views, news))
+    sequence, layer = places[0]
+    k, v, *_ = written[0][1]
+    for refused in (
+        lambda: cache.kv(0),
+        lambda: sequence.k(0),
+        lambda: sequence.v(0),
+        lambda: sequence.write(0, k, v),
+        lambda: vmmkv.KVCache(vmmkv.KVLayout(1, 1, 16, dtype), 1, 1, device=device).scaled_kv(0),
+    ):
+        with pytest.raises(vmmkv.UnsupportedError, match="scales"):
+            refused()
+    assert all(torch.equal(raw(view), raw(new)) for view, new in zip(*written[0]))
+
+
+def test_scales_go_where_their_numbers_go(device: str) -> None:
+    """Into a fork, which has a copy of the last page, to the host and back."""
+    layout = vmmkv.KVLayout(2, 3, 64, torch.int8, scales="token_head", layers_per_range=1)
+    cache = vmmkv.KVCache(layout, 3, 9000, max_tokens=20_000, device=device, host_bytes="64MiB")
+    sequence = cache.sequence(7000)
+
+    def held(of: vmmkv.Sequence) -> list[torch.Tensor]:
+        return [view[of.row, :7000] for layer in range(2) for view in cache.scaled_kv(layer)]
+
+    written = [random(list(view.shape), view.dtype, device) for view in held(sequence)]
+    for view, new in zip(held(sequence), written):
+        view.copy_(new)
+    fork = sequence.fork()
+    fork.extend(5)
+    sequence.suspend()
+    sequence.resume()
+    for of in (sequence, fork):
+        assert all(torch.equal(raw(view), raw(new)) for view, new in zip(held(of), written))
 
 
 def test_views_are_the_cache_not_copies(make_cache) -> None:

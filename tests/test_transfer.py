@@ -299,6 +299,12 @@ def test_a_layout_of_which_less_is_said_is_another() -> None:
         Head(repr(said), 0, 1, None, np.empty(0, np.int64)).check(LAYOUT)
 
 
+def test_a_layout_with_scales_is_another() -> None:
+    plain, scaled = (vmmkv.KVLayout(2, 2, 16, torch.int8, scales=scales) for scales in (None, "token_head"))
+    with pytest.raises(vmmkv.LayoutError, match="scales token_head there, None here"):
+        Head(geometry_of(scaled), 0, 1, None, np.empty(0, np.int64)).check(plain)
+
+
 def refuse_layouts(rank: int) -> None:
     cache = make(LAYOUT)
     for difference, layout in DIFFERENT.items():

@@ -54,6 +54,7 @@ from .rows.rows import (
 )
 from .sequence import Sequence
 from .stats import CacheStats, CallStats
+from .tensors import ScaledKV
 
 __version__ = "0.1.0"
 
@@ -96,6 +97,7 @@ __all__ = [
     "ReleasedTokensError",
     "Retention",
     "RetentionError",
+    "ScaledKV",
     "Sequence",
     "SequenceTooLongError",
     "ShapeError",

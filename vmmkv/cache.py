@@ -48,7 +48,7 @@ from .sequence import Sequence, check_length, check_tokens
 from .space.arena import check_address_space
 from .space.mapper import Mapper
 from .stats import CacheStats, MappedRange
-from .tensors import export_range, kv_views
+from .tensors import ScaledKV, export_range, kv_views, scale_views
 
 
 class KVCache(Owner):
@@ -157,6 +157,9 @@ class KVCache(Owner):
         )
         self._rows = self._open_rows(Rows(pool, max_sequences, rules), self._row_bytes(overread), limit, guaranteed)
         self._ranges, self._views = self._exported()
+        self._scales = (
+            scale_views(self._ranges, layout, max_sequences, max_seq_len) if layout.scales is not None else []
+        )
         self.event_log = event_log
         """What is told which prefixes can be found, if anything is."""
         self._host_tier = (
@@ -728,9 +731,36 @@ class KVCache(Owner):
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
             strided, zero-copy, at addresses that never change.
+
+        Raises:
+            UnsupportedError: the layout has scales, without which these would be other numbers: see `scaled_kv`.
         """
         self.check_usable()
+        if self.layout.scales is not None:
+            raise UnsupportedError(
+                f"asked for K and V of a layout with scales={self.layout.scales!r} without their scales; scaled_kv() "
+                "gives both, and kernels that take both read and write them"
+            )
         return self._views[layer]
+
+    def scaled_kv(self, layer: int) -> ScaledKV:
+        """K and V of one layer over all rows, as `kv`, and their scales: of a layout that has scales.
+
+        What `vmmkv.kernels` take as `k`, `v`, `k_scales` and `v_scales`. What is said of the views of `kv` is true of
+        these, too.
+
+        Returns:
+            K and V as `kv` would, and the scales of each, fp32 `[max_sequences, max_seq_len, num_kv_heads]`.
+
+        Raises:
+            UnsupportedError: the layout has no scales.
+        """
+        self.check_usable()
+        if self.layout.scales is None:
+            raise UnsupportedError(
+                "asked for the scales of a layout that has none; make it with KVLayout(scales='token_head')"
+            )
+        return ScaledKV(*self._views[layer], *self._scales[layer])
 
     def range(self, index: int) -> torch.Tensor:
         """A range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.
@@ -773,7 +803,7 @@ class KVCache(Owner):
 
     def _give_back(self) -> None:
         self._leaks = self._rows.held() if self.pool.is_debugged else []
-        self._views, self._ranges, self._host_tier = [], [], None
+        self._views, self._scales, self._ranges, self._host_tier = [], [], [], None
         self._rows.close()
         if self.event_log:
             self.event_log.close()

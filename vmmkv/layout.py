@@ -3,13 +3,16 @@
 A row is token-major: `[max_seq_len][layer][K, V][num_kv_heads][head_dim]`. All layers of a token lie side
 by side in its *token record*, so that a 2 MiB page holds a few tokens of every layer rather than many
 tokens of one. A layer is an offset into the record; all layers of a range share one token stride.
+
+Scales of 8-bit K and V, where a layout has them, are the record's last bytes: `[layer][num_kv_heads][K, V]`. So K and V
+lie where they would without, and the two that a kernel needs together come together.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -31,6 +34,13 @@ DTYPES = (
     torch.int8,
 )
 
+SCALED_DTYPES = torch.float8_e4m3fn, torch.int8
+"""What scales are kept for."""
+
+SCALE_BYTES = torch.float32.itemsize
+"""Of a scale, which is fp32: fp16 would save little beside a head's numbers, cannot hold the scale of every bf16, and
+is not what attention kernels take."""
+
 
 @dataclass(frozen=True)
 class LayerLayout:
@@ -42,6 +52,8 @@ class LayerLayout:
     v_head_dim: int
     k_offset: int
     v_offset: int
+    scales_offset: int | None = None
+    """Where the scales of its heads begin, in scales; None: the layout has none."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +70,12 @@ class KVLayout:
         layers_per_range: layers that share a token record. None is all of them: pages then hold the
             fewest tokens, so the least is wasted. Fewer layers make a smaller stride, for kernels that
             count in 32 bits (see `int32_token_limit`).
+        scales: "token_head" keeps fp32 scales, one for K and one for V of each token and head, for e4m3fn and int8 (see
+            `KVCache.scaled_kv`). None keeps none: what 8-bit K and V mean is the user's own business then.
 
     Raises:
-        LayoutError: a size is not positive, or a list is not `num_layers` long.
-        DtypeError: the dtype is not one of those above.
+        LayoutError: a size is not positive, a list is not `num_layers` long, or there are no such scales.
+        DtypeError: the dtype is not one of those above, or has no scales.
     """
 
     num_layers: int
@@ -70,11 +84,13 @@ class KVLayout:
     dtype: torch.dtype = torch.bfloat16
     v_head_dim: int | Sequence[int] | None = None
     layers_per_range: int | None = None
+    scales: str | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise DtypeError(f"asked for K and V as {self.dtype}; vmmkv holds {known}")
+        self._check_scales()
         if whole_number("num_layers", self.num_layers) < 1:
             raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at least one")
         if self.num_layers > MAX_LAYERS:
@@ -93,6 +109,13 @@ class KVLayout:
             if value is not None and min(self._per_layer(value)) < smallest:
                 raise LayoutError(f"asked for {name}={value}; it must be at least {smallest}")
 
+    def _check_scales(self) -> None:
+        if self.scales not in (None, "token_head"):
+            raise LayoutError(f"asked for scales={self.scales!r}; vmmkv keeps scales by 'token_head', or None")
+        if self.scales and self.dtype not in SCALED_DTYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in SCALED_DTYPES)
+            raise DtypeError(f"asked for scales of {self.dtype}; it must be one of {known}, or scales=None")
+
     def _per_layer(self, value: int | Sequence[int]) -> Sequence[int]:
         return value if isinstance(value, Sequence) else (value,) * self.num_layers
 
@@ -110,16 +133,32 @@ class KVLayout:
             v_offset = k_offset + _round_up(heads * k_dim, step)
             end = v_offset + _round_up(heads * v_dim, step)
             layers.append(LayerLayout(range_index, heads, k_dim, v_dim, k_offset, v_offset))
-        return tuple(layers)
+        return tuple(self._with_scales(layers) if self.scales else layers)
+
+    def _with_scales(self, layers: list[LayerLayout]) -> Iterator[LayerLayout]:
+        """Layers, with a place for scales behind K and V of the last of their range."""
+        ends = [end // SCALE_BYTES for end in self._value_bytes(layers)]
+        for layer in layers:
+            yield replace(layer, scales_offset=ends[layer.range])
+            ends[layer.range] += 2 * layer.num_kv_heads
+
+    def _value_bytes(self, layers: Iterable[LayerLayout]) -> list[int]:
+        """Bytes of K and V of a token in each range, which end where they are aligned."""
+        last = {layer.range: layer for layer in layers}
+        return [
+            _round_up((layer.v_offset + layer.num_kv_heads * layer.v_head_dim) * self.dtype.itemsize, ALIGNMENT)
+            for layer in last.values()
+        ]
 
     @cached_property
     def record_bytes(self) -> tuple[int, ...]:
         """Bytes of a token record in each range: the stride from one token to the next."""
-        last = {layer.range: layer for layer in self.layers}
-        return tuple(
-            _round_up((layer.v_offset + layer.num_kv_heads * layer.v_head_dim) * self.dtype.itemsize, ALIGNMENT)
-            for layer in last.values()
-        )
+        records = self._value_bytes(self.layers)
+        for layer in self.layers:
+            if layer.scales_offset is not None:
+                end = (layer.scales_offset + 2 * layer.num_kv_heads) * SCALE_BYTES
+                records[layer.range] = _round_up(end, ALIGNMENT)
+        return tuple(records)
 
     @cached_property
     def token_bytes(self) -> int:

@@ -39,7 +39,11 @@ UNEVEN_KEYS = (
 
 
 def layout_from_config(
-    config: Mapping[str, Any] | object, *, dtype: torch.dtype | None = None, layers_per_range: int | None = None
+    config: Mapping[str, Any] | object,
+    *,
+    dtype: torch.dtype | None = None,
+    layers_per_range: int | None = None,
+    scales: str | None = None,
 ) -> KVLayout:
     """The layout of what transformers caches for a model.
 
@@ -48,10 +52,11 @@ def layout_from_config(
             leave out sizes of its `text_config`; `AutoConfig` fills them in.
         dtype: of K and V; None is the config's own, bfloat16 where it names none.
         layers_per_range: see `KVLayout`.
+        scales: see `KVLayout`.
 
     Raises:
         LayoutError: a size is missing, or the layers keep different things: make a `KVLayout` by hand then.
-        DtypeError: the config names a dtype that vmmkv does not hold.
+        DtypeError: the config names a dtype that vmmkv does not hold, or one without scales where they are asked for.
     """
     whole: Mapping[str, Any] = config if isinstance(config, Mapping) else config.to_dict()  # type: ignore[attr-defined]
     text = text_config(whole)
@@ -72,6 +77,7 @@ def layout_from_config(
         dtype=dtype or dtype_from_name(_get(text, "dtype", "torch_dtype") or _get(whole, "dtype", "torch_dtype")),
         v_head_dim=v_head_dim,
         layers_per_range=layers_per_range,
+        scales=scales,
     )
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .layout import KVLayout
+from .layout import SCALE_BYTES, KVLayout
 from .memory.driver import DEFAULT_PAGE_SIZE
 from .sequence import check_length
 
@@ -49,8 +49,9 @@ def allocated_bytes(
     if scheme == "block_table_16":
         return _round_up(tokens, BLOCK_TOKENS) * layout.token_bytes
     if scheme == "per_layer":
+        scale = SCALE_BYTES if layout.scales is not None else 0
         strides = [
-            layer.num_kv_heads * width * layout.dtype.itemsize
+            layer.num_kv_heads * (width * layout.dtype.itemsize + scale)
             for layer in layout.layers
             for width in (layer.k_head_dim, layer.v_head_dim)
         ]

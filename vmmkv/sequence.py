@@ -354,6 +354,7 @@ class Sequence:
 
         Raises:
             ShapeError, DtypeError, DeviceError: they do not fit; nothing was written.
+            UnsupportedError: the layout has scales, which `vmmkv.kernels.append` writes as well; nothing was written.
             ArgumentError: one is no tensor, is sparse, or has no data of its own; nothing was written.
         """
         check_dense(k, "K")

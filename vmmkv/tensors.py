@@ -11,7 +11,7 @@ So that is refused, as far as an object can: `repr` of a storage, and what reads
 from __future__ import annotations
 
 import ctypes
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.serialization
@@ -109,6 +109,15 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
         raise ArgumentError(f"got {name} as {tensor.layout}; it must be strided. Convert with .to_dense()")
 
 
+class ScaledKV(NamedTuple):
+    """K and V of a layer as 8-bit numbers, and their scales: K is `k * k_scales[..., None]`, and V likewise."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor
+    v_scales: torch.Tensor
+
+
 def kv_views(
     ranges: list[torch.Tensor], layout: KVLayout, num_rows: int, max_seq_len: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -127,6 +136,30 @@ def kv_views(
         k, v = (
             flat.as_strided((num_rows, max_seq_len, layer.num_kv_heads, width), (row, token, width, 1), offset)
             for width, offset in ((layer.k_head_dim, layer.k_offset), (layer.v_head_dim, layer.v_offset))
+        )
+        views.append((k, v))
+    return views
+
+
+def scale_views(
+    ranges: list[torch.Tensor], layout: KVLayout, num_rows: int, max_seq_len: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The scales of K and V of every layer over all rows, of a layout that has them.
+
+    Args:
+        ranges: the elements of each range of the layout.
+
+    Returns:
+        per layer those of `(K, V)`, each fp32 `[num_rows, max_seq_len, num_kv_heads]` and strided.
+    """
+    views = []
+    for layer in layout.layers:
+        assert layer.scales_offset is not None
+        flat = ranges[layer.range].view(torch.float32)
+        row, token = flat.numel() // num_rows, layout.record_bytes[layer.range] // flat.itemsize
+        k, v = (
+            flat.as_strided((num_rows, max_seq_len, layer.num_kv_heads), (row, token, 2), layer.scales_offset + which)
+            for which in range(2)
         )
         views.append((k, v))
     return views

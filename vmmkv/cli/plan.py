@@ -39,6 +39,9 @@ def plan(
     head_dim: Annotated[int | None, typer.Option(min=1, help="Width of a K head.")] = None,
     v_head_dim: Annotated[int | None, typer.Option(min=0, help="Width of a V head; that of K by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, float8_e4m3fn, ...; the config's, else bfloat16.")] = None,
+    scales: Annotated[
+        str | None, typer.Option(help="token_head: scales of each token and head, for float8_e4m3fn and int8.")
+    ] = None,
     memory: Annotated[str, typer.Option(help="80GiB, or a share of what is free on this machine's device.")] = "80%",
     max_seq_len: Annotated[int | None, typer.Option(min=1, help="The config's by default, else 8192.")] = None,
     mean_tokens: Annotated[
@@ -69,7 +72,7 @@ def plan(
             raise typer.BadParameter("give --guaranteed once for each --model, in their order; 0 is no guarantee")
         nbytes = _memory_bytes(memory)
         promised = _guarantees(guaranteed or ["0"] * len(model), nbytes)
-        shared = _plan_pool(model, promised, nbytes, dtype, max_seq_len, mean_tokens)
+        shared = _plan_pool(model, promised, nbytes, dtype, scales, max_seq_len, mean_tokens)
         print_json(shared) if json_output else _print_pool(shared)
         return
     if guaranteed:
@@ -77,10 +80,10 @@ def plan(
     if config:
         if sizes:
             raise typer.BadParameter("give --config or sizes, not both")
-        layout, longest = _read_model(config, dtype)
+        layout, longest = _read_model(config, dtype, scales)
         max_seq_len = max_seq_len or longest
     elif layers and kv_heads and head_dim:
-        layout = KVLayout(layers, kv_heads, head_dim, dtype_from_name(dtype), v_head_dim)
+        layout = KVLayout(layers, kv_heads, head_dim, dtype_from_name(dtype), v_head_dim, scales=scales)
     else:
         raise typer.BadParameter("give --config, or --layers, --kv-heads and --head-dim")
     max_seq_len = max_seq_len or 8192
@@ -93,10 +96,10 @@ def plan(
         _print(result)
 
 
-def _read_model(path: Path, dtype: str | None) -> tuple[KVLayout, int | None]:
+def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLayout, int | None]:
     """The layout of a model, and the longest sequence that its config names."""
     config = _read_config(path)
-    layout = layout_from_config(config, dtype=dtype_from_name(dtype) if dtype else None)
+    layout = layout_from_config(config, dtype=dtype_from_name(dtype) if dtype else None, scales=scales)
     text = text_config(config)
     return layout, next((text[key] for key in MAX_SEQ_LEN if key in text), None)
 
@@ -131,6 +134,7 @@ def _plan_pool(
     promised: list[int],
     memory: int,
     dtype: str | None,
+    scales: str | None,
     max_seq_len: int | None,
     mean_tokens: int | None,
 ) -> dict[str, Any]:
@@ -144,7 +148,7 @@ def _plan_pool(
         path = model / "config.json" if model.is_dir() else model
         if not path.is_file():
             raise typer.BadParameter(f"--model {model}: there is no config.json in this folder")
-        layout, longest = _read_model(path, dtype)
+        layout, longest = _read_model(path, dtype, scales)
         length = max_seq_len or longest or 8192
         mean = mean_tokens or -(-length // 4)
         sizes = {"pool": memory - sum(promised) + own, "share": share, "guaranteed": own}
@@ -215,6 +219,7 @@ def _plan(layout: KVLayout, memory: int, max_seq_len: int, mean_tokens: int) -> 
         "head_dim": layout.head_dim,
         "v_head_dim": layout.head_dim if layout.v_head_dim is None else layout.v_head_dim,
         "dtype": str(layout.dtype).removeprefix("torch."),
+        "scales": layout.scales,
         "token_bytes": layout.token_bytes,
         "layer_bytes": layout.token_bytes / layout.num_layers,
         "page_size": page_size,
@@ -243,6 +248,8 @@ def _print(result: dict[str, Any]) -> None:
         what = f"{cache['batch']:,} sequences of {cache['tokens']:,} tokens"
         rows.append((what, f"{format_bytes(cache['bytes'])} ({cache['bytes']:,} bytes)"))
     layout = "{num_layers} layers, {num_kv_heads} KV heads, head_dim {head_dim}, {dtype}".format(**result)
+    if result["scales"]:
+        layout += f", scales by {result['scales']}"
     console.print(make_table(layout, ("what", "how much"), rows))
     console.print(
         make_table(

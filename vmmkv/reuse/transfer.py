@@ -105,6 +105,8 @@ def geometry_of(layout: KVLayout) -> str:
     for name, attribute in ("num_kv_heads", "num_kv_heads"), ("head_dim", "k_head_dim"), ("v_head_dim", "v_head_dim"):
         values = [getattr(layer, attribute) for layer in layout.layers]
         facts[name] = values[0] if len(set(values)) == 1 else values
+    if layout.scales is not None:
+        facts["scales"] = layout.scales
     return repr(facts)
 
 

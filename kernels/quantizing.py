@@ -1,0 +1,99 @@
+"""Writing the heads of one token as 8-bit numbers and their scales: a warp for each head. See `quantized`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numba import cuda
+
+from .arithmetic import FORMATS
+from .eight_bits import EIGHT_BITS, pack_bytes
+from .memory import load_8, load_16, store_4, store_f32
+from .ptx import float32, inlined, instruction
+from .quantized import LARGEST, LEAST
+from .vectors import THREADS
+from .warp import shuffle_xor
+
+WARPS = THREADS // 32
+INFINITY, NAN = math.inf, math.nan
+
+
+def _greater(a: float, b: float) -> Any:
+    return np.float32(max(a, abs(b)) if a == a and b == b else NAN)
+
+
+greater = instruction(
+    "{ .reg .f32 t; abs.f32 t, $2; max.NaN.f32 $0, $1, t; }", "f", "ff", _greater, pure=True
+)  # fmt: skip
+"""The greater of a number and the size of another; NaN if one of them is."""
+
+exact_reciprocal = instruction(
+    "rcp.rn.f32 $0, $1;", "f", "f", lambda x: np.float32(1) / np.float32(x), pure=True
+)  # fmt: skip
+"""1 / x, rounded to nearest."""
+
+
+def make_load_four(dtype: torch.dtype) -> Any:
+    """A function for kernels that loads four numbers to a place in a local array."""
+    low, high = FORMATS[dtype].low, FORMATS[dtype].high
+
+    @inlined
+    def load_four_of_4_bytes(numbers: Any, place: int, source: int) -> None:
+        loaded = load_16(source)
+        for i in range(4):
+            numbers[place + i] = low(loaded[i])
+
+    @inlined
+    def load_four_of_2_bytes(numbers: Any, place: int, source: int) -> None:
+        loaded = load_8(source)
+        for i in range(2):
+            numbers[place + 2 * i] = low(loaded[i])
+            numbers[place + 2 * i + 1] = high(loaded[i])
+
+    return load_four_of_4_bytes if dtype.itemsize == 4 else load_four_of_2_bytes
+
+
+def make_quantize_heads(num_heads: int, head_dim: int, dtype: torch.dtype, to: torch.dtype) -> Any:
+    """A function for kernels that writes one token's heads as 8-bit numbers; called by all threads."""
+    load_four, code = make_load_four(dtype), EIGHT_BITS[to].code
+    fours, four_bytes = head_dim // 4, 4 * dtype.itemsize
+    owned = -(-fours // 32)
+    num_numbers = 4 * owned
+    largest, step = LARGEST[to], 1 / LARGEST[to]
+
+    @inlined
+    def quantize_heads(
+        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int
+    ) -> None:
+        """From address `source` to `target` and `scales`; bytes from one head to the next."""
+        lane = cuda.threadIdx.x & 31
+        head = cuda.threadIdx.x >> 5
+        numbers = cuda.local.array(num_numbers, float32)
+        while head < num_heads:
+            top = float32(0)
+            for i in range(owned):  # a lane behind the last takes that as well
+                load_four(numbers, 4 * i, source + head * source_head + min(i * 32 + lane, fours - 1) * four_bytes)
+                for j in range(4):
+                    top = greater(top, numbers[4 * i + j])
+            for turn in range(5):
+                top = greater(top, shuffle_xor(top, 1 << turn))
+            finite = top < float32(INFINITY)
+            usable = finite and top >= float32(LEAST)
+            factor = exact_reciprocal(top) * float32(largest) if usable else float32(0)
+            for i in range(owned):
+                for j in range(4):
+                    numbers[4 * i + j] = numbers[4 * i + j] * factor if usable else float32(0)
+                if i * 32 + lane < fours:
+                    word = pack_bytes(
+                        code(numbers[4 * i]), code(numbers[4 * i + 1]),
+                        code(numbers[4 * i + 2]), code(numbers[4 * i + 3]),
+                    )  # fmt: skip
+                    store_4(target + head * target_head + (i * 32 + lane) * 4, word)
+            if lane == 0:
+                store_f32(scales + head * scale_head, top * float32(step) if finite else float32(NAN))
+            head += WARPS
+
+    return quantize_heads
