@@ -494,11 +494,9 @@ def cache_sizes() -> str:
 # ------------------------------------------------------------------ continuous batching
 
 
-@table("batching_h200.json", "batching_qwen3_h200.json")
-def batching(*results: Result) -> str:
-    columns, _ = batching_tables.batching_table(results[0])
-    rows = [(result["model"], *row) for result in results for row in batching_tables.batching_table(result)[1]]
-    return markdown(("model", *columns), rows)
+@table("batching_h200.json")
+def batching(result: Result) -> str:
+    return markdown(*batching_tables.batching_table(result))
 
 
 @table("batching_h200.json")

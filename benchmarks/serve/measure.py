@@ -172,6 +172,8 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
     longest = min(settings.chunk, workload.max_seq_len - 2)
     for prompt in range(longest, 0, -max(longest // WARM_UPS, 1)):
         engine.run([torch.full((prompt,), prompt % vocabulary)], [2])
+    # One decodes beside the end of the other's prompt, which no longer fits the first step.
+    engine.run([torch.zeros(8, dtype=torch.int64), torch.ones(longest, dtype=torch.int64)], [4, 2])
     engine.kv.give_back()
     return engine
 
