@@ -65,12 +65,11 @@ def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
 # ------------------------------------------------------------------ the first screen
 
 
-@table("demo_azure_h200.json", "generate_h200.json", "serve_h200.json")
-def headline(replayed: Result, generated: Result, served: Result) -> str:
+@table("demo_azure_h200.json", "generate_h200.json", "batching_h200.json")
+def headline(replayed: Result, generated: Result, batched: Result) -> str:
     """Three figures of ours, each with those of its peers."""
     steps = {cell["contender"]: step_ms(cell) for cell in generated["cells"] if is_long_batch(cell)}
-    _, backends = serving.by_case(served["serving"])[0]
-    rates = {name: f"{row['output_tokens_per_s']:,.0f}" for name, row in backends.items()}
+    rates = {row["system"]: f"{row['tokens_per_s']:,.0f}" for row in batched["served"]}
     waste = {scheme: f"{part:.1%}" for scheme, part in replayed["waste"].items()}
     rows = [
         (
@@ -85,9 +84,9 @@ def headline(replayed: Result, generated: Result, served: Result) -> str:
             f"{steps['StaticCache, sdpa, compiled']} with a compiled `StaticCache`",
         ),
         (
-            "tokens/s of one engine, K and V in 16 GiB (`serve_h200.json`)",
-            rates["vmm"],
-            f"{rates['paged']} in blocks of 16, {rates['static']} in slots of 8,192",
+            "tokens/s of transformers' continuous batching, K and V in 16 GiB (`batching_h200.json`)",
+            rates["rows"],
+            f"{rates['blocks, sdpa']} on its own blocks with `sdpa`",
         ),
     ]
     columns = "one NVIDIA H200, Llama-3.1-8B's shape in bf16", "vmmkv", "beside it"

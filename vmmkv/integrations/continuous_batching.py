@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import operator
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, suppress
@@ -42,7 +41,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints, str
 from transformers.utils import logging
 
 from ..cache import KVCache
-from ..errors import ArgumentError, OutOfPagesError, SequenceTooLongError, UnsupportedAttentionError, UnsupportedError
+from ..errors import ArgumentError, OutOfPagesError, UnsupportedAttentionError, UnsupportedError
 from ..layout import KVLayout
 from ..memory.budget import parse_bytes
 from ..memory.driver.limits import memory as host_memory
@@ -51,6 +50,7 @@ from ..space.arena import ADDRESS_LIMIT
 from .attention import NOT_ABOUT_ATTENTION, can_attend, kernels_take
 from .batch import check_size
 from .packed_attention import Packed, attend, can_rotate, write
+from .request_checks import check_length, check_positions, check_sampling, token_ids
 from .rotation import as_rotated, defer_rotation, restore_rotation, rotation_of
 from .row_ranks import RankedRequests, Ranks
 from .row_requests import NO_ROOM, RowRequests
@@ -66,8 +66,6 @@ WARMUP = "__warmup_"
 """What names of requests begin with that are made up, before there are any, and hold what was never computed."""
 MANY_TOKENS = 1 << 40
 """More than a forward pass can read: attention reads rows, not copies of them."""
-LENGTH_MATTERS = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the longest request of a batch."""
 KEPT = "_cached_continuous_batching_manager"
 """Where transformers keeps a persistent manager."""
 CHILD = "__child#"
@@ -144,7 +142,7 @@ def enable(
     if max_seq_len is None:
         raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
     options = Options(max_bytes, pool, check_size("max_seq_len", max_seq_len), idle_seconds)
-    _check_positions(model, options.max_seq_len)
+    check_positions(model, options.max_seq_len)
     manager = type("RowManager", (RowManager,), {"options": options})
     begin = with_names(
         inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
@@ -167,26 +165,6 @@ def _drop_kept(model: PreTrainedModel) -> None:
     kept = vars(model).pop(KEPT, None)
     if kept is not None and not kept.is_running():
         kept.destroy()
-
-
-def _check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
-    """Raises `UnsupportedError` where a model cannot tell positions of so many tokens, or not those of requests that
-    lie in one batch with longer ones: some turn all of them otherwise as soon as one is far behind."""
-    config = model.config.get_text_config()
-    known, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
-    limits = {"no rotary embeddings": known} if not rope else {}
-    for each in (rope or {}, *(rope or {}).values()):
-        if isinstance(each, dict) and each.get("rope_type") in LENGTH_MATTERS:
-            kind = each["rope_type"]
-            limits[f"rope_type={kind!r}"] = (
-                each.get("original_max_position_embeddings") if kind == "longrope" else known
-            )
-    for what, limit in limits.items():
-        if limit is not None and max_seq_len > limit:
-            raise UnsupportedError(
-                f"asked for max_seq_len={max_seq_len}; {type(model).__name__} has {what}, with which requests that lie "
-                f"in one batch are right up to {limit} tokens. Give max_seq_len={limit}, or less"
-            )
 
 
 def _is_split_by_layers(model: PreTrainedModel) -> bool:
@@ -299,7 +277,9 @@ class RowManager(their_api.ContinuousBatchingManager):
     ) -> None:
         config = _with_defaults(continuous_batching_config, model.device)
         if workload_hints is not None:  # now, since `generate_batch` has no results where a request is refused later
-            _check_length(self.options, workload_hints.max_prompt_length, workload_hints.max_generated_length)
+            check_length(
+                self.options.max_seq_len, workload_hints.max_prompt_length, workload_hints.max_generated_length
+            )
         self._weights, self._addresses = 0, [0]
         before, was_training = model.config._attn_implementation, model.training
         is_told = continuous_batching_config.use_cuda_graph is not None
@@ -399,12 +379,12 @@ class RowManager(their_api.ContinuousBatchingManager):
                 that would end all requests.
         """
         vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
-        ids = _token_ids(input_ids, vocabulary)
+        ids = token_ids(input_ids, vocabulary)
         if not isinstance(request_id, Hashable):
             raise ArgumentError(f"got request_id={request_id!r}; give a name")
-        _check_sampling(vocabulary, kwargs.get("temperature"), kwargs.get("top_k"))
+        check_sampling(vocabulary, kwargs.get("temperature"), kwargs.get("top_k"))
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        room = _check_length(self.options, len(ids), 1 if new is None else new)
+        room = check_length(self.options.max_seq_len, len(ids), 1 if new is None else new)
         return super().add_request(ids, request_id, room if new is None else new, *args, **kwargs)
 
     def _create_batch_processor(self) -> Any:
@@ -418,49 +398,6 @@ class RowManager(their_api.ContinuousBatchingManager):
             SCHEDULER_MAPPING=SCHEDULERS,
         )
         return create(self)
-
-
-def _check_length(options: Options, tokens: int, new: int) -> int:
-    """How many new tokens a row has room for behind so many.
-
-    Raises:
-        SequenceTooLongError: they are fewer than `new`.
-    """
-    room = options.max_seq_len - tokens
-    if room < new:
-        raise SequenceTooLongError(
-            f"asked for {tokens} tokens and {new} new ones; a row is {options.max_seq_len} long. "
-            "A larger max_seq_len takes addresses, not memory"
-        )
-    return room
-
-
-def _token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
-    """The ids of a prompt. Others would end the forward pass, and with it all requests.
-
-    Raises:
-        ArgumentError: they are none of this model's.
-    """
-    try:
-        given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
-        ids = [operator.index(each) for each in given]
-    except TypeError as error:
-        raise ArgumentError(f"got input_ids that are not the whole numbers of one prompt: {error}") from None
-    if not ids:
-        raise ArgumentError("got no input_ids; another request's would decide what comes. Begin with bos_token_id")
-    wrong = max(ids) if min(ids) >= 0 else min(ids)
-    if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
-        raise ArgumentError(f"got token {wrong}; this model's are 0 to {vocabulary or 'its vocabulary'}, exclusive")
-    return ids
-
-
-def _check_sampling(vocabulary: int | None, temperature: Any, top_k: Any) -> None:
-    """Raises `ArgumentError` for numbers from which no token can be drawn. transformers looks at their types alone, and
-    a draw that fails ends all requests."""
-    if isinstance(temperature, int | float) and not temperature > 0:
-        raise ArgumentError(f"got temperature={temperature}; it must be above 0. top_k=1 takes the most likely token")
-    if isinstance(top_k, int) and vocabulary is not None and top_k > vocabulary:
-        raise ArgumentError(f"got top_k={top_k}; this model knows {vocabulary} tokens")
 
 
 def _addresses(model: torch.nn.Module) -> list[int]:

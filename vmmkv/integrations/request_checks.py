@@ -1,0 +1,77 @@
+"""What continuous batching is asked for, looked at before it is taken: what fails in a batch ends all of its requests."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError
+
+LENGTH_MATTERS = ("dynamic", "longrope")
+"""Rotary embeddings that depend on the longest request of a batch."""
+
+
+def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
+    """Raises `UnsupportedError` where a model cannot tell positions of so many tokens, or not those of requests that
+    lie in one batch with longer ones: some turn all of them otherwise as soon as one is far behind."""
+    config = model.config.get_text_config()
+    known, rope = getattr(config, "max_position_embeddings", None), getattr(config, "rope_parameters", None)
+    limits = {"no rotary embeddings": known} if not rope else {}
+    for each in (rope or {}, *(rope or {}).values()):
+        if isinstance(each, dict) and each.get("rope_type") in LENGTH_MATTERS:
+            kind = each["rope_type"]
+            limits[f"rope_type={kind!r}"] = (
+                each.get("original_max_position_embeddings") if kind == "longrope" else known
+            )
+    for what, limit in limits.items():
+        if limit is not None and max_seq_len > limit:
+            raise UnsupportedError(
+                f"asked for max_seq_len={max_seq_len}; {type(model).__name__} has {what}, with which requests that lie "
+                f"in one batch are right up to {limit} tokens. Give max_seq_len={limit}, or less"
+            )
+
+
+def check_length(max_seq_len: int, tokens: int, new: int) -> int:
+    """How many new tokens a row has room for behind so many.
+
+    Raises:
+        SequenceTooLongError: they are fewer than `new`.
+    """
+    room = max_seq_len - tokens
+    if room < new:
+        raise SequenceTooLongError(
+            f"asked for {tokens} tokens and {new} new ones; a row is {max_seq_len} long. "
+            "A larger max_seq_len takes addresses, not memory"
+        )
+    return room
+
+
+def token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
+    """The ids of a prompt. Others would end the forward pass, and with it all requests.
+
+    Raises:
+        ArgumentError: they are none of this model's.
+    """
+    try:
+        given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
+        ids = [operator.index(each) for each in given]
+    except TypeError as error:
+        raise ArgumentError(f"got input_ids that are not the whole numbers of one prompt: {error}") from None
+    if not ids:
+        raise ArgumentError("got no input_ids; another request's would decide what comes. Begin with bos_token_id")
+    wrong = max(ids) if min(ids) >= 0 else min(ids)
+    if wrong < 0 or (vocabulary is not None and wrong >= vocabulary):
+        raise ArgumentError(f"got token {wrong}; this model's are 0 to {vocabulary or 'its vocabulary'}, exclusive")
+    return ids
+
+
+def check_sampling(vocabulary: int | None, temperature: Any, top_k: Any) -> None:
+    """Raises `ArgumentError` for numbers from which no token can be drawn. transformers looks at their types alone, and
+    a draw that fails ends all requests."""
+    if isinstance(temperature, int | float) and not temperature > 0:
+        raise ArgumentError(f"got temperature={temperature}; it must be above 0. top_k=1 takes the most likely token")
+    if isinstance(top_k, int) and vocabulary is not None and top_k > vocabulary:
+        raise ArgumentError(f"got top_k={top_k}; this model knows {vocabulary} tokens")
