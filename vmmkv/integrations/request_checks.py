@@ -1,4 +1,4 @@
-"""What continuous batching is asked for, looked at before it is taken: what fails in a batch ends all of its requests."""
+"""What continuous batching is asked for, looked at before it is taken: what fails in a batch ends all of it."""
 
 from __future__ import annotations
 
