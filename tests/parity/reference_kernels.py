@@ -85,7 +85,7 @@ def prefill(
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tensors: torch.Tensor | None) -> None:
     like_q, like_k, like_v, seq_lens, starts, sinks = (key and Geometry(*key) for key in keys((q, k, v, *tensors)))
-    check_attention(like_q, like_k, like_v, like_q)
+    check_attention(like_q, like_k, like_v, like_q, None, None)
     check_indices(q.device, (len(k),), seq_lens=seq_lens, starts=starts)
     if sinks:
         check_sinks(sinks, like_q)
