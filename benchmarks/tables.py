@@ -70,6 +70,7 @@ def headline(replayed: Result, generated: Result, batched: Result) -> str:
     """Three figures of ours, each with those of its peers."""
     steps = {cell["contender"]: step_ms(cell) for cell in generated["cells"] if is_long_batch(cell)}
     rates = {row["system"]: f"{row['tokens_per_s']:,.0f}" for row in batched["served"]}
+    *_, stopped = batched["served"]
     waste = {scheme: f"{part:.1%}" for scheme, part in replayed["waste"].items()}
     rows = [
         (
@@ -86,7 +87,7 @@ def headline(replayed: Result, generated: Result, batched: Result) -> str:
         (
             "tokens/s of transformers' continuous batching, K and V in 16 GiB (`batching_h200.json`)",
             rates["rows"],
-            f"{rates['blocks, sdpa']} on its own blocks with `sdpa`",
+            f"{rates['blocks, sdpa']} on its own blocks with `sdpa`, stopped after {stopped['seconds']:.0f} s",
         ),
     ]
     columns = "one NVIDIA H200, Llama-3.1-8B's shape in bf16", "vmmkv", "beside it"

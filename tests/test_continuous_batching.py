@@ -6,6 +6,8 @@ Weights are random and large enough for attention to decide what comes; pages ho
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 import time
 from collections.abc import Iterator
 from random import Random
@@ -779,3 +781,12 @@ def test_attention_on_rows_is_for_continuous_batching_alone(model: PreTrainedMod
             model(torch.tensor([[3, 4]]))
     finally:
         model.set_attn_implementation("eager")
+
+
+def test_a_transformers_without_what_is_known_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.cache_allocators", None)
+    again = importlib.util.spec_from_file_location("vmmkv.integrations.again", rows.__file__)
+    assert again is not None
+    assert again.loader is not None
+    with pytest.raises(vmmkv.UnsupportedError, match=r"no continuous batching that is known here .*install one of 5"):
+        again.loader.exec_module(importlib.util.module_from_spec(again))

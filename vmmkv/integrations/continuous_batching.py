@@ -30,14 +30,6 @@ from weakref import WeakSet
 import torch
 import transformers
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.generation.continuous_batching import cache as their_cache
-from transformers.generation.continuous_batching import continuous_api as their_api
-from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
-from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs, PagedAttentionArgs
-from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
-from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
-from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
-from transformers.generation.continuous_batching.utils import WorkloadHints, stream_context
 from transformers.utils import logging
 
 from ..cache import KVCache
@@ -66,15 +58,33 @@ WARMUP = "__warmup_"
 """What names of requests begin with that are made up, before there are any, and hold what was never computed."""
 MANY_TOKENS = 1 << 40
 """More than a forward pass can read: attention reads rows, not copies of them."""
+STUCK = "No requests can be scheduled and no requests can be offloaded."
+"""What transformers says where nobody can go on for want of memory."""
 KEPT = "_cached_continuous_batching_manager"
 """Where transformers keeps a persistent manager."""
 CHILD = "__child#"
 """In names of requests that fork from one: between its own and a number."""
-GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
-"""In the place of a request that has ended while a batch with it runs."""
 
+
+try:
+    from transformers.generation.continuous_batching import cache as their_cache
+    from transformers.generation.continuous_batching import continuous_api as their_api
+    from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs, PagedAttentionArgs
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+    from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
+    from transformers.generation.continuous_batching.utils import WorkloadHints, stream_context
+except ImportError as error:
+    raise UnsupportedError(
+        f"transformers {transformers.__version__} has no continuous batching that is known here ({error}); "
+        f"install one of {', '.join(TESTED)}"
+    ) from error
 
 logger = logging.get_logger(__name__)
+
+GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
+"""In the place of a request that has ended while a batch with it runs."""
 
 KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
 """Keywords of attention that are heeded, or mean nothing to it."""
@@ -294,6 +304,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         self.continuous_batching_config.max_blocks_per_request = 1  # a row; their own kernels need not be there
         if not may_capture:
             self.continuous_batching_config.use_cuda_graph = False, False
+        if model.device.type == "cuda" and not self.groups[0].has_kernels:
+            logger.warning("%s has heads without kernels: torch attends to a request at a time", type(model).__name__)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         before = model.config._attn_implementation
@@ -444,12 +456,11 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many
 
     def prepare_next_batch(self) -> bool:
-        self.offloading_manager.is_stuck = False
         self._let_go()
         try:
             found = bool(super().prepare_next_batch())
-        except RuntimeError:
-            if not self.offloading_manager.is_stuck:
+        except RuntimeError as error:
+            if str(error) != STUCK:
                 raise
             found = False
             if self._take_tokens():
@@ -856,18 +867,12 @@ class RowOffloading(OffloadingManager):
     """Moves requests to the host, and has them started anew where there is no room."""
 
     cache: RowCache
-    is_stuck = False
-    """Whether it could last do nothing for who lacks memory."""
 
     def __init__(self, cpu_offload_space_gib: float | None, **kwargs: Any) -> None:
         super().__init__(cpu_offload_space_gib=0.0, **kwargs)  # rows have a place of their own there
 
     def _compute_num_cpu_sectors(self, *args: Any) -> int:
         return 0
-
-    def offload_requests(self) -> bool:
-        self.is_stuck = not super().offload_requests()
-        return not self.is_stuck
 
     def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
         moved = {state.request_id for state in victims if self.cache.requests.is_away(state.request_id)}

@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 from weakref import WeakSet
 
+import torch
 import typer
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -81,9 +82,15 @@ def serve(
         _in_place_of(their_server, build_server=functools.partial(_build, their_server.build_server)),
     ):
         made: Serve = command.main(
-            ["--continuous-batching", *arguments], prog_name="vmmkv serve", standalone_mode=False
+            ["--continuous-batching", *_device(), *arguments], prog_name="vmmkv serve", standalone_mode=False
         )
     return made
+
+
+def _device() -> list[str]:
+    """Where a model runs if nobody says it: on several GPUs transformers would share out its layers, and rows are on
+    one."""
+    return ["--device", "cuda:0"] if torch.cuda.device_count() > 1 else []
 
 
 @contextmanager
