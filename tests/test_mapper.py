@@ -207,7 +207,7 @@ def test_what_fails_in_it_fails_for_those_who_need_it() -> None:
         with pytest.raises(DriverError, match=f"{call} failed"):
             sequence.extend(100 - sequence.length)  # more than there are free frames for
         soon(lambda: mapper.error is not None)
-        assert mapper.error == f"{call} failed with INJECTED"
+        assert cache.pool.stats().mapper_error == f"{call} failed with INJECTED"
         driver.heal()
         cache.check()
         sequence.extend(1)

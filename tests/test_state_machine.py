@@ -579,10 +579,10 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 def run(base: type[CacheMachine], device: str, kind: dict[str, Any]) -> None:
-    """Runs a machine half as often as a profile says; where each step waits for a GPU, a third."""
+    """Runs a machine a third as often as a profile says."""
     machine = type("Machine", (base,), {"device": device, **kind})
-    usual, parts = machine.TestCase.settings, 3 if device == "cuda" else 2
-    run_state_machine_as_test(machine, settings=settings(usual, max_examples=usual.max_examples // parts))
+    usual = machine.TestCase.settings
+    run_state_machine_as_test(machine, settings=settings(usual, max_examples=usual.max_examples // 3))
 
 
 @pytest.mark.parametrize("kind", [{}, {"zero_tail": True}, {"large_frames": True, "budget": 90}], ids=str)

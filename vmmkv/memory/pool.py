@@ -160,6 +160,7 @@ class FramePoolStats:
         cached_tokens: those of them that held K and V already.
         driver_calls: calls of the memory system by name, but for the mapper's.
         mapper_calls: those of the mapper, which nobody waits for.
+        mapper_error: what went wrong in it last; who grew then did its work, or was told by an error of his own call.
         accounts: what each holder has, the oldest first.
     """
 
@@ -178,6 +179,7 @@ class FramePoolStats:
     cached_tokens: int
     driver_calls: dict[str, CallStats]
     mapper_calls: dict[str, CallStats]
+    mapper_error: str | None
     accounts: tuple[AccountStats, ...]
 
 
@@ -351,6 +353,7 @@ class FramePool:
             cached_tokens=self.cached_tokens,
             driver_calls=self.meter.stats(),
             mapper_calls=self.mapper.meter.stats() if self.mapper else {},
+            mapper_error=self.mapper.error if self.mapper else None,
             accounts=tuple(map(self._account_stats, self.accounts, used)),
         )
 
