@@ -13,7 +13,6 @@ import json
 import os
 import socket
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any, NamedTuple
@@ -27,6 +26,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from benchmarks.batching import ROWS, manager_of, run
 from benchmarks.batching_tables import ranks_table
 from benchmarks.generate.models import build, token_bytes
+from benchmarks.processes import run_processes
 from benchmarks.serve.workloads import Limits, make_workload
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table, print_json
@@ -81,14 +81,7 @@ def main(
 def served_by(ranks: int, asked: Asked) -> list[Row]:
     """What so many processes measure together: a row of each round, with the time that each waited for the driver."""
     with TemporaryDirectory() as folder:
-        spawn, port = get_context("spawn"), free_port()
-        processes = [spawn.Process(target=work, args=(rank, ranks, port, folder, asked)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise SystemExit(f"{ranks} processes ended with {[process.exitcode for process in processes]}")
+        run_processes(ranks, work, ranks, free_port(), folder, asked)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
     rows = [row | {"ranks": ranks} for row in found[0]]
     return [row | {"driver_s": [each["driver_s"] for each in all_of]} for row, *all_of in zip(rows, *found)]

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import timedelta
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -33,6 +32,7 @@ from vmmkv.environment import environment
 from vmmkv.memory.driver import open_driver
 
 from .geometry import layout_on
+from .processes import run_processes
 
 SENDER, RECEIVER = 0, 1
 PIECE = 32 << 10
@@ -259,14 +259,7 @@ def main(
 def measure(on_gpus: bool, tokens: int, rounds: int) -> dict[str, list[float]]:
     """By way, the seconds of each round, of two processes that are made for it."""
     with TemporaryDirectory() as folder:
-        spawn = get_context("spawn")
-        processes = [spawn.Process(target=work, args=(rank, folder, on_gpus, tokens, rounds)) for rank in range(2)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
-        if any(process.exitcode for process in processes):
-            raise RuntimeError(f"the processes ended with {[process.exitcode for process in processes]}; see above")
+        run_processes(2, work, folder, on_gpus, tokens, rounds)
         return json.loads((Path(folder) / "result.json").read_text())
 
 

@@ -88,6 +88,8 @@ def _plans(
     windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...], max_prompts: int | None
 ) -> list[Plan]:
     """Checks a call's geometry and chooses the kernels: two on tensor cores, or the one without them."""
+    if max_prompts is not None and max_prompts < 0:
+        raise ValueError(f"got max_prompts {max_prompts}; it must not be negative")
     prompts = row_prefill.make_plan(True, windowed, softcapped, name, geometry, True, max_prompts)
     (variant,) = prompts.kernel.constants
     if not variant.mixed:

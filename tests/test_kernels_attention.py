@@ -388,6 +388,7 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
         (ValueError, lambda: prefill(many, k, v, cu[:2], lens)),
         (ValueError, lambda: prefill(many, k, v, cu, lens, causal=False, window=8)),
         (ValueError, lambda: prefill(many, k, v, cu[:1], lens[:0])),
+        (ValueError, lambda: mixed(many, k, v, cu, lens, max_prompts=-1)),
         (ValueError, lambda: decode(q, k[:1], v[:1], lens)),
         (ValueError, lambda: decode(q, k, v, lens, block_table=int32([0, 1, 2]))),
         (ValueError, lambda: decode(q, k, v, lens, out=torch.zeros_like(q[:1]).expand(3, -1, -1, -1))),

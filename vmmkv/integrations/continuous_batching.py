@@ -52,19 +52,6 @@ NAME = "vmmkv_rows"
 """What attention is called while a model runs on rows."""
 TESTED = ("5.23",)
 """Versions of transformers whose continuous batching is known here."""
-MAX_BATCH_TOKENS = 8192
-"""Of one forward pass, as transformers has it where it is told nothing."""
-WARMUP = "__warmup_"
-"""What names of requests begin with that are made up, before there are any, and hold what was never computed."""
-MANY_TOKENS = 1 << 40
-"""More than a forward pass can read: attention reads rows, not copies of them."""
-STUCK = "No requests can be scheduled and no requests can be offloaded."
-"""What transformers says where nobody can go on for want of memory."""
-KEPT = "_cached_continuous_batching_manager"
-"""Where transformers keeps a persistent manager."""
-CHILD = "__child#"
-"""In names of requests that fork from one: between its own and a number."""
-
 
 try:
     from transformers.generation.continuous_batching import cache as their_cache
@@ -80,6 +67,19 @@ except ImportError as error:
         f"transformers {transformers.__version__} has no continuous batching that is known here ({error}); "
         f"install one of {', '.join(TESTED)}"
     ) from error
+
+MAX_BATCH_TOKENS = 8192
+"""Of one forward pass, as transformers has it where it is told nothing."""
+WARMUP = "__warmup_"
+"""What names of requests begin with that are made up, before there are any, and hold what was never computed."""
+MANY_TOKENS = 1 << 40
+"""More than a forward pass can read: attention reads rows, not copies of them."""
+STUCK = "No requests can be scheduled and no requests can be offloaded."
+"""What transformers says where nobody can go on for want of memory."""
+KEPT = "_cached_continuous_batching_manager"
+"""Where transformers keeps a persistent manager."""
+CHILD = "__child#"
+"""In names of requests that fork from one: between its own and a number."""
 
 logger = logging.get_logger(__name__)
 

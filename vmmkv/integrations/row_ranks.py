@@ -109,10 +109,14 @@ class RankedRequests(RowRequests):
             return -1
 
     def grow_in_place(self, name: str, held: int, tokens: int) -> bool:
-        return tokens <= self._sure.get(name, 0) and super().grow_in_place(name, held, tokens)
+        return self._has_pages(name, tokens) and super().grow_in_place(name, held, tokens)
+
+    def _has_pages(self, name: str, tokens: int) -> bool:
+        """Whether every process is known to have pages for so many tokens."""
+        return self.pages_of(tokens) <= self.pages_of(self._sure.get(name, 0))
 
     def make_room(self, name: str, held: int, tokens: int) -> bool:
-        if self.pages_of(tokens) <= self.pages_of(self._sure.get(name, 0)) and not self.holds_more(name, held):
+        if self._has_pages(name, tokens) and not self.holds_more(name, held):
             return super().make_room(name, held, tokens)
         self._sure.pop(name, None)
         was_away = self.is_away(name)
