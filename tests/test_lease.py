@@ -294,8 +294,8 @@ def test_what_a_lessee_makes_meanwhile_is_not_promised_to_others(compiled) -> No
     lease.grow()
     reclaim = lease.reclaim
 
-    def reclaim_late(count: int, *, wait: bool = False) -> int:
-        assert device.allocate(6)
+    def reclaim_late(count: int, *, wait: bool = False, firm: bool = False) -> int:
+        device.allocate(6)
         return reclaim(count, wait=wait)
 
     lease.reclaim = reclaim_late

@@ -62,8 +62,8 @@ def check_pool(pool: FramePool) -> None:
     ensure(frames.taken == len(mapped), f"{frames.taken} pages are taken, {len(mapped)} mapped")
     for table in pool.tables:
         ensure(not table.doubt, "nobody knows what is mapped")
-    promised = sum(max(account.guaranteed, account.taken) for account in pool.accounts)
-    ensure(promised <= pool.limit, f"{promised} pages are mapped or guaranteed; the limit is {pool.limit}")
+    over = pool.overdraft(pool.limit)
+    ensure(over <= 0, f"{pool.limit + over} pages are firm or guaranteed; the limit is {pool.limit}")
     for account in pool.accounts:
         taken, limit = account.taken, pool.limit if account.limit is None else account.limit
         ensure(taken <= limit, f"an account of {limit} pages has {taken}")
@@ -142,14 +142,17 @@ def check_counts(rows: Rows) -> None:
     ensure(used == books.pages_used(live, room), "a row's brink is in a page that it does not use")
     ensure(table.tokens == sum(table.length[row] - table.start[row] for row in live.tolist()), "tokens without a row")
     behind_all = 0
-    mapped = len(rows.zero_frames)
+    firm = mapped = len(rows.zero_frames)
+    firm += books.used_pages
     for row in live.tolist():
         length, kept = table.length[row], books.spans(table.start[row], max(table.length[row], table.expected[row]))
         tables = [arena.table for arena, _ in rows.ranges]
         ends = [max(end, each.first[row]) for each, (_, end) in zip(tables, books.used(row))]
         behind = sum(max(each.end[row] - end, 0) for each, end in zip(tables, ends))
         tail = sum(max(each.end[row] - max(end, kept_end), 0) for each, end, (_, kept_end) in zip(tables, ends, kept))
+        own = [max(end, each.own[row]) for each, end in zip(tables, ends)]
         is_bound = rules.zero_tail and length > 0
+        firm += behind if is_bound else sum(max(each.end[row] - end, 0) for each, end in zip(tables, own))
         behind_all += behind * is_bound
         mapped += sum(each.pages(row) for each in tables)
         ensure((row in table.spare) == (behind > 0 and not is_bound), f"row {row} has {behind} pages behind it")
@@ -160,6 +163,7 @@ def check_counts(rows: Rows) -> None:
         brink = table.brink[row]
         ensure(length <= brink or row in table.stirred, f"row {row} has passed {brink=}, and nobody knows")
         ensure(table.alert[row] <= min(brink, table.wake[row]), f"row {row}: its alert comes late")
+    ensure(books.firm_pages == firm, f"{books.firm_pages} pages are said to be firm, {firm} are")
     ensure(bound == behind_all, f"{bound} pages are said to be bound, {behind_all} are")
     ensure(parked == rows.account.taken - mapped, f"{parked} pages are said to be parked, {mapped} are not")
     ensure(all(table.is_live(row) for row in table.spare), "pages behind a row that nobody has")

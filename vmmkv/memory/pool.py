@@ -5,8 +5,10 @@ Invariants, in pages:
     `existing + leased <= limit`: what is leased a holder makes and gives back itself, at any time and without a word.
  2. What holders *use* cannot be had by others; everything else can, in their order of need: free frames, those that may
     still be made, and what holders have mapped and do not use.
- 3. What is guaranteed to a holder nobody else has: the sum, over all, of what each has mapped or is guaranteed,
-    whichever is more, is at most `limit`. (Mapped, not used: tokens grow into what is mapped, and ask nobody.)
+ 3. What is guaranteed to a holder is there for it: the sum, over all, of what each has *firmly* or is guaranteed,
+    whichever is more, is at most `limit`. Firm is what a holder uses, and what it may begin to use without asking, such
+    as what lies behind a live sequence. What is guaranteed, and not there yet, is lent: to whatever is mapped and not
+    firm, such as parked rows and prefixes that are kept. Its owner has it back as soon as it needs pages.
  4. Everything follows from what the driver made, what `tables` say is mapped, and what lessees say is leased: `recover`
     works it out anew.
 """
@@ -75,9 +77,14 @@ class Holder(Protocol):
     def kept_pages(self) -> int:
         """Pages that others cannot have."""
 
-    def reclaim(self, count: int, *, wait: bool = False) -> int:
+    @property
+    def firm_pages(self) -> int:
+        """Those, and pages that it may begin to use without asking; as many as it is about to have."""
+
+    def reclaim(self, count: int, *, wait: bool = False, firm: bool = False) -> int:
         """Unmaps frames of `count` pages, as far as there are any that it does not use, and gives them back; returns
-        how many pages. Takes only those that no work on the device may touch, unless it is to wait."""
+        how many pages. Takes only those that no work on the device may touch, unless it is to wait, and if `firm` only
+        those that it may begin to use without asking."""
 
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""
@@ -419,14 +426,39 @@ class FramePool:
             )
 
     def idle(self, account: Account) -> int:
-        """Pages that a holder can have without anybody giving up any."""
-        idle = self.limit - self.frames.taken
-        for other in self.accounts:
-            if other.is_lease:
-                idle -= other.taken
-            if other is not account and other.guaranteed > other.taken:
-                idle -= other.guaranteed - other.taken
+        """Pages that nobody has, as far as a holder may have them. Firmly it may have no more than `headroom`."""
+        idle = self.limit - self.frames.taken - self.leased
         return idle if account.limit is None else min(idle, account.limit - account.taken)
+
+    def headroom(self, account: Account) -> int:
+        """Pages that a holder may have firmly, beside those that it has so, without anybody giving up any."""
+        return max(account.guaranteed - _firm(account), 0) - self.overdraft(self.limit)
+
+    def overdraft(self, limit: int | None = None) -> int:
+        """Pages by which what all have firmly, or are guaranteed, whichever is more, is beyond a limit; negative where
+        there is room. Without one it is that of the pool, which needs no look where nothing is guaranteed: all that is
+        mapped may be firm then."""
+        if limit is None and not any(account.guaranteed for account in self.accounts):
+            return 0
+        firm = sum([max(account.guaranteed, _firm(account)) for account in self.accounts])
+        return firm - (self.limit if limit is None else limit)
+
+    def slacken(self, account: Account | None, limit: int, *, wait: bool) -> None:
+        """Has others give up pages that they do not use but might begin to, until nothing firm or guaranteed is beyond
+        a limit, or there are no more. A lessee has none from other lessees."""
+        for other in list(self.accounts):
+            holder = other.holder()
+            if other is account or holder is None or (account is not None and account.is_lease and other.is_lease):
+                continue
+            while (count := min(self.overdraft(limit), _firm(other) - other.guaranteed)) > 0:
+                if not holder.reclaim(count, wait=wait, firm=True):
+                    break
+
+    def make_headroom(self, account: Account, pages: int) -> None:
+        """Has others give up what is in the way of so many more pages of a holder, all of whose pages are firm."""
+        more = max(account.taken + pages - max(account.taken, account.guaranteed), 0)
+        for wait in (False, True):
+            self.slacken(account, self.limit - more, wait=wait)
 
     def take(self, account: Account, pages: int, large: int = 0) -> Supply:
         """Frames of so many pages in all, up to so many large ones among them.
@@ -577,17 +609,12 @@ class FramePool:
         return sum(max(account.guaranteed, _used(account)) for account in self.accounts)
 
     def _make_good(self, limit: int) -> bool:
-        """Sees to it that what is mapped, or guaranteed, is at most so much. False where what is used does not allow
+        """Sees to it that what is firm, or guaranteed, is at most so much. False where what is used does not allow
         that; then nobody has given anything, but for what a lessee has meanwhile begun to use."""
-
-        def surplus() -> int:
-            return sum(max(account.guaranteed, account.taken) for account in self.accounts) - limit
-
         if self._promised() > limit:
             return False
-        if surplus() > 0:
-            self.reclaim_from_others(None, surplus(), wait=True)
-        return surplus() <= 0
+        self.slacken(None, limit, wait=True)
+        return self.overdraft(limit) <= 0
 
     def _shrink_to(self, limit: int) -> None:
         """Gives frames back to the system, until at most so many are left, or all are used."""
@@ -668,6 +695,11 @@ def make_calls(driver: Driver, meter: Meter) -> Calls:
 def _used(account: Account) -> int:
     holder = account.holder()
     return holder.kept_pages if holder is not None else account.taken
+
+
+def _firm(account: Account) -> int:
+    holder = account.holder()
+    return holder.firm_pages if holder is not None else account.taken
 
 
 def _release_all(frames: Frames, owner: int) -> None:

@@ -226,6 +226,7 @@ class Prefixes:
             self._rows.begin(row, owner, expected, stream, key.number)
             self._lay(row, hit, key, ids, tokens)
         else:
+            self._rows.afford(row, hit.tokens)
             self._rows.adopt(row, owner, hit.tokens, expected, stream, key.number)
             self._continue(row, hit)
             self._order_behind(row)

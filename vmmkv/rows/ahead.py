@@ -46,11 +46,14 @@ class Ahead:
         """Plans to map up to so many frames ahead, of those that are free; returns what lacks of them."""
         self._books.catch_up()
         lack_large = lack_single = 0
+        firm = self._pool.headroom(self._account) - change.pages  # which are another's: they are in no books yet
         for arena, row, begin, end in self._needs():
             room = frames - change.frames - lack_large - lack_single
             if room <= 0:
                 break
-            pages = end - begin
+            pages = min(end - begin, firm)
+            if pages <= 0:
+                break
             wanted = policy.large_frames(pages, self._table.start[row]) if self._books.rules.large else 0
             large, single = self._available(pages, wanted, room)
             lack_large += min(wanted, room) - large
@@ -58,6 +61,7 @@ class Ahead:
                 lack_single += min(pages - large * LARGE, room - large) - single
             if large + single:
                 self._plan(change, arena, row, large, single)
+            firm -= pages
         return Lack(lack_large, lack_single)
 
     def _needs(self) -> Iterator[tuple[Arena, int, int, int]]:

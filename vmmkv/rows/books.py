@@ -57,15 +57,16 @@ class Rules:
 @dataclass(eq=False, slots=True)
 class Count:
     """Pages of a live row, or of all: that are used, that are mapped, and behind those that are used, that others can
-    have, and that they cannot."""
+    have, and that they cannot; and of the latter two those that it may grow into without asking."""
 
     used: int
     mapped: int
     spare: int
     bound: int
+    open: int
 
 
-NOTHING = Count(0, 0, 0, 0)
+NOTHING = Count(0, 0, 0, 0, 0)
 
 
 class Books:
@@ -207,11 +208,12 @@ class Books:
         self._used += count.used - before.used
         self._mapped += count.mapped - before.mapped
         self._bound += count.bound - before.bound
+        self._open += count.open - before.open
 
     def _look(self, row: int, start: int, length: int) -> tuple[Count, int, int]:
         """The pages of a live row that keeps tokens `[start, length)`; the tokens that those it uses have room for; and
         how many are behind those that it expects to use."""
-        used = mapped = behind = tail = 0
+        used = mapped = behind = open_pages = tail = 0
         brink, expected = self.rules.max_seq_len, self.table.expected[row]
         expected += self.rules.overread if expected else 0
         spans = self._whole_frames(row, self.spans(start, length))
@@ -221,16 +223,18 @@ class Books:
             mapped += row_end - row_first
             if row_end > end:
                 behind += row_end - max(end, row_first)
+                open_pages += max(row_end - max(end, row_first, arena.table.own[row]), 0)
                 expected_end = -(-expected * record // self.page_size)
                 tail += max(row_end - max(end, row_first, expected_end), 0)
             brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
-        is_bound = self.rules.zero_tail and length > 0
-        return Count(used, mapped, 0 if is_bound else behind, behind if is_bound else 0), brink, tail
+        if self.rules.zero_tail and length:
+            return Count(used, mapped, 0, behind, behind), brink, tail
+        return Count(used, mapped, behind, 0, open_pages), brink, tail
 
     def forget_counts(self) -> None:
         """Begins to count, with rows that have nothing or are about to be refreshed."""
         self._counts = [NOTHING] * self.table.num_rows
-        self._used = self._mapped = self._bound = 0  # of all
+        self._used = self._mapped = self._bound = self._open = 0  # of all
 
     @property
     def parked_pages(self) -> int:
@@ -362,3 +366,10 @@ class Books:
     def kept_pages(self) -> int:
         """Pages that others cannot have."""
         return self.used_pages + len(self.zero_frames) + self.bound_pages()
+
+    @property
+    def firm_pages(self) -> int:
+        """Pages that are used, or that live rows may grow into without asking."""
+        used = self.used_pages  # has caught up
+        claimed = [self._look(row, *extent)[0].open - self._counts[row].open for row, extent in self.claims.items()]
+        return used + len(self.zero_frames) + self._open + sum(claimed)

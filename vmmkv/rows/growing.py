@@ -53,6 +53,7 @@ class Growing:
         self._books.claims = claims
         try:
             plan = self._plan(needing)
+            self._reclaimer.afford(sum(pages for *_, pages, _, _ in plan))
             if plan or self._books.rules.cleans:
                 with self._pool.ranges.growth:
                     self._map(needing, plan)

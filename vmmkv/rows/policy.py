@@ -74,9 +74,25 @@ def victims(table: RowTable, max_seq_len: int, dense: bool, claimed: Container[i
     """
     if table.retired or table.fronts:
         yield from retired(table, max_seq_len)
+    yield from _tails(table, dense)
+    yield from zip(table.parked.oldest(), repeat(0))
+    yield from _expected(table, dense, claimed)
+
+
+def slack(table: RowTable, dense: bool, claimed: Container[int]) -> Iterator[tuple[int, int]]:
+    """Those of `victims` that may grow into what they have to give, and ask nobody."""
+    yield from _tails(table, dense)
+    yield from _expected(table, dense, claimed)
+
+
+def _tails(table: RowTable, dense: bool) -> Iterator[tuple[int, int]]:
+    """Live rows that have more than they expect to need."""
     if not dense:
         yield from ((row, table.expected[row]) for row in table.spare.largest())
-    yield from zip(table.parked.oldest(), repeat(0))
+
+
+def _expected(table: RowTable, dense: bool, claimed: Container[int]) -> Iterator[tuple[int, int]]:
+    """Live rows that have more than they hold."""
     yield from ((row, 0) for row in table.spare.oldest() if not dense or row not in claimed)
 
 

@@ -49,6 +49,12 @@ class Reclaimer:
         reclaimed = self._reclaim_from(self._victims(), count, wait)
         return reclaimed + self.evict(count - reclaimed, wait) if reclaimed < count else reclaimed
 
+    def slacken(self, count: int, *, wait: bool = False) -> int:
+        """`reclaim`, of what lies behind live rows alone."""
+        self._books.catch_up()
+        rows = policy.slack(self._table, self._books.rules.zero_tail, self._books.claims)
+        return self._reclaim_from(rows, count, wait)
+
     def _victims(self) -> Iterator[tuple[int, int]]:
         """Rows that may have pages to give, and the tokens whose pages they keep."""
         self._books.catch_up()
@@ -131,6 +137,21 @@ class Reclaimer:
                 self._books.settle(row)
         change.check()
 
+    def afford(self, count: int) -> None:
+        """Sees to it that rows may have what they claim, `count` pages more, beside what others are guaranteed: what
+        lies behind live rows, ours before others', gives way to it.
+
+        Raises:
+            OutOfPagesError: not even without that. Nothing has changed.
+        """
+        pool = self._pool
+        if pool.overdraft() > 0:
+            self._check_allowed(count)
+            for wait in (False, True):
+                while (over := pool.overdraft()) > 0 and self.slacken(over, wait=wait):
+                    pass
+                pool.slacken(self._account, pool.limit, wait=wait)
+
     def supply(self, count: int, large: int) -> Supply:
         """Frames of `count` pages, up to so many large ones among them: free ones, then retired ones, then new ones,
         and under pressure any surplus."""
@@ -150,7 +171,7 @@ class Reclaimer:
     def _press(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Has others, or other rows, give back what is missing of `count` pages, or raises before it changes anything.
 
-        Idle pages go before those that have to be waited for, our own before others'.
+        Idle pages go before those that have to be waited for, our own before others', but for what others were lent.
         """
         pool = self._pool
 
@@ -160,14 +181,14 @@ class Reclaimer:
         lacking = missing()
         if self._books.parked_pages < lacking:
             self._check_allowed(count, cause)
-        self.reclaim(lacking + self.spare)
+        lent = min(lacking, self._account.guaranteed - self._account.taken)
+        if lent > 0 and not cause:
+            pool.reclaim_from_others(self._account, lent, wait=False)
         for wait in (False, True):
             if (lacking := missing()) <= 0:
                 return
-            if wait:
-                self.reclaim(lacking, wait=True)
-                lacking = missing()
-            if lacking > 0:
+            self.reclaim(lacking + (0 if wait else self.spare), wait=wait)
+            if (lacking := missing()) > 0:
                 pool.reclaim_from_others(self._account, lacking, wait=wait, guaranteed=cause is not None)
 
     def _check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:

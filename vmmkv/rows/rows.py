@@ -279,6 +279,11 @@ class Rows:
         return self.books.kept_pages
 
     @property
+    def firm_pages(self) -> int:
+        """Those, and pages that live rows may grow into without asking."""
+        return self.books.firm_pages
+
+    @property
     def available_pages(self) -> int:
         """Pages that can be had, but for those behind live rows that work on the GPU may still read."""
         kept, table = self.kept_pages, self.table
@@ -288,10 +293,10 @@ class Rows:
         fenced_pages = sum(self.books.surplus(row) for row in table.fenced if row in table.spare)
         return self.pool.allowed(self.account) - kept - fenced_pages
 
-    def reclaim(self, count: int, *, wait: bool = False) -> int:
-        """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`."""
+    def reclaim(self, count: int, *, wait: bool = False, firm: bool = False) -> int:
+        """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`, and if `firm`, `slacken`."""
         self.release_abandoned()
-        return self.reclaimer.reclaim(count, wait=wait)
+        return (self.reclaimer.slacken if firm else self.reclaimer.reclaim)(count, wait=wait)
 
     # ------------------------------------------------------------------ taking and leaving rows
 
@@ -344,7 +349,8 @@ class Rows:
 
     def _has_idle(self, tokens: int) -> bool:
         """Whether there is memory for so many tokens that nobody needs to give up."""
-        return sum(end for _, end in self.books.spans(0, tokens)) <= self.pool.idle(self.account)
+        pages = sum(end for _, end in self.books.spans(0, tokens))
+        return pages <= min(self.pool.idle(self.account), self.pool.headroom(self.account))
 
     def pick_empty(self, stream: Any) -> int:
         """Takes a row without pages off the lists, for a sequence on a stream.
@@ -378,12 +384,10 @@ class Rows:
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
         """
-        adopted = self.books.has_pages(row)
-        self.table.own(row, owner, stream, expected, tenant)
-        if self.pool.is_debugged:
-            self.origins[row] = debugging.caller()
-        self.books.refresh(row)
         try:
+            self.afford(row, tokens)
+            adopted = self.books.has_pages(row)
+            self.begin(row, owner, expected, stream, tenant)
             beyond = self._beyond(row, max(tokens, expected)) if adopted else []
             if beyond and self.table.fences[row].passed():
                 for arena, page in beyond:
@@ -399,6 +403,25 @@ class Rows:
         self.table.length[row] = tokens
         self.books.refresh(row)
         self.adoptions += adopted
+
+    def afford(self, row: int, tokens: int) -> None:
+        """Sees to it that a sequence may have what lies on a row that is nobody's, and is to hold so many tokens. Where
+        others are guaranteed too much for that, what lies behind these goes first.
+
+        Raises:
+            OutOfPagesError, DriverError: they cannot be had, or what lies behind them could not be unmapped.
+        """
+        if not self.books.has_pages(row):
+            return
+        self.books.claims = {row: (0, tokens)}
+        try:
+            if self.pool.overdraft() > 0:
+                self.table.fences[row].wait()
+                self.reclaimer.unmap_surplus({row: tokens})
+                self.table.forget(row)
+            self.reclaimer.afford(sum(end for _, end in self.books.used(row)))
+        finally:
+            self.books.claims = {}
 
     def _make_first_room(self, row: int, tokens: int) -> None:
         """Maps the pages that a new sequence's tokens lie in. Raises what `Growing.make_room` raises."""

@@ -144,6 +144,7 @@ class Sharing:
         for (arena, _), span in zip(self._books.ranges, spans):
             for row in rows:
                 arena.table.own[row] = min(arena.table.own[row], arena.table.end[row])
+                self._table.stir(row)
                 self._books.duplicates += arena.table.use(row, *span)
         try:
             change.check()
@@ -261,6 +262,7 @@ class Sharing:
         """Maps new frames in the staging row, which begin with some bytes of a part. Waits for the copy."""
         pages = part.end - part.begin
         self.clear()
+        self._reclaimer.afford(pages)
         supply = self._reclaimer.supply(pages, 0)
         try:
             self.clear()  # what had to be evicted for it may have been copied from there

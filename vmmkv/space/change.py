@@ -108,6 +108,11 @@ class Change:
         return len(self._map_steps) // 4
 
     @property
+    def pages(self) -> int:
+        """How many it maps."""
+        return sum([run.end - run.begin for _, run, *_ in self._placements])
+
+    @property
     def is_empty(self) -> bool:
         """Whether nothing was planned."""
         return not self._placements and not self._unmaps

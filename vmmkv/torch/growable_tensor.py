@@ -212,8 +212,13 @@ class GrowableTensor(Owner):
         """Pages that others on its pool cannot have."""
         return self._pages(self._length)
 
-    def reclaim(self, count: int, *, wait: bool = False) -> int:
-        """Gives up to `count` pages behind its last row to others on its pool; returns how many."""
+    @property
+    def firm_pages(self) -> int:
+        """All that are mapped: it grows into them without asking."""
+        return self._account.taken
+
+    def reclaim(self, count: int, *, wait: bool = False, firm: bool = False) -> int:
+        """Gives up to `count` pages behind its last row to others on its pool; returns how many. All are firm."""
         if wait:
             self._fence.wait()
         return self._arena.unmap_back(0, self._pages(self._length), count) if self._fence.passed() else 0
@@ -274,6 +279,7 @@ class GrowableTensor(Owner):
         missing = max(end - old_end, 0)
         pool.collect()
         pool.check_allowed(self._account, end)
+        pool.make_headroom(self._account, missing)
         for wait in (False, True):
             if missing > pool.idle(self._account):
                 pool.reclaim_from_others(self._account, missing - pool.idle(self._account), wait=wait)

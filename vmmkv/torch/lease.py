@@ -66,6 +66,8 @@ class Lease:
         pool, account = self.pool, self._account
         pool.collect()
         wanted = pool.allowed(account) - account.taken
+        pool.make_headroom(account, max(wanted, 0))
+        wanted = min(wanted, pool.headroom(account))
         for wait in (False, True):
             if wanted > pool.idle(account):
                 pool.reclaim_from_others(account, wanted - pool.idle(account), wait=wait)
@@ -88,8 +90,13 @@ class Lease:
         """Pages that segments of torch lie on."""
         return self._allocator.physical
 
-    def reclaim(self, count: int, *, wait: bool = False) -> int:
-        """Gives up to `count` pages that are not used to others on its pool; returns how many."""
+    @property
+    def firm_pages(self) -> int:
+        """All that are leased: torch makes them without asking."""
+        return self._account.taken
+
+    def reclaim(self, count: int, *, wait: bool = False, firm: bool = False) -> int:
+        """Gives up to `count` pages that are not used to others on its pool; returns how many. All are firm."""
         before = self._account.taken
         self._account.taken = self._allocator.set_budget(max(before - count, 0))
         return before - self._account.taken

@@ -1,0 +1,215 @@
+"""Guarantees: what an owner does not use is lent, and comes back when it is needed, whatever others do with it.
+
+The reference is an account book in plain integers, which knows nothing of rows, frames, fences or prefixes.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass, field
+from random import Random
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROUNDS, small_driver
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import SimulatedDevice, Stream
+
+import vmmkv
+from vmmkv.errors import OutOfPagesError
+from vmmkv.space.mapper import Mapper
+from vmmkv.torch import GrowableTensor
+
+TOKENS = 8
+"""In a page of 4 KiB."""
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)
+MAX_SEQ_LEN = 160
+
+
+class Rested(Mapper):
+    """Works only when it is called."""
+
+    def ring(self) -> None:
+        pass
+
+
+def pages(tokens: int) -> int:
+    return -(-tokens // TOKENS)
+
+
+@dataclass
+class Entry:
+    """One holder's line in the account book, and its sequences: by prompt the length of each."""
+
+    guaranteed: int
+    most: int
+    lengths: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def used(self) -> int:
+        return sum(map(pages, self.lengths.values()))
+
+
+def can_have(book: list[Entry], entry: Entry, limit: int) -> int:
+    """Pages that a holder can have beside those that it uses."""
+    promised = sum(max(other.used, other.guaranteed) for other in book if other is not entry)
+    return min(limit - promised, entry.most) - entry.used
+
+
+class House:
+    """Caches on one pool of a device whose work runs late, and the book of what each should be able to have."""
+
+    def __init__(self, seed: int) -> None:
+        self.chance = Random(seed)
+        self.device = SimulatedDevice(self.chance)
+        self.limit = self.chance.randint(24, 40)
+        size = self.device.page_size
+        self.pool = vmmkv.FramePool(self.limit * size, driver=self.device)
+        self.pool.mapper = Rested(self.pool)
+        self.book: list[Entry] = []
+        self.caches: list[vmmkv.KVCache] = []
+        self.live: dict[tuple[int, int], vmmkv.Sequence] = {}
+        self.streams: dict[tuple[int, int], Stream] = {}
+        left = self.limit
+        for lookahead in (0, self.chance.choice([0, 12]), 12):
+            guaranteed = self.chance.randint(0, left // 2)
+            left -= guaranteed
+            most = self.chance.choice([self.limit, self.chance.randint(max(guaranteed, 1), self.limit)])
+            self.book.append(Entry(guaranteed, most))
+            options = {"guaranteed": guaranteed * size, "max_bytes": most * size, "lookahead": lookahead}
+            self.caches.append(vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=self.pool, large_frames=False, **options))
+
+    def prompt(self, index: int, number: int, length: int) -> np.ndarray:
+        """Ids that begin as those of no other number do."""
+        return np.arange(length) + (index * 100 + number) * MAX_SEQ_LEN
+
+    def read(self, sequence: vmmkv.Sequence) -> None:
+        """Has work on the device read all tokens, when it comes to that."""
+        address, nbytes = sequence.k(0).data_ptr(), sequence.length * LAYOUT.token_bytes
+        self.device.current.submit(lambda: self.device.touch(address, nbytes, lambda: None))
+
+    def grow(self, index: int, number: int, length: int) -> None:
+        """Starts or extends a sequence, which the book says whether it can be done."""
+        entry, cache = self.book[index], self.caches[index]
+        before = entry.lengths.get(number, 0)
+        missing, available = pages(length) - pages(before), can_have(self.book, entry, self.limit)
+        sequence = self.live.get((index, number))
+        try:
+            if sequence is not None:
+                sequence.extend(length - before)
+            elif self.chance.random() < 0.7:
+                sequence = cache.sequence(token_ids=self.prompt(index, number, length))
+            else:
+                sequence = cache.sequence(length, expected_tokens=self.chance.choice([0, length + 20]))
+        except OutOfPagesError as error:
+            assert missing > available, f"refused {missing} pages more, of {available}: {error}"
+            return
+        assert missing <= available, f"gave {missing} pages more, of {available}"
+        self.live[index, number], self.streams[index, number] = sequence, self.device.current
+        entry.lengths[number] = length
+        self.read(sequence)
+
+    def end(self, index: int, number: int) -> None:
+        """Frees a sequence, known or not."""
+        sequence, _ = self.live.pop((index, number)), self.streams.pop((index, number))
+        length = self.book[index].lengths.pop(number)
+        if self.chance.random() < 0.7:
+            with suppress(vmmkv.ArgumentError):  # it was begun without ids
+                sequence.commit(self.prompt(index, number, length))
+        sequence.free()
+
+    def step(self) -> None:
+        index, number = self.chance.randrange(len(self.caches)), self.chance.randrange(4)
+        own = self.streams.get((index, number))
+        self.device.current = own or self.chance.choice(self.device.streams[:3])
+        entry, what = self.book[index], self.chance.randrange(10)
+        held = entry.lengths.get(number)
+        if what < 4 and held is None:
+            self.grow(index, number, self.chance.choice([self.chance.randint(1, 100), 60]))
+        elif what < 4 and held is not None:
+            self.grow(index, number, min(held + self.chance.randint(0, 40), MAX_SEQ_LEN))
+        elif what < 6 and held is not None:
+            self.end(index, number)
+        elif what == 6 and held is not None:
+            entry.lengths[number] = self.chance.randint(0, held)
+            self.live[index, number].truncate(entry.lengths[number])
+        elif what == 7:
+            self.device.run(self.chance.randint(1, 20))
+        elif what == 8:
+            while self.pool.mapper.work():
+                pass
+        elif what == 9 and self.chance.random() < 0.3:
+            self.set_limit(self.chance.randint(20, 44))
+
+    def set_limit(self, limit: int) -> None:
+        """Sets the pool's limit, where what is used and guaranteed allows that."""
+        fits = sum(max(entry.used, entry.guaranteed) for entry in self.book) <= limit
+        try:
+            self.pool.set_limit(limit * self.pool.page_size)
+        except (OutOfPagesError, vmmkv.BudgetError):
+            assert not fits
+        else:
+            assert fits
+            self.limit = limit
+
+    def check(self) -> None:
+        for entry, cache in zip(self.book, self.caches):
+            cache.check()
+            assert cache.stats().pages["used"] == entry.used
+        stats = self.pool.stats()
+        assert stats.physical_bytes == self.device.num_pages * self.pool.page_size <= self.limit * self.pool.page_size
+
+
+@settings(max_examples=40 * ROUNDS)
+@given(st.integers(0, 1 << 32))
+def test_a_book_of_plain_numbers_says_who_can_have_what(seed: int) -> None:
+    """Growth succeeds where the book has room for it, and only there: what is guaranteed is never refused, whoever has
+    borrowed it, and work that still reads what was borrowed keeps it until it is done."""
+    house = House(seed)
+    for _ in range(40):
+        house.step()
+        house.check()
+    for index, entry in enumerate(house.book):  # all at once have what they are guaranteed
+        while (room := entry.guaranteed - entry.used) > 0:
+            number = next(number for number in range(100, 200) if number not in entry.lengths)
+            house.grow(index, number, min(room, MAX_SEQ_LEN // TOKENS) * TOKENS)
+            house.check()
+            if len(entry.lengths) == house.caches[index].max_sequences:
+                break
+    house.device.finish()
+
+
+def test_what_an_owner_does_not_use_keeps_prefixes_of_others() -> None:
+    """Until the owner needs it: then they go, and what is live stays, as do prefixes within one's own guarantee."""
+    driver = small_driver("cpu")
+    size = driver.page_size
+    pool = vmmkv.FramePool(24 * size, driver=driver)
+    owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, guaranteed=20 * size, large_frames=False)
+    borrower = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, large_frames=False)
+    prompts = [np.arange(4 * TOKENS) + 1000 * number for number in range(6)]
+    for prompt in prompts:
+        with borrower.sequence(token_ids=prompt) as sequence:
+            sequence.commit(prompt)
+    assert all(sequence.cached_tokens >= 3 * TOKENS for sequence in begin(borrower, prompts))
+    with pytest.raises(OutOfPagesError):  # to live tokens nothing is lent
+        borrower.sequence(5 * TOKENS)
+    live = borrower.sequence(token_ids=prompts[0])
+    own = owner.sequence(20 * TOKENS)
+    assert (own.length, live.length) == (20 * TOKENS, 4 * TOKENS)
+    own.free()
+    with owner.sequence(token_ids=prompts[5]) as sequence:
+        sequence.commit(prompts[5])
+    live.free()
+    borrower.sequence(4 * TOKENS).free()
+    assert all(sequence.cached_tokens >= 3 * TOKENS for sequence in begin(owner, prompts[5:]))
+
+
+def begin(cache: vmmkv.KVCache, prompts: list[np.ndarray]) -> list[vmmkv.Sequence]:
+    """Sequences of prompts, one after another."""
+    sequences = []
+    for prompt in prompts:
+        with cache.sequence(token_ids=prompt) as sequence:
+            sequences.append(sequence)
+    return sequences
