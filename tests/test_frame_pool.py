@@ -48,12 +48,11 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
     ]
     tensor = GrowableTensor((10_000, 4), torch.float32, max_bytes=20 * size, pool=pool)
     live: list[tuple[vmmkv.Sequence, float]] = []
-    forks: list[vmmkv.Sequence] = []
     for _ in range(30):
         if faults and chance.random() < 0.2:
             driver.fail("any", chance.randrange(5), out_of_memory=chance.random() < 0.5)
         with suppress(OutOfPagesError, OutOfRowsError, DriverError, BudgetError):
-            what = chance.randrange(10)
+            what = chance.randrange(8)
             if what < 2:
                 sequence = chance.choice(caches).sequence(chance.randint(0, 60))
                 live.append((sequence, chance.random()))
@@ -65,13 +64,6 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
             elif what == 4 and live:
                 sequence, _ = chance.choice(live)
                 sequence.extend(chance.randint(0, min(30, sequence.cache.max_seq_len - sequence.length)))
-            elif what == 8 and live:
-                forks.append(chance.choice(live)[0].fork())
-            elif what == 9 and forks:
-                fork = forks.pop(chance.randrange(len(forks)))
-                fork.truncate(chance.randint(0, fork.length))
-                fork.extend(chance.randint(0, min(30, fork.cache.max_seq_len - fork.length)))
-                forks += [fork] * (chance.random() < 0.7)
             elif what == 5:
                 tensor.resize(chance.randint(0, 4000))
             elif what == 6:

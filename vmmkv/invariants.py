@@ -141,7 +141,7 @@ def check_counts(rows: Rows) -> None:
     room = np.stack([table.starts[live], np.maximum(table.lengths[live], table.brinks[live])], axis=1)
     ensure(used == books.pages_used(live, room), "a row's brink is in a page that it does not use")
     ensure(table.tokens == sum(table.length[row] - table.start[row] for row in live.tolist()), "tokens without a row")
-    behind_all = 0
+    bound_pages, used_pages = set[int](), set[int]()
     firm = mapped = len(rows.zero_frames)
     firm += books.used_pages
     for row in live.tolist():
@@ -150,10 +150,13 @@ def check_counts(rows: Rows) -> None:
         ends = [max(end, each.first[row]) for each, (_, end) in zip(tables, books.used(row))]
         behind = sum(max(each.end[row] - end, 0) for each, end in zip(tables, ends))
         tail = sum(max(each.end[row] - max(end, kept_end), 0) for each, end, (_, kept_end) in zip(tables, ends, kept))
-        own = [max(end, each.own[row]) for each, end in zip(tables, ends)]
         is_bound = rules.zero_tail and length > 0
-        firm += behind if is_bound else sum(max(each.end[row] - end, 0) for each, end in zip(tables, own))
-        behind_all += behind * is_bound
+        for each, end, span in zip(tables, ends, books.used(row)):
+            used_pages.update(each.pages_in(row, *span).tolist())
+            if is_bound:
+                bound_pages.update(each.pages_in(row, end).tolist())
+            else:
+                firm += max(each.end[row] - max(end, each.own[row]), 0)
         mapped += sum(each.pages(row) for each in tables)
         ensure((row in table.spare) == (behind > 0 and not is_bound), f"row {row} has {behind} pages behind it")
         ensure(row not in table.spare or table.spare.size(row) == tail, f"row {row} has a tail of {tail} pages")
@@ -163,8 +166,10 @@ def check_counts(rows: Rows) -> None:
         brink = table.brink[row]
         ensure(length <= brink or row in table.stirred, f"row {row} has passed {brink=}, and nobody knows")
         ensure(table.alert[row] <= min(brink, table.wake[row]), f"row {row}: its alert comes late")
-    ensure(books.firm_pages == firm, f"{books.firm_pages} pages are said to be firm, {firm} are")
+    behind_all = len(bound_pages - used_pages)
     ensure(bound == behind_all, f"{bound} pages are said to be bound, {behind_all} are")
+    firm += behind_all
+    ensure(books.firm_pages == firm, f"{books.firm_pages} pages are said to be firm, {firm} are")
     ensure(parked == rows.account.taken - mapped, f"{parked} pages are said to be parked, {mapped} are not")
     ensure(all(table.is_live(row) for row in table.spare), "pages behind a row that nobody has")
     for row in table.parked:

@@ -57,7 +57,7 @@ class Rules:
 @dataclass(eq=False, slots=True)
 class Count:
     """Pages of a live row, or of all: that are used, that are mapped, and behind those that are used, that others can
-    have, and that they cannot; and of the latter two those that it may grow into without asking."""
+    have, and that they cannot, but for shared ones; and of the former those that it may grow into without asking."""
 
     used: int
     mapped: int
@@ -228,7 +228,7 @@ class Books:
                 tail += max(row_end - max(end, row_first, expected_end), 0)
             brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
         if self.rules.zero_tail and length:
-            return Count(used, mapped, 0, behind, behind), brink, tail
+            return Count(used, mapped, 0, open_pages, 0), brink, tail
         return Count(used, mapped, behind, 0, open_pages), brink, tail
 
     def forget_counts(self) -> None:
@@ -294,7 +294,17 @@ class Books:
             return 0
         self.catch_up()
         claimed = [self._look(row, *extent)[0].bound - self._counts[row].bound for row, extent in self.claims.items()]
-        return self._bound + sum(claimed)
+        return self._bound + sum(claimed) + self._shared_behind()
+
+    def _shared_behind(self) -> int:
+        """Pages behind rows that may be read to their very end which several may have there, and nobody uses."""
+        pages = set[int]()
+        for row in self.table.live if self._frames.has_shared else ():
+            for (arena, _), (first, end) in zip(self.ranges, self.used(row)):
+                begin, stop = max(end, arena.table.first[row]), arena.table.own[row]
+                if first < end and begin < stop:
+                    pages.update(arena.table.pages_in(row, begin, stop).tolist())
+        return sum(not self._frames.users[page] for page in pages)
 
     def refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
@@ -370,6 +380,6 @@ class Books:
     @property
     def firm_pages(self) -> int:
         """Pages that are used, or that live rows may grow into without asking."""
-        used = self.used_pages  # has caught up
+        kept = self.kept_pages  # has caught up
         claimed = [self._look(row, *extent)[0].open - self._counts[row].open for row, extent in self.claims.items()]
-        return used + len(self.zero_frames) + self._open + sum(claimed)
+        return kept + self._open + sum(claimed)

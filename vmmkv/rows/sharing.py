@@ -144,7 +144,6 @@ class Sharing:
         for (arena, _), span in zip(self._books.ranges, spans):
             for row in rows:
                 arena.table.own[row] = min(arena.table.own[row], arena.table.end[row])
-                self._table.stir(row)
                 self._books.duplicates += arena.table.use(row, *span)
         try:
             change.check()
