@@ -4,7 +4,8 @@
 
 A cache of 1,000, 10,000 and 100,000 rows, ten pages to a row: most of them live, some parked, some empty. Pages are
 numbers, as in `benchmarks.virtual`, so that only Python and numpy are timed, in microseconds of this thread on a
-processor. The mapper has no thread of its own here.
+processor. The mapper has no thread of its own here. Then one sequence of 10 and of 10,000 pages, which is freed, and
+whose row is adopted.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ TOKENS, AHEAD, MOST = 8 * PAGE, 2 * PAGE, 256 * PAGE
 """Of a sequence, mapped behind it, and of a row."""
 BATCH, CROSSING = 256, 16
 """Sequences of a step, and those of them that begin a page in it."""
+PAGES = 10, 10_000
+"""Of one sequence."""
 AIM = 4.0
 """At most so many times as long may a step take with a hundred times as many rows, which fit into no cache."""
 
@@ -247,6 +250,21 @@ def measure(rows: int, rounds: int) -> list[Row]:
     return found
 
 
+def measure_pages(pages: int, large: bool, rounds: int) -> list[Row]:
+    """A row for free and one for adoption, of a sequence of so many pages, single ones or large frames."""
+    driver = BookkeepingDriver(2 * PAGES[-1] * BookkeepingDriver(0).page_size)
+    cache = KVCache(LAYOUT, 8, PAGES[-1] * PAGE, max_bytes="50%", driver=driver, large_frames=large)
+    live, took = [cache.sequence(pages * PAGE)], dict[str, list[float]]()
+    for _ in range(rounds):
+        took.setdefault("free", []).append(microseconds(live.pop().free))
+        started = microseconds(lambda: live.append(cache.sequence(pages * PAGE)))
+        took.setdefault("start on its row", []).append(started)
+    assert cache.stats().pages_created == pages
+    cache.check()
+    about = {"large_frames": large, "pages": pages}
+    return [about | {"what": what, "us": median(each), "best_us": min(each)} for what, each in took.items()]
+
+
 def main(
     rows: Annotated[list[int] | None, typer.Option(min=1000, help="Of a cache; from few to many.")] = None,
     rounds: Annotated[int, typer.Option(min=1, max=50, help="Of which the median is told.")] = 21,
@@ -258,6 +276,7 @@ def main(
         with errors.status(f"{count:,} rows"):
             result["measured"] += measure(count, rounds)
     result["comparisons"] = compare(result)
+    result["pages"] = [row for large in (False, True) for pages in PAGES for row in measure_pages(pages, large, rounds)]
     if json_output:
         print_json(result)
     else:
@@ -293,10 +312,25 @@ def table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     return ("", *sizes, "times as long", f"at most {AIM:g}"), lines
 
 
+def table_of_pages(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns, and a line for each operation on one sequence."""
+    cases: dict[tuple[str, bool], list[Row]] = {}
+    for row in result["pages"]:
+        cases.setdefault((row["what"], row["large_frames"]), []).append(row)
+    columns = [f"{pages:,} pages, µs{of}" for pages in PAGES for of in ("", ", best")]
+    lines = []
+    for (what, large), rows in cases.items():
+        figures = [f"{row[of]:.1f}" for row in rows for of in ("us", "best_us")]
+        lines.append((f"{what}, {'large frames' if large else 'single pages'}", *figures))
+    return ("", *columns), lines
+
+
 def show(result: Row) -> None:
     """Prints a line for each operation."""
     columns, lines = table(result)
     console.print(make_table("Books alone, ten pages to a row", columns, lines))
+    columns, lines = table_of_pages(result)
+    console.print(make_table("Books alone, one sequence", columns, lines))
 
 
 if __name__ == "__main__":

@@ -403,6 +403,11 @@ def scale_of_rows(result: Result) -> str:
     return markdown(*scale.table(result))
 
 
+@table("scale.json")
+def scale_of_pages(result: Result) -> str:
+    return markdown(*scale.table_of_pages(result))
+
+
 # ------------------------------------------------------------------ mapping ahead, and two models on one pool
 
 

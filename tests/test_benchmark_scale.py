@@ -61,3 +61,8 @@ def test_it_tells_what_grows() -> None:
     text = tables.TABLES["scale-of-rows"].write(result)
     assert text.count("\n") == 1 + len(scale.OPERATIONS)
     assert "1,000 rows, µs" in text
+    pages = [(row["what"], row["pages"]) for row in result["pages"]]
+    assert pages == 2 * [(what, count) for count in scale.PAGES for what in ("free", "start on its row")]
+    assert all(0 < row["best_us"] <= row["us"] for row in result["pages"])
+    text = tables.TABLES["scale-of-pages"].write(result)
+    assert text.count("\n") == 1 + len(pages) // len(scale.PAGES)

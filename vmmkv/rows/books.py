@@ -299,10 +299,11 @@ class Books:
     def _shared_behind(self) -> int:
         """Pages behind rows that may be read to their very end which several may have there, and nobody uses."""
         pages = set[int]()
-        for row in self.table.live if self._frames.has_shared else ():
-            for (arena, _), (first, end) in zip(self.ranges, self.used(row)):
+        rows = self.table.live if self._frames.has_shared else ()
+        for row in [row for row in rows if self.extent(row)[1]]:
+            for (arena, _), (_, end) in zip(self.ranges, self.used(row)):
                 begin, stop = max(end, arena.table.first[row]), arena.table.own[row]
-                if first < end and begin < stop:
+                if begin < stop:
                     pages.update(arena.table.pages_in(row, begin, stop).tolist())
         return sum(not self._frames.users[page] for page in pages)
 
