@@ -1,6 +1,6 @@
 """What each way to lay out a KV cache wastes, and how many sequences it admits: a whole trace in virtual time.
 
-    python -m benchmarks.fragmentation [--trace FILE] [--requests N] [--json] [--plot FILE]
+    python -m benchmarks.fragmentation [--trace FILE] [--requests N] [--ahead] [--json] [--plot FILE]
 
 All requests wait from the beginning; as many run as the allocator has memory for, and where it runs short the newest
 are preempted. Needs no GPU and no memory: the allocators of `benchmarks.virtual` keep books only.
@@ -18,7 +18,7 @@ import torch
 import typer
 from rich.progress import track
 
-from vmmkv import KVLayout, OutOfPagesError
+from vmmkv import KVCache, KVLayout, OutOfPagesError
 from vmmkv.cli.batching import Batching
 from vmmkv.cli.options import JsonOutput, LengthsSeed, TraceFile
 from vmmkv.cli.output import check_plot, console, errors, make_table, print_json
@@ -26,7 +26,7 @@ from vmmkv.environment import environment
 from vmmkv.space.arena import ADDRESS_LIMIT
 from vmmkv.workload import Request, conversations, name_of, read_trace
 
-from .virtual import SCHEMES, make_allocator, used_bytes
+from .virtual import FRAMES, SCHEMES, make_allocator, map_ahead, mapped_bytes, used_bytes
 
 MODELS = {
     "Llama-2-7B": KVLayout(num_layers=32, num_kv_heads=32, head_dim=128),
@@ -46,7 +46,8 @@ def simulate(model: str, gib: int, scheme: str, requests: list[Request], max_seq
     """One trace on one allocator.
 
     Means are over the steps in which requests wait. `waste` is the part of the used bytes that holds no token,
-    `unused_tokens` the same in tokens a sequence.
+    `unused_tokens` the same in tokens a sequence. `waste_mapped`, of `FRAMES`, is the part of all that is mapped for
+    sequences: what lies behind them holds no token either, though others can have it.
     """
     layout = MODELS[model]
     max_sequences = min(len(requests), ADDRESS_LIMIT // (max_seq_len * layout.token_bytes))
@@ -56,22 +57,27 @@ def simulate(model: str, gib: int, scheme: str, requests: list[Request], max_seq
     row["requests"] = len(requests)
     samples: list[tuple[float, ...]] = []  # sequences, their tokens, and the tokens that there would be room for
     crowded: list[tuple[float, ...]] = []
-    peak = 0
+    peak, mapped = 0, 0.0
     try:
         while batching.waiting or batching.running:
             batching.admit()
+            map_ahead(allocator)
             peak = max(peak, len(batching.running))
             if batching.steps % SAMPLE_STEPS == 0:
                 tokens = sum(running.length for running in batching.running)
                 sample = len(batching.running), tokens, used_bytes(allocator, layout) / layout.token_bytes
                 if batching.waiting or not samples:
                     crowded.append(sample)
+                    if isinstance(allocator, KVCache) and scheme in FRAMES:
+                        mapped += mapped_bytes(allocator) / layout.token_bytes
                 samples.append(sample)
             batching.decode(SAMPLE_STEPS - batching.steps % SAMPLE_STEPS)
             batching.retire()
     except OutOfPagesError as error:  # the largest request alone does not fit
         return row | {"error": str(error), "sequences": 0, "peak_sequences": 0, "waste": None, "unused_tokens": None}
     sequences, tokens, used = map(sum, zip(*crowded))
+    if mapped:
+        row["waste_mapped"] = 1 - tokens / mapped
     return row | {
         "sequences": sequences / len(crowded),
         "peak_sequences": peak,
@@ -123,6 +129,12 @@ def run(requests: list[Request], max_seq_len: int) -> dict[str, Any]:
     return result
 
 
+def run_frames(requests: list[Request], max_seq_len: int) -> list[dict[str, Any]]:
+    """What may lie under rows, of one model at the largest budget."""
+    work = fitting(requests, max_seq_len)
+    return [simulate("Llama-3.1-8B", BUDGETS[-1], frames, work, max_seq_len) for frames in FRAMES]
+
+
 def fitting(requests: list[Request], max_seq_len: int) -> list[Request]:
     """The requests that a server with this limit takes."""
     return [request for request in requests if request.total <= max_seq_len]
@@ -135,6 +147,9 @@ def main(
     ] = None,
     max_seq_len: Annotated[int, typer.Option(min=1, help="Longer requests are left out.")] = 8192,
     seed: LengthsSeed = 0,
+    ahead: Annotated[
+        bool, typer.Option("--ahead", help="Rows alone: single pages, large frames, pages ahead.")
+    ] = False,
     json_output: JsonOutput = False,
     plot_file: Annotated[
         Path | None, typer.Option("--plot", help="Write a picture of waste and sequences over time.")
@@ -154,13 +169,31 @@ def main(
         "left_out": len(work) - served,
         "max_seq_len": max_seq_len,
     }
-    result |= run(work, max_seq_len)
-    if plot_file:
+    result |= {"frames": run_frames(work, max_seq_len)} if ahead else run(work, max_seq_len)
+    if plot_file and not ahead:
         plot(result, plot_file)
     if json_output:
         print_json(result)
+    elif ahead:
+        console.print(make_table(f"Llama-3.1-8B, {BUDGETS[-1]} GiB", *table_of_frames(result)))
     else:
         show(result)
+
+
+def table_of_frames(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns, and a line for each of `FRAMES`."""
+    columns = ("under rows", "waste", "of all that is mapped for sequences", "sequences", "preempted")
+    lines = [
+        (
+            row["scheme"],
+            f"{row['waste']:.2%}",
+            f"{row['waste_mapped']:.2%}",
+            f"{row['sequences']:,.1f}",
+            f"{row['preemptions']:,}",
+        )
+        for row in result["frames"]
+    ]
+    return columns, lines
 
 
 def show(result: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from vmmkv.environment import environment
 from vmmkv.space.mapper import Mapper
 
 from .geometry import LAYOUT
-from .virtual import BookkeepingDriver
+from .virtual import BookkeepingDriver, Rested
 
 Row = dict[str, Any]
 PAGE = 16
@@ -39,13 +39,6 @@ PAGES = 10, 10_000
 """Of one sequence."""
 AIM = 4.0
 """At most so many times as long may a step take with a hundred times as many rows, which fit into no cache."""
-
-
-class Rested(Mapper):
-    """A mapper that works only when it is called."""
-
-    def ring(self) -> None:
-        pass
 
 
 class House(NamedTuple):

@@ -306,6 +306,11 @@ def fragmentation_waste(result: Result) -> str:
     return schemes_by_models(result, fragmentation.BUDGETS[-1], cell)
 
 
+@table("fragmentation_ahead.json")
+def fragmentation_ahead(result: Result) -> str:
+    return markdown(*fragmentation.table_of_frames(result))
+
+
 @table("fragmentation.json")
 def fragmentation_batch_20(result: Result) -> str:
     return batches(result, 20)

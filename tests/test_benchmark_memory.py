@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 import vmmkv
 import vmmkv.torch
-from benchmarks import fragmentation, idle, reuse
-from benchmarks.virtual import SCHEMES, BlockPool, BlockSequence, make_allocator, used_bytes
+from benchmarks import fragmentation, idle, reuse, tables
+from benchmarks.virtual import FRAMES, SCHEMES, BlockPool, BlockSequence, make_allocator, used_bytes
 from vmmkv.schemes import allocated_bytes
 from vmmkv.workload import Request
 
@@ -144,6 +144,22 @@ def test_fragmentation(tmp_path: Path) -> None:
     assert [row["max_seq_len"] for row in result["reservations"]] == list(fragmentation.RESERVATIONS)
     assert "<svg" in (tmp_path / "waste.svg").read_text()
     fragmentation.show(result)
+
+
+def test_what_lies_under_rows_is_no_waste(tmp_path: Path) -> None:
+    """Large frames waste as little as single pages; what is mapped ahead is counted, and takes nothing from anybody."""
+    trace = tmp_path / "trace.csv"
+    rows = [(prompt, 30) for prompt in np.random.default_rng().integers(3000, 6000, 200)]
+    trace.write_text("ContextTokens,GeneratedTokens\n" + "".join(f"{prompt},{output}\n" for prompt, output in rows))
+    result = json.loads(run(fragmentation.main, "--trace", str(trace), "--ahead", "--json").stdout)
+    single, large, ahead = result["frames"]
+    assert [single["scheme"], large["scheme"], ahead["scheme"]] == list(FRAMES)
+    for row in (large, ahead):
+        assert (row["waste"], row["sequences"]) == (single["waste"], single["sequences"])
+    assert single["waste"] <= single["waste_mapped"]
+    assert large["waste"] <= large["waste_mapped"] <= ahead["waste_mapped"] < 1
+    text = tables.TABLES["fragmentation-ahead"].write(result)
+    assert text.count("\n") == 1 + len(FRAMES)
 
 
 def test_what_does_not_fit_is_said() -> None:
