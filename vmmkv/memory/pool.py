@@ -434,14 +434,15 @@ class FramePool:
         """Pages that a holder may have firmly, beside those that it has so, without anybody giving up any."""
         return max(account.guaranteed - _firm(account), 0) - self.overdraft(self.limit)
 
-    def overdraft(self, limit: int | None = None) -> int:
+    @property
+    def has_guarantees(self) -> bool:
+        """Whether anything is guaranteed. Otherwise all that is mapped may be firm."""
+        return any(account.guaranteed for account in self.accounts)
+
+    def overdraft(self, limit: int) -> int:
         """Pages by which what all have firmly, or are guaranteed, whichever is more, is beyond a limit; negative where
-        there is room. Without one it is that of the pool, which needs no look where nothing is guaranteed: all that is
-        mapped may be firm then."""
-        if limit is None and not any(account.guaranteed for account in self.accounts):
-            return 0
-        firm = sum([max(account.guaranteed, _firm(account)) for account in self.accounts])
-        return firm - (self.limit if limit is None else limit)
+        there is room."""
+        return sum([max(account.guaranteed, _firm(account)) for account in self.accounts]) - limit
 
     def slacken(self, account: Account | None, limit: int, *, wait: bool) -> None:
         """Has others give up pages that they do not use but might begin to, until nothing firm or guaranteed is beyond

@@ -81,6 +81,7 @@ class Ahead:
         pages = live * sum(end for _, end in policy.spans(0, self.lookahead, books.records, books.page_size))
         idle = self._pool.idle(self._account)
         is_tight = idle < pages and idle + books.parked_pages < pages
+        is_tight |= self._pool.headroom(self._account) < pages
         return min(-(-books.page_tokens // 4), self.lookahead) if is_tight else self.lookahead
 
     def _available(self, pages: int, wanted: int, frames: int) -> tuple[int, int]:

@@ -145,10 +145,10 @@ class Reclaimer:
             OutOfPagesError: not even without that. Nothing has changed.
         """
         pool = self._pool
-        if pool.overdraft() > 0:
+        if pool.has_guarantees and pool.overdraft(pool.limit) > 0:
             self._check_allowed(count)
             for wait in (False, True):
-                while (over := pool.overdraft()) > 0 and self.slacken(over, wait=wait):
+                while (over := pool.overdraft(pool.limit)) > 0 and self.slacken(over, wait=wait):
                     pass
                 pool.slacken(self._account, pool.limit, wait=wait)
 

@@ -411,11 +411,11 @@ class Rows:
         Raises:
             OutOfPagesError, DriverError: they cannot be had, or what lies behind them could not be unmapped.
         """
-        if not self.books.has_pages(row):
+        if not self.pool.has_guarantees or not self.books.has_pages(row):
             return
         self.books.claims = {row: (0, tokens)}
         try:
-            if self.pool.overdraft() > 0:
+            if self.pool.overdraft(self.pool.limit) > 0:
                 self.table.fences[row].wait()
                 self.reclaimer.unmap_surplus({row: tokens})
                 self.table.forget(row)
