@@ -79,8 +79,8 @@ class KVCache(Owner):
             address (torch's memory-efficient SDPA; see `KVLayout.int32_token_limit`).
         driver: a memory system of your own, instead of `device` and `page_size`.
         pool: physical memory that other caches may use as well, instead of `device`, `page_size` and `driver`. Without
-            one the cache makes its own, of `max_bytes`. With one `max_bytes` is the most that this cache may have of
-            it; None is all that others do not use.
+            one the cache makes its own, of `max_bytes`, and takes of the device what others of the process do not use.
+            With one `max_bytes` is the most that this cache may have of it; None is all that others do not use.
         guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time. Shares are of the pool.
         lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
             is four pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.

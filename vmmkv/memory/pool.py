@@ -666,13 +666,17 @@ _numbers = itertools.count()
 _pools: weakref.WeakValueDictionary[int, FramePool] = weakref.WeakValueDictionary()
 
 
+def living_pools() -> list[FramePool]:
+    """Those of this process, the first one made coming first."""
+    return [pool for reference in _pools.valuerefs() if (pool := reference()) is not None]
+
+
 def pool_stats() -> dict[FramePool, FramePoolStats]:
     """A snapshot of each pool of this process that is in use, the first one made coming first."""
     stats = {}
-    for reference in _pools.valuerefs():
-        if (pool := reference()) is not None:
-            with suppress(VmmkvError):
-                stats[pool] = pool.stats()
+    for pool in living_pools():
+        with suppress(VmmkvError):
+            stats[pool] = pool.stats()
     return stats
 
 

@@ -7,9 +7,11 @@ idle ones first, and what has to be waited for last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 
 from ..errors import DriverOutOfMemoryError, OutOfPagesError, VmmkvError
 from ..memory.frames import Supply
+from ..memory.neighbours import asking, give_back
 from ..memory.pool import Account, FramePool
 from ..space.arena import free_waiting
 from ..space.change import Change
@@ -165,8 +167,21 @@ class Reclaimer:
         except DriverOutOfMemoryError as error:
             free_waiting()
             pool.collect()
-            self._press(count, error)  # the device has less left than the limit allows
+            try:
+                self._press(count, error)  # the device has less left than the limit allows
+            except OutOfPagesError as refusal:
+                return self._ask_neighbours(count, large, refusal)
             return pool.take(self._account, count, large)
+
+    def _ask_neighbours(self, count: int, large: int, refusal: OutOfPagesError) -> Supply:
+        """`supply`, of memory that other pools give back to the system, or the refusal."""
+        pool = self._pool
+        with asking(pool) as neighbours:
+            for neighbour in neighbours:
+                if give_back(neighbour, (count - pool.frames.free_pages) * pool.page_size):
+                    with suppress(DriverOutOfMemoryError):
+                        return pool.take(self._account, count, large)
+        raise refusal
 
     def _press(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Has others, or other rows, give back what is missing of `count` pages, or raises before it changes anything.

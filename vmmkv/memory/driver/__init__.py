@@ -166,6 +166,12 @@ def open_driver(device: str | torch.device | None = None, page_size: int | None 
     raise DeviceError(f"asked for device {device}; vmmkv knows cuda and cpu")
 
 
+def are_of_one_memory(one: Driver, other: Driver) -> bool:
+    """Whether two drivers have their pages from the same device, as far as is known: of somebody's own it is not."""
+    is_ours = type(one).__module__.startswith(f"{__name__}.")
+    return is_ours and type(one) is type(other) and one.device == other.device
+
+
 def check_process(owner: int) -> None:
     """Raises `ForkError` where a driver was made by another process: each would take the other's pages for free."""
     if os.getpid() != owner:
