@@ -37,6 +37,8 @@ BATCH, CROSSING = 256, 16
 """Sequences of a step, and those of them that begin a page in it."""
 PAGES = 10, 10_000
 """Of one sequence."""
+PAGE_ROUNDS = 20
+"""So many times as many rounds are for these, which are short."""
 AIM = 4.0
 """At most so many times as long may a step take with a hundred times as many rows, which fit into no cache."""
 
@@ -243,19 +245,29 @@ def measure(rows: int, rounds: int) -> list[Row]:
     return found
 
 
-def measure_pages(pages: int, large: bool, rounds: int) -> list[Row]:
-    """A row for free and one for adoption, of a sequence of so many pages, single ones or large frames."""
-    driver = BookkeepingDriver(2 * PAGES[-1] * BookkeepingDriver(0).page_size)
-    cache = KVCache(LAYOUT, 8, PAGES[-1] * PAGE, max_bytes="50%", driver=driver, large_frames=large)
-    live, took = [cache.sequence(pages * PAGE)], dict[str, list[float]]()
+def measure_pages(large: bool, rounds: int) -> list[Row]:
+    """A row for free and one for adoption, of one sequence of each size, on single pages or large frames. Sizes take
+    turns, so that what else the machine does meets all of them."""
+    caches, live, took = {}, dict[int, Sequence](), dict[tuple[str, int], list[float]]()
+    for pages in PAGES:
+        driver = BookkeepingDriver(2 * pages * BookkeepingDriver(0).page_size)
+        caches[pages] = KVCache(LAYOUT, 8, pages * PAGE, max_bytes="50%", driver=driver, large_frames=large)
+        live[pages] = caches[pages].sequence(pages * PAGE)
+
+    def start(pages: int) -> None:
+        live[pages] = caches[pages].sequence(pages * PAGE)
+
     for _ in range(rounds):
-        took.setdefault("free", []).append(microseconds(live.pop().free))
-        started = microseconds(lambda: live.append(cache.sequence(pages * PAGE)))
-        took.setdefault("start on its row", []).append(started)
-    assert cache.stats().pages_created == pages
-    cache.check()
-    about = {"large_frames": large, "pages": pages}
-    return [about | {"what": what, "us": median(each), "best_us": min(each)} for what, each in took.items()]
+        for pages in PAGES:
+            took.setdefault(("free", pages), []).append(microseconds(live.pop(pages).free))
+            took.setdefault(("start on its row", pages), []).append(microseconds(start, pages))
+    for pages, cache in caches.items():
+        assert cache.stats().pages_created == pages
+        cache.check()
+    return [
+        {"what": what, "large_frames": large, "pages": pages, "us": median(each), "best_us": min(each)}
+        for (what, pages), each in took.items()
+    ]
 
 
 def main(
@@ -269,7 +281,7 @@ def main(
         with errors.status(f"{count:,} rows"):
             result["measured"] += measure(count, rounds)
     result["comparisons"] = compare(result)
-    result["pages"] = [row for large in (False, True) for pages in PAGES for row in measure_pages(pages, large, rounds)]
+    result["pages"] = [row for large in (False, True) for row in measure_pages(large, PAGE_ROUNDS * rounds)]
     if json_output:
         print_json(result)
     else:
