@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..errors import DriverError, StreamCaptureError
+from ..errors import DriverError, VmmkvError
+from ..memory.fence import Fence
 from ..memory.frames import Supply
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
-from ..space.change import Change
+from ..space.change import Change, Undo
 from . import policy
 from .books import Books
 from .cleaning import Cleaner, Growth
@@ -63,29 +64,23 @@ class Growing:
 
     def _map(self, rows: list[int], plan: list[Growth]) -> None:
         """Maps, and zeroes where that is asked for, what rows claim, or changes nothing."""
-        rules, supply = self._books.rules, Supply([], [])
-        zeroing = False
-        try:
-            if rules.zero_tail and plan:
+        zero_tail, tenants = self._books.rules.zero_tail, self._pool.tenants
+        fills: list[Fence] = []  # that a failure has left under way
+        with Undo() as undo:
+            undo.push(self._look_again, rows)
+            if zero_tail and plan:
                 self._wait_for_readers(rows)
-            missing = large = 0
-            for *_, pages, large_frames, _ in plan:
-                missing, large = missing + pages, large + large_frames
-            if missing:
-                supply = self._reclaimer.supply(missing, large)
-                self.pages += missing
-                self._pool.pages_in_need += missing
+            supply = self._supply(plan)
+            undo.push(self._give_back, supply)
+            undo.push(self._unmap, plan, fills)
             self._run(plan, supply)
             begun = self._cleaner.begun(rows)
-            if begun or self._pool.tenants:
-                zeroing = True
+            if begun or tenants:
+                undo.push(self._fence, rows, fills)
                 self._cleaner.clean(begun, plan)
-            if rules.zero_tail:
+            if zero_tail:
                 for row in rows:
                     self._fill_tails(row)
-        except BaseException:
-            self._undo(rows, plan, supply, zeroing)
-            raise
 
     def _plan(self, rows: list[int]) -> list[Growth]:
         """What rows are to get for their claims."""
@@ -101,6 +96,18 @@ class Growing:
                     large = policy.large_frames(pages, start) if is_large else 0
                     plan.append((arena, row, first, end, pages, large, ready))
         return plan
+
+    def _supply(self, plan: list[Growth]) -> Supply:
+        """Frames for a plan. Raises what `Reclaimer.supply` raises."""
+        missing = large = 0
+        for *_, pages, large_frames, _ in plan:
+            missing, large = missing + pages, large + large_frames
+        if not missing:
+            return Supply([], [])
+        supply = self._reclaimer.supply(missing, large)
+        self.pages += missing
+        self._pool.pages_in_need += missing
+        return supply
 
     def _run(self, plan: list[Growth], supply: Supply) -> None:
         """Makes one change of a plan.
@@ -126,33 +133,37 @@ class Growing:
         arena.unmap_back(row, 0)
         arena.table.begin_at(row, first)
 
-    def _undo(self, rows: list[int], plan: list[Growth], supply: Supply, zeroing: bool) -> None:
-        """Takes a growth back. Pages that cannot be unmapped, or not yet, stay in the books as surplus."""
-        self._books.claims = {}
-        fence = None
-        if zeroing:
-            with suppress(StreamCaptureError):  # which has refused the first memset already
-                fence = self._table.fence_after(self._driver, rows)
-        for arena, _ in self._books.ranges:  # all: a tail may be missing where no page is
-            with suppress(DriverError):
-                arena.table.settle()
+    def _give_back(self, supply: Supply) -> None:
+        """Undoes `_supply`, of what was not mapped."""
         self._pool.give(self._account, supply.large + supply.single)
-        if fence and not self._books.rules.zero_tail and not self._pool.tenants:
-            for row in rows:
-                self._table.fence(row, fence)
-        else:
-            if fence:
+
+    def _unmap(self, plan: list[Growth], fills: list[Fence]) -> None:
+        """Undoes `_run`, behind fills. Pages that cannot be unmapped, or not yet, stay as surplus."""
+        for fence in fills:
+            if self._books.rules.zero_tail or self._pool.tenants:
                 fence.wait()  # who reads all that is mapped must not see these pages, so they cannot stay until later
-            for arena, row, *_, ready in plan:
-                with suppress(DriverError):
-                    arena.unmap_back(row, ready)
+            if not fence.passed():
+                return
+        for arena, row, *_, ready in plan:
+            with suppress(DriverError):
+                arena.unmap_back(row, ready)
+
+    def _fence(self, rows: list[int], fills: list[Fence]) -> None:
+        """Undoes `Cleaner.clean`, of which some may be under way; not during a capture, which has refused it."""
+        fills.append(self._table.fence_after(self._driver, rows))
+        for row in rows:
+            self._table.fence(row, fills[-1])
+
+    def _look_again(self, rows: list[int]) -> None:
+        """Brings the books of rows up to what is mapped, and has their tails reach that."""
+        self._books.claims = {}
         for row in rows:
             if not self._table.length[row]:
                 for arena, _ in self._books.ranges:
                     if not arena.table.pages(row):
                         arena.table.begin_at(row, 0)
             elif self._books.rules.zero_tail:
-                with suppress(DriverError, StreamCaptureError):
+                with suppress(VmmkvError):
                     self._fill_tails(row)
             self._books.retire_front(row)
             self._books.refresh(row)
