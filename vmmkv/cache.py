@@ -885,6 +885,7 @@ class KVCache(Owner):
             cached_tokens=prefixes.cached_tokens if prefixes else 0,
             events_dropped=self.event_log.dropped if self.event_log else 0,
             pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
+            pages_cleaned=pool.pages_cleaned,
             driver_calls=calls,
             mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
             driver_seconds=sum(call.seconds for call in calls.values()),

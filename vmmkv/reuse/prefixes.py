@@ -162,7 +162,8 @@ class Prefixes:
         self.promotion: Promotion | None = None
         """What moves pages to large frames, where somebody does."""
         if rows.rules.large and rows.rules.lookahead:
-            self.promotion = rows.mover = Promotion(self, rows.pool, rows.account, self._books)
+            self.promotion = Promotion(self, rows.pool, rows.account, self._books)
+            rows.movers.append(self.promotion)
         rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
         rows.ahead.give_way = self.give_way
         weakref.finalize(self, self._held.leave_behind).atexit = False

@@ -39,6 +39,7 @@ from .growing import Growing
 from .laying import Laying
 from .reclaiming import Reclaimer
 from .reordering import Reordering
+from .scrubbing import Scrubbing
 from .sharing import Sharing
 from .shelf import Shelf
 from .table import NOBODY, Place, RowTable, Suspended
@@ -122,6 +123,8 @@ class Rows:
     """What each row holds."""
     ahead: Ahead
     """What a mapper may do for them."""
+    scrubbing: Scrubbing
+    """What zeroes frames for them that were another tenant's."""
     reclaimer: Reclaimer
     """Where pages come from."""
     growing: Growing
@@ -146,8 +149,8 @@ class Rows:
         """With debugging, by row: who has started its sequence."""
         self.keeper: Keeper | None = None
         """Who keeps rows and pages for sequences that begin alike, where somebody does."""
-        self.mover: Mover | None = None
-        """Who has what is kept lie better, where somebody does."""
+        self.movers: list[Mover] = []
+        """What the mapper does where there is nothing to map: zeroes frames, and has what is kept lie better."""
         self._driver = pool.driver
 
     def open(self, account: Account, ranges: Iterable[tuple[int, int]]) -> None:
@@ -163,8 +166,10 @@ class Rows:
         self.account = account
         arenas = [(Arena(self.pool, account, self.table.num_rows, nbytes), record) for nbytes, record in ranges]
         self.books = Books(self.table, arenas, self.pool.page_size, self.rules)
-        self.ahead = Ahead(self.pool, account, self.books)
-        self.reclaimer = Reclaimer(self.pool, account, self.books)
+        self.scrubbing = Scrubbing(self.pool, account, self.books)
+        self.movers.append(self.scrubbing)
+        self.ahead = Ahead(self.pool, account, self.books, self.scrubbing)
+        self.reclaimer = Reclaimer(self.pool, account, self.books, self.scrubbing)
         self._cleaner = Cleaner(self.pool, self.books)
         self.growing = Growing(self.pool, account, self.books, self.reclaimer, self._cleaner)
         self.sharing = Sharing(self.pool, account, self.books, self.reclaimer, self.growing)
@@ -192,9 +197,9 @@ class Rows:
 
     @property
     def arenas(self) -> list[Arena]:
-        """All of them, also the one of no sequence."""
-        staging = self.sharing.staging
-        return [arena for arena, _ in self.ranges] + ([staging] if staging else [])
+        """All of them, also those of no sequence."""
+        staging = [self.sharing.staging, self.scrubbing.staging]
+        return [arena for arena, _ in self.ranges] + [arena for arena in staging if arena]
 
     def frames_taken(self) -> set[int]:
         """The pages that the cache has, wherever they are: on rows, behind them, or kept."""
