@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..errors import DriverError, VmmkvError
+from ..errors import DriverError, UseAfterFreeError, VmmkvError
 from ..memory.fence import Fence
 from ..memory.frames import Supply
+from ..memory.monitor import Steps
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
 from ..space.change import Change, Undo
@@ -38,7 +39,7 @@ class Growing:
         self.pages = 0
         """Pages that were mapped."""
 
-    def make_room(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> None:
+    def make_room(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> Steps[None]:
         """Maps the pages that tokens `[start, length)` of rows lie in. What rows hold is as before.
 
         Args:
@@ -49,38 +50,38 @@ class Growing:
             OutOfPagesError: the budget, or the device, cannot supply the pages.
             DriverError: a driver call failed.
             StreamCaptureError: pages have to be zeroed, or waited for, while a CUDA graph is captured.
+            UseAfterFreeError: another thread has ended a sequence of these meanwhile.
                 In all cases nothing has changed.
         """
         self._books.claims = claims
-        try:
-            plan = self._plan(needing)
-            if plan or self._books.rules.cleans:
-                with self._pool.ranges.growth:
-                    self._map(needing, plan)
-        finally:
-            self._books.claims = {}
-            for row in needing:  # also where undoing has failed
-                self._table.stir(row)
+        plan = self._plan(needing)
+        if plan or self._books.rules.cleans:
+            with Undo() as undo, self._pool.ranges.growth:
+                undo.push(self._look_again, needing)
+                yield from self._map(needing, plan, undo)
+        self._books.claims = {}
+        for row in needing:
+            self._table.stir(row)
 
-    def _map(self, rows: list[int], plan: list[Growth]) -> None:
-        """Maps, and zeroes where that is asked for, what rows claim, or changes nothing."""
+    def _map(self, rows: list[int], plan: list[Growth], undo: Undo) -> Steps[None]:
+        """Maps, and zeroes where that is asked for, what rows claim."""
         zero_tail, tenants = self._books.rules.zero_tail, self._pool.tenants
         fills: list[Fence] = []  # that a failure has left under way
-        with Undo() as undo:
-            undo.push(self._look_again, rows)
-            if zero_tail and plan:
-                self._wait_for_readers(rows)
-            supply = self._supply(plan)
-            undo.push(self._give_back, supply)
-            undo.push(self._unmap, plan, fills)
-            self._run(plan, supply)
-            begun = self._cleaner.begun(rows)
-            if begun or tenants:
-                undo.push(self._fence, rows, fills)
-                self._cleaner.clean(begun, plan)
-            if zero_tail:
-                for row in rows:
-                    self._fill_tails(row)
+        if zero_tail and plan:
+            self._wait_for_readers(rows)
+        supply = self._supply(plan)
+        undo.push(self._give_back, supply)
+        undo.push(self._unmap, plan, fills)
+        change = self._change(plan, supply)
+        if not change.is_empty:
+            yield from self._run(change, rows)
+        begun = self._cleaner.begun(rows)
+        if begun or tenants:
+            undo.push(self._fence, rows, fills)
+            self._cleaner.clean(begun, plan)
+        if zero_tail:
+            for row in rows:
+                self._fill_tails(row)
 
     def _plan(self, rows: list[int]) -> list[Growth]:
         """What rows are to get for their claims."""
@@ -109,12 +110,8 @@ class Growing:
         self._pool.pages_in_need += missing
         return supply
 
-    def _run(self, plan: list[Growth], supply: Supply) -> None:
-        """Makes one change of a plan.
-
-        Raises:
-            DriverError: a call failed. What was mapped before it is in the books.
-        """
+    def _change(self, plan: list[Growth], supply: Supply) -> Change:
+        """One change of a plan."""
         for arena, row, first, end, *_ in plan:
             if not arena.table.reaches(row, first):
                 self._begin(arena, row, first)
@@ -123,9 +120,23 @@ class Growing:
         change = Change(self._pool.calls, self._pool.frames)
         for arena, row, _, end, _, large, _ in plan:
             change.map(arena.table, row, end, supply, large)
-        change.run()
+        return change
+
+    def _run(self, change: Change, rows: list[int]) -> Steps[None]:
+        """Makes a change, while others go on: nobody but who grows is to know of what is claimed.
+
+        Raises:
+            DriverError: a call failed. What was mapped before it is in the books.
+            UseAfterFreeError: a sequence has ended meanwhile.
+        """
+        owners, claims = [self._table.owner[row] for row in rows], self._books.claims
+        self._books.claims = {}
+        yield change.run
+        self._books.claims = claims
         change.commit(self._pool)
         change.check()
+        if owners != [self._table.owner[row] for row in rows]:
+            raise UseAfterFreeError("a sequence was freed by another thread while it was extended; nothing has grown")
 
     def _begin(self, arena: Arena, row: int, first: int) -> None:
         """Makes a row without tokens begin at page `first`, where its pages do not reach."""
@@ -158,6 +169,10 @@ class Growing:
         """Brings the books of rows up to what is mapped, and has their tails reach that."""
         self._books.claims = {}
         for row in rows:
+            if not self._table.is_live(row):
+                self._table.forget(row)
+                self._books.settle(row)
+                continue
             if not self._table.length[row]:
                 for arena, _ in self._books.ranges:
                     if not arena.table.pages(row):

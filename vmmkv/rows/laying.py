@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, Frames
+from ..memory.monitor import at_once
 from ..memory.pool import Account, FramePool
 from ..space.change import Change, Undo
 from ..space.page_table import Run
@@ -112,7 +113,7 @@ class Laying:
         try:
             with Undo() as undo:
                 splits = self._map(row, laid, undo)
-                self._growing.make_room({row: (0, length)}, [row])
+                at_once(self._growing.make_room({row: (0, length)}, [row]))
                 self._copy(row, tokens, sources, laid, partial)
         finally:
             self._pool.give(self._account, sources)

@@ -26,11 +26,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DriverError, OutOfPagesError, StreamCaptureError, VmmkvError
+from ..errors import BusyError, DriverError, OutOfPagesError, StreamCaptureError, UseAfterFreeError, VmmkvError
 from ..memory import debugging
 from ..memory.fence import wait_for_device
+from ..memory.monitor import Steps, at_once
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
+from ..space.change import Undo
 from ..space.mapper import Mover
 from .ahead import Ahead
 from .books import Books, Rules
@@ -375,7 +377,7 @@ class Rows:
         self.books.use(row)
         self.adoptions += 1
 
-    def take(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> None:
+    def take(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> Steps[None]:
         """Gives a picked row to a new sequence on a stream, with room for `tokens` tokens.
 
         Its pages for tokens that are `expected` are reclaimed after those of idle parked rows.
@@ -388,7 +390,8 @@ class Rows:
         if self.pool.is_debugged:
             self.origins[row] = debugging.caller()
         self.books.refresh(row)
-        try:
+        with Undo() as undo:
+            undo.push(self.books.vacate, row)
             beyond = self._beyond(row, max(tokens, expected)) if adopted else []
             if beyond and self.table.fences[row].passed():
                 for arena, page in beyond:
@@ -397,23 +400,20 @@ class Rows:
             if tokens and self.rules.zero_tail:
                 self._keep(row, 2 * max(tokens, expected))
             if tokens > self.table.capacity[row] or (tokens and self.rules.zero_tail):
-                self._make_first_room(row, tokens)
-        except BaseException:
-            self.books.vacate(row)
-            raise
+                yield from self._make_first_room(row, tokens)
         self.table.length[row] = tokens
         self.books.refresh(row)
         self.adoptions += adopted
 
-    def _make_first_room(self, row: int, tokens: int) -> None:
+    def _make_first_room(self, row: int, tokens: int) -> Steps[None]:
         """Maps the pages that a new sequence's tokens lie in. Raises what `Growing.make_room` raises."""
         try:
-            self.growing.make_room({row: (0, tokens)}, [row])
+            yield from self.growing.make_room({row: (0, tokens)}, [row])
         except OutOfPagesError:
             if not self.rules.zero_tail:
                 raise
             self._keep(row, tokens)  # what one range has behind them may be what another lacks
-            self.growing.make_room({row: (0, tokens)}, [row])
+            yield from self.growing.make_room({row: (0, tokens)}, [row])
 
     def _keep(self, row: int, tokens: int) -> None:
         """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""
@@ -507,7 +507,7 @@ class Rows:
         rows: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64] | None = None,
-    ) -> None:
+    ) -> Steps[None]:
         """Sets new lengths, and maps the pages that they need: for all rows or for none.
 
         Args:
@@ -515,13 +515,16 @@ class Rows:
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; nothing has changed.
+            UseAfterFreeError, BusyError: another thread has ended one of the sequences meanwhile, or changed it.
         """
         table = self.table
         self._make_own(rows[lengths > table.capacities[rows]].tolist())
         needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]  # now: some may have given pages up
         extents = np.stack([table.starts[rows] if starts is None else starts, lengths], axis=1)
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
-        self.growing.make_room(claims, needing.tolist())
+        before, owners = table.extents[rows], table.owners[rows]
+        yield from self.growing.make_room(claims, needing.tolist())
+        _check_same(np.array_equal(owners, table.owners[rows]), np.array_equal(before, table.extents[rows]))
         table.extents[rows] = extents
         table.stirred.update(dict.fromkeys(rows[lengths > table.alerts[rows]].tolist()))
         for row in needing.tolist():
@@ -529,12 +532,15 @@ class Rows:
                 self.books.retire_front(row)
             self.books.refresh(row)
 
-    def grow_one(self, row: int, length: int) -> None:
+    def grow_one(self, row: int, length: int) -> Steps[None]:
         """`grow` for one row, without arrays."""
         grows = length > self.table.capacity[row]
         if grows:
             self._make_own([row])
-            self.growing.make_room({row: (self.table.start[row], length)}, [row])
+            start, before, owner = self.table.start[row], self.table.length[row], self.table.owner[row]
+            yield from self.growing.make_room({row: (start, length)}, [row])
+            is_same = (start, before) == (self.table.start[row], self.table.length[row])
+            _check_same(self.table.owner[row] == owner, is_same)
         self.table.length[row] = length
         if grows:
             self.books.refresh(row)
@@ -579,7 +585,7 @@ class Rows:
         try:
             self.sharing.make_own_from(row, pages)
             if self.rules.zero_tail:  # what lay behind is gone
-                self.growing.make_room({row: self.books.extent(row)}, [row])
+                at_once(self.growing.make_room({row: self.books.extent(row)}, [row]))
         finally:
             self.inherit({row: row})  # on copies, from some page on
         if self.keeper:
@@ -617,7 +623,7 @@ class Rows:
         """
         record.place, self.table.expected[row] = Place.COMING, record.expected
         try:
-            self.grow(np.array([row]), np.array([record.length]), np.array([record.start]))
+            at_once(self.grow(np.array([row]), np.array([record.length]), np.array([record.start])))
         except VmmkvError:
             record.place, self.table.expected[row] = Place.AWAY, 0
             raise
@@ -648,3 +654,15 @@ class Rows:
         """Has pages mapped ahead, where that is wanted."""
         if self.rules.lookahead and self.pool.mapper:
             self.pool.mapper.ring()
+
+
+def _check_same(are_theirs: bool, are_as_long: bool) -> None:
+    """Raises what forbids to write down lengths, where rows are other sequences' now, or hold something else than when
+    their growth began."""
+    if not are_theirs:
+        raise UseAfterFreeError("a sequence was freed by another thread while it was extended; nothing has grown")
+    if not are_as_long:
+        raise BusyError(
+            "a sequence was changed by another thread while it was extended; nothing has grown. Use each sequence in "
+            "one thread at a time"
+        )

@@ -20,6 +20,7 @@ from ..errors import DriverError, OutOfPagesError, VmmkvError
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
+from ..memory.monitor import at_once
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
 from ..space.change import Change, Undo
@@ -80,7 +81,7 @@ class Sharing:
         spans = [(first, end) for (first, _), (_, end) in zip(splits, self._books.used(row))]
         with Undo() as undo:
             self._share(row, children, splits, spans, undo)
-            self._growing.make_room(dict.fromkeys(children, extent), children)
+            at_once(self._growing.make_room(dict.fromkeys(children, extent), children))
             with finished_on_error(self._driver):
                 has_copied = False
                 for child in children:

@@ -134,11 +134,8 @@ class Mapper:
         with pool.monitor.door:
             pass  # after who waits there
         with pool.monitor.changing:
-            pool.monitor.worker = threading.get_ident()  # no finalizer may change anything in between
-            try:
+            with pool.monitor.running:  # no finalizer may change anything in between
                 is_busy = self._change(pool)
-            finally:
-                pool.monitor.worker = None
             with pool.monitor.lock:
                 if not pool.monitor.is_dirty:
                     pool.monitor.verify()
@@ -150,7 +147,7 @@ class Mapper:
         new: list[int] = []
         pages = 1
         with pool.monitor.lock:
-            if pool.monitor.is_dirty:
+            if pool.monitor.is_dirty or pool.monitor.is_unfinished:
                 return False
             free = pool.frames.free_pages
             with pool.monitor.working():

@@ -218,6 +218,8 @@ class PageTable:
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
         row, begin = run.row, run.begin
+        if self.first[row] == self.end[row]:  # whoever had it may have left it meanwhile: see `begin_at`
+            self.first[row] = self.ready[row] = begin
         pages = frames if len(frames) == run.end - begin else self._frames.in_pages(frames)
         if len(pages) > LARGE:
             self.memory[row, begin : begin + len(pages)] = pages
