@@ -20,7 +20,7 @@ import pytest
 import torch
 from conftest import ROUNDS, small_driver
 from faulty import FaultyDriver, has_memory
-from interruption import interrupted
+from interruption import disturbed, interrupted
 
 import vmmkv
 from vmmkv.errors import OutOfPagesError, OutOfRowsError
@@ -294,6 +294,7 @@ def test_who_ends_while_it_grows_has_not_grown(name: str, options: dict) -> None
     assert has_memory(beside, driver)
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_who_is_interrupted_while_another_grows() -> None:
     """The one who grows works the books out anew, and begins again."""
     for _ in range(8):
@@ -310,6 +311,28 @@ def test_who_is_interrupted_while_another_grows() -> None:
         assert other.length in (3, 29)
         assert has_memory(grown, driver)
         assert has_memory(other, driver)
+
+
+def test_a_finalizer_waits_for_nobody_who_waits_for_it() -> None:
+    """In the middle of an operation of another thread's, while the driver maps for one who goes on behind that."""
+    driver = BlockedDriver()
+    cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver)
+    grown, refused = cache.sequence(3), 0
+
+    def finalize() -> None:
+        nonlocal refused
+        if cache.pool.monitor.inside.locked():
+            for operation in (partial(grown.extend, 60), cache.trim, cache.close):
+                with pytest.raises(vmmkv.BusyError):
+                    operation()
+                refused += 1
+
+    with blocked(driver, partial(grown.extend, 60)):
+        for line in range(1, 200, 7):
+            if disturbed(cache.page_uses, line, finalize) is not None:
+                break
+    assert refused
+    cache.check()
 
 
 def test_a_signal_handler_while_the_driver_maps() -> None:

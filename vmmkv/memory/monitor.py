@@ -5,8 +5,9 @@ Invariants:
     is taken first. So who maps ahead, or grows, holds it alone while the driver maps, with `running`, and others go on
     meanwhile. Who maps in need holds `door` before, through which who maps ahead has to go each time: it cannot keep
     others waiting for more than what it has begun.
- 2. `inside` is held by an operation, and all locks are given back by the interpreter itself, which an interruption
-    cannot prevent. Who finds it held comes in the middle of an operation of the same thread: from a finalizer, say.
+ 2. `inside`, of which each thread has its own, is held by an operation, and all locks are given back by the interpreter
+    itself, which an interruption cannot prevent. Who finds it held comes in the middle of an operation of the same
+    thread, from a finalizer, say: so it asks before it waits for anybody, who may be waiting for that operation.
  3. `is_dirty` stays set unless an operation has ended, with a result or with an error of its own, and `is_unfinished`
     from where one gave up `lock` to where it has it again. The next one that holds `changing` has the books worked out
     anew before it looks at them.
@@ -27,6 +28,13 @@ OWN_ERRORS = VmmkvError, ValueError, TypeError
 """What operations raise themselves, with the books as before."""
 
 
+class _Own(threading.local):
+    """What each thread has."""
+
+    def __init__(self) -> None:
+        self.inside = threading.Lock()
+
+
 class Monitor:
     """Locks, and whether the books can be trusted."""
 
@@ -38,14 +46,19 @@ class Monitor:
     def reset(self) -> None:
         """Starts anew, in a forked child: whoever held a lock is not there."""
         self.lock, self.changing, self.door = threading.RLock(), threading.RLock(), threading.RLock()
-        self.inside = threading.Lock()
+        self._own = _Own()
         self.running = threading.Lock()
         """Held in the middle of a change, by who holds `changing`: nobody else may change anything in this thread."""
         self.is_dirty = self.is_unfinished = False
 
+    @property
+    def inside(self) -> threading.Lock:
+        """This thread's own: held in the middle of an operation."""
+        return self._own.inside
+
     def check_outside(self, name: str, changing: bool = False) -> None:
-        """Raises `BusyError` in the middle of another operation of this thread, which holds the lock, and `changing`
-        if it is to map or unmap."""
+        """Raises `BusyError` in the middle of another operation of this thread; if it is to map or unmap, and holds
+        `changing`, also in the middle of a change."""
         if self.inside.locked() or (changing and self.running.locked()):
             raise BusyError(
                 f"{name.strip('_')} was called in the middle of another operation of this thread on the same memory, "
@@ -100,6 +113,7 @@ def operation(method: Method[Owner, Parameters, Result]) -> Method[Owner, Parame
     @functools.wraps(method)
     def run(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         monitor = self.pool.monitor
+        monitor.check_outside(method.__name__)
         with monitor.door, monitor.changing, monitor.lock:
             monitor.check_outside(method.__name__, changing=True)
             with monitor.inside:
@@ -121,6 +135,7 @@ def stepwise(method: Method[Owner, Parameters, Steps[Result]]) -> Method[Owner, 
     @functools.wraps(method)
     def run(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         monitor = self.pool.monitor
+        monitor.check_outside(method.__name__)
         with monitor.door, monitor.changing:
             steps: Steps[Result] | None = None
             while True:

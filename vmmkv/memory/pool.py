@@ -556,6 +556,7 @@ class FramePool:
         if self._unusable is UseAfterFreeError:
             return
         monitor = self.monitor
+        monitor.check_outside("close")
         with monitor.door, monitor.changing, monitor.lock:
             monitor.check_outside("close", changing=True)
             before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
