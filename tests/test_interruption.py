@@ -238,10 +238,11 @@ class Inside(FaultyDriver):
         return result
 
 
-@pytest.mark.parametrize("call", ["create", "map", "set_access", "unmap", "fill", "release"])
+@pytest.mark.parametrize("call", ["create", "unmap", "fill", "release"])
 @pytest.mark.parametrize("device", ["cpu"])
 def test_what_runs_in_the_middle_of_an_operation(make_cache, device: str, call: str) -> None:
-    """Frees happen later; all else is refused and has changed nothing."""
+    """Frees happen later; all else is refused and has changed nothing. (While the driver maps it need not be:
+    `tests/test_threads.py::test_a_signal_handler_while_the_driver_maps`.)"""
     driver = Inside(device, call, None)
     cache = make_cache(driver=driver, pages=20, scrub=True)
     gone, other, grown = cache.sequence(10), cache.sequence(1), cache.sequence(1)

@@ -99,8 +99,7 @@ class Decoded(World):
     def begin_copy(self) -> None:
         """Lets the mapper come to where it waits for a copy, or has none to wait for."""
         self.finish()
-        mover = self.cache._rows.mover
-        assert mover is not None
+        mover = self.cache._rows.movers[-1]
         while not mover.is_waiting:
             assert self.mapper is not None
             assert self.mapper.work()

@@ -14,6 +14,7 @@ from faulty import FaultyDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interruption import interrupted
+from simulated_device import SimulatedDevice
 
 import vmmkv
 from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError
@@ -79,6 +80,86 @@ def test_a_secret_is_never_readable_from_another_tenants_rows(seed: int, options
             for other in TENANTS:
                 if other != tenant:
                     assert not (held == secrets[other]).any(), (tenant, other)
+
+
+def planted(pages: int, layout: vmmkv.KVLayout = LAYOUT) -> tuple[SimulatedDevice, vmmkv.KVCache, Mapper]:
+    """A cache on a device whose work runs late, whose mapper works when it is told to; all free pages hold a secret."""
+    driver = SimulatedDevice(random.Random(random.random()))
+    cache = vmmkv.KVCache(layout, 3, 80, max_bytes=pages * driver.page_size, driver=driver, lookahead=16)
+    mapper = cache.pool.mapper
+    assert isinstance(mapper, Mapper)
+    mapper.ring = lambda: None  # type: ignore[method-assign]
+    gone = cache.sequence(80, tenant="alice")
+    driver.finish()
+    for states in (gone.k(0), gone.v(0), gone.k(1), gone.v(1)):
+        states.fill_(7.0)
+    gone.free()
+    cache._rows.reclaim(pages)
+    return driver, cache, mapper
+
+
+def is_secret(cache: vmmkv.KVCache, driver: FaultyDriver, sequence: vmmkv.Sequence) -> bool:
+    """Whether the secret can be read anywhere in a sequence's row."""
+    held = torch.frombuffer(bytearray(readable(cache, driver, sequence.row)), dtype=torch.float32)
+    return bool((held == 7).any())
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, vmmkv.KVLayout(2, 2, 128, torch.float32)], ids=["single", "large"])
+def test_what_has_left_a_tenant_is_cleaned_and_mapped_ahead(layout: vmmkv.KVLayout) -> None:
+    """In the background, and mapped when it is clean, never before. Nobody waits for the device."""
+    driver, cache, mapper = planted(110, layout)
+    sequence = cache.sequence(1, tenant="bob", expected_tokens=60)
+    driver.finish()
+    capacity = sequence.capacity
+    for _ in range(20):
+        while mapper.work():
+            assert not is_secret(cache, driver, sequence)
+        assert sequence.capacity == capacity or driver.streams[-1].done
+        cache.check()
+        driver.finish()
+    calls = driver.changes
+    sequence.extend(59)
+    assert driver.changes == calls
+    assert not is_secret(cache, driver, sequence)
+    stats = cache.stats()
+    assert 0 < stats.pages_cleaned == cache.pool.stats().pages_cleaned
+    assert stats.pages_mapped["ahead"] > 0
+
+
+def test_what_is_being_cleaned_gives_way() -> None:
+    """It is no reason to run out of pages, nor to show what was there."""
+    driver, cache, mapper = planted(10)
+    sequence = cache.sequence(8, tenant="bob")
+    while mapper.work():
+        pass
+    taken = cache.stats().pages["surplus"]
+    assert taken  # zeroing has not begun
+    other = cache.sequence(72, tenant="carol")
+    cache.check()
+    driver.finish()
+    assert not is_secret(cache, driver, other)
+    assert not is_secret(cache, driver, sequence)
+
+
+@pytest.mark.parametrize("call", ["reserve", "map", "set_access", "fill", "record", "query", "unmap"])
+def test_a_call_that_fails_while_pages_are_cleaned(call: str) -> None:
+    """Pages are still whose they were, and are cleaned the next time."""
+    driver, cache, mapper = planted(30)
+    sequence = cache.sequence(8, tenant="bob")
+    driver.finish()
+    fault = driver.fail(call)
+    for _ in range(9):
+        with suppress(DriverError):
+            while mapper.work():
+                pass
+        cache.check()
+        assert not is_secret(cache, driver, sequence)
+        driver.finish()
+    assert fault.was_met
+    changes = driver.changes
+    sequence.extend(8)
+    assert driver.changes == changes
+    assert not is_secret(cache, driver, sequence)
 
 
 @settings(deadline=None)

@@ -11,15 +11,21 @@ import random
 import sys
 import threading
 import time
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 
 import pytest
 import torch
 from conftest import ROUNDS, small_driver
+from faulty import FaultyDriver, has_memory
+from interruption import disturbed, interrupted
 
 import vmmkv
 from vmmkv.errors import OutOfPagesError, OutOfRowsError
 
+LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 SECONDS = (5 if torch.cuda.is_available() else 2) * ROUNDS
 """For all of these tests together."""
 PATIENCE = 300
@@ -198,3 +204,155 @@ def test_eight_threads(device: str, num_caches: int, lookahead: int) -> None:
         pool.close()
     finally:
         sys.setswitchinterval(before)
+
+
+class BlockedDriver(FaultyDriver):
+    """Before it maps it does something else, or waits until it is let go on."""
+
+    def __init__(self) -> None:
+        super().__init__(small_driver("cpu"))
+        self.has_come, self.goes_on = threading.Event(), threading.Event()
+        self.blocks = False
+        self.action: Callable[[], None] = lambda: None
+
+    def _call(self, name: str, *args: object) -> object:
+        if name == "map":
+            self.action()
+        if name == "map" and self.blocks:
+            self.has_come.set()
+            assert self.goes_on.wait(PATIENCE)
+        return super()._call(name, *args)
+
+
+@contextmanager
+def blocked(driver: BlockedDriver, growth: Callable[[], object]) -> Iterator[None]:
+    """While another thread's growth is in the middle of the driver's call, which ends behind."""
+    driver.blocks = True
+    with ThreadPoolExecutor(1) as executor:
+        grown = executor.submit(growth)
+        try:
+            assert driver.has_come.wait(PATIENCE)
+            yield
+            assert not grown.done()
+        finally:
+            driver.blocks = False
+            driver.goes_on.set()
+            grown.result(PATIENCE)
+
+
+@pytest.mark.parametrize("options", [{}, {"scrub": True}], ids=str)
+@pytest.mark.parametrize("kind", ["sequence", "batch", "start"])
+def test_who_needs_no_page_waits_for_nobodys(kind: str, options: dict) -> None:
+    """While the driver maps for one, others grow inside their pages, shrink, end, and look at what there is."""
+    driver = BlockedDriver()
+    pool = vmmkv.FramePool(60 * driver.page_size, driver=driver)
+    first, second = (vmmkv.KVCache(LAYOUT, 8, 100, pool=pool, **options) for _ in range(2))
+    grown, beside, ended = first.sequence(3), first.sequence(3), first.sequence(30)
+    elsewhere = second.sequence(3)
+    growth = {
+        "sequence": partial(grown.extend, 60),
+        "batch": partial(first.extend, [grown, beside], [60, 3]),
+        "start": partial(first.sequence, 63),
+    }[kind]
+    with blocked(driver, growth):
+        for sequence in (elsewhere, *([beside] if kind != "batch" else [])):
+            sequence.extend(1)
+            sequence.cache.extend([sequence], 1)
+            assert sequence.length == 5
+            sequence.truncate(3)
+        ended.free()
+        assert grown.length == 3
+        assert first.stats().tokens == 6
+        first.page_map()
+    assert grown.length == (3 if kind == "start" else 63)
+    first.check()
+    second.check()
+    assert has_memory(grown, driver)
+
+
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
+@pytest.mark.parametrize("name", ["free", "truncate"])
+def test_who_ends_while_it_grows_has_not_grown(name: str, options: dict) -> None:
+    """By another thread, which is not how sequences are to be used: all is as if it had not grown, and nothing lost."""
+    driver = BlockedDriver()
+    cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver, **options)
+    grown, beside = cache.sequence(3), cache.sequence(3)
+    is_free = name == "free"
+    error = vmmkv.UseAfterFreeError if is_free else vmmkv.BusyError
+
+    def grow() -> None:
+        with pytest.raises(error, match="by another thread"):
+            cache.extend([beside, grown], 60)
+
+    with blocked(driver, grow):
+        grown.free() if is_free else grown.truncate(1)
+    cache.check()
+    assert beside.length == 3
+    assert is_free or grown.length == 1
+    cache.extend([beside, *([] if is_free else [grown])], 60)
+    cache.check()
+    assert has_memory(beside, driver)
+
+
+@pytest.mark.usefixtures("undebugged")
+def test_who_is_interrupted_while_another_grows() -> None:
+    """The one who grows works the books out anew, and begins again."""
+    for _ in range(8):
+        driver = BlockedDriver()
+        driver.unmaps_anything = True
+        cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver)
+        grown, other = cache.sequence(3), cache.sequence(30)
+        lines = interrupted(partial(other.truncate, 29), 10**9)
+        assert lines
+        with blocked(driver, partial(grown.extend, 60)):
+            assert interrupted(partial(other.truncate, 3), random.randint(1, lines)) is None
+        assert grown.length == 63
+        cache.check()
+        assert other.length in (3, 29)
+        assert has_memory(grown, driver)
+        assert has_memory(other, driver)
+
+
+def test_a_finalizer_waits_for_nobody_who_waits_for_it() -> None:
+    """In the middle of an operation of another thread's, while the driver maps for one who goes on behind that."""
+    driver = BlockedDriver()
+    cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver)
+    grown, refused = cache.sequence(3), 0
+
+    def finalize() -> None:
+        nonlocal refused
+        if cache.pool.monitor.inside.locked():
+            for operation in (partial(grown.extend, 60), cache.trim, cache.close):
+                with pytest.raises(vmmkv.BusyError):
+                    operation()
+                refused += 1
+
+    with blocked(driver, partial(grown.extend, 60)):
+        for line in range(1, 200, 7):
+            if disturbed(cache.page_uses, line, finalize) is not None:
+                break
+    assert refused
+    cache.check()
+
+
+def test_a_signal_handler_while_the_driver_maps() -> None:
+    """It may do what maps nothing, as another thread may, and is refused what does."""
+    driver = BlockedDriver()
+    cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver)
+    grown, other, gone = cache.sequence(3), cache.sequence(3), cache.sequence(3)
+    called = []
+
+    def handle() -> None:
+        driver.action = lambda: None
+        other.extend(2)
+        gone.free()
+        for operation in (partial(other.extend, 60), partial(cache.sequence, 1), cache.trim, cache.check, cache.close):
+            with pytest.raises(vmmkv.BusyError, match="middle of another operation"):
+                operation()
+        called.append(cache.stats().tokens)
+
+    driver.action = handle
+    grown.extend(60)
+    assert called == [8]
+    assert (grown.length, other.length) == (63, 5)
+    cache.check()

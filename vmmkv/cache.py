@@ -32,7 +32,7 @@ from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
-from .memory.monitor import bookkeeping, operation
+from .memory.monitor import Steps, at_once, bookkeeping, operation, stepwise
 from .memory.owner import Owner, check_pool_alone, owners
 from .memory.pool import Account, FramePool
 from .picture import draw_cache
@@ -57,7 +57,8 @@ class KVCache(Owner):
     All methods may be called from several threads; a single sequence from one at a time. Whoever is interrupted
     (Ctrl-C) in the middle of one finds the cache as before it or after, or, where nobody knows whether the driver has
     made or released a page, unusable (`InterruptedChangeError`). A finalizer, or a signal handler, that runs in the
-    middle of an operation may free sequences; everything else is refused (`BusyError`).
+    middle of an operation may free sequences; everything else is refused (`BusyError`), but for what maps nothing while
+    the driver maps, which other threads do not wait for either.
 
     Args:
         layout: the shape of a token.
@@ -317,17 +318,18 @@ class KVCache(Owner):
             )
         return len(ids)
 
-    @operation
-    def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None) -> Sequence:
+    @stepwise
+    def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None) -> Steps[Sequence]:
         self._rows.release_abandoned()
-        return self._take(tokens, expected_tokens, tenant, row)
+        return (yield from self._take(tokens, expected_tokens, tenant, row))
 
-    def _take(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None = None) -> Sequence:
+    def _take(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None = None) -> Steps[Sequence]:
         """A sequence on a row that is free, and whose pages nobody else has."""
         whose, stream = self.pool.tenant_number(tenant), self._driver.current_stream()
         sequence = self._new_sequence(self._rows.pick(max(tokens, expected_tokens), stream, whose, row))
         index, number = sequence.index, sequence.number
-        self._rows.take(index, number, tokens, expected_tokens, stream, whose)  # from here on somebody will free it
+        # From here on somebody will free it.
+        yield from self._rows.take(index, number, tokens, expected_tokens, stream, whose)
         self._rows.ring()
         return sequence
 
@@ -391,7 +393,7 @@ class KVCache(Owner):
                     raise
                 self._rows.ring()
             else:
-                sequence = self._take(tokens, expected, tenant)
+                sequence = at_once(self._take(tokens, expected, tenant))
             sequence.key, sequence.cached_tokens = key, complete(sequence.index)
             if sequence.cached_tokens < tokens and not whole:  # the host's could not be copied
                 self._rows.shrink(sequence.index, 0, sequence.cached_tokens)
@@ -642,17 +644,19 @@ class KVCache(Owner):
                     table.lengths[index] = lengths
         return within
 
-    @operation
-    def _extend(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> None:
+    @stepwise
+    def _extend(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> Steps[None]:
         self._rows.release_abandoned()
         index = self._index(batch)
         lengths = self._rows.table.lengths[index] + counts
         check_length(int(lengths.max(initial=0)), self.max_seq_len)
-        self._rows.grow(index, lengths)
+        yield from self._rows.grow(index, lengths)
         self._rows.ring()
 
-    @operation
-    def _extend_from(self, batch: list[Sequence], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]) -> None:
+    @stepwise
+    def _extend_from(
+        self, batch: list[Sequence], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
+    ) -> Steps[None]:
         self._rows.release_abandoned()
         index = self._index(batch)
         if self._rows.table.lengths[index].any() or (starts > counts).any():
@@ -660,7 +664,7 @@ class KVCache(Owner):
                 f"asked for starts={starts.tolist()} of tokens={counts.tolist()}; they are for sequences without "
                 "tokens, and none is behind its sequence's end. Others have release_before"
             )
-        self._rows.grow(index, counts, starts)
+        yield from self._rows.grow(index, counts, starts)
         self._rows.ring()
 
     def _index(self, batch: list[Sequence]) -> npt.NDArray[np.int64]:
@@ -885,6 +889,7 @@ class KVCache(Owner):
             cached_tokens=prefixes.cached_tokens if prefixes else 0,
             events_dropped=self.event_log.dropped if self.event_log else 0,
             pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
+            pages_cleaned=pool.pages_cleaned,
             driver_calls=calls,
             mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
             driver_seconds=sum(call.seconds for call in calls.values()),

@@ -131,8 +131,8 @@ class StreamCaptureError(VmmkvError):
 
 
 class BusyError(VmmkvError, RuntimeError):
-    """A cache, or a growable tensor, was used in the middle of another operation of the same thread: by a finalizer or
-    a signal handler."""
+    """A cache, or a growable tensor, was used in the middle of another operation of the same thread, by a finalizer or
+    a signal handler; or a sequence was extended in two threads at a time."""
 
 
 class InterruptedChangeError(VmmkvError, RuntimeError):

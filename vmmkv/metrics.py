@@ -47,7 +47,7 @@ class PoolCollector(Collector):
       `vmmkv:leased_bytes`, `vmmkv:guaranteed_bytes`, `vmmkv:num_accounts`, `vmmkv:num_sequences`, `vmmkv:num_tokens`;
     - the gauge `vmmkv:pages`, also by `state`: `used`, `surplus` (mapped, ready to be adopted or reclaimed), `free`;
     - counters `vmmkv:pages_created_total`, and `vmmkv:pages_mapped_total` by `by`: the `mapper`, ahead of need, or the
-      `user` who grew;
+      `user` who grew, and `vmmkv:pages_cleaned_total`, zeroed ahead of need to be another tenant's;
     - counters `vmmkv:prefix_cache_queries_total` and `vmmkv:prefix_cache_hits_total`, in tokens: of prompts that were
       looked up, and those of them whose K and V were there;
     - gauges `vmmkv:host_bytes` and `vmmkv:host_prefix_pages`, what suspended sequences and evicted prefixes
@@ -88,6 +88,9 @@ def _pages(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
     mapped = CounterMetricFamily(
         "vmmkv:pages_mapped", "Pages mapped since the beginning.", labels=["pool", "device", "by"]
     )
+    cleaned = CounterMetricFamily(
+        "vmmkv:pages_cleaned", "Pages zeroed ahead of need, to be another tenant's.", labels=["pool", "device"]
+    )
     for pool, stats in pools.items():
         surplus = stats.physical_bytes - stats.free_bytes - stats.used_bytes
         sizes = {"used": stats.used_bytes, "surplus": surplus, "free": stats.free_bytes}
@@ -96,7 +99,8 @@ def _pages(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:
         created.add_metric(_labels(pool), stats.pages_created)
         mapped.add_metric(_labels(pool, "mapper"), stats.pages_mapped["ahead"])
         mapped.add_metric(_labels(pool, "user"), stats.pages_mapped["in need"])
-    yield from (pages, created, mapped)
+        cleaned.add_metric(_labels(pool), stats.pages_cleaned)
+    yield from (pages, created, mapped, cleaned)
 
 
 def _prefixes(pools: dict[FramePool, FramePoolStats]) -> Iterator[Metric]:

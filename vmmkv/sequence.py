@@ -27,7 +27,7 @@ from .errors import (
 )
 from .layout import shown
 from .memory.fence import Fence, check_stream
-from .memory.monitor import bookkeeping, operation
+from .memory.monitor import Steps, bookkeeping, operation, stepwise
 from .memory.pool import FramePool
 from .picture import draw_sequence
 from .reuse.node import Ids
@@ -119,6 +119,7 @@ class Sequence:
             DriverError: a driver call failed.
             StreamCaptureError: pages have to be zeroed (`scrub`), waited for (`zero_tail`) or copied (what is shared,
                 after `truncate`) while a CUDA graph is captured.
+            BusyError: another thread has changed it meanwhile.
             UseAfterFreeError: the sequence or its cache is gone.
         """
         tokens = check_tokens(tokens)
@@ -135,13 +136,13 @@ class Sequence:
                 return
         self._extend(tokens)
 
-    @operation
-    def _extend(self, tokens: int) -> None:
+    @stepwise
+    def _extend(self, tokens: int) -> Steps[None]:
         self._check_here()
         self._rows.release_abandoned()
         length = self._rows.table.length[self.index] + tokens
         check_length(length, self._rows.max_seq_len)
-        self._rows.grow_one(self.index, length)
+        yield from self._rows.grow_one(self.index, length)
         self._rows.ring()
 
     def fork(self) -> Sequence:

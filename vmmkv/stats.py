@@ -85,6 +85,7 @@ class CacheStats:
         events_dropped: events that did not fit `event_log`, for nobody drained it in time; 0 without one.
         pages_mapped: how many pages of the pool were mapped `ahead` of need, by its mapper, and how many of this cache
             `in need`, by whoever grew.
+        pages_cleaned: how many pages of the pool that were another tenant's were zeroed ahead of need, by its mapper.
         driver_calls: calls of the memory system by name, for all that lies on the pool, but for its mapper's.
         mapper_calls: those of the mapper, which nobody waits for.
         driver_seconds: time in all `driver_calls`.
@@ -109,6 +110,7 @@ class CacheStats:
     cached_tokens: int
     events_dropped: int
     pages_mapped: dict[str, int]
+    pages_cleaned: int
     driver_calls: dict[str, CallStats]
     mapper_calls: dict[str, CallStats]
     driver_seconds: float

@@ -208,6 +208,23 @@ class Frames:
                 self.users[frame : frame + pages] = 0  # a cache that was closed has counted none off
         return before - self.taken
 
+    def is_readable(self, pages: npt.NDArray[np.integer], tenant: int) -> npt.NDArray[np.bool_]:
+        """Whether pages hold nothing but what a tenant may read."""
+        holders = self.tenants[pages]
+        readable: npt.NDArray[np.bool_] = holders == tenant
+        return readable | (holders == UNKNOWN) if tenant == 0 else readable
+
+    def bring_forward(self, tenant: int, count: int) -> tuple[int, int]:
+        """Has free frames that a tenant may read be taken next, of those `count` of each size that would be; returns
+        how many large and single ones."""
+        found = []
+        for free, pages in (self.free_large, LARGE), (self.free, 1):
+            last = np.array(free[-count:], np.int64)
+            readable = self.is_readable(np.add.outer(last, np.arange(pages)), tenant).all(axis=1)
+            free[len(free) - len(last) :] = last[np.argsort(readable, kind="stable")].tolist()
+            found.append(int(readable.sum()))
+        return found[0], found[1]
+
     def frame_of(self, page: int) -> int:
         """The frame that a page is part of."""
         return page // LARGE * LARGE if self.is_large[page] else page

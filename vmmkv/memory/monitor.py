@@ -2,13 +2,15 @@
 
 Invariants:
  1. `lock` is held wherever books are read or written, and `changing` wherever pages are mapped or unmapped; `changing`
-    is taken first. So who maps ahead holds it alone while the driver works, and others go on meanwhile. Who maps in
-    need holds `door` before, through which who maps ahead has to go each time: it cannot keep others waiting for more
-    than what it has begun.
- 2. `inside` is held by an operation, and all locks are given back by the interpreter itself, which an interruption
-    cannot prevent. Who finds it held comes in the middle of an operation of the same thread: from a finalizer, say.
- 3. `is_dirty` stays set unless an operation has ended, with a result or with an error of its own. The next one has the
-    books worked out anew before it looks at them.
+    is taken first. So who maps ahead, or grows, holds it alone while the driver maps, with `running`, and others go on
+    meanwhile. Who maps in need holds `door` before, through which who maps ahead has to go each time: it cannot keep
+    others waiting for more than what it has begun.
+ 2. `inside`, of which each thread has its own, is held by an operation, and all locks are given back by the interpreter
+    itself, which an interruption cannot prevent. Who finds it held comes in the middle of an operation of the same
+    thread, from a finalizer, say: so it asks before it waits for anybody, who may be waiting for that operation.
+ 3. `is_dirty` stays set unless an operation has ended, with a result or with an error of its own, and `is_unfinished`
+    from where one gave up `lock` to where it has it again. The next one that holds `changing` has the books worked out
+    anew before it looks at them.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -24,6 +26,13 @@ from ..errors import BusyError, VmmkvError
 
 OWN_ERRORS = VmmkvError, ValueError, TypeError
 """What operations raise themselves, with the books as before."""
+
+
+class _Own(threading.local):
+    """What each thread has."""
+
+    def __init__(self) -> None:
+        self.inside = threading.Lock()
 
 
 class Monitor:
@@ -37,24 +46,28 @@ class Monitor:
     def reset(self) -> None:
         """Starts anew, in a forked child: whoever held a lock is not there."""
         self.lock, self.changing, self.door = threading.RLock(), threading.RLock(), threading.RLock()
-        self.inside = threading.Lock()
-        self.is_dirty = False
-        self.worker: int | None = None
-        """The thread that maps ahead, while it holds `changing` alone."""
+        self._own = _Own()
+        self.running = threading.Lock()
+        """Held in the middle of a change, by who holds `changing`: nobody else may change anything in this thread."""
+        self.is_dirty = self.is_unfinished = False
+
+    @property
+    def inside(self) -> threading.Lock:
+        """This thread's own: held in the middle of an operation."""
+        return self._own.inside
 
     def check_outside(self, name: str, changing: bool = False) -> None:
-        """Raises `BusyError` in the middle of another operation of this thread, which holds the lock, and `changing`
-        if it is to map or unmap."""
-        if self.inside.locked() or (changing and self.worker == threading.get_ident()):
+        """Raises `BusyError` in the middle of another operation of this thread; if it is to map or unmap, and holds
+        `changing`, also in the middle of a change."""
+        if self.inside.locked() or (changing and self.running.locked()):
             raise BusyError(
                 f"{name.strip('_')} was called in the middle of another operation of this thread on the same memory, "
                 "as by a finalizer or a signal handler. Leave a note there and call it later"
             )
 
     def verify(self) -> None:
-        """Has the books checked, where that is wanted, but not while the mapper is in the middle of a change. Who calls
-        holds the lock."""
-        if self.check and self.worker is None:
+        """Has the books checked, where that is wanted, but not in the middle of a change. Who calls holds the lock."""
+        if self.check and not self.running.locked() and not self.is_unfinished:
             self.check()
 
     @contextmanager
@@ -90,6 +103,8 @@ Owner = TypeVar("Owner", bound=User)
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Method = Callable[Concatenate[Owner, Parameters], Result]
+Steps = Generator[Callable[[], None], None, Result]
+"""What an operation does: it yields calls of the driver that others need not wait for, as `stepwise` says."""
 
 
 def operation(method: Method[Owner, Parameters, Result]) -> Method[Owner, Parameters, Result]:
@@ -98,15 +113,77 @@ def operation(method: Method[Owner, Parameters, Result]) -> Method[Owner, Parame
     @functools.wraps(method)
     def run(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         monitor = self.pool.monitor
+        monitor.check_outside(method.__name__)
         with monitor.door, monitor.changing, monitor.lock:
             monitor.check_outside(method.__name__, changing=True)
             with monitor.inside:
-                if monitor.is_dirty:
-                    self.pool.recover()
+                _recover(self)
                 self.check_usable()
                 return _attempt(monitor, method, self, *args, **kwargs)
 
     return run
+
+
+def stepwise(method: Method[Owner, Parameters, Steps[Result]]) -> Method[Owner, Parameters, Result]:
+    """Makes a generator one operation, which maps pages. What it yields is called without `lock`: others look at the
+    books meanwhile, and grow inside their pages. Books are right then, but for what is in doubt; what it knew of them
+    it looks at again.
+
+    Who is interrupted ends nothing: a generator must leave nothing to be done by `finally`.
+    """
+
+    @functools.wraps(method)
+    def run(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        monitor = self.pool.monitor
+        monitor.check_outside(method.__name__)
+        with monitor.door, monitor.changing:
+            steps: Steps[Result] | None = None
+            while True:
+                with monitor.lock:
+                    if steps is None:
+                        monitor.check_outside(method.__name__, changing=True)
+                    with monitor.inside:
+                        if steps is None or monitor.is_dirty:  # somebody was interrupted: it begins again
+                            _recover(self)
+                            self.check_usable()
+                            steps = method(self, *args, **kwargs)
+                        step, result = _attempt(monitor, _next, monitor, steps)
+                if step is None:
+                    return result  # type: ignore[return-value]
+                with monitor.running:
+                    step()
+
+    return run
+
+
+def _next(monitor: Monitor, steps: Steps[Result]) -> tuple[Callable[[], None] | None, Result | None]:
+    """The next call of an operation, or its result."""
+    monitor.is_unfinished = False
+    try:
+        step = next(steps)
+    except StopIteration as end:
+        return None, end.value
+    monitor.is_unfinished = True
+    return step, None
+
+
+def at_once(steps: Steps[Result]) -> Result:
+    """Does all of it in the middle of an operation, for which others wait."""
+    while True:
+        try:
+            step = next(steps)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        step()
+
+
+def _recover(owner: User) -> None:
+    """Has the books worked out anew, where somebody was interrupted."""
+    monitor = owner.pool.monitor
+    if monitor.is_dirty or monitor.is_unfinished:
+        monitor.is_dirty = True
+        owner.pool.recover()
+        monitor.is_unfinished = False
 
 
 def bookkeeping(method: Method[Owner, Parameters, Result]) -> Method[Owner, Parameters, Result]:
@@ -128,16 +205,12 @@ def bookkeeping(method: Method[Owner, Parameters, Result]) -> Method[Owner, Para
 
 
 def _attempt(
-    monitor: Monitor,
-    method: Method[Owner, Parameters, Result],
-    owner: Owner,
-    *args: Parameters.args,
-    **kwargs: Parameters.kwargs,
+    monitor: Monitor, method: Callable[Parameters, Result], *args: Parameters.args, **kwargs: Parameters.kwargs
 ) -> Result:
     outside = sys.exception()
     monitor.is_dirty = True
     try:
-        result = method(owner, *args, **kwargs)
+        result = method(*args, **kwargs)
     except OWN_ERRORS as error:
         monitor.is_dirty = _was_interrupted(error, outside)
         if not monitor.is_dirty:

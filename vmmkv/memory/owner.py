@@ -54,6 +54,8 @@ class Owner(ABC):
             BusyError: another operation of this thread is not at its end.
         """
         monitor = self.pool.monitor
+        if self._is_open:
+            monitor.check_outside("close")
         with monitor.door, monitor.changing, monitor.lock:
             if not self._is_open:
                 return

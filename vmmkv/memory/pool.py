@@ -163,6 +163,7 @@ class FramePoolStats:
         tokens: theirs.
         pages_created: pages created since the beginning.
         pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
+        pages_cleaned: how many that were another tenant's were zeroed ahead of need, by the mapper.
         prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
         cached_tokens: those of them that held K and V already.
         driver_calls: calls of the memory system by name, but for the mapper's.
@@ -182,6 +183,7 @@ class FramePoolStats:
     tokens: int
     pages_created: int
     pages_mapped: dict[str, int]
+    pages_cleaned: int
     prompt_tokens: int
     cached_tokens: int
     driver_calls: dict[str, CallStats]
@@ -238,6 +240,8 @@ class FramePool:
         """Of sequences that were started for reuse, since the beginning: all, and those that were there."""
         self.pages_in_need = 0
         """Pages that growths had to map themselves."""
+        self.pages_cleaned = 0
+        """Pages that were zeroed in the background, to be another tenant's."""
         self.tenants = Tenants()
         """Whose bytes are kept apart on this pool."""
         self.accounts: list[Account] = []
@@ -356,6 +360,7 @@ class FramePool:
             tokens=tokens,
             pages_created=self.frames.made,
             pages_mapped={"ahead": self.mapper.pages if self.mapper else 0, "in need": self.pages_in_need},
+            pages_cleaned=self.pages_cleaned,
             prompt_tokens=self.prompt_tokens,
             cached_tokens=self.cached_tokens,
             driver_calls=self.meter.stats(),
@@ -584,6 +589,7 @@ class FramePool:
         if self._unusable is UseAfterFreeError:
             return
         monitor = self.monitor
+        monitor.check_outside("close")
         with monitor.door, monitor.changing, monitor.lock:
             monitor.check_outside("close", changing=True)
             before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others

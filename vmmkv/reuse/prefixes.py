@@ -29,6 +29,7 @@ from ..events import EventLog
 from ..events.log import check_ids
 from ..memory.fence import Fence
 from ..memory.frames import LARGE
+from ..memory.monitor import at_once
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
@@ -162,7 +163,8 @@ class Prefixes:
         self.promotion: Promotion | None = None
         """What moves pages to large frames, where somebody does."""
         if rows.rules.large and rows.rules.lookahead:
-            self.promotion = rows.mover = Promotion(self, rows.pool, rows.account, self._books)
+            self.promotion = Promotion(self, rows.pool, rows.account, self._books)
+            rows.movers.append(self.promotion)
         rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
         rows.ahead.give_way = self.give_way
         weakref.finalize(self, self._held.leave_behind).atexit = False
@@ -230,7 +232,7 @@ class Prefixes:
             self._rows.adopt(row, owner, hit.tokens, expected, stream, key.number)
             self._continue(row, hit)
             self._order_behind(row)
-            self._rows.grow_one(row, tokens)
+            at_once(self._rows.grow_one(row, tokens))
 
     def _continue(self, row: int, hit: Hit) -> None:
         """Has a row that was kept be live, with the tokens of a hit."""

@@ -1,7 +1,8 @@
 """Ahead of need: what a mapper may do for rows while they are used.
 
 It takes frames that are free, for pages behind live rows, and unmaps the pages of rows that nobody has and nothing may
-touch; where there are none, what is kept for sequences to come gives way.
+touch; where there are none, what is kept for sequences to come gives way. What is free and was another tenant's is
+zeroed before.
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from ..memory.frames import LARGE
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
 from ..space.change import Change
-from ..space.mapper import Lack
+from ..space.mapper import CHUNK, Lack
 from . import policy
 from .books import Books
+from .scrubbing import Scrubbing, Wish
+
+WINDOW = 4 * CHUNK
+"""Free frames of each size, among which a tenant's row looks for those that it may read."""
 
 
 def _nothing(pages: int) -> None:
@@ -29,10 +34,12 @@ class Ahead:
         pool: where frames come from and go to.
         account: what the cache may have of it.
         books: what its rows hold.
+        scrubbing: zeroes frames.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books) -> None:
+    def __init__(self, pool: FramePool, account: Account, books: Books, scrubbing: Scrubbing) -> None:
         self._pool, self._account, self._books, self._table = pool, account, books, books.table
+        self._scrubbing = scrubbing
         self.give_way: Callable[[int], None] = _nothing
         """Gives up so many pages of what is only kept for sequences to come; where they lie in rows, these are retired
         then, or parked."""
@@ -45,10 +52,11 @@ class Ahead:
     def plan_ahead(self, change: Change, frames: int) -> Lack:
         """Plans to map up to so many frames ahead, of those that are free; returns what lacks of them."""
         self._books.catch_up()
+        self._scrubbing.wishes.clear()
         lack_large = lack_single = 0
         firm = self._pool.headroom(self._account) - change.pages  # which are another's: they are in no books yet
         for arena, row, begin, end in self._needs():
-            room = frames - change.frames - lack_large - lack_single
+            room = frames - change.frames - lack_large - lack_single - self._scrubbing.wished
             if room <= 0:
                 break
             pages = min(end - begin, firm)
@@ -62,7 +70,7 @@ class Ahead:
             if large + single:
                 self._plan(change, arena, row, large, single)
             firm -= pages
-        return Lack(lack_large, lack_single)
+        return Lack(0, 0) if self._scrubbing.is_busy else Lack(lack_large, lack_single)  # some are about to be free
 
     def _needs(self) -> Iterator[tuple[Arena, int, int, int]]:
         """Arenas, rows, where their pages end, and the page up to which they are to be mapped; the neediest first."""
@@ -93,14 +101,15 @@ class Ahead:
         return large, min(pages - large * LARGE, len(free.free), frames - large, idle - large * LARGE)
 
     def _plan(self, change: Change, arena: Arena, row: int, large: int, single: int) -> None:
-        """Plans to put free frames behind what a row has; not those that would have to be zeroed before."""
-        pool, table = self._pool, arena.table
-        supply = pool.take(self._account, large * LARGE + single, large)
+        """Plans to put free frames behind what a row has; those that hold another tenant's bytes are zeroed first."""
+        pool, table, tenant = self._pool, arena.table, self._table.tenant[row]
         if pool.tenants:
-            taken = supply.large + supply.single
-            if (pool.frames.tenants[pool.frames.in_pages(taken)] != self._table.tenant[row]).any():
-                pool.give(self._account, taken)
-                return
+            clean_large, clean = pool.frames.bring_forward(tenant, WINDOW)
+            wish = Wish(tenant, max(large - clean_large, 0), max(single - clean, 0))
+            if wish.large or wish.single:
+                self._scrubbing.wishes.append(wish)
+            large, single = large - wish.large, 0 if wish.large else single - wish.single
+        supply = pool.take(self._account, large * LARGE + single, large)
         change.map(table, row, table.end[row] + large * LARGE + single, supply, large)
 
     def plan_release(self, change: Change, pages: int) -> int:

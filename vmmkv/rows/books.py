@@ -12,6 +12,8 @@ Nothing here maps, unmaps or touches memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -86,6 +88,8 @@ class Books:
         self.forget_counts()
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
+        self.under_way = 0
+        """Pages of claims that a change maps just now."""
         self.unsettled: set[int] = set()
         """Rows whose tokens are just being changed into those of others: who is interrupted then has neither."""
         self.duplicates = 0
@@ -235,6 +239,7 @@ class Books:
         """Begins to count, with rows that have nothing or are about to be refreshed."""
         self._counts = [NOTHING] * self.table.num_rows
         self._used = self._mapped = self._bound = self._open = 0  # of all
+        self.under_way = 0
 
     @property
     def parked_pages(self) -> int:
@@ -383,4 +388,16 @@ class Books:
         """Pages that are used, or that live rows may grow into without asking."""
         kept = self.kept_pages  # has caught up
         claimed = [self._look(row, *extent)[0].open - self._counts[row].open for row, extent in self.claims.items()]
-        return kept + self._open + sum(claimed)
+        return kept + self._open + sum(claimed) + self.under_way
+
+    @contextmanager
+    def claims_under_way(self) -> Iterator[None]:
+        """Around a change for what rows claim, while others go on: nobody but who grows is to know of the claims, but
+        where anything is guaranteed, the pages that they make firm count. (Who is interrupted has the books worked out
+        anew.)"""
+        claims, guaranteed = self.claims, self.ranges[0][0].pool.has_guarantees
+        firm = self.firm_pages if guaranteed else 0
+        self.claims = {}
+        self.under_way = firm - self.firm_pages if guaranteed else 0
+        yield
+        self.claims, self.under_way = claims, 0

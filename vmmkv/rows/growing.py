@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..errors import DriverError, StreamCaptureError
+from ..errors import DriverError, UseAfterFreeError, VmmkvError
+from ..memory.fence import Fence
 from ..memory.frames import Supply
+from ..memory.monitor import Steps
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
-from ..space.change import Change
+from ..space.change import Change, Undo
 from . import policy
 from .books import Books
 from .cleaning import Cleaner, Growth
@@ -37,7 +39,7 @@ class Growing:
         self.pages = 0
         """Pages that were mapped."""
 
-    def make_room(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> None:
+    def make_room(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> Steps[None]:
         """Maps the pages that tokens `[start, length)` of rows lie in. What rows hold is as before.
 
         Args:
@@ -48,45 +50,39 @@ class Growing:
             OutOfPagesError: the budget, or the device, cannot supply the pages.
             DriverError: a driver call failed.
             StreamCaptureError: pages have to be zeroed, or waited for, while a CUDA graph is captured.
+            UseAfterFreeError: another thread has ended a sequence of these meanwhile.
                 In all cases nothing has changed.
         """
         self._books.claims = claims
-        try:
-            plan = self._plan(needing)
-            self._reclaimer.afford(sum(pages for *_, pages, _, _ in plan))
-            if plan or self._books.rules.cleans:
-                with self._pool.ranges.growth:
-                    self._map(needing, plan)
-        finally:
-            self._books.claims = {}
-            for row in needing:  # also where undoing has failed
-                self._table.stir(row)
+        plan = self._plan(needing)
+        if plan or self._books.rules.cleans:
+            with Undo() as undo, self._pool.ranges.growth:
+                undo.push(self._look_again, needing)
+                self._reclaimer.afford(sum(pages for *_, pages, _, _ in plan))
+                yield from self._map(needing, plan, undo)
+        self._books.claims = {}
+        for row in needing:
+            self._table.stir(row)
 
-    def _map(self, rows: list[int], plan: list[Growth]) -> None:
-        """Maps, and zeroes where that is asked for, what rows claim, or changes nothing."""
-        rules, supply = self._books.rules, Supply([], [])
-        zeroing = False
-        try:
-            if rules.zero_tail and plan:
-                self._wait_for_readers(rows)
-            missing = large = 0
-            for *_, pages, large_frames, _ in plan:
-                missing, large = missing + pages, large + large_frames
-            if missing:
-                supply = self._reclaimer.supply(missing, large)
-                self.pages += missing
-                self._pool.pages_in_need += missing
-            self._run(plan, supply)
-            begun = self._cleaner.begun(rows)
-            if begun or self._pool.tenants:
-                zeroing = True
-                self._cleaner.clean(begun, plan)
-            if rules.zero_tail:
-                for row in rows:
-                    self._fill_tails(row)
-        except BaseException:
-            self._undo(rows, plan, supply, zeroing)
-            raise
+    def _map(self, rows: list[int], plan: list[Growth], undo: Undo) -> Steps[None]:
+        """Maps, and zeroes where that is asked for, what rows claim."""
+        zero_tail, tenants = self._books.rules.zero_tail, self._pool.tenants
+        fills: list[Fence] = []  # that a failure has left under way
+        if zero_tail and plan:
+            self._wait_for_readers(rows)
+        supply = self._supply(plan)
+        undo.push(self._give_back, supply)
+        undo.push(self._unmap, plan, fills)
+        change = self._change(plan, supply)
+        if not change.is_empty:
+            yield from self._run(change, rows)
+        begun = self._cleaner.begun(rows)
+        if begun or tenants:
+            undo.push(self._fence, rows, fills)
+            self._cleaner.clean(begun, plan)
+        if zero_tail:
+            for row in rows:
+                self._fill_tails(row)
 
     def _plan(self, rows: list[int]) -> list[Growth]:
         """What rows are to get for their claims."""
@@ -103,12 +99,20 @@ class Growing:
                     plan.append((arena, row, first, end, pages, large, ready))
         return plan
 
-    def _run(self, plan: list[Growth], supply: Supply) -> None:
-        """Makes one change of a plan.
+    def _supply(self, plan: list[Growth]) -> Supply:
+        """Frames for a plan. Raises what `Reclaimer.supply` raises."""
+        missing = large = 0
+        for *_, pages, large_frames, _ in plan:
+            missing, large = missing + pages, large + large_frames
+        if not missing:
+            return Supply([], [])
+        supply = self._reclaimer.supply(missing, large)
+        self.pages += missing
+        self._pool.pages_in_need += missing
+        return supply
 
-        Raises:
-            DriverError: a call failed. What was mapped before it is in the books.
-        """
+    def _change(self, plan: list[Growth], supply: Supply) -> Change:
+        """One change of a plan."""
         for arena, row, first, end, *_ in plan:
             if not arena.table.reaches(row, first):
                 self._begin(arena, row, first)
@@ -117,9 +121,22 @@ class Growing:
         change = Change(self._pool.calls, self._pool.frames)
         for arena, row, _, end, _, large, _ in plan:
             change.map(arena.table, row, end, supply, large)
-        change.run()
+        return change
+
+    def _run(self, change: Change, rows: list[int]) -> Steps[None]:
+        """Makes a change, while others go on: nobody but who grows is to know of what is claimed.
+
+        Raises:
+            DriverError: a call failed. What was mapped before it is in the books.
+            UseAfterFreeError: a sequence has ended meanwhile.
+        """
+        owners = [self._table.owner[row] for row in rows]
+        with self._books.claims_under_way():
+            yield change.run
         change.commit(self._pool)
         change.check()
+        if owners != [self._table.owner[row] for row in rows]:
+            raise UseAfterFreeError("a sequence was freed by another thread while it was extended; nothing has grown")
 
     def _begin(self, arena: Arena, row: int, first: int) -> None:
         """Makes a row without tokens begin at page `first`, where its pages do not reach."""
@@ -127,33 +144,41 @@ class Growing:
         arena.unmap_back(row, 0)
         arena.table.begin_at(row, first)
 
-    def _undo(self, rows: list[int], plan: list[Growth], supply: Supply, zeroing: bool) -> None:
-        """Takes a growth back. Pages that cannot be unmapped, or not yet, stay in the books as surplus."""
-        self._books.claims = {}
-        fence = None
-        if zeroing:
-            with suppress(StreamCaptureError):  # which has refused the first memset already
-                fence = self._table.fence_after(self._driver, rows)
-        for arena, _ in self._books.ranges:  # all: a tail may be missing where no page is
-            with suppress(DriverError):
-                arena.table.settle()
+    def _give_back(self, supply: Supply) -> None:
+        """Undoes `_supply`, of what was not mapped."""
         self._pool.give(self._account, supply.large + supply.single)
-        if fence and not self._books.rules.zero_tail and not self._pool.tenants:
-            for row in rows:
-                self._table.fence(row, fence)
-        else:
-            if fence:
+
+    def _unmap(self, plan: list[Growth], fills: list[Fence]) -> None:
+        """Undoes `_run`, behind fills. Pages that cannot be unmapped, or not yet, stay as surplus."""
+        for fence in fills:
+            if self._books.rules.zero_tail or self._pool.tenants:
                 fence.wait()  # who reads all that is mapped must not see these pages, so they cannot stay until later
-            for arena, row, *_, ready in plan:
-                with suppress(DriverError):
-                    arena.unmap_back(row, ready)
+            if not fence.passed():
+                return
+        for arena, row, *_, ready in plan:
+            with suppress(DriverError):
+                arena.unmap_back(row, ready)
+
+    def _fence(self, rows: list[int], fills: list[Fence]) -> None:
+        """Undoes `Cleaner.clean`, of which some may be under way; not during a capture, which has refused it."""
+        fills.append(self._table.fence_after(self._driver, rows))
         for row in rows:
+            self._table.fence(row, fills[-1])
+
+    def _look_again(self, rows: list[int]) -> None:
+        """Brings the books of rows up to what is mapped, and has their tails reach that."""
+        self._books.claims = {}
+        for row in rows:
+            if not self._table.is_live(row):
+                self._table.forget(row)
+                self._books.settle(row)
+                continue
             if not self._table.length[row]:
                 for arena, _ in self._books.ranges:
                     if not arena.table.pages(row):
                         arena.table.begin_at(row, 0)
             elif self._books.rules.zero_tail:
-                with suppress(DriverError, StreamCaptureError):
+                with suppress(VmmkvError):
                     self._fill_tails(row)
             self._books.retire_front(row)
             self._books.refresh(row)

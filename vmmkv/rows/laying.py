@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, Frames
+from ..memory.monitor import at_once
 from ..memory.pool import Account, FramePool
-from ..space.change import Change
+from ..space.change import Change, Undo
 from ..space.page_table import Run
 from .books import Books
 from .growing import Growing
@@ -110,13 +111,10 @@ class Laying:
         sources = list(dict.fromkeys(map(frames.frame_of, copied)))
         frames.share(sources)  # until they are copied: what holds a partial page is nobody's, and might go to this row
         try:
-            splits = self._map(row, laid)
-            try:
-                self._growing.make_room({row: (0, length)}, [row])
+            with Undo() as undo:
+                splits = self._map(row, laid, undo)
+                at_once(self._growing.make_room({row: (0, length)}, [row]))
                 self._copy(row, tokens, sources, laid, partial)
-            except BaseException:
-                self._sharing.unshare(row, [(0, split) for split in splits])
-                raise
         finally:
             self._pool.give(self._account, sources)
         for (arena, _), split in zip(self._books.ranges, splits):
@@ -124,7 +122,7 @@ class Laying:
         self._books.table.length[row] = length
         self._books.refresh(row)
 
-    def _map(self, row: int, laid: Sequence[list[Piece]]) -> list[int]:
+    def _map(self, row: int, laid: Sequence[list[Piece]], undo: Undo) -> list[int]:
         """Maps the pieces up to the last one that is shared, and new pages for the copies between them; returns by
         range where they end.
 
@@ -136,11 +134,9 @@ class Laying:
         new = sum(piece.pages for of in kept for piece in of if not piece.frames)
         shared = [frame for of in kept for piece in of for frame in piece.frames]
         pool.frames.share(shared)  # before there is room for the copies: what is known of them may become others
-        try:
+        with Undo() as without_room:
+            without_room.push(pool.give, self._account, shared)
             supply = self._reclaimer.supply(new, 0) if new else None
-        except BaseException:
-            pool.give(self._account, shared)
-            raise
         change, splits = Change(pool.calls, pool.frames), []
         for (arena, _), of in zip(self._books.ranges, kept):
             end = 0
@@ -154,7 +150,7 @@ class Laying:
                 elif supply:
                     change.place(arena.table, run, supply.pop(piece.pages, 0), end, since=run.begin)
             splits.append(end)
-        self._sharing.run_shared(change, [row], [(0, split) for split in splits])
+        self._sharing.run_shared(change, [row], [(0, split) for split in splits], undo)
         return splits
 
     def _copy(

@@ -17,6 +17,7 @@ from ..space.arena import free_waiting
 from ..space.change import Change
 from . import policy
 from .books import Books
+from .scrubbing import Scrubbing
 
 
 def _nothing(pages: int, wait: bool) -> int:
@@ -31,10 +32,12 @@ class Reclaimer:
         pool: where frames come from and go to.
         account: what the cache may have of it.
         books: what its rows hold.
+        scrubbing: has frames that are being zeroed.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books) -> None:
+    def __init__(self, pool: FramePool, account: Account, books: Books, scrubbing: Scrubbing) -> None:
         self._pool, self._account, self._books, self._table = pool, account, books, books.table
+        self._scrubbing = scrubbing
         # A live row's zero tail grows with each page that is taken from it.
         self.spare = 0 if books.rules.zero_tail else min(pool.limit // 512, 64)
         """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
@@ -48,7 +51,9 @@ class Reclaimer:
 
         Takes those that no work on the device may touch, unless it is to wait for it.
         """
-        reclaimed = self._reclaim_from(self._victims(), count, wait)
+        reclaimed = self._scrubbing.give_way(wait)
+        if reclaimed < count:
+            reclaimed += self._reclaim_from(self._victims(), count - reclaimed, wait)
         return reclaimed + self.evict(count - reclaimed, wait) if reclaimed < count else reclaimed
 
     def slacken(self, count: int, *, wait: bool = False) -> int:

@@ -19,6 +19,7 @@ import torch
 from ..errors import UnsupportedError, VmmkvError
 from ..memory.fence import Fence, wait_for_device
 from ..memory.frames import LARGE
+from ..memory.monitor import at_once
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
 from ..space.page_table import PageTable
@@ -241,7 +242,7 @@ class Reordering:
             if move.splits is None:
                 claims[move.row] = min(start, new_start), max(length, new_length)
         try:
-            self._growing.make_room(claims, [*claims])
+            at_once(self._growing.make_room(claims, [*claims]))
             missing = sum(self._missing(move) for move in moves)
             if missing:
                 self._books.claims = claims  # nobody is to take back what was mapped for them

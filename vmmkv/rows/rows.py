@@ -26,11 +26,13 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DriverError, OutOfPagesError, StreamCaptureError, VmmkvError
+from ..errors import BusyError, DriverError, OutOfPagesError, StreamCaptureError, UseAfterFreeError, VmmkvError
 from ..memory import debugging
 from ..memory.fence import wait_for_device
+from ..memory.monitor import Steps, at_once
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
+from ..space.change import Undo
 from ..space.mapper import Mover
 from .ahead import Ahead
 from .books import Books, Rules
@@ -39,6 +41,7 @@ from .growing import Growing
 from .laying import Laying
 from .reclaiming import Reclaimer
 from .reordering import Reordering
+from .scrubbing import Scrubbing
 from .sharing import Sharing
 from .shelf import Shelf
 from .table import NOBODY, Place, RowTable, Suspended
@@ -122,6 +125,8 @@ class Rows:
     """What each row holds."""
     ahead: Ahead
     """What a mapper may do for them."""
+    scrubbing: Scrubbing
+    """What zeroes frames for them that were another tenant's."""
     reclaimer: Reclaimer
     """Where pages come from."""
     growing: Growing
@@ -146,8 +151,8 @@ class Rows:
         """With debugging, by row: who has started its sequence."""
         self.keeper: Keeper | None = None
         """Who keeps rows and pages for sequences that begin alike, where somebody does."""
-        self.mover: Mover | None = None
-        """Who has what is kept lie better, where somebody does."""
+        self.movers: list[Mover] = []
+        """What the mapper does where there is nothing to map: zeroes frames, and has what is kept lie better."""
         self._driver = pool.driver
 
     def open(self, account: Account, ranges: Iterable[tuple[int, int]]) -> None:
@@ -163,8 +168,10 @@ class Rows:
         self.account = account
         arenas = [(Arena(self.pool, account, self.table.num_rows, nbytes), record) for nbytes, record in ranges]
         self.books = Books(self.table, arenas, self.pool.page_size, self.rules)
-        self.ahead = Ahead(self.pool, account, self.books)
-        self.reclaimer = Reclaimer(self.pool, account, self.books)
+        self.scrubbing = Scrubbing(self.pool, account, self.books)
+        self.movers.append(self.scrubbing)
+        self.ahead = Ahead(self.pool, account, self.books, self.scrubbing)
+        self.reclaimer = Reclaimer(self.pool, account, self.books, self.scrubbing)
         self._cleaner = Cleaner(self.pool, self.books)
         self.growing = Growing(self.pool, account, self.books, self.reclaimer, self._cleaner)
         self.sharing = Sharing(self.pool, account, self.books, self.reclaimer, self.growing)
@@ -192,9 +199,9 @@ class Rows:
 
     @property
     def arenas(self) -> list[Arena]:
-        """All of them, also the one of no sequence."""
-        staging = self.sharing.staging
-        return [arena for arena, _ in self.ranges] + ([staging] if staging else [])
+        """All of them, also those of no sequence."""
+        staging = [self.sharing.staging, self.scrubbing.staging]
+        return [arena for arena, _ in self.ranges] + [arena for arena in staging if arena]
 
     def frames_taken(self) -> set[int]:
         """The pages that the cache has, wherever they are: on rows, behind them, or kept."""
@@ -376,7 +383,7 @@ class Rows:
         self.books.use(row)
         self.adoptions += 1
 
-    def take(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> None:
+    def take(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> Steps[None]:
         """Gives a picked row to a new sequence on a stream, with room for `tokens` tokens.
 
         Its pages for tokens that are `expected` are reclaimed after those of idle parked rows.
@@ -384,7 +391,8 @@ class Rows:
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
         """
-        try:
+        with Undo() as undo:
+            undo.push(self.books.vacate, row)
             self.afford(row, tokens)
             adopted = self.books.has_pages(row)
             self.begin(row, owner, expected, stream, tenant)
@@ -396,10 +404,7 @@ class Rows:
             if tokens and self.rules.zero_tail:
                 self._keep(row, 2 * max(tokens, expected))
             if tokens > self.table.capacity[row] or (tokens and self.rules.zero_tail):
-                self._make_first_room(row, tokens)
-        except BaseException:
-            self.books.vacate(row)
-            raise
+                yield from self._make_first_room(row, tokens)
         self.table.length[row] = tokens
         self.books.refresh(row)
         self.adoptions += adopted
@@ -423,15 +428,15 @@ class Rows:
         finally:
             self.books.claims = {}
 
-    def _make_first_room(self, row: int, tokens: int) -> None:
+    def _make_first_room(self, row: int, tokens: int) -> Steps[None]:
         """Maps the pages that a new sequence's tokens lie in. Raises what `Growing.make_room` raises."""
         try:
-            self.growing.make_room({row: (0, tokens)}, [row])
+            yield from self.growing.make_room({row: (0, tokens)}, [row])
         except OutOfPagesError:
             if not self.rules.zero_tail:
                 raise
             self._keep(row, tokens)  # what one range has behind them may be what another lacks
-            self.growing.make_room({row: (0, tokens)}, [row])
+            yield from self.growing.make_room({row: (0, tokens)}, [row])
 
     def _keep(self, row: int, tokens: int) -> None:
         """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""
@@ -525,7 +530,7 @@ class Rows:
         rows: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
         starts: npt.NDArray[np.int64] | None = None,
-    ) -> None:
+    ) -> Steps[None]:
         """Sets new lengths, and maps the pages that they need: for all rows or for none.
 
         Args:
@@ -533,13 +538,16 @@ class Rows:
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; nothing has changed.
+            UseAfterFreeError, BusyError: another thread has ended one of the sequences meanwhile, or changed it.
         """
         table = self.table
         self._make_own(rows[lengths > table.capacities[rows]].tolist())
         needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]  # now: some may have given pages up
         extents = np.stack([table.starts[rows] if starts is None else starts, lengths], axis=1)
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
-        self.growing.make_room(claims, needing.tolist())
+        before, owners = table.extents[rows], table.owners[rows]
+        yield from self.growing.make_room(claims, needing.tolist())
+        _check_same(np.array_equal(owners, table.owners[rows]), np.array_equal(before, table.extents[rows]))
         table.extents[rows] = extents
         table.stirred.update(dict.fromkeys(rows[lengths > table.alerts[rows]].tolist()))
         for row in needing.tolist():
@@ -547,12 +555,15 @@ class Rows:
                 self.books.retire_front(row)
             self.books.refresh(row)
 
-    def grow_one(self, row: int, length: int) -> None:
+    def grow_one(self, row: int, length: int) -> Steps[None]:
         """`grow` for one row, without arrays."""
         grows = length > self.table.capacity[row]
         if grows:
             self._make_own([row])
-            self.growing.make_room({row: (self.table.start[row], length)}, [row])
+            start, before, owner = self.table.start[row], self.table.length[row], self.table.owner[row]
+            yield from self.growing.make_room({row: (start, length)}, [row])
+            is_same = (start, before) == (self.table.start[row], self.table.length[row])
+            _check_same(self.table.owner[row] == owner, is_same)
         self.table.length[row] = length
         if grows:
             self.books.refresh(row)
@@ -597,7 +608,7 @@ class Rows:
         try:
             self.sharing.make_own_from(row, pages)
             if self.rules.zero_tail:  # what lay behind is gone
-                self.growing.make_room({row: self.books.extent(row)}, [row])
+                at_once(self.growing.make_room({row: self.books.extent(row)}, [row]))
         finally:
             self.inherit({row: row})  # on copies, from some page on
         if self.keeper:
@@ -635,7 +646,7 @@ class Rows:
         """
         record.place, self.table.expected[row] = Place.COMING, record.expected
         try:
-            self.grow(np.array([row]), np.array([record.length]), np.array([record.start]))
+            at_once(self.grow(np.array([row]), np.array([record.length]), np.array([record.start])))
         except VmmkvError:
             record.place, self.table.expected[row] = Place.AWAY, 0
             raise
@@ -666,3 +677,15 @@ class Rows:
         """Has pages mapped ahead, where that is wanted."""
         if self.rules.lookahead and self.pool.mapper:
             self.pool.mapper.ring()
+
+
+def _check_same(are_theirs: bool, are_as_long: bool) -> None:
+    """Raises what forbids to write down lengths, where rows are other sequences' now, or hold something else than when
+    their growth began."""
+    if not are_theirs:
+        raise UseAfterFreeError("a sequence was freed by another thread while it was extended; nothing has grown")
+    if not are_as_long:
+        raise BusyError(
+            "a sequence was changed by another thread while it was extended; nothing has grown. Use each sequence in "
+            "one thread at a time"
+        )

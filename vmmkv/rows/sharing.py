@@ -20,9 +20,10 @@ from ..errors import DriverError, OutOfPagesError, VmmkvError
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
+from ..memory.monitor import at_once
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
-from ..space.change import Change
+from ..space.change import Change, Undo
 from ..space.page_table import Run
 from .books import Books
 from .growing import Growing
@@ -78,9 +79,9 @@ class Sharing:
         extent = table.start[row], table.length[row]
         splits = splits or self.splits(row)
         spans = [(first, end) for (first, _), (_, end) in zip(splits, self._books.used(row))]
-        self._share(row, children, splits, spans)
-        try:
-            self._growing.make_room(dict.fromkeys(children, extent), children)
+        with Undo() as undo:
+            self._share(row, children, splits, spans, undo)
+            at_once(self._growing.make_room(dict.fromkeys(children, extent), children))
             with finished_on_error(self._driver):
                 has_copied = False
                 for child in children:
@@ -90,10 +91,6 @@ class Sharing:
                 copied = Fence.after(self._driver, [current] if has_copied else [])
             table.fence(row, copied)
             copied.order(table.own_streams[row])  # what is written there next must not be copied
-        except BaseException:
-            for child in children:
-                self.unshare(child, spans)
-            raise
         for child in children:
             table.extents[child] = extent
             self._books.retire_front(child)
@@ -109,7 +106,7 @@ class Sharing:
             splits.append((first, max(arena.table.frame_begin(row, length * record // size), first)))
         return splits
 
-    def _share(self, row: int, children: list[int], splits: list[Span], spans: list[Span]) -> None:
+    def _share(self, row: int, children: list[int], splits: list[Span], spans: list[Span], undo: Undo) -> None:
         """Maps what can be shared of the pages that are to be used.
 
         Raises:
@@ -131,26 +128,22 @@ class Sharing:
                     frames = table.frames_in(row, begin, split)
                     self._pool.frames.share(frames)
                     change.place(table, Run(child, begin, split), frames, split, kind=SET_READ_ACCESS)
-        self.run_shared(change, children, spans)
+        self.run_shared(change, children, spans, undo)
 
-    def run_shared(self, change: Change, rows: list[int], spans: list[Span]) -> None:
-        """Runs a change that maps what rows share of the pages that they are to use in each range, or takes it back.
+    def run_shared(self, change: Change, rows: list[int], spans: list[Span], undo: Undo) -> None:
+        """Runs a change that maps what rows share of the pages that they are to use in each range.
 
         Raises:
             DriverError: a call failed.
         """
         change.run()
         change.commit(self._pool)
-        for (arena, _), span in zip(self._books.ranges, spans):
-            for row in rows:
+        for row in rows:
+            for (arena, _), span in zip(self._books.ranges, spans):
                 arena.table.own[row] = min(arena.table.own[row], arena.table.end[row])
                 self._books.duplicates += arena.table.use(row, *span)
-        try:
-            change.check()
-        except DriverError:
-            for row in rows:
-                self.unshare(row, spans)
-            raise
+            undo.push(self._unshare, row, spans)
+        change.check()
 
     def mark(self, arena: Arena, row: int, first: int, split: int) -> None:
         """Writes down that pages of a live row, which uses those from `first` on, may lie in others from now on."""
@@ -167,7 +160,7 @@ class Sharing:
             self._driver.copy(target + begin, source + begin, end - begin)
         return begin < end
 
-    def unshare(self, child: int, spans: list[Span]) -> None:
+    def _unshare(self, child: int, spans: list[Span]) -> None:
         """Writes down that a row gets no tokens, which was to use pages in each range. They stay until what may be
         queued there is done."""
         for (arena, _), span in zip(self._books.ranges, spans):
@@ -263,12 +256,10 @@ class Sharing:
         self.clear()
         self._reclaimer.afford(pages)
         supply = self._reclaimer.supply(pages, 0)
-        try:
+        with Undo() as undo:
+            undo.push(self._pool.give, self._account, supply.large + supply.single)
             self.clear()  # what had to be evicted for it may have been copied from there
             staging = self._stage(pages)
-        except BaseException:
-            self._pool.give(self._account, supply.large + supply.single)
-            raise
         change = Change(self._pool.calls, self._pool.frames)
         change.map(staging.table, 0, pages, supply)
         change.run()

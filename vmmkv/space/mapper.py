@@ -57,12 +57,12 @@ class Grower(Protocol):
 
 
 class Mover(Protocol):
-    """What moves pages to where they cost less, one change after another, when there is nothing else to do: a holder's
-    attribute `mover`, where it has one."""
+    """What moves pages to where they cost less, or has them cleaned, one change after another, when there is nothing to
+    map: one of a holder's `movers`, where it has any."""
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the device is at work for it, and nobody will ring when that is done."""
+        """Whether there is something to do for it, or will be when the device is done, without anybody's ringing."""
 
     def plan(self, change: Change) -> bool:
         """Plans the next one, if there is any; returns whether it lacks a large frame, for which there is room."""
@@ -134,11 +134,8 @@ class Mapper:
         with pool.monitor.door:
             pass  # after who waits there
         with pool.monitor.changing:
-            pool.monitor.worker = threading.get_ident()  # no finalizer may change anything in between
-            try:
+            with pool.monitor.running:  # no finalizer may change anything in between
                 is_busy = self._change(pool)
-            finally:
-                pool.monitor.worker = None
             with pool.monitor.lock:
                 if not pool.monitor.is_dirty:
                     pool.monitor.verify()
@@ -150,7 +147,7 @@ class Mapper:
         new: list[int] = []
         pages = 1
         with pool.monitor.lock:
-            if pool.monitor.is_dirty:
+            if pool.monitor.is_dirty or pool.monitor.is_unfinished:
                 return False
             free = pool.frames.free_pages
             with pool.monitor.working():
@@ -172,7 +169,8 @@ class Mapper:
         if change.is_empty:
             return has_freed or self._move(pool)  # freed: what was kept, and lay on no row
         self._run(pool, holders, change)
-        return any(lack) or change.frames in (0, CHUNK) or pool.frames.free_pages < _stock(pool) // 2
+        has_more = any(lack) or change.frames in (0, CHUNK) or any(mover.is_waiting for mover in movers(pool))
+        return has_more or pool.frames.free_pages < _stock(pool) // 2
 
     def _move(self, pool: FramePool) -> bool:
         """Makes a change of a mover's; returns whether there was any."""
@@ -284,8 +282,7 @@ def growers(pool: FramePool) -> list[Grower]:
 
 def movers(pool: FramePool) -> list[Mover]:
     """Those of holders."""
-    all_of_them = [getattr(account.holder(), "mover", None) for account in pool.accounts]
-    return [mover for mover in all_of_them if mover is not None]
+    return [mover for account in pool.accounts for mover in getattr(account.holder(), "movers", ())]
 
 
 def _work(mapper: Mapper) -> None:

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from ..errors import DriverError
 from ..memory.driver import Driver
-from ..memory.frames import LARGE, UNKNOWN, Frames
+from ..memory.frames import LARGE, Frames
 from ..memory.pool import Account
 from ..stats import MappedRange
 
@@ -151,8 +151,7 @@ class PageTable:
     def unclean(self, row: int, begin: int, end: int, tenant: int) -> list[tuple[int, int]]:
         """Addresses and bytes of pages `[begin, end)` that may hold bytes of another than `tenant`."""
         begin = max(begin, self.first[row])
-        holders = self._frames.tenants[self.pages_in(row, begin, end)]
-        clean = (holders == tenant) | ((holders == UNKNOWN) & (tenant == 0))
+        clean = self._frames.is_readable(self.pages_in(row, begin, end), tenant)
         edges = np.flatnonzero(np.diff(np.concatenate([[True], clean, [True]]))).reshape(-1, 2) + begin
         return [self.range_of(Run(row, first, last)) for first, last in edges.tolist()]
 
@@ -219,6 +218,8 @@ class PageTable:
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
         row, begin = run.row, run.begin
+        if self.first[row] == self.end[row]:  # whoever had it may have left it meanwhile: see `begin_at`
+            self.first[row] = self.ready[row] = begin
         pages = frames if len(frames) == run.end - begin else self._frames.in_pages(frames)
         if len(pages) > LARGE:
             self.memory[row, begin : begin + len(pages)] = pages

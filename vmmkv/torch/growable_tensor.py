@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -17,12 +16,9 @@ import torch
 
 from ..errors import (
     DeviceError,
-    DriverError,
     DtypeError,
     LayoutError,
     ShapeError,
-    StreamCaptureError,
-    VmmkvError,
 )
 from ..invariants import watch
 from ..layout import shown, whole_number
@@ -33,7 +29,7 @@ from ..memory.monitor import operation
 from ..memory.owner import Owner, check_pool_alone, owners
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, check_address_space
-from ..space.change import Change
+from ..space.change import Change, Undo
 from ..stats import MappedRange
 from ..tensors import check_dense, export_range
 
@@ -288,18 +284,18 @@ class GrowableTensor(Owner):
         change.map(arena.table, 0, end, supply)
         change.run()
         pool.pages_in_need += change.commit(pool)
-        try:
+        with Undo() as undo:
+            undo.push(self._unmap, ready)
             change.check()
+            undo.push(self._fence_all)
             for address, nbytes in arena.table.unclean(0, ready, end, tenant=0):
                 self._driver.fill(address, nbytes, 0, self._driver.current_stream())
-        except VmmkvError:
-            with suppress(DriverError):  # what cannot be unmapped stays in the books, behind the last row
-                with suppress(StreamCaptureError):  # which has refused the first fill already
-                    self._fence_all()
-                    self._fence.wait()
-                arena.unmap_back(0, ready)
-            raise
         arena.table.belong(0, ready, end, tenant=0)
+
+    def _unmap(self, ready: int) -> None:
+        """Unmaps all behind what was accessible."""
+        self._fence.wait()
+        self._arena.unmap_back(0, ready)
 
     def _fence_all(self) -> None:
         """Keeps the pages behind the last row until all work so far has finished."""
