@@ -519,9 +519,8 @@ class CacheMachine(RuleBasedStateMachine):
         assert stats.pages["used"] + stats.pages["surplus"] == taken
         assert sum(stats.pages.values()) == self.driver.num_pages
         assert stats.physical_bytes == self.driver.num_pages * self.driver.page_size <= stats.budget_bytes
-        bound = sum(self.bound_pages(model, model.length) for model in self.live)  # row by row: rather too many
         self.available = self.cache.available_pages
-        assert self.available == self.budget - stats.pages["used"] - bound
+        assert self.available == self.budget - stats.pages["used"] - self.bound()
         assert stats.pages["used"] == self.used()
         assert stats.tokens == sum(model.length - model.start for model in self.live)
         assert stats.rows["live"] == len(self.live) + len(self.away)

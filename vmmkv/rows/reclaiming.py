@@ -174,19 +174,21 @@ class Reclaimer:
             pool.collect()
             try:
                 self._press(count, error)  # the device has less left than the limit allows
-            except OutOfPagesError as refusal:
-                return self._ask_neighbours(count, large, refusal)
+            except OutOfPagesError:
+                if supply := self._ask_neighbours(count, large):
+                    return supply
+                raise
             return pool.take(self._account, count, large)
 
-    def _ask_neighbours(self, count: int, large: int, refusal: OutOfPagesError) -> Supply:
-        """`supply`, of memory that other pools give back to the system, or the refusal."""
+    def _ask_neighbours(self, count: int, large: int) -> Supply | None:
+        """`supply`, of memory that other pools give back to the system, where they give enough."""
         pool = self._pool
         with asking(pool) as neighbours:
             for neighbour in neighbours:
                 if give_back(neighbour, (count - pool.frames.free_pages) * pool.page_size):
                     with suppress(DriverOutOfMemoryError):
                         return pool.take(self._account, count, large)
-        raise refusal
+        return None
 
     def _press(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Has others, or other rows, give back what is missing of `count` pages, or raises before it changes anything.
