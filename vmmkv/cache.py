@@ -379,7 +379,7 @@ class KVCache(Owner):
     def _begin(self, hit: Hit, key: Key, ids: Ids, whole: bool, expected: int, tenant: Hashable) -> Sequence:
         """A sequence that begins with what is known, if anything is."""
         prefixes = self._prefixes()
-        with prefixes.completed(key, ids, hit.tokens) as (known, complete):
+        with prefixes.completed(key, ids, hit) as (known, complete):
             tokens = len(ids) if whole else known
             if hit.tokens:
                 stream = self._driver.current_stream()

@@ -69,7 +69,7 @@ users = [cache.sequence(token_ids=question) for question in questions]
 for user, question in zip(users, questions):
     compute(user, question[user.cached_tokens :])
     user.commit(question)
-    assert user.cached_tokens == 2048  # the pages that it fills; the other 52 tokens each computes
+    assert user.cached_tokens == 2100  # the pages that it fills are shared, the other 52 tokens are copied
 assert cache.stats().pages["used"] == pages + 8
 # --8<-- [end:system]
 assert all(is_right(user, question) for user, question in zip(users, questions))

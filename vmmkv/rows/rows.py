@@ -95,6 +95,9 @@ class Keeper(Protocol):
     def give_up(self, row: int) -> None:
         """Has a kept row be one that nobody can adopt."""
 
+    def least_needed(self) -> int:
+        """The kept row that gives way first when there is no other."""
+
     def reset(self) -> None:
         """Forgets all, after an interruption."""
 
@@ -314,9 +317,12 @@ class Rows:
         else:
             row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
         if row is None:
-            if self.keeper and not table.retired:
-                self.keeper.give_up(next(iter(table.kept)))
-            row = next(iter(table.retired))
+            row = next(iter(table.retired), None)
+            if row is None:
+                assert self.keeper is not None  # or a row would be left
+                row = self.keeper.least_needed()
+                self.keeper.give_up(row)
+                table.parked.remove(row)  # where nobody else has any of its pages
         try:
             if (table.tenant[row] != tenant or row in table.retired) and self.books.has_pages(row):
                 table.fences[row].wait()
