@@ -393,7 +393,7 @@ class Prefixes:
     # ------------------------------------------------------------------ making known
 
     def commit(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> None:
-        """Makes the first tokens of a live row known: those that fill pages.
+        """Makes the first tokens of a live row known: those that fill pages to the tree, and the rest as its tail.
 
         Raises:
             ArgumentError: the row has not as many tokens.
