@@ -63,39 +63,43 @@ def test_all_that_rows_hold_is_found_to_the_last_equal_token() -> None:
     print(f"{seed=}")
     random = Random(seed)
     world = World(random, 500, COARSE, rows=80)
-    held: dict[Any, tuple[tuple[Any, ...], list[int]]] = {}
+    held: dict[vmmkv.Sequence, list[int]] = {}
+    """What of each is known."""
+    found: set[vmmkv.Sequence] = set()
+    """Whose others find: not those who have it from others, and have not committed it."""
     ended: dict[int, tuple[tuple[Any, ...], list[int]]] = {}
     """By row."""
     for _ in range(70):
         live, what = list(world.ids), random.random()
+        there = [(world.keys[sequence], held[sequence]) for sequence in found] + [*ended.values()]
         if what < 0.5 or not live:
             key = random.choice(KEYS)
-            begin = random.choice([[], *(ids for of, ids in [*held.values(), *ended.values()])])
+            begin = random.choice([[], *(ids for _, ids in there)])
             begin = begin[: random.choice([len(begin), random.randint(0, len(begin))])]
             ids = (begin + [random.randrange(2) for _ in range(random.randint(1, 40))])[:120]
-            known = [its for of, its in [*held.values(), *ended.values()] if of == key]
             sequence = world.start(ids, key)
-            assert sequence.cached_tokens == max((common(its, ids[:-1]) for its in known), default=0)
+            cached = sequence.cached_tokens
+            assert cached == max((common(its, ids[:-1]) for of, its in there if of == key), default=0)
+            held[sequence] = ids[:cached]
             if ended.pop(sequence.row, None):
-                held[sequence] = key, ids[: sequence.cached_tokens]
+                found.add(sequence)
         elif what < 0.75:
             sequence = random.choice(live)
-            tokens = random.randint(1, sequence.length) if sequence.length else 0
+            tokens = random.randint(0, sequence.length)
             world.commit(sequence, tokens)
-            if tokens > len(held.get(sequence, ((), []))[1]):
-                held[sequence] = world.keys[sequence], world.ids[sequence][:tokens]
+            if tokens >= len(held[sequence]):
+                held[sequence] = world.ids[sequence][:tokens]
+                found.add(sequence)
         elif what < 0.85:
             sequence = random.choice(live)
             tokens = random.randint(0, sequence.length)
             sequence.truncate(tokens)
-            del world.ids[sequence][tokens:]
-            if sequence in held:
-                held[sequence] = held[sequence][0], held[sequence][1][:tokens]
+            del world.ids[sequence][tokens:], held[sequence][tokens:]
         else:
             sequence = random.choice(live)
-            row, key = sequence.row, world.keys[sequence]
+            row, key, ids = sequence.row, world.keys[sequence], held.pop(sequence)
+            found.discard(sequence)
             world.free(sequence)
-            key, ids = held.pop(sequence, (key, []))
             if ids and not any(of == key and its[: len(ids)] == ids for of, its in ended.values()):
                 ended[row] = key, ids
         world.check()

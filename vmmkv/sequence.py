@@ -161,8 +161,8 @@ class Sequence:
         return self.cache.fork_many(self, 1)[0]
 
     def commit(self, token_ids: npt.ArrayLike, *, retention: Iterable[Retention] = ()) -> None:
-        """Makes K and V of its first tokens known to sequences that begin with the same: those that fill pages until they
-        are evicted, and the rest as long as its row holds it. They must have been written, on streams that it knows.
+        """Makes K and V of its first tokens known to sequences that begin with the same: those that fill pages until
+        they are evicted, the rest as long as its row holds it. They must have been written, on streams that it knows.
 
         Args:
             token_ids: of all of its tokens from the first on, or fewer: those that were computed.
