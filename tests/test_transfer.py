@@ -27,9 +27,11 @@ from vmmkv.reuse.transfer import Head, Peer, geometry_of
 SENDER, RECEIVER = 0, 1
 
 
-def make(layout: vmmkv.KVLayout, pages: int = 60, page_size: int = 4096, **options: Any) -> vmmkv.KVCache:
+def make(
+    layout: vmmkv.KVLayout, pages: int = 60, page_size: int = 4096, max_seq_len: int = 200, **options: Any
+) -> vmmkv.KVCache:
     driver = open_driver("cpu", page_size)
-    return vmmkv.KVCache(layout, 5, 200, max_bytes=pages * page_size, driver=driver, **options)
+    return vmmkv.KVCache(layout, 5, max_seq_len, max_bytes=pages * page_size, driver=driver, **options)
 
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 8 tokens in a page
@@ -209,14 +211,14 @@ def known(rank: int, seed: int, which: int) -> None:
     sequence = receive(100)
     assert (sequence.cached_tokens, found(**key)) == (0, 0)  # what nobody has committed nobody knows
     sequence.commit(ids[:100])  # but it can be made known here
-    assert found(**key) == 96  # of which pages are full
+    assert found(**key) == 99  # but for the last one, which is computed in any case
     sequence.free()
     cache.trim()
 
     first = receive(100)
-    assert (first.cached_tokens, found(**key), found(**other_key)) == (0, 96, 0)
+    assert (first.cached_tokens, found(**key), found(**other_key)) == (0, 99, 0)
     second = receive(length)
-    assert second.cached_tokens == 96
+    assert second.cached_tokens == 100
     cache.free([first, second])
     with receive(length) as third:
         assert third.cached_tokens == length - 6  # on the second one's row: all of the committed but the last
@@ -334,6 +336,8 @@ def test_another_layout_is_refused_by_name() -> None:
 
 def refuse_for_want(rank: int) -> None:
     wants = [
+        ("SequenceTooLongError", {"max_seq_len": 149}, {}),
+        ("SequenceTooLongError", {"max_seq_len": 149, "start": 40}, {}),
         ("OutOfPagesError", {"pages": 10}, {}),
         ("OutOfRowsError", {}, {"full": True}),
         ("SequenceTooLongError", {}, {"expected_tokens": 201}),
@@ -491,13 +495,39 @@ def test_an_interruption_at_any_line(name: str, start: int, monkeypatch: pytest.
 # ------------------------------------------------------------------ who is gone
 
 
+class Ending:
+    """What ends a process in the middle of its n-th message: of one that it sends, a part may be on its way."""
+
+    def __init__(self, messages: int) -> None:
+        self.left = messages
+
+    def __call__(self, whole: Callable[..., None], tensor: torch.Tensor, rank: int, group: Any) -> None:
+        if not self.left:
+            if whole is SEND:
+                dist.isend(tensor, rank, group)
+            os._exit(0)
+        self.left -= 1
+        whole(tensor, rank, group)
+
+
+SEND, RECEIVE = dist.send, dist.recv
+
+
 def vanish(rank: int, who: int, when: str) -> None:
-    """A process ends in the middle: the other one has an error, and what it had."""
+    """A process ends in the middle: the other one has an error, and what it had.
+
+    Args:
+        when: it calls this method of its peer, or comes to this message: 0 and 1 are letters, and K and V follow, of a
+            layer each.
+    """
     driver = FaultyDriver(open_driver("cpu"))
-    layout = vmmkv.KVLayout(4, 8, 128, torch.float32)
+    layout = vmmkv.KVLayout(4, 8, 128, torch.float32, layers_per_range=1)
     cache = vmmkv.KVCache(layout, 2, 4000, max_bytes="256MiB", driver=driver)
     write(sequence := cache.sequence(2000 if rank == SENDER else 50), 1)  # 64 MiB: more than sockets hold
-    if rank == who:
+    if rank == who and when.isdecimal():
+        ending = Ending(int(when))
+        dist.send, dist.recv = partial(ending, SEND), partial(ending, RECEIVE)
+    elif rank == who:
         setattr(Peer, when, lambda *_: os._exit(0))
     with pytest.raises(vmmkv.TransferError) as raised:
         sequence.send(RECEIVER) if rank == SENDER else cache.receive(SENDER)
@@ -518,6 +548,10 @@ def vanish(rank: int, who: int, when: str) -> None:
         (RECEIVER, "listen"),
         (RECEIVER, "accept"),
         (RECEIVER, "receive"),
+        (SENDER, "2"),
+        (SENDER, "4"),
+        (RECEIVER, "1"),
+        (RECEIVER, "4"),
     ],
 )
 def test_a_process_that_disappears(who: int, when: str) -> None:
