@@ -19,6 +19,7 @@ import torch.distributed as dist
 from .errors import (
     ArgumentError,
     BusyError,
+    DriverError,
     LayoutError,
     LeakWarning,
     OutOfPagesError,
@@ -442,7 +443,8 @@ class KVCache(Owner):
             peer.accept(first)
             peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
             if sequence.key is not None and len(head.ids):
-                sequence.commit(head.ids)
+                with suppress(DriverError):  # it is there, and the other process knows; only nobody else finds it
+                    sequence.commit(head.ids)
         except BaseException:
             self._abandon([sequence])
             raise

@@ -26,7 +26,7 @@ from .errors import (
     VmmkvError,
 )
 from .layout import shown
-from .memory.fence import Fence, check_stream
+from .memory.fence import Fence, check_stream, finished_on_error
 from .memory.monitor import bookkeeping, operation
 from .memory.pool import FramePool
 from .picture import draw_sequence
@@ -301,7 +301,8 @@ class Sequence:
     def _fence_sent(self) -> None:
         """Keeps its pages until the current stream has read them."""
         driver = self.pool.driver
-        self._rows.table.fence(self.index, Fence.after(driver, [driver.current_stream()]))
+        with finished_on_error(driver):
+            self._rows.table.fence(self.index, Fence.after(driver, [driver.current_stream()]))
 
     def free(self) -> None:
         """Ends the sequence. Its row goes to others after all work on the current stream, and on
