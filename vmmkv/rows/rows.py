@@ -544,8 +544,12 @@ class Rows:
 
     def _make_own(self, rows: list[int]) -> None:
         """Sees to it that rows may write behind their last tokens: see `Sharing.make_own`."""
+        shared = [[arena.table.own[row] for arena, _ in self.ranges] for row in rows] if self.keeper else []
         try:
             self.sharing.make_own(rows)
+            for row, before in zip(rows, shared):
+                if before != [arena.table.own[row] for arena, _ in self.ranges]:
+                    self.inherit({row: row})  # on copies, from some page on: of a large frame also what is known
         except VmmkvError:
             for row in rows:
                 if self.keeper and not self.table.is_live(row):  # the driver has not mapped its tokens again
