@@ -107,6 +107,20 @@ with cache.sequence(token_ids=document) as reader:
     )
 # --8<-- [end:retention]
 
+# --8<-- [start:decoded]
+config = vmmkv.RetentionConfig(
+    (vmmkv.Retention(0, 100, priority=80),),  # of the prompt; the rest of it has 35
+    decode_priority=10,  # what is generated goes first
+    decode_seconds=60,
+)
+question, answer = tokenize(200), tokenize(100)
+with cache.sequence(token_ids=question) as asked:
+    compute(asked, question)
+    asked.extend(len(answer))
+    compute(asked, answer)
+    asked.commit(np.append(question, answer), retention=config.of_sequence(len(question)))
+# --8<-- [end:decoded]
+
 # --8<-- [start:stats]
 stats = cache.stats()
 print(f"{stats.cached_tokens:,} of {stats.prompt_tokens:,} tokens were there")
