@@ -6,7 +6,10 @@ BIN := .venv/bin
 
 .PHONY: demo test lint benchmarks notebooks docs
 
-BENCHMARKS := fragmentation reuse idle pools allocator mapper sharing scale generate serve
+# Two GPUs are needed to send between them, and a trace to replay it: `make benchmarks TRACE=FILE`.
+TRANSFER = "transfer$(shell nvidia-smi -L 2>/dev/null | grep -q 'GPU 1' || echo ' --device cpu')"
+BENCHMARKS = fragmentation reuse idle pools allocator mapper sharing swap $(TRANSFER) prefixes prefix_tree \
+	$(if $(TRACE),"prefix_trace $(TRACE)") scale generate serve
 
 demo: .venv/demo
 	@echo "== Replaying requests through a vmmkv cache, checking attention against float64"

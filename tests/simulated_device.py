@@ -70,7 +70,7 @@ class Event(NamedTuple):
 
 class SimulatedDevice(FaultyDriver):
     """A driver whose streams run when `run` is called, or when the host waits. All calls can be made to fail: also
-    `record`, `synchronize`, and an event's `query`, `wait` and (of the host) `wait_for`.
+    `record`, `synchronize`, `new_stream`, and an event's `query`, `wait` and (of the host) `wait_for`.
 
     Args:
         random: chooses which stream goes on.
@@ -79,7 +79,7 @@ class SimulatedDevice(FaultyDriver):
 
     host: ClassVar[dict[int, int]] = {}
     """By address, bytes of host memory that may be used."""
-    calls = (*CALLS, "record", "synchronize", "query", "wait", "wait_for")
+    calls = (*CALLS, "record", "synchronize", "new_stream", "query", "wait", "wait_for")
 
     def __init__(self, random: Random, streams: int = 3) -> None:
         super().__init__(small_driver("cpu"))
@@ -111,6 +111,7 @@ class SimulatedDevice(FaultyDriver):
         stream.submit(lambda: self.touch(address, nbytes, lambda: ctypes.memset(address, value, nbytes)))
 
     def new_stream(self) -> Stream:
+        self.meet("new_stream")
         self.streams.append(Stream(f"side {len(self.streams)}"))
         return self.streams[-1]
 

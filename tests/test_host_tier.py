@@ -19,8 +19,10 @@ LAYOUTS = {
 }
 
 
-def make(layout: str = "one range", pages: int = 60, **options: object) -> tuple[vmmkv.KVCache, FaultyDriver]:
-    driver = FaultyDriver(small_driver("cpu"))
+def make(
+    layout: str = "one range", pages: int = 60, driver: FaultyDriver | None = None, **options: object
+) -> tuple[vmmkv.KVCache, FaultyDriver]:
+    driver = driver or FaultyDriver(small_driver("cpu"))
     options = {"host_bytes": "1GiB", **options}
     return vmmkv.KVCache(LAYOUTS[layout], 5, 200, max_bytes=pages * driver.page_size, driver=driver, **options), driver
 
@@ -200,24 +202,31 @@ def test_an_interruption_at_any_line(layout: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["suspend", "resume"])
 def test_a_failed_call(name: str) -> None:
-    """Any call, once: nothing has changed, and the same once more is done."""
+    """Any call, once, also of streams and events: nothing has changed, and the same once more is done."""
     for skip in range(1000):
-        cache, driver = make()
+        device = SimulatedDevice(Random())
+        cache, _ = make(driver=device)
         sequence, beside = cache.sequence(100), cache.sequence(50)
         values, others = write(sequence), write(beside)
+        device.current = device.streams[1]
         if name == "resume":
             sequence.suspend()
             cache.trim()
-        driver.fail("any", skip)
+        for stream in device.streams:  # so that there is something to wait for
+            stream.submit(lambda: None)
+        sequence.record_stream(device.streams[2])
+        device.fail("any", skip)
         try:
             getattr(sequence, name)()
         except vmmkv.DriverError:
             assert sequence.is_suspended == (name == "resume")
             getattr(sequence, name)()
-        if driver.heal():
+        if device.heal():
             break
+        device.finish()
         cache.check()
         sequence.resume()
+        device.finish()
         assert holds(sequence, values)
         assert holds(beside, others)
         cache.close()

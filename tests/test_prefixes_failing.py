@@ -129,6 +129,8 @@ OPERATIONS: dict[str, Operation] = {
     "adopt a kept row": lambda world: world.started("new", [3] * 60 + [2] * 90),
     "begin with all": lambda world: world.started("new", [*PROMPT, 2]),
     "begin with a part": lambda world: world.started("new", PROMPT[:101] + [2] * 60),
+    "begin with a part of a tail": lambda world: world.started("new", [*PROMPT[:147], 2, 2]),
+    "reorder": lambda world: world.reorder([world.names[name] for name in ("parent", "child", "laid")], [0, 0, 1]),
     "start where little is left": lambda world: world.started("new", [4] * 180),
     "commit": lambda world: commit(world, "laid"),
     "free": lambda world: world.free("parent"),

@@ -41,7 +41,7 @@ from .errors import (
 from .layout import KVLayout, LayerLayout
 from .memory.pool import FramePool, FramePoolStats
 from .publication import publish, unpublish
-from .reuse.retention import Retention
+from .reuse.retention import Retention, RetentionConfig
 from .rows.rows import (
     FREE_PAGE,
     KEPT_PAGE,
@@ -96,6 +96,7 @@ __all__ = [
     "RankFailedError",
     "ReleasedTokensError",
     "Retention",
+    "RetentionConfig",
     "RetentionError",
     "ScaledKV",
     "Sequence",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from .errors import (
     ArgumentError,
     BusyError,
+    DriverError,
     LayoutError,
     LeakWarning,
     OutOfPagesError,
@@ -381,7 +382,7 @@ class KVCache(Owner):
     def _begin(self, hit: Hit, key: Key, ids: Ids, whole: bool, expected: int, tenant: Hashable) -> Sequence:
         """A sequence that begins with what is known, if anything is."""
         prefixes = self._prefixes()
-        with prefixes.completed(key, ids, hit.tokens) as (known, complete):
+        with prefixes.completed(key, ids, hit) as (known, complete):
             tokens = len(ids) if whole else known
             if hit.tokens:
                 stream = self._driver.current_stream()
@@ -444,7 +445,8 @@ class KVCache(Owner):
             peer.accept(first)
             peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
             if sequence.key is not None and len(head.ids):
-                sequence.commit(head.ids)
+                with suppress(DriverError):  # it is there, and the other process knows; only nobody else finds it
+                    sequence.commit(head.ids)
         except BaseException:
             self._abandon([sequence])
             raise

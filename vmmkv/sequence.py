@@ -26,7 +26,7 @@ from .errors import (
     VmmkvError,
 )
 from .layout import shown
-from .memory.fence import Fence, check_stream
+from .memory.fence import Fence, check_stream, finished_on_error
 from .memory.monitor import Steps, bookkeeping, operation, stepwise
 from .memory.pool import FramePool
 from .picture import draw_sequence
@@ -162,8 +162,8 @@ class Sequence:
         return self.cache.fork_many(self, 1)[0]
 
     def commit(self, token_ids: npt.ArrayLike, *, retention: Iterable[Retention] = ()) -> None:
-        """Makes K and V of its first tokens known to sequences that begin with the same: as far as they fill pages, and
-        for who takes its row whole also the rest. Their K and V must have been written, on streams that it knows.
+        """Makes K and V of its first tokens known to sequences that begin with the same: those that fill pages until
+        they are evicted, the rest as long as its row holds it. They must have been written, on streams that it knows.
 
         Args:
             token_ids: of all of its tokens from the first on, or fewer: those that were computed.
@@ -302,7 +302,8 @@ class Sequence:
     def _fence_sent(self) -> None:
         """Keeps its pages until the current stream has read them."""
         driver = self.pool.driver
-        self._rows.table.fence(self.index, Fence.after(driver, [driver.current_stream()]))
+        with finished_on_error(driver):
+            self._rows.table.fence(self.index, Fence.after(driver, [driver.current_stream()]))
 
     def free(self) -> None:
         """Ends the sequence. Its row goes to others after all work on the current stream, and on

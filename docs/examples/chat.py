@@ -69,7 +69,7 @@ users = [cache.sequence(token_ids=question) for question in questions]
 for user, question in zip(users, questions):
     compute(user, question[user.cached_tokens :])
     user.commit(question)
-    assert user.cached_tokens == 2048  # the pages that it fills; the other 52 tokens each computes
+    assert user.cached_tokens == 2100  # the pages that it fills are shared, the other 52 tokens are copied
 assert cache.stats().pages["used"] == pages + 8
 # --8<-- [end:system]
 assert all(is_right(user, question) for user, question in zip(users, questions))
@@ -106,6 +106,20 @@ with cache.sequence(token_ids=document) as reader:
         ],
     )
 # --8<-- [end:retention]
+
+# --8<-- [start:decoded]
+config = vmmkv.RetentionConfig(
+    (vmmkv.Retention(0, 100, priority=80),),  # of the prompt; the rest of it has 35
+    decode_priority=10,  # what is generated goes first
+    decode_seconds=60,
+)
+question, answer = tokenize(200), tokenize(100)
+with cache.sequence(token_ids=question) as asked:
+    compute(asked, question)
+    asked.extend(len(answer))
+    compute(asked, answer)
+    asked.commit(np.append(question, answer), retention=config.of_sequence(len(question)))
+# --8<-- [end:decoded]
 
 # --8<-- [start:stats]
 stats = cache.stats()

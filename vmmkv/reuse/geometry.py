@@ -47,3 +47,7 @@ class Geometry:
         """After how many tokens all pages are whole that these tokens lie in."""
         size = self.page_size
         return max([-(-tokens * record // size * size // record) for record in self.records])
+
+    def known(self, tokens: int) -> int:
+        """How many of these tokens a prefix tree knows: up to the page that is whole last of those that can be read."""
+        return self.whole_after(self.readable(tokens))

@@ -47,6 +47,10 @@ class Found(NamedTuple):
     places: list[list[Place]]
 
 
+NOTHING = Found(0, [])
+"""Of what is not here."""
+
+
 class HostPrefixes:
     """See above.
 
@@ -231,7 +235,7 @@ class HostPrefixes:
         where it has to make way."""
         match = self._tree.match(key, ids)
         if match.tokens <= cached:
-            yield Found(0, [])
+            yield NOTHING
             return
         self._tree.unlock(self._tree.lock(match.node, match.tokens))  # it is used now
         places = [

@@ -10,28 +10,49 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from itertools import count
 from math import inf
-
-from .node import Node
+from typing import Generic, Protocol, TypeVar
 
 SMALL = 64
 """Entries that are never too many."""
 
-Ranked = tuple[int, int, int, Node]
-"""Priority, last use, and a number of its own, so that no two nodes are compared."""
-Expiring = tuple[float, int, int, Node]
+
+class Leaf(Protocol):
+    """What gives pages up.
+
+    Attributes:
+        used: when it was used last: a number that grows with each use.
+        priority, expires: how long it is to be kept, and when that is the default again.
+    """
+
+    used: int
+    priority: int
+    expires: float
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether nobody uses it, and nothing follows it."""
+
+    def priority_at(self, now: float) -> int:
+        """Its priority then."""
+
+
+AnyLeaf = TypeVar("AnyLeaf", bound=Leaf)
+Ranked = tuple[int, int, int, AnyLeaf]
+"""Priority, last use, and a number of its own, so that no two leaves are compared."""
+Expiring = tuple[float, int, int, AnyLeaf]
 """When its priority ends, last use, number."""
 
 
-class EvictionOrder:
-    """The leaves of a tree that nobody uses."""
+class EvictionOrder(Generic[AnyLeaf]):
+    """Leaves that nobody uses."""
 
     def __init__(self) -> None:
-        self._ranked: list[Ranked] = []
-        self._expiring: list[Expiring] = []
+        self._ranked: list[Ranked[AnyLeaf]] = []
+        self._expiring: list[Expiring[AnyLeaf]] = []
         self._numbers = count()
         self._most = SMALL
 
-    def offer(self, node: Node, now: float) -> None:
+    def offer(self, node: AnyLeaf, now: float) -> None:
         """Takes a node up, if it is a leaf that nobody uses; to be called whenever it has become one, or was used."""
         if not node.is_evictable:
             return
@@ -42,7 +63,7 @@ class EvictionOrder:
         if len(self._ranked) + len(self._expiring) > self._most:
             self._drop_outdated(now)
 
-    def pop(self, now: float) -> Node | None:
+    def pop(self, now: float) -> AnyLeaf | None:
         """Takes away the leaf that gives pages up first."""
         self._expire(now)
         while self._ranked:
@@ -51,7 +72,14 @@ class EvictionOrder:
                 return entry[-1]
         return None
 
-    def leaves(self, now: float) -> set[Node]:
+    def first(self, now: float) -> AnyLeaf | None:
+        """The leaf that gives pages up first. It keeps its place."""
+        leaf = self.pop(now)
+        if leaf:
+            self.offer(leaf, now)
+        return leaf
+
+    def leaves(self, now: float) -> set[AnyLeaf]:
         """All that have their place."""
         expired = {entry[-1] for entry in self._expiring if _will_expire(entry) and entry[0] <= now}
         return {entry[-1] for entry in self._ranked if _is_current(entry, now)} | expired
@@ -71,11 +99,11 @@ class EvictionOrder:
         self._most = SMALL + 2 * (len(self._ranked) + len(self._expiring))
 
 
-def _is_current(entry: Ranked, now: float) -> bool:
+def _is_current(entry: Ranked[AnyLeaf], now: float) -> bool:
     priority, used, _, node = entry
     return node.is_evictable and used == node.used and priority == node.priority_at(now)
 
 
-def _will_expire(entry: Expiring) -> bool:
+def _will_expire(entry: Expiring[AnyLeaf]) -> bool:
     expires, used, _, node = entry
     return node.is_evictable and used == node.used and expires == node.expires

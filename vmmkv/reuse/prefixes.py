@@ -4,13 +4,15 @@ Pages whose tokens were made known (`commit`) are held by the prefix tree, mappe
 evicted. A new sequence that begins with such tokens
 
  1. adopts the row of a freed one, where that holds all that is known of it: no driver call;
- 2. otherwise has the frames mapped in a row of its own, read-only, and what does not fill a frame copied.
+ 2. otherwise has the frames mapped in a row of its own, read-only, and what does not fill a frame copied: from pages
+    that the tree knows, or from the tail of another row.
 
 Invariants:
  1. A frame that holds a page of the tree is held here, as one place more where it is.
  2. A live row's committed pages are locked in the tree, and those that it has copies of: what is used is never evicted,
     and all that is not can be, where nothing else is left after the tree has come to know the copies instead.
  3. `kept` rows belong to nobody, are whole from their first page on, and hold what their chain says.
+ 4. What a row holds behind the last page that the tree knows of it is its tail, as long as it is known to hold it.
 """
 
 from __future__ import annotations
@@ -19,12 +21,13 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from math import inf
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ArgumentError, InvariantError, UnsupportedError
+from ..errors import ArgumentError, InvariantError, StreamCaptureError, UnsupportedError
 from ..events import EventLog
 from ..events.log import check_ids
 from ..memory.fence import Fence
@@ -33,25 +36,24 @@ from ..memory.monitor import at_once
 from ..memory.pool import Account, FramePool
 from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
-from .host_prefixes import HostPrefixes
+from .host_prefixes import NOTHING, HostPrefixes
 from .lookup import token_ids
 from .node import Ids, Node, Root, common
 from .promoting import Pages, Promotion
 from .retention import Retention
+from .tails import Tail, Tails
 from .telling import Key
 from .tree import Match, Page, PrefixTree
 
 
 class Chain(NamedTuple):
     """What a row is known to hold: the tokens of these ids. What the tree knows of the first `own` of them lies in this
-    row itself. While it is live `node` is locked; while it is kept, `last` is the number of its last page that the tree
-    knows, in the first arena."""
+    row itself. While it is live `node` is locked."""
 
     key: Hashable
     ids: Ids
     node: Node | None
     own: int = 0
-    last: int = -1
 
 
 class Hit(NamedTuple):
@@ -63,6 +65,7 @@ class Hit(NamedTuple):
         node: with `locked` tokens on its path, which are not to be evicted meanwhile.
         laid: by range the pieces of whole pages.
         partial: by range the page that holds the rest.
+        source: the row whose tail that is; None where the tree knows it.
     """
 
     tokens: int
@@ -71,10 +74,32 @@ class Hit(NamedTuple):
     locked: int
     laid: Sequence[list[Piece]] = ()
     partial: Sequence[int | None] = ()
+    source: int | None = None
+
+    @property
+    def calls(self) -> int:
+        """How many frames are mapped for it, where it is laid. To compute a token takes about as long as to map one."""
+        return sum(len(piece.frames) for of in self.laid for piece in of)
 
     def given_up(self) -> Hit:
         """Nothing, instead."""
-        return self._replace(tokens=0)
+        return self._replace(tokens=0, source=None)
+
+
+class Longer(NamedTuple):
+    """A row whose tail goes on where a match ends.
+
+    Attributes:
+        row: which.
+        tokens: how many of those that were asked for it holds.
+        begin: where its tail begins.
+        pages: those of the first range that are whole before that.
+    """
+
+    row: int
+    tokens: int
+    begin: int
+    pages: int
 
 
 class Held:
@@ -152,8 +177,10 @@ class Prefixes:
         self._tree = self._new_tree()
         self._chains: dict[int, Chain] = {}
         """By row, live or kept."""
-        self._last: dict[int, int] = {}
-        """Kept rows, by the last page that the tree knows of each."""
+        self._tails = Tails()
+        """Of live rows what was committed of them, and of all kept ones."""
+        self._roomy: dict[int, None] = {}
+        """Kept rows that may have pages behind their tokens."""
         self.prompt_tokens = self.cached_tokens = 0
         """Of sequences that have begun since the beginning: all, and those that were there."""
         self.written = Fence()
@@ -183,15 +210,57 @@ class Prefixes:
         """What a sequence of these ids can begin with: at most all of its tokens but the last, which has to be computed
         for what comes after it."""
         match = self._tree.match(key, ids[:-1])
+        kept, live = (self._longest(match, key, ids, is_kept) for is_kept in (True, False))
+        hit = None
+        longest = max(match.tokens, live.tokens if live else 0)
+        if kept and kept.tokens >= longest and self._may_adopt(kept.row, kept.tokens):
+            others = len(self._chains[kept.row].ids) - kept.tokens
+            hit = self._laid(match) if others else None
+            if hit is None or others <= hit.calls:
+                return Hit(kept.tokens, kept.row, match.node, match.tokens)
+        hit = hit or self._laid(match)
+        for tail in sorted(filter(None, (kept, live)), key=lambda each: -each.tokens):
+            if hit.tokens == match.tokens < tail.tokens and not self._is_captured(tail.row):
+                return self._with_tail(hit, match, tail)
+        return hit
+
+    def _longest(self, match: Match, key: Hashable, ids: Ids, is_kept: bool) -> Longer | None:
+        """The tail that goes on longest where a match ends."""
+        size, record, geometry = self._books.page_size, self._books.records[0], self._tree.geometry
         pages = match.pages[0] + [page for page in match.partial[:1] if page is not None]
-        for count, page in zip(range(len(pages), 0, -1), reversed(pages)):
-            if page in self._last:  # a row's last page may end in the middle of a token
-                row, same = self._last[page], min(count * self._books.page_size // self._books.records[0], match.tokens)
-                tokens = same + common(self._chains[row].ids[same:], ids[same:-1])
-                if tokens >= match.tokens and self._may_adopt(row, tokens):
-                    return Hit(tokens, row, match.node, match.tokens)
-                break
-        return self._laid(match)
+        for count in range(len(pages), geometry.pages(geometry.known(match.tokens))[0] - 1, -1):
+            begin = -(-count * size // record)
+            if found := self._tails.longest(pages[count - 1] if count else key, ids[begin:-1], is_kept):
+                between = slice(match.tokens, begin)  # of a token that lies in two pages
+                if np.array_equal(self._chains[found.tail.row].ids[between], ids[:-1][between]):
+                    return Longer(found.tail.row, begin + found.tokens, begin, count)
+        return None
+
+    def _is_captured(self, row: int) -> bool:
+        """Whether a row's stream, which is to come behind a copy, is being captured in a graph."""
+        try:
+            self._pool.driver.record(self._table.own_streams[row] or self._pool.driver.current_stream())
+        except StreamCaptureError:
+            return True
+        return False
+
+    def _with_tail(self, hit: Hit, match: Match, tail: Longer) -> Hit:
+        """A hit that goes on with a tail, as far as that lies in one page more of each range."""
+        size, ranges, laid = self._books.page_size, self._books.ranges, list(hit.laid)
+        counts = self._tree.geometry.pages(hit.tokens)
+        for index, ((arena, record), known) in enumerate(zip(ranges, match.partial)):
+            is_whole = (counts[index] + 1) * size <= tail.tokens * record
+            if known is not None and is_whole and arena.table.memory[tail.row, counts[index]] == known:
+                counts[index] += 1  # a token before the tail lies in that page and in the next one
+                laid[index] = pieces([*match.pages[index], known], self._pool.frames)
+        tokens = min(tail.tokens, *((count + 1) * size // record for count, (_, record) in zip(counts, ranges)))
+        if tokens <= hit.tokens or [sum(piece.pages for piece in of) for of in laid] != counts:
+            return hit
+        partial = [
+            arena.table.memory.item(tail.row, count) if tokens * record > count * size else None
+            for (arena, record), count in zip(ranges, counts)
+        ]
+        return Hit(tokens, None, hit.node, max(hit.locked, tail.begin), laid, partial, tail.row)
 
     def _laid(self, match: Match) -> Hit:
         """What of a match can be laid on a row."""
@@ -236,12 +305,14 @@ class Prefixes:
 
     def _continue(self, row: int, hit: Hit) -> None:
         """Has a row that was kept be live, with the tokens of a hit."""
-        chain = self._chains.pop(row)
-        self._last.pop(chain.last)
+        chain, tail = self._chains.pop(row), self._tails.pop(row)
+        self._roomy.pop(row, None)
         own = min(chain.own, hit.tokens)
         self._chains[row] = Chain(chain.key, chain.ids[: hit.tokens], self._lock(hit.node, min(own, hit.locked)), own)
         if own < hit.locked:  # what the tree knows by other numbers than the row's was used, too
             self._tree.unlock(self._tree.lock(hit.node, hit.locked))
+        if tail:
+            self._continue_tail(row, tail)
 
     def _lay(self, row: int, hit: Hit, key: Hashable, ids: Ids, tokens: int) -> None:
         """Lays a hit on a row without pages, which is to have so many tokens."""
@@ -249,12 +320,27 @@ class Prefixes:
         try:
             known = ids[: hit.tokens].copy()
             self._order_behind(row)
+            if hit.source is not None:
+                self._table.fences[hit.source].order(self._pool.driver.current_stream())
             self._rows.laying.lay(row, hit.tokens, tokens, hit.laid, hit.partial)
+            if hit.source is not None:
+                self._used_tail(hit.source)
             self._chains[row] = self._locked(row, meanwhile, key, known)
             if self.promotion:
                 self.promotion.count(meanwhile, key, known, hit.laid)
         finally:
             self._tree.unlock(meanwhile)
+
+    def _used_tail(self, row: int) -> None:
+        """Says that a row's tail was copied: what is written there next must not be."""
+        staged = self._rows.sharing.staged
+        self._table.fence(row, staged)
+        if self._table.is_live(row):
+            staged.order(self._table.own_streams[row])
+        elif tail := self._tails.of.get(row):  # or it has given way for what was copied
+            tail.used = self._tree.use()
+            self._tails.use(tail, self._tree.now())
+            self._table.kept.move_to_end(row)
 
     def _order_behind(self, row: int) -> None:
         """Has a row's stream come behind what has written all that is known, and behind what may still read or write
@@ -281,22 +367,24 @@ class Prefixes:
         """How many tokens lie in front of pages, one of each range."""
         return min(end * self._books.page_size // record for end, record in zip(ends, self._books.records))
 
-    def completed(
-        self, key: Hashable, ids: Ids, cached: int
-    ) -> AbstractContextManager[tuple[int, Callable[[int], int]]]:
-        """Around the beginning of a sequence with so many tokens of these ids. Gives how many there are together with
-        those behind that the host knows, and what gives a row these, as if it had computed them, and returns how many
-        it has then."""
-        if self._host is None:
-            return nullcontext((cached, lambda row: cached))
-        return self._completed_by(self._host, key, ids, cached)
+    def completed(self, key: Hashable, ids: Ids, hit: Hit) -> AbstractContextManager[tuple[int, Callable[[int], int]]]:
+        """Around the beginning of a sequence of these ids with a hit, whose pages stay there meanwhile. Gives how many
+        tokens there are together with those behind that the host knows, and what gives a row these, as if it had
+        computed them, and returns how many it has then."""
+        if self._host is None and hit.source is None:
+            return nullcontext((hit.tokens, lambda row: hit.tokens))
+        return self._completed_by(key, ids, hit)
 
     @contextmanager
-    def _completed_by(
-        self, host: HostPrefixes, key: Hashable, ids: Ids, cached: int
-    ) -> Iterator[tuple[int, Callable[[int], int]]]:
-        with host.found(key, ids[:-1], cached) as found:
-            yield max(found.tokens, cached), lambda row: host.load(row, found, cached)
+    def _completed_by(self, key: Hashable, ids: Ids, hit: Hit) -> Iterator[tuple[int, Callable[[int], int]]]:
+        host, cached, frames = self._host, hit.tokens, self._pool.frames
+        copied = frames.frames_of(page for page in hit.partial if page is not None) if hit.source is not None else []
+        frames.share(copied)
+        try:
+            with host.found(key, ids[:-1], cached) if host else nullcontext(NOTHING) as found:
+                yield max(found.tokens, cached), lambda row: host.load(row, found, cached) if host else cached
+        finally:
+            self._pool.give(self._rows.account, copied)
 
     def count(self, tokens: int, cached: int) -> None:
         """Counts a sequence that has begun, with so many tokens, of which so many were there."""
@@ -308,7 +396,7 @@ class Prefixes:
     # ------------------------------------------------------------------ making known
 
     def commit(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> None:
-        """Makes the first tokens of a live row known: those that fill pages.
+        """Makes the first tokens of a live row known: those that fill pages to the tree, and the rest as its tail.
 
         Raises:
             ArgumentError: the row has not as many tokens.
@@ -340,6 +428,37 @@ class Prefixes:
         if before and before.node:
             self._tree.unlock(before.node)
         self._chains[row] = Chain(key, ids.copy(), node, own)
+        self._commit_tail(row, retention)
+
+    def _commit_tail(self, row: int, retention: Iterable[Retention]) -> None:
+        """Has others find the tail of a live row, which is kept as the token is that its page begins with."""
+        tail = self._tail_of(row, self._tails.pop(row))
+        if tail is None:
+            return
+        geometry, now = self._tree.geometry, self._tree.now()
+        begin = geometry.known(len(self._chains[row].ids))
+        for each in retention:
+            end = inf if each.end is None else geometry.whole_after(each.end)
+            if geometry.whole_after(each.start) <= begin < end:
+                tail.priority, tail.expires = each.priority, inf if each.seconds is None else now + each.seconds
+        self._tails.put(tail, now)
+
+    def _tail_of(self, row: int, before: Tail | None, used: int = 0, kept: bool = False) -> Tail | None:
+        """The tail of a row, as its chain says: to be kept as the one before, if that was at the same place. None where
+        the tree does not know by pages of this row what lies before it."""
+        ids, geometry, place = self._chains[row].ids, self._tree.geometry, self._place(row)
+        if place is None:
+            return None
+        begin = -(-geometry.pages(geometry.known(len(ids)))[0] * geometry.page_size // geometry.records[0])
+        tail = Tail(row, place, ids[begin:].tobytes(), kept, used)
+        if before and before.place == place:
+            tail.priority, tail.expires = before.priority, before.expires
+        return tail
+
+    def _continue_tail(self, row: int, before: Tail) -> None:
+        """Writes down what is left of the tail of a live row, whose chain is another now."""
+        if tail := self._tail_of(row, before):
+            self._tails.put(tail, self._tree.now())
 
     def _insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> tuple[Node, int, int]:
         """Has the tree know a row's pages, and holds those that it did not know; returns what to unlock, how many of
@@ -367,7 +486,11 @@ class Prefixes:
 
     def held_pages(self) -> list[int]:
         """The pages that are kept, wherever they lie; of large frames all."""
-        return self._held.mapped_pages()
+        held = self._held.mapped_pages()
+        for row in self._table.kept:
+            for (arena, _), (_, end) in zip(self._books.ranges, self._books.spans(0, len(self._chains[row].ids))):
+                held += arena.table.pages_in(row, 0, end).tolist()
+        return held
 
     def ids(self, row: int) -> Ids:
         """What the first tokens of a row are known to be."""
@@ -381,6 +504,7 @@ class Prefixes:
             return
         if self._table.start[row]:
             del self._chains[row]
+            self._tails.pop(row)
             self._tree.unlock(chain.node)
         elif len(chain.ids) > tokens:
             pages = [tokens * record // self._books.page_size for record in self._books.records]
@@ -392,33 +516,49 @@ class Prefixes:
             node = self._lock(chain.node, before)
             self._tree.unlock(chain.node)
             self._chains[row] = Chain(chain.key, chain.ids[:tokens], node, min(chain.own, before))
+            if tail := self._tails.pop(row):
+                self._continue_tail(row, tail)
 
     def forget(self, row: int) -> None:
         """Says that a live row holds nothing any more."""
         chain = self._chains.pop(row, None)
+        self._tails.pop(row)
         if chain and chain.node:
             self._tree.unlock(chain.node)
 
     def leave(self, row: int) -> bool:
         """Says that a row's sequence has ended; returns whether the row is to be kept for others that begin alike."""
-        chain = self._chains.pop(row, None)
+        chain = self._chains.get(row)
         if chain is None:
             return False
-        own = 0
+        own, used = 0, self._tree.use()  # before what it follows: it goes first
         if chain.node:
             own = min(chain.own, chain.node.end)
             self._tree.unlock(chain.node)
-        last = self._last_page(row, len(chain.ids))
-        if self._books.rules.cleans or last is None or last in self._last:
-            return False  # nobody could adopt it, or find it
-        self._last[last] = row
-        self._chains[row] = Chain(chain.key, chain.ids, None, own, last)
+        self._chains[row] = Chain(chain.key, chain.ids, None, own)
+        before = self._tails.pop(row)
+        tail = None if self._books.rules.cleans else self._tail_of(row, before, used, kept=True)
+        if tail is None or self._is_known_without(tail):
+            del self._chains[row]  # nobody could adopt it, or find it, or need it
+            return False
+        self._tails.put(tail, self._tree.now())
+        self._roomy[row] = None
         return True
+
+    def _is_known_without(self, tail: Tail) -> bool:
+        """Whether a kept row holds all that a tail's row does."""
+        if not tail.ids and not isinstance(tail.place, int):
+            return True  # nothing
+        found = self._tails.longest(tail.place, np.frombuffer(tail.ids, np.int64), kept=True)
+        return found is not None and found.tokens == tail.tokens
 
     def inherit(self, sources: dict[int, int]) -> None:
         """Says that live rows hold what others have held so far, and have the same pages as far as they may share."""
         chains = [(row, self._chains.get(source)) for row, source in sources.items()]
         before = [self._chains.pop(row, None) for row in sources]
+        for row, source in sources.items():
+            if row != source:
+                self._tails.pop(row)  # whoever held it first still does
         for row, chain in chains:
             if chain and chain.node:
                 ends = [arena.table.own[row] for arena, _ in self._books.ranges]  # behind are copies
@@ -428,18 +568,21 @@ class Prefixes:
             if chain and chain.node:
                 self._tree.unlock(chain.node)
 
-    def _last_page(self, row: int, tokens: int) -> int | None:
-        """The number of the last whole page of the first arena, if the tree knows it."""
-        count = self._tree.geometry.pages(tokens)[0]
+    def _place(self, row: int) -> Hashable | None:
+        """Where the tail of a row is, if it can be found."""
+        chain, geometry = self._chains[row], self._tree.geometry
         arena, _ = self._books.ranges[0]
-        if not 0 < count <= arena.table.end[row] or arena.table.first[row]:
+        count = geometry.pages(geometry.known(len(chain.ids)))[0]
+        if count > arena.table.end[row] or arena.table.first[row] or not len(chain.ids):
             return None
-        page = int(arena.table.memory[row, count - 1])
-        return page if page in self._tree.numbers[0] else None
+        page = arena.table.memory.item(row, count - 1) if count else -1
+        return page if page in self._tree.numbers[0] else None if count else chain.key
 
     def give_up(self, row: int) -> None:
         """Has a kept row be one that nobody can adopt. What the tree knows of it stays known."""
-        self._last.pop(self._chains.pop(row).last)
+        del self._chains[row]
+        self._tails.pop(row)
+        self._roomy.pop(row, None)
         self._table.kept.pop(row)
         self._books.settle(row)
 
@@ -455,16 +598,46 @@ class Prefixes:
             return pages - later - (before - self._pool.frames.taken)
 
         beside = LARGE if self._pool.frames.has_large else 0  # only what has no known page left is free
-        while missing() > 0 and (
-            gone := self._tree.evict(missing() + beside, leaving=self._leaving) or self._know_copies()
-        ):
-            waiting = self._let_go(gone, wait)
+        while missing() > 0 and self._roomy and self._trim(next(iter(self._roomy)), wait):
+            pass
+        while missing() > 0:
+            gone, rows = self._least_needed(missing() + beside, self._leaving)
+            gone = gone if gone or rows else self._know_copies()
+            if not gone and not rows:
+                break
+            waiting = self._let_go(gone, rows, wait)
             later += 0 if wait else waiting  # who has waited already, and what is there still, is about to be copied
         while missing() > 0 and self._table.kept:
             row = next(iter(self._table.kept))
             self.give_up(row)
             self._unmap([row], wait)
         return before - self._pool.frames.taken
+
+    def _trim(self, row: int, wait: bool) -> bool:
+        """Unmaps what a kept row has behind its tokens; returns False where something may still read it."""
+        fence = self._table.fences[row]
+        if wait:
+            fence.wait()
+        if fence.passed():
+            del self._roomy[row]
+            self._rows.reclaimer.unmap_surplus({row: len(self._chains[row].ids)})
+        return row not in self._roomy
+
+    def _least_needed(self, pages: int, leaving: Callable[[Node], None] | None = None) -> tuple[list[Page], list[int]]:
+        """Has the tree give up so many pages, as far as they are less needed than any tail; or else names the kept row
+        that has the least needed tail, if there is one."""
+        now = self._tree.now()
+        tail = self._tails.order.first(now)
+        if tail is None:
+            return self._tree.evict(pages, leaving=leaving), []
+        gone = self._tree.evict(pages, tail.priority_at(now), tail.used, leaving)
+        return gone, [] if gone else [tail.row]
+
+    def least_needed(self) -> int:
+        """The kept row that gives way first when there is no other."""
+        row = next(iter(self._table.kept))
+        tail = self._tails.order.first(self._tree.now()) if self._tails.of[row].ids else None
+        return tail.row if tail else row
 
     def _know_copies(self) -> list[Page]:
         """Has the tree know the copies that live rows have of pages, instead of those that nobody uses. Returns these,
@@ -494,7 +667,7 @@ class Prefixes:
             before = page * self._books.page_size // self._books.records[arena]
             for row in rows[(table.memory[rows, page] == number) & (table.ends[rows] > page)].tolist():
                 if chain := self._chains.get(row):
-                    self._chains[row] = Chain(chain.key, chain.ids, chain.node, min(chain.own, before), chain.last)
+                    self._chains[row] = Chain(chain.key, chain.ids, chain.node, min(chain.own, before))
 
     def _leaving(self, leaf: Node) -> None:
         """Has the host keep what is about to be evicted."""
@@ -506,26 +679,52 @@ class Prefixes:
     def give_way(self, pages: int) -> None:
         """Gives up so many pages that are known, least needed first, before somebody needs them. Those that lie on no
         row are free then; the rows of the others are nobody's."""
-        if not self._host:  # the driver has no work in between for who has to copy them
-            self._drop(self._tree.evict(pages))
+        while pages > 0 and not self._host:  # the driver has no work in between for who has to copy them
+            gone, rows = self._least_needed(pages)
+            if not gone and not rows:
+                break
+            pages -= len(gone) + sum(map(self._behind, rows))
+            self._drop(gone)
+            for row in rows:
+                self.give_up(row)
 
-    def _let_go(self, gone: Sequence[Page], wait: bool) -> int:
-        """Drops pages that the tree knows no more, and unmaps the kept rows that they lie in. Returns how many will be
-        free as soon as nothing reads them."""
+    def _let_go(self, gone: Sequence[Page], given_up: list[int], wait: bool) -> int:
+        """Drops pages that the tree knows no more, and unmaps the kept rows that they lie in, and others that are given
+        up. Returns how many will be free as soon as nothing reads them."""
         rows, later = self._drop(gone)
+        for row in given_up:
+            later += self._behind(row)
+            self.give_up(row)
+        rows += given_up
         before = self._pool.frames.taken
         self._unmap(rows, wait)
         self._rows.sharing.clear(wait)  # of what was copied to the host, and lay on no row
         return max(later - (before - self._pool.frames.taken), 0)
 
+    def _behind(self, row: int) -> int:
+        """How many pages a kept row has behind those that the tree knows."""
+        geometry = self._tree.geometry
+        counts = geometry.pages(geometry.known(len(self._chains[row].ids)))
+        return sum(max(arena.table.end[row] - count, 0) for (arena, _), count in zip(self._books.ranges, counts))
+
     def _drop(self, gone: Sequence[Page]) -> tuple[list[int], int]:
         """Drops pages that the tree knows no more, where they are held. Returns the kept rows that they lie in, which
         are given up, and how many are left on rows that do not use them."""
         # Of a kept row the last page goes first, in the first arena; what others hold behind it is beside that.
-        rows = [self._last[number] for arena, _, number in gone if arena == 0 and number in self._last]
-        for row in rows:
-            self.give_up(row)
+        rows = [row for arena, _, number in gone if arena == 0 for row in self._lose_place(number)]
         return rows, self._held.drop(page.number for page in gone)
+
+    def _lose_place(self, number: int) -> list[int]:
+        """Says that the tree does not know a page by its number any more. Returns the kept rows that nobody could find
+        any more, which are given up."""
+        rows = self._tails.rows(number)
+        kept = [row for row in rows if row in self._table.kept]
+        for row in rows:
+            if row in self._table.kept:
+                self.give_up(row)
+            else:
+                self._tails.pop(row)
+        return kept
 
     def _unmap(self, rows: Iterable[int], wait: bool) -> None:
         """Unmaps what was kept on rows, but for those that something may still read."""
@@ -547,8 +746,8 @@ class Prefixes:
         if not self._tree.renumber(self.path(pages.key, pages.ids), arena, first, old, numbers):
             return False
         self._held.hold(numbers)
-        for row in [self._last[number] for number in old if not arena and number in self._last]:
-            self.give_up(row)  # nobody could find it any more
+        for number in old if not arena else ():
+            self._lose_place(number)
         self._disown(Page(arena, page, number) for page, number in enumerate(old, first))
         self._held.drop(old)
         return True
@@ -557,7 +756,8 @@ class Prefixes:
         """Forgets all, after an interruption: frames that were held are nobody's then."""
         self._tree = self._new_tree()
         self._chains.clear()
-        self._last.clear()
+        self._tails = Tails()
+        self._roomy.clear()
         if self._host:
             self._host.reset()
         if self.promotion:
@@ -592,9 +792,17 @@ class Prefixes:
                 users = self._pool.frames.users[[page for of in node.pages for page in of]]
                 if node.end <= chain.own and not users.all():
                     raise InvariantError(f"row {row} keeps a page from being evicted that nobody uses")
-        for row in self._table.kept:
-            if self._last.get(self._chains[row].last) != row:
-                raise InvariantError(f"kept row {row} cannot be found")
+        for row, tail in self._tails.of.items():
+            ids = self._chains[row].ids
+            pages = self._tree.match(self._chains[row].key, ids).pages[0]
+            count = self._tree.geometry.pages(self._tree.geometry.known(len(ids)))[0]
+            place = self._chains[row].key if not count else pages[count - 1] if count <= len(pages) else tail.place
+            if tail.kept != (row in self._table.kept) or tail.place != place:
+                raise InvariantError(f"row {row} cannot be found where its tail is")
+            if not ids.tobytes().endswith(tail.ids):
+                raise InvariantError(f"row {row} does not hold its tail")
+        if not self._tails.of.keys() >= self._table.kept.keys():
+            raise InvariantError("a kept row cannot be found")
 
 
 def ids_of(token_ids_given: npt.ArrayLike) -> Ids:

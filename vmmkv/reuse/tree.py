@@ -106,7 +106,7 @@ class PrefixTree:
         self.geometry = Geometry(page_size, records)
         self.teller = Teller(log, self.geometry, tier) if log else None
         self.roots: dict[Hashable, Root] = {}
-        self.order = EvictionOrder()
+        self.order: EvictionOrder[Node] = EvictionOrder()
         self.numbers: list[set[int]] = [set() for _ in records]
         """By arena, of the pages that are known."""
         self.nodes = 0
@@ -190,7 +190,7 @@ class PrefixTree:
             )
         root = self._root(key)
         mine = self.geometry.readable(len(ids))
-        ids = ids[: self.geometry.whole_after(mine)]
+        ids = ids[: self.geometry.known(len(ids))]
         path, known = walk(root, ids)
         others = duplicates(path, known, pages, self.geometry)
         if others:
@@ -252,6 +252,10 @@ class PrefixTree:
 
     # ------------------------------------------------------------------ what is used
 
+    def use(self) -> int:
+        """A number for what is used now, greater than those of all uses before."""
+        return next(self._uses)
+
     def lock(self, node: Node, tokens: int | None = None) -> Node:
         """Keeps the pages that are whole in the first `tokens` tokens, or in all, of the path to a node from being
         evicted. (The partial page of a match is not among them.)
@@ -294,7 +298,11 @@ class PrefixTree:
             self._join(each)
 
     def evict(
-        self, pages: int, priority: int = MAX_PRIORITY, leaving: Callable[[Node], None] | None = None
+        self,
+        pages: int,
+        priority: int = MAX_PRIORITY,
+        used: float = inf,
+        leaving: Callable[[Node], None] | None = None,
     ) -> list[Page]:
         """Gives up pages that nobody uses: those of the lowest priority first, of these the least recently used, each
         after all that follow it.
@@ -302,12 +310,13 @@ class PrefixTree:
         Args:
             pages: at least so many, if there are. With a token go all pages that it made whole.
             priority: the highest that goes.
+            used: the last use up to which what has this priority goes.
             leaving: is told of each leaf before it loses pages.
         """
         gone: list[Page] = []
         now = self.now()
         while len(gone) < pages and (leaf := self.order.pop(now)):
-            if leaf.priority_at(now) > priority:
+            if (leaf.priority_at(now), leaf.used) > (priority, used):
                 self.order.offer(leaf, now)
                 break
             if leaving:
@@ -376,7 +385,7 @@ class PrefixTree:
 
     def _use(self, node: Node) -> None:
         """Says that the tokens of the path to a node were used now."""
-        use = next(self._uses)
+        use = self.use()
         for each in node.path():
             each.used = use
         self.order.offer(node, self.now())

@@ -98,6 +98,9 @@ class Keeper(Protocol):
     def give_up(self, row: int) -> None:
         """Has a kept row be one that nobody can adopt."""
 
+    def least_needed(self) -> int:
+        """The kept row that gives way first when there is no other."""
+
     def reset(self) -> None:
         """Forgets all, after an interruption."""
 
@@ -326,9 +329,12 @@ class Rows:
         else:
             row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
         if row is None:
-            if self.keeper and not table.retired:
-                self.keeper.give_up(next(iter(table.kept)))
-            row = next(iter(table.retired))
+            row = next(iter(table.retired), None)
+            if row is None:
+                assert self.keeper is not None  # or a row would be left
+                row = self.keeper.least_needed()
+                self.keeper.give_up(row)
+                table.parked.remove(row)  # where nobody else has any of its pages
         try:
             if (table.tenant[row] != tenant or row in table.retired) and self.books.has_pages(row):
                 table.fences[row].wait()
@@ -572,8 +578,12 @@ class Rows:
 
     def _make_own(self, rows: list[int]) -> None:
         """Sees to it that rows may write behind their last tokens: see `Sharing.make_own`."""
+        shared = [[arena.table.own[row] for arena, _ in self.ranges] for row in rows] if self.keeper else []
         try:
             self.sharing.make_own(rows)
+            for row, before in zip(rows, shared):
+                if before != [arena.table.own[row] for arena, _ in self.ranges]:
+                    self.inherit({row: row})  # on copies, from some page on: of a large frame also what is known
         except VmmkvError:
             for row in rows:
                 if self.keeper and not self.table.is_live(row):  # the driver has not mapped its tokens again
