@@ -12,7 +12,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import vmmkv
-from vmmkv.integrations import continuous_batching, packed_attention
+from vmmkv.integrations import continuous_batching, packed_attention, row_attention
 from vmmkv.integrations.rotation import Rotation
 
 from . import reference_kernels
@@ -65,7 +65,7 @@ def without_kernels() -> Iterator[Mock]:
 
     with (
         patch.object(packed_attention, "kernels_take", return_value=False),
-        patch.object(continuous_batching, "can_rotate", can_rotate),
+        patch.object(row_attention, "can_rotate", can_rotate),
         patch.object(packed_attention, "append", wraps=reference_kernels.append) as append,
     ):
         yield append

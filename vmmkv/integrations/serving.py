@@ -34,7 +34,8 @@ from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError, Vmmk
 from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
 from ..publication import publish
-from .continuous_batching import check_version, enable
+from .batching_seam import check_version
+from .continuous_batching import enable
 from .with_names import with_names
 
 NAMES = {"GenerationState", "build_server"}
