@@ -322,6 +322,8 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         if running is None:
             return
         gone = [each for each in running.requests_in_batch if active.get(each.state.request_id) is not each.state]
+        if not gone:
+            return
         names = {each.state.request_id for each in gone}
         running.req_id_to_new_token_position = {
             f"{name} {GONE.request_id}" if name in names else name: place  # as many: their order says whose a token is
@@ -691,7 +693,7 @@ def attend_rows(
     Raises:
         UnsupportedAttentionError: it was called otherwise, or is told what is not known here.
     """
-    unknown = [name for name, value in told.items() if name not in KNOWN and not (value is None or value is False)]
+    unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     if not isinstance(cache, RowCache | Probe) or unknown:
         what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
