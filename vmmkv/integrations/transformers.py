@@ -45,6 +45,7 @@ from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer,
 from .layer_group import LayerGroup, check_kv
 from .layers import VmmLayer, VmmSlidingWindowLayer
 from .pools import Pools
+from .scaled_states import kv_dtype_from_name
 
 
 class VmmCache(DynamicCache):
@@ -86,6 +87,11 @@ class VmmCache(DynamicCache):
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
             tokens only; others read `max_seq_len` tokens at each step, masked behind the live ones, and are slower
             the larger it is. Layers write a prompt as a whole, also where a window moves over it.
+        kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
+            head (`KVLayout(scales="token_head")`), and attn_implementation="vmmkv" reads them so. For any other
+            attention a layer's K and V are dequantized in each forward pass, in memory that is free again after the
+            layer. The first tokens of a sequence attend to themselves as they are. Not with `compile=True`; `keys` and
+            `values` of layers cannot be written to. None: the dtype that they come in.
         offloading: refused; as in `DynamicCache` for those who make caches by `type(cache)(...)`.
 
     Raises:
@@ -93,7 +99,9 @@ class VmmCache(DynamicCache):
         LayoutError, BudgetError: a number that cannot be. At the first write: a single layer's rows are longer than
             32-bit strides reach, or the rows take more virtual addresses than there are, or the device has less memory.
         DeviceError: at the first write: the pool is on another device.
-        UnsupportedError: offloading, or `compile=True` for a model with layers that cannot be read as whole rows.
+        DtypeError: there is no such kv_dtype.
+        UnsupportedError: offloading, `compile=True` beside a kv_dtype, or for a model with layers that cannot be read
+            as whole rows.
     """
 
     layers: list[Any]
@@ -109,6 +117,7 @@ class VmmCache(DynamicCache):
         pool: FramePool | None = None,
         lookahead: int | None = None,
         compile: bool = False,
+        kv_dtype: str | None = None,
         offloading: bool = False,
     ) -> None:
         if not isinstance(config, PreTrainedConfig) or max_seq_len is None:
@@ -123,8 +132,14 @@ class VmmCache(DynamicCache):
                 "asked for offloading; K and V in rows stay where attention reads them. DynamicCache(config=config, "
                 "offloading=True) moves them to the host and back"
             )
+        if kv_dtype is not None and compile:
+            raise UnsupportedError(
+                f"asked for kv_dtype={kv_dtype!r} with compile=True; compiled forward passes write K and V in the "
+                "model's dtype. Make the cache without one of the two"
+            )
+        kept_dtype = kv_dtype_from_name(kv_dtype)
         super().__init__(config=config)
-        self._limits = limits = Limits(max_seq_len, max_batch_size, lookahead)
+        self._limits = limits = Limits(max_seq_len, max_batch_size, lookahead, kv_dtype=kept_dtype)
         self._pools = pools = Pools(max_bytes, page_size, pool)
         self._passes = passes = Passes()
         self._is_compiled = compile
