@@ -29,9 +29,9 @@ from transformers import Cache, DynamicCache, QuantizedCache, Qwen2Config, Qwen2
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table, print_json
 from vmmkv.environment import environment
-from vmmkv.integrations.scaled_states import KV_DTYPES
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import dequantize, quantize
+from vmmkv.model_config import KV_DTYPES
 
 Row = dict[str, Any]
 OUTLIERS = 1, 10, 30

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,15 +16,19 @@ from conftest import ROUNDS
 from generation import PAGE_SIZE, left_padding, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from parity.batching import answer, config, without_kernels
 from tiny_models import DECODER, MIXED, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, Gemma3TextConfig, LlamaConfig
 
 import vmmkv
-from vmmkv.integrations import attention, row_writes
+from vmmkv.integrations import attention, packed_attention, row_writes
+from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.packed_attention import Kept, Packed
 from vmmkv.integrations.row_writes import RowWriter
-from vmmkv.integrations.scaled_states import KV_DTYPES, ScaledStates
+from vmmkv.integrations.scaled_states import ScaledStates
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import dequantize, quantize
+from vmmkv.model_config import KV_DTYPES
 
 MODES = [{"num_beams": 3}, {"prompt_lookup_num_tokens": 4}]
 
@@ -32,14 +38,14 @@ def rounded(states: torch.Tensor, kv_dtype: str) -> torch.Tensor:
 
 
 class RoundingCache(DynamicCache):
-    """What comes first attends to itself as it is, what comes later to what was rounded."""
+    """What comes first attends to itself as it is, unless `always`, and what comes later to what was rounded."""
 
-    def __init__(self, config: Any, kv_dtype: str) -> None:
+    def __init__(self, config: Any, kv_dtype: str, always: bool = False) -> None:
         super().__init__(config=config)
-        self.kv_dtype = kv_dtype
+        self.kv_dtype, self.always = kv_dtype, always
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        is_alone = not self.get_seq_length(layer_idx)
+        is_alone = not (self.always or self.get_seq_length(layer_idx))
         attended = super().update(rounded(keys, self.kv_dtype), rounded(values, self.kv_dtype), layer_idx)
         return (keys, values) if is_alone else attended
 
@@ -133,23 +139,23 @@ def test_generation(name: str, kv_dtype: str, mode: dict, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kv_dtype", "dtype", "length"), [("fp8", torch.float32, 11), ("int8", torch.bfloat16, 4)], ids=str
+    ("kv_dtype", "dtype", "length", "rows"), [("fp8", torch.float32, 4, 2), ("int8", torch.bfloat16, 12, 1)], ids=str
 )
 @pytest.mark.simulator
 def test_kernels_read_what_is_kept(
-    kv_dtype: str, dtype: torch.dtype, length: int, device: str, monkeypatch: pytest.MonkeyPatch
+    kv_dtype: str, dtype: torch.dtype, length: int, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A prompt, and many tokens, or a few, behind left padding: the same logits as with eager attention to what was
     rounded."""
     monkeypatch.setattr(attention, "_attend_without_kernels", None)  # whoever calls it fails
     tokens = random_tokens(tiny_model("llama-gqa-wide", "eager", device), 2, length)
-    mask = left_padding(tokens)
+    tokens, mask = tokens[-rows:], left_padding(tokens)[-rows:]
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = []
     for number, name in enumerate(("vmmkv", "eager")):
         model = copy.deepcopy(tiny_model("llama-gqa-wide", name, device)).to(dtype)
         cache = pair(model.config, kv_dtype, PAGE_SIZE[device])[number]
-        for chunk in (slice(0, 2), slice(2, length)):
+        for chunk in (slice(0, 3), slice(3, length)):
             given = {"attention_mask": mask[:, : chunk.stop], "position_ids": positions[:, chunk]}
             with torch.no_grad():
                 output = model(tokens[:, chunk], past_key_values=cache, **given)
@@ -181,6 +187,64 @@ def test_the_kernel_writes_the_same_bits(kv_dtype: str, device: str, monkeypatch
                     assert torch.equal(scale[row, there], expected[1][sequence].transpose(0, 1))
 
 
+# ---------------------------------------------------------------------- continuous batching
+
+
+def batched(
+    name: str, kv_dtype: str, prompts: list[list[int]], new: int, max_batch_tokens: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """What continuous batching makes of prompts, twice, the second time with what is known of the first; and what
+    `generate` makes of them, of those where that is clear."""
+    model = tiny_model(name, "eager", "cpu")
+    found = [answer(model, prompt, new, RoundingCache(model.config, kv_dtype, always=True)) for prompt in prompts]
+    expected = [each for each in found if each]
+    pool = vmmkv.FramePool(200 * 4096, device="cpu", page_size=4096)
+    rows.enable(model, pool=pool, max_seq_len=100, kv_dtype=kv_dtype)
+    try:
+        options = config(max_batch_tokens=max_batch_tokens)
+        options["generation_config"].max_new_tokens = new
+        results = model.generate_batch([each.prompt for each in expected] * 2, **options)
+    finally:
+        rows.disable(model)
+    return [result.generated_tokens for result in results.values()], [each.tokens for each in expected] * 2
+
+
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gpt-oss"])
+def test_continuous_batching(name: str, kv_dtype: str) -> None:
+    """Prompts in chunks, beside decode, with beginnings that are known, windows and sinks: every token attends to what
+    is kept."""
+    begin, *ends = (random_tokens(tiny_model(name, "eager", "cpu"), 30, seed=seed).tolist() for seed in range(6))
+    with without_kernels():
+        found, expected = batched(name, kv_dtype, [begin + end[: 3 * i] for i, end in enumerate(ends, 1)], 12, 32)
+    assert expected
+    assert found == expected
+
+
+@pytest.mark.parametrize("prompts", [True, False], ids=["mixed", "decode"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+@pytest.mark.simulator
+def test_kernels_of_continuous_batching(kv_dtype: str, prompts: bool, device: str) -> None:
+    """They keep the bits that torch keeps, and attend to them."""
+    news, starts, numbers = [2, 1] if prompts else [1, 1], [3, 6], [1, 0]
+    indices = torch.tensor([[0, news[0], sum(news)], [*numbers, 0], [*starts, 0]], dtype=torch.int32, device=device)
+    cu_seqlens, row_numbers, starts_there = indices[0], indices[1, :2], indices[2, :2]
+    lengths = starts_there + cu_seqlens.diff()
+    batch = Packed(cu_seqlens, row_numbers, starts_there, lengths, max_prompts=int(prompts))
+    made = torch.randn(2, 2, 9, 1, 64, device=device)
+    found = []
+    query, *new = (torch.randn(sum(news), heads, 64, device=device).bfloat16() for heads in (2, 1, 1))
+    for patched in (False, True):
+        (k, k_scales), (v, v_scales) = (quantize(states, KV_DTYPES[kv_dtype]) for states in made)
+        kept = Kept(k, v, k_scales, v_scales)
+        with patch.object(packed_attention, "kernels_take", return_value=False) if patched else nullcontext():
+            packed_attention.write(query, *new, kept, batch, None)
+            found.append((kept, packed_attention.attend(query, kept, batch, scale=0.3).float()))
+    (kept, output), (others, expected) = found
+    assert all(torch.equal(of.float(), other.float()) for of, other in zip(kept, others))
+    torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)
+
+
 # ---------------------------------------------------------------------- what is refused
 
 
@@ -190,6 +254,8 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
         VmmCache(config, 400, kv_dtype="fp4")
     with pytest.raises(vmmkv.UnsupportedError, match="kv_dtype='int8' with compile=True"):
         VmmCache(config, 400, kv_dtype="int8", compile=True)
+    with pytest.raises(vmmkv.DtypeError, match="kv_dtype='fp4'"):
+        rows.enable(tiny_model("llama-gqa", "eager", "cpu"), kv_dtype="fp4")
     cache, _ = pair(config, "fp8")
     with pytest.raises(vmmkv.DtypeError, match=r"torch\.int8 to keep as torch\.float8_e4m3fn"):
         cache.update(*torch.ones(2, 1, 2, 3, 16, dtype=torch.int8), 0)

@@ -122,7 +122,7 @@ def _drop_kept(model: PreTrainedModel) -> None:
         kept.destroy()
 
 
-def _groups(model: PreTrainedModel) -> list[Group]:
+def _groups(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Group]:
     """The layer groups of a model.
 
     Raises:
@@ -134,7 +134,7 @@ def _groups(model: PreTrainedModel) -> list[Group]:
     except ValueError as error:
         raise not_for_rows(model, f"a kind of layer that keeps something else ({error})") from None
     windows = {SLIDING_ATTENTION: config.sliding_window} if SLIDING_ATTENTION in kinds else {}
-    return layer_groups(model, kinds, windows, _run_token)
+    return layer_groups(model, kinds, windows, _run_token, kv_dtype)
 
 
 def _run_token(model: PreTrainedModel, token: torch.Tensor, probe: Probe) -> None:
@@ -181,7 +181,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         if before != NAME:
             model.set_attn_implementation(NAME)
             self._original_attn_impl = before
-        self.groups = _groups(model)
+        self.groups = _groups(model, self.options.kv_dtype)
 
     def start(self) -> None:
         """Starts taking requests: see `ContinuousBatchingManager.start`."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..errors import ArgumentError
 from ..memory.budget import parse_bytes
 from ..memory.pool import FramePool
+from ..model_config import kv_dtype_from_name
 from .attention import can_attend
 from .batch import check_size
 from .batching_seam import NAME as NAME
@@ -30,6 +31,7 @@ def enable(
     pool: FramePool | None = None,
     max_seq_len: int | None = None,
     idle_seconds: float = 10.0,
+    kv_dtype: str | None = None,
 ) -> None:
     """Has a model's continuous batching keep K and V in rows, from the next manager on.
 
@@ -46,12 +48,16 @@ def enable(
         max_seq_len: tokens of the longest request, new ones included. Addresses only. None is the model's
             `max_position_embeddings`.
         idle_seconds: after so long without a request memory goes back to the system, and what is known with it.
+        kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
+            head (`KVLayout(scales="token_head")`), and all tokens attend to what is kept, prompts as well. None: the
+            model's dtype.
 
     Raises:
         UnsupportedError: continuous batching of this version of transformers is not known here, or the model cannot
             run on rows.
         ArgumentError: there is no `max_seq_len`, or one that is no number, or a limit beside a pool.
         BudgetError, LayoutError: a number that cannot be.
+        DtypeError: there is no such kv_dtype, or the model's K and V cannot be kept so.
     """
     check_version()
     if not isinstance(model, PreTrainedModel):
@@ -74,7 +80,8 @@ def enable(
         max_seq_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if max_seq_len is None:
         raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
-    options = Options(max_bytes, pool, check_size("max_seq_len", max_seq_len), idle_seconds)
+    kept_dtype = kv_dtype_from_name(kv_dtype)
+    options = Options(max_bytes, pool, check_size("max_seq_len", max_seq_len), idle_seconds, kept_dtype)
     check_positions(model, options.max_seq_len)
     put_on_rows(model, options)
 

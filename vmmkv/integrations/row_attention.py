@@ -9,7 +9,7 @@ import torch
 
 from ..cache import KVCache
 from ..errors import UnsupportedAttentionError
-from .packed_attention import Packed, attend, can_rotate, write
+from .packed_attention import Packed, attend, can_rotate, kept_in, write
 from .rotation import as_rotated, rotation_of
 from .row_groups import Group
 
@@ -24,17 +24,17 @@ class RowAttention:
 
     def __init__(self, groups: Many[Group], caches: Many[KVCache]) -> None:
         self._places = {
-            layer: (index, group, *caches[index].kv(number))
+            layer: (index, group, kept_in(caches[index], number))
             for index, group in enumerate(groups)
             for number, layer in enumerate(group.layers)
         }
-        """By layer: its group, and K and V in rows."""
+        """By layer: its group, and what is kept in rows."""
         self._batches: dict[int, Packed] = {}
         """By group: where the tokens of the current forward pass are."""
 
     def begins(self, layer: int) -> int | None:
         """The number of the group whose first layer this is, which has to be told where tokens are; None of others."""
-        index, group, _, _ = self._places[layer]
+        index, group, _ = self._places[layer]
         return index if layer == group.layers[0] else None
 
     def begin(self, index: int, batch: Packed) -> None:
@@ -58,15 +58,15 @@ class RowAttention:
         Raises:
             UnsupportedAttentionError: it attends to another window than its group.
         """
-        index, group, k, v = self._places[layer]
+        index, group, kept = self._places[layer]
         if window is not None and window != group.window:
             raise UnsupportedAttentionError(
                 f"layer {layer} attends to {window} tokens, and its config says {group.window or 'all'} of them"
             )
         batch, rotation, angles = self._batches[index], rotation_of(query, key), None
-        if rotation is not None and can_rotate(rotation, value):
+        if rotation is not None and can_rotate(rotation, value, kept):
             query, key, angles = rotation.query, rotation.key, (rotation.cos.squeeze(0), rotation.sin.squeeze(0))
         query, key, value = (as_rotated(each).squeeze(0).transpose(0, 1) for each in (query, key, value))
-        query = write(query, key, value, k, v, batch, angles)
-        output = attend(query, k, v, batch, scale=scale, window=group.window, softcap=softcap, sinks=sinks)
+        query = write(query, key, value, kept, batch, angles)
+        output = attend(query, kept, batch, scale=scale, window=group.window, softcap=softcap, sinks=sinks)
         return output.unsqueeze(0)

@@ -23,6 +23,7 @@ class Options:
     pool: FramePool | None
     max_seq_len: int
     idle_seconds: float
+    kv_dtype: torch.dtype | None
 
 
 def make_caches(

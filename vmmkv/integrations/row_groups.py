@@ -12,6 +12,7 @@ from transformers.utils import logging
 from ..errors import UnsupportedError
 from ..layout import KVLayout
 from .attention import kernels_take
+from .scaled_states import check_quantizable
 
 logger = logging.get_logger(__name__)
 
@@ -50,15 +51,21 @@ Run = Callable[[PreTrainedModel, torch.Tensor, Probe], None]
 
 
 def layer_groups(
-    model: PreTrainedModel, kinds: Mapping[str, list[int]], windows: Mapping[str, int], run: Run
+    model: PreTrainedModel,
+    kinds: Mapping[str, list[int]],
+    windows: Mapping[str, int],
+    run: Run,
+    kv_dtype: torch.dtype | None,
 ) -> list[Group]:
     """The layer groups of a model, by what it hands to attention for one token.
 
     Args:
         kinds: its layers, by a name for each kind.
         windows: of kinds that have one, the tokens that a token attends to.
+        kv_dtype: the 8-bit format that K and V are kept in, with scales; None: their own dtype.
 
     Raises:
+        DtypeError: they cannot be kept so.
         UnsupportedError: its layers do not all keep K and V of their own, of one dtype.
     """
     probe = Probe()
@@ -68,10 +75,13 @@ def layer_groups(
         number = model.config.get_text_config().num_hidden_layers
         raise not_for_rows(model, f"{number} layers, of which not all keep K and V of one dtype")
     (dtype,) = probe.dtypes
+    if kv_dtype:
+        check_quantizable(dtype, kv_dtype)
+    kept, scales = (kv_dtype, "token_head") if kv_dtype else (dtype, None)
     groups = []
     for name, layers in kinds.items():
         heads, k_widths, v_widths = zip(*(probe.shapes[layer] for layer in layers))
-        layout = KVLayout(len(layers), heads, k_widths, dtype, v_widths)
+        layout = KVLayout(len(layers), heads, k_widths, kept, v_widths, scales=scales)
         groups.append(Group(name, list(layers), windows.get(name, 0), layout, probe.has_kernels))
     return groups
 

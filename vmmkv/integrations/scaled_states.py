@@ -16,28 +16,9 @@ from ..errors import DtypeError, UnsupportedError
 from ..kernels.checks import ATTENTION_DTYPES
 from ..kernels.quantized import dequantize, quantize
 
-KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
-"""What K and V may be kept in instead of their own dtype, by the name that users give it."""
-
 PIECE = 1 << 22
 """Numbers that are rounded, or made wide, at a time: what that takes in fp32 is a few times 16 MiB, however long rows
 are."""
-
-
-def kv_dtype_from_name(name: str | None) -> torch.dtype | None:
-    """What K and V are kept in; None: in their own dtype.
-
-    Raises:
-        DtypeError: there is no such format.
-    """
-    if name is None:
-        return None
-    if not isinstance(name, str) or name not in KV_DTYPES:
-        raise DtypeError(
-            f"asked for kv_dtype={name!r}; it must be one of {', '.join(map(repr, KV_DTYPES))}, or None: K and V in "
-            "the model's dtype"
-        )
-    return KV_DTYPES[name]
 
 
 def check_quantizable(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:

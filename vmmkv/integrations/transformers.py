@@ -38,6 +38,7 @@ from ..errors import (
 )
 from ..layout import DTYPES
 from ..memory.pool import FramePool
+from ..model_config import kv_dtype_from_name
 from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
 from .extents import Passes
@@ -45,7 +46,6 @@ from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer,
 from .layer_group import LayerGroup, check_kv
 from .layers import VmmLayer, VmmSlidingWindowLayer
 from .pools import Pools
-from .scaled_states import kv_dtype_from_name
 
 
 class VmmCache(DynamicCache):
