@@ -33,6 +33,8 @@ from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import dequantize, quantize
 from vmmkv.model_config import KV_DTYPES
 
+from .eight_bits_tables import logits_table, rounding_table
+
 Row = dict[str, Any]
 OUTLIERS = 1, 10, 30
 """How many times the rest of K its outlier channels are."""
@@ -202,45 +204,10 @@ def main(
         print_json(result)
     else:
         for title, (columns, lines) in {
-            "Logits' distance from those of a cache of fp32, and the same first choice": table(result),
-            "Rounding alone": round_trip_table(result),
+            "Logits' distance from those of a cache of fp32, and the same first choice": logits_table(result),
+            "Off by, of the norm": rounding_table(result),
         }.items():
             console.print(make_table(title, columns, lines))
-
-
-# ---------------------------------------------------------------------- what is shown
-
-Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
-
-
-def table(result: Row) -> Table:
-    """A line for each cache and number of tokens, a column for each kind of outliers."""
-    found = {(row["cache"], row["length"], row["outliers"]): row for row in result["logits"]}
-    kinds = sorted({row["outliers"] for row in result["logits"]})
-    lines = []
-    for cache, length in dict.fromkeys((row["cache"], row["length"]) for row in result["logits"]):
-        of = [found[cache, length, kind] for kind in kinds]
-        lines.append((cache, f"{length:,}", *(f"{row['distance']:.2%}, {row['agreement']:.0%}" for row in of)))
-    return ("K and V in", "prompt", *(_outliers(kind) for kind in kinds)), lines
-
-
-def round_trip_table(result: Row) -> Table:
-    """A line for each format: how far it is off, of the norm."""
-    kept = result["round_trips"]
-    lines = [
-        (
-            f"vmmkv {name}",
-            f"{result['attention'][name]:.2%}",
-            *(f"{of['error'][name]['K']:.2%}, {of['error'][name]['V']:.2%}" for of in kept),
-        )
-        for name in KV_DTYPES
-    ]
-    columns = (f"K, V: {_outliers(of['outliers'])}" for of in kept)
-    return ("K and V in", "attention to normal K and V", *columns), lines
-
-
-def _outliers(times: int) -> str:
-    return f"outliers of K {times} x" if times > 1 else "no outliers"
 
 
 if __name__ == "__main__":
