@@ -42,7 +42,7 @@ class RoundingCache(DynamicCache):
 
     def __init__(self, config: Any, kv_dtype: str, always: bool = False) -> None:
         super().__init__(config=config)
-        self.kv_dtype, self.always = kv_dtype, always
+        self.config, self.kv_dtype, self.always = config, kv_dtype, always
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         is_alone = not (self.always or self.get_seq_length(layer_idx))
@@ -70,6 +70,7 @@ def forward(rows: int, tokens: int, dtype: torch.dtype, *caches: Cache) -> None:
         found, expected = [cache.update(k, v, index) for cache in caches]
         assert all(map(torch.equal, found, expected))
         assert [states.dtype for states in found] == [dtype] * 2
+        assert isinstance(found[0], ScaledStates) <= (caches[1].config._attn_implementation == "vmmkv")
 
 
 def selections(random: Random, rows: int) -> list[int]:
@@ -85,6 +86,7 @@ def test_any_operations_in_any_order(seed: int, kv_dtype: str, dtype: str) -> No
     random = Random(seed)
     windows = random.random() < 0.3
     config = Gemma3TextConfig(**DECODER, **MIXED) if windows else LlamaConfig(**DECODER)
+    config._attn_implementation = random.choice(["vmmkv", "flex_attention"])
     family = [pair(config, kv_dtype)]
     for _ in range(8 * ROUNDS):
         index = random.randrange(len(family))

@@ -46,6 +46,8 @@ from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer,
 from .layer_group import LayerGroup, check_kv
 from .layers import VmmLayer, VmmSlidingWindowLayer
 from .pools import Pools
+from .scaled_states import as_plain
+from .spans import NAME
 
 
 class VmmCache(DynamicCache):
@@ -143,16 +145,15 @@ class VmmCache(DynamicCache):
         self._pools = pools = Pools(max_bytes, page_size, pool)
         self._passes = passes = Passes()
         self._is_compiled = compile
+        self._scaled_for = config if kept_dtype else None
+        """Of the model, where K and V are kept in 8 bits: it says which attention reads them."""
         self._groups: list[LayerGroup] = []
         """One for each window, on each device."""
-
-        def attention() -> str:
-            return str(config.get_text_config(decoder=True)._attn_implementation)
 
         def group(window: int | None) -> Any:
             found = next((group for group in self._groups if group.window == window), None)
             if found is None and compile:
-                found = CompiledLayerGroup(limits, pools, passes, window, attention)
+                found = CompiledLayerGroup(limits, pools, passes, window, partial(_attention_of, config))
             elif found is None:
                 found = LayerGroup(limits, pools, passes, window)
             if found not in self._groups:
@@ -249,7 +250,10 @@ class VmmCache(DynamicCache):
             if not layer.is_initialized:
                 check_kv(layer_idx, key_states, value_states)
                 self._settle(layer, key_states.device)
-        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        if self._scaled_for is not None and _attention_of(self._scaled_for) != NAME:
+            return as_plain(keys), as_plain(values)  # compilers, and kernels of others, need not know of anything else
+        return keys, values
 
     def _settle(self, layer: VmmLayer, device: torch.device) -> None:
         """Moves a layer without tokens to its device, if it is not there, and all behind it along: models are cut into
@@ -388,6 +392,11 @@ class VmmCache(DynamicCache):
     def _fit(self) -> None:
         for group in self._groups:
             group.fit()
+
+
+def _attention_of(config: PreTrainedConfig) -> str:
+    """The name of the attention that a model runs."""
+    return str(config.get_text_config(decoder=True)._attn_implementation)
 
 
 def _crops_for_sure(layer: object) -> bool:
