@@ -19,6 +19,7 @@ from vmmkv.schemes import BLOCK_TOKENS
 
 from . import (
     batching_tables,
+    eight_bits_tables,
     fragmentation,
     idle,
     mapper,
@@ -517,3 +518,16 @@ def batching_first_tokens(result: Result) -> str:
 @table("batching_ranks_h200.json")
 def batching_ranks(result: Result) -> str:
     return markdown(*batching_tables.ranks_table(result))
+
+
+# ------------------------------------------------------------------ 8 bits
+
+
+@table("eight_bits.json")
+def eight_bits_logits(result: Result) -> str:
+    return markdown(*eight_bits_tables.logits_table(result))
+
+
+@table("eight_bits.json")
+def eight_bits_rounding(result: Result) -> str:
+    return markdown(*eight_bits_tables.rounding_table(result))

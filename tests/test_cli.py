@@ -46,13 +46,15 @@ def test_size_of_a_given_cache_is_exact():
 
 
 def test_plan_counts_scales():
-    eight_bits = ["--dtype", "float8_e4m3fn"]
-    sizes = [*LLAMA_3_1_8B, *eight_bits, "--batch", "2", "--tokens", "7", "--memory", "8GiB"]
+    cache = [*LLAMA_3_1_8B, "--batch", "2", "--tokens", "7", "--memory", "8GiB"]
+    sizes = [*cache, "--dtype", "float8_e4m3fn"]
     result = plan(*sizes, "--scales", "token_head")
     assert result["token_bytes"] == 32 * 8 * 2 * (128 + 4)
     assert result["cache"]["bytes"] == 14 * result["token_bytes"]
     assert plan(*sizes)["token_bytes"] == 32 * 8 * 2 * 128
     assert "token_head" in invoke("plan", *sizes, "--scales", "token_head").stdout
+    assert plan(*cache, "--kv-dtype", "fp8") == result
+    assert invoke("plan", *sizes, "--kv-dtype", "fp8").exit_code == 2
 
 
 def test_plan_of_llama():

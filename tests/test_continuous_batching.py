@@ -26,6 +26,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
 
 import vmmkv
+from vmmkv.integrations import batching_seam
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.memory.driver import open_driver
@@ -157,9 +158,9 @@ def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monk
     rows.enable(model, pool=pool(100))
     with Served(model) as served:
         served.check(expected)
-        assert isinstance(served.manager.batch_processor.cache, rows.RowCache)
+        assert isinstance(served.manager.batch_processor.cache, batching_seam.RowCache)
     rows.disable(model)
-    monkeypatch.setattr(rows.RowCache, "__init__", None)
+    monkeypatch.setattr(batching_seam.RowCache, "__init__", None)
     results = model.generate_batch(
         [answer.prompt for answer in expected], **config(num_blocks=50, page_size=16, max_memory_percent=0.9)
     )
@@ -636,7 +637,7 @@ def test_a_manager_that_was_kept_is_gone_with_its_rows(model: PreTrainedModel) -
     model.generate_batch([[5] * 9], persistent_manager=True, **config())
     rows.disable(model)
     with Served(model, num_blocks=50, page_size=16, max_memory_percent=0.9) as served:
-        assert not isinstance(served.manager, rows.RowManager)
+        assert not isinstance(served.manager, batching_seam.RowManager)
 
 
 def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> None:
@@ -754,7 +755,7 @@ def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeyp
     with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"):
         rows.enable(model)
     monkeypatch.undo()
-    monkeypatch.setattr(rows, "their_api", _moved())
+    monkeypatch.setattr(batching_seam, "their_api", _moved())
     with pytest.raises(vmmkv.UnsupportedError, match="does not use ContinuousBatchingManager any more"):
         rows.enable(model)
     assert "init_continuous_batching" not in vars(model)
@@ -785,7 +786,7 @@ def test_attention_on_rows_is_for_continuous_batching_alone(model: PreTrainedMod
 
 def test_a_transformers_without_what_is_known_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.cache_allocators", None)
-    again = importlib.util.spec_from_file_location("vmmkv.integrations.again", rows.__file__)
+    again = importlib.util.spec_from_file_location("vmmkv.integrations.again", batching_seam.__file__)
     assert again is not None
     assert again.loader is not None
     with pytest.raises(vmmkv.UnsupportedError, match=r"no continuous batching that is known here .*install one of 5"):

@@ -91,15 +91,17 @@ UPWARDS = {("sequence", "cache")}
 PRIVATE = {
     # torch: what has no public name. The streams and captures that Python's own functions are too slow, or too
     # strict, to tell; the allocator of a memory pool; a check on the device in a compiled graph; tensors that only
-    # stand for one.
+    # stand for one; what an operation writes to.
     "_C",
     "_assert_async",
     "_cuda_customAllocator",
     "_cuda_getCurrentRawStream",
     "_cuda_getDevice",
     "_cuda_isCurrentStreamCapturing",
+    "_disabled_torch_function_impl",
     "_dynamo",
     "_make_wrapper_subclass",
+    "_schema",
     "_to_copy",
     # transformers: which attention a model runs, and may run.
     "_attn_implementation",

@@ -96,6 +96,26 @@ def dtype_from_name(name: str | None) -> torch.dtype:
     return dtype
 
 
+KV_DTYPES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+"""What K and V may be kept in, with scales, instead of a model's own dtype, by the name that users give it."""
+
+
+def kv_dtype_from_name(name: str | None) -> torch.dtype | None:
+    """The 8-bit format called `name`; None for None: K and V are kept in their own dtype.
+
+    Raises:
+        DtypeError: there is no such format.
+    """
+    if name is None:
+        return None
+    if not isinstance(name, str) or name not in KV_DTYPES:
+        raise DtypeError(
+            f"asked for kv_dtype={name!r}; it must be one of {', '.join(map(repr, KV_DTYPES))}, or None: K and V in "
+            "the model's dtype"
+        )
+    return KV_DTYPES[name]
+
+
 def _heads(text: Mapping[str, Any], complete: bool) -> tuple[Any, Any, Any]:
     """KV heads, width of K, width of V; each one number or one per layer."""
     if text.get("kv_lora_rank"):

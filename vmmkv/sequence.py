@@ -123,18 +123,30 @@ class Sequence:
             UseAfterFreeError: the sequence or its cache is gone.
         """
         tokens = check_tokens(tokens)
+        if not self.extend_in_place(tokens):
+            self._extend(tokens)
+
+    def extend_in_place(self, tokens: int, *, held: int | None = None) -> bool:
+        """Makes room for `tokens` more tokens if it has pages for them already, and holds `held` tokens, where that is
+        given. It calls no driver, and raises nothing.
+
+        Returns:
+            whether there is room.
+        """
         row, table, pool = self.index, self._rows.table, self._rows.pool
         monitor = pool.monitor
         with monitor.lock:  # in which nothing is called but the bell: no signal handler comes between
             length = table.length[row] + tokens
+            if held is not None and held + tokens != length:
+                return False
             if length <= table.capacity[row] and table.owner[row] == self.number and not monitor.is_dirty:
                 if length > table.alert[row]:
                     table.stirred[row] = None
                     if pool.mapper and length > table.wake[row]:
                         pool.mapper.ring()
                 table.length[row] = length
-                return
-        self._extend(tokens)
+                return True
+        return False
 
     @stepwise
     def _extend(self, tokens: int) -> Steps[None]:

@@ -78,4 +78,10 @@ assert torch.equal(model.generate(prompt, past_key_values=loaded, **options), ex
 compiled = VmmCache(model.config, max_seq_len=256, compile=True)  # on a GPU, generate compiles by itself now
 assert torch.equal(model.generate(prompt, past_key_values=compiled, **options), expected)
 # --8<-- [end:compile]
+
+# --8<-- [start:eight_bits]
+small = VmmCache(model.config, max_seq_len=131_072, kv_dtype="int8")  # or "fp8"
+answer = model.generate(prompt, past_key_values=small, **options)  # its first choices may differ where they are close
+# --8<-- [end:eight_bits]
+assert answer.shape == expected.shape
 print(kv_cache)

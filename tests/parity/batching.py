@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 from unittest.mock import Mock, patch
 
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
+from transformers import Cache, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 import vmmkv
-from vmmkv.integrations import continuous_batching, packed_attention
+from vmmkv.integrations import continuous_batching, packed_attention, row_attention
+from vmmkv.integrations.packed_attention import Kept
 from vmmkv.integrations.rotation import Rotation
 
 from . import reference_kernels
@@ -36,14 +37,15 @@ class Answer(NamedTuple):
     tokens: list[int]
 
 
-def answer(model: PreTrainedModel, prompt: list[int], new: int = NEW) -> Answer | None:
-    """What `generate` makes of a prompt, before a manager has the model; None where another rounding of the same sums
-    could make something else."""
+def answer(model: PreTrainedModel, prompt: list[int], new: int = NEW, cache: Cache | None = None) -> Answer | None:
+    """What `generate` makes of a prompt, on an empty cache of some kind, before a manager has the model; None where
+    another rounding of the same sums could make something else."""
     options: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True}
     plain = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=NEVER, pad_token_id=0, **options)
     tokens = torch.tensor([prompt], device=model.device)
     with torch.no_grad():  # without a mask it would take padding for some of them
-        made = model.generate(tokens, attention_mask=torch.ones_like(tokens), generation_config=plain)
+        given = {"attention_mask": torch.ones_like(tokens), "past_key_values": cache}
+        made = model.generate(tokens, generation_config=plain, **given)
     first, second = torch.cat(made.logits).topk(2).values.unbind(-1)
     return Answer(prompt, made.sequences[0, len(prompt) :].tolist()) if (first - second).min() > CLEAR else None
 
@@ -60,12 +62,12 @@ def config(**options: Any) -> dict[str, Any]:
 def without_kernels() -> Iterator[Mock]:
     """In plain PyTorch, also what rotates: that is counted by the mock that this gives."""
 
-    def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
-        return packed_attention.in_vectors(rotation)
+    def can_rotate(rotation: Rotation, value: torch.Tensor, kept: Kept) -> bool:
+        return kept.k_scales is None and packed_attention.in_vectors(rotation)
 
     with (
         patch.object(packed_attention, "kernels_take", return_value=False),
-        patch.object(continuous_batching, "can_rotate", can_rotate),
+        patch.object(row_attention, "can_rotate", can_rotate),
         patch.object(packed_attention, "append", wraps=reference_kernels.append) as append,
     ):
         yield append

@@ -15,7 +15,7 @@ from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout
 from ..memory.budget import parse_bytes
 from ..memory.driver import DEFAULT_PAGE_SIZE, open_driver
-from ..model_config import MAX_SEQ_LEN, dtype_from_name, layout_from_config, text_config
+from ..model_config import MAX_SEQ_LEN, dtype_from_name, kv_dtype_from_name, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
 from ..sequence import check_length
 from .options import JsonOutput
@@ -42,6 +42,9 @@ def plan(
     scales: Annotated[
         str | None, typer.Option(help="token_head: scales of each token and head, for float8_e4m3fn and int8.")
     ] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="fp8 or int8: K and V as VmmCache(kv_dtype=...) has them, scales included.")
+    ] = None,
     memory: Annotated[str, typer.Option(help="80GiB, or a share of what is free on this machine's device.")] = "80%",
     max_seq_len: Annotated[int | None, typer.Option(min=1, help="The config's by default, else 8192.")] = None,
     mean_tokens: Annotated[
@@ -62,6 +65,10 @@ def plan(
     """
     if (batch is None) != (tokens is None):
         raise typer.BadParameter("--batch and --tokens go together")
+    if kept := kv_dtype_from_name(kv_dtype):
+        if dtype or scales:
+            raise typer.BadParameter("give --kv-dtype, or --dtype and --scales")
+        dtype, scales = str(kept).removeprefix("torch."), "token_head"
     sizes = any(size is not None for size in (layers, kv_heads, head_dim, v_head_dim))
     if model:
         if config or sizes or batch:

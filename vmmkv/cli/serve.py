@@ -20,6 +20,7 @@ def serve(
     idle_seconds: Annotated[
         float, typer.Option(min=0, help="After so long without a request memory goes back to the system.")
     ] = 10.0,
+    kv_dtype: Annotated[str | None, typer.Option(help="fp8 or int8: K and V in 8 bits; the model's dtype.")] = None,
 ) -> object:
     """Serve models as `transformers serve` does, with K and V of all requests in rows.
 
@@ -32,4 +33,6 @@ def serve(
         raise UnsupportedError(
             f'asked for a server, and found none that is known here ({error}); run: pip install "vmmkv[serve]"'
         ) from error
-    return serve_on_rows(context.args, max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds)
+    return serve_on_rows(
+        context.args, max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds, kv_dtype=kv_dtype
+    )

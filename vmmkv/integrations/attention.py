@@ -23,6 +23,7 @@ from ..kernels.ptx import SIMULATED
 from ..kernels.row_decode import MAX_QUERIES
 from .masks import make_mask, warn
 from .row_writes import even_cu_seqlens
+from .scaled_states import ScaledStates
 from .spans import NAME as NAME
 from .spans import Spans
 from .whole_rows import WholeRows
@@ -173,6 +174,10 @@ def _attend_with_kernels(
     s_aux: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
     batch_size, num_heads, q_length, head_dim = query.shape
+    scales: dict[str, torch.Tensor] = {}
+    if isinstance(key, ScaledStates) and isinstance(value, ScaledStates):
+        scales = {"k_scales": key.scales.transpose(1, 2), "v_scales": value.scales.transpose(1, 2)}
+        key, value = key.numbers, value.numbers
     q, k, v = (states.transpose(1, 2) for states in (query, key, value))
     options = {
         "starts": spans.first,
@@ -180,6 +185,7 @@ def _attend_with_kernels(
         "scale": scaling,
         "window": spans.window,
         "softcap": softcap,
+        **scales,
     }
     if q_length <= MAX_QUERIES:
         return decode(q, k, v, spans.end, **options), None

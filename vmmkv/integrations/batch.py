@@ -26,6 +26,7 @@ from ..memory.pool import FramePool
 from ..sequence import Sequence, check_length
 from ..space.arena import ADDRESS_LIMIT
 from .row_writes import RowWriter
+from .scaled_states import write_quantized
 
 MAX_BATCHES = 8
 """Batches that share the rows of a `KVCache`, and with them pages."""
@@ -42,6 +43,7 @@ class Limits:
         max_batch_size: rows, likewise.
         lookahead: tokens that are mapped behind each row before it needs them, as in `KVCache`.
         large_frames: also as in `KVCache`.
+        kv_dtype: the 8-bit format that K and V are kept in, with scales; None: their own dtype.
 
     Raises:
         ArgumentError: what must be a whole number is none.
@@ -52,6 +54,7 @@ class Limits:
     max_batch_size: int
     lookahead: int | None = None
     large_frames: bool = True
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         for name, least in (("max_seq_len", 1), ("max_batch_size", 1), ("lookahead", 0)):
@@ -87,10 +90,9 @@ class Place(NamedTuple):
     v_offset: int
 
     @classmethod
-    def of(cls, kv_cache: KVCache, layer: int, first_row: int) -> Place:
-        k, v = (states[first_row:] for states in kv_cache.kv(layer))
+    def of(cls, range_index: int, k: torch.Tensor, v: torch.Tensor) -> Place:
         return cls(
-            kv_cache.layout.layers[layer].range,
+            range_index,
             tuple(k.shape[1:]),
             k.stride(),
             int(k.storage_offset()),
@@ -116,7 +118,10 @@ class Batch:
 
     def __init__(self, kv_cache: KVCache, limits: Limits, zero_tail: bool, first_row: int = 0) -> None:
         self.kv_cache, self._limits, self.zero_tail, self._first_row = kv_cache, limits, zero_tail, first_row
-        self._places = [Place.of(kv_cache, layer, first_row) for layer in range(kv_cache.layout.num_layers)]
+        self._places = [
+            Place.of(layer.range, *(states[first_row:] for states in self._whole(index)[:2]))
+            for index, layer in enumerate(kv_cache.layout.layers)
+        ]
         self.origin = self.first = self.end = self.shared_end = 0
         self.page_tokens = max(kv_cache.page_size // max(kv_cache.layout.record_bytes), 1)
         self._sequences: list[Sequence] = []
@@ -141,7 +146,7 @@ class Batch:
             limits.max_batch_size * max(min(MAX_ADDRESSES // addresses, MAX_BATCHES), 1),
             limits.max_seq_len,
             pool=pool,
-            int32_strides=True,
+            int32_strides=layout.scales is None,  # of 8 bits only kernels of ours count strides
             zero_tail=zero_tail,
             lookahead=0 if zero_tail else limits.lookahead,
             large_frames=limits.large_frames,
@@ -302,21 +307,27 @@ class Batch:
     def _set_rows(self, rows: int) -> None:
         if not rows:
             self.shared_end = 0
-        layers = range(self.kv_cache.layout.num_layers)
-        views = [tuple(states[self._first_row :] for states in self.kv_cache.kv(layer)) for layer in layers]
+        layers = map(self._whole, range(self.kv_cache.layout.num_layers))
+        views = [[states[self._first_row :] for states in layer] for layer in layers]
         numbers = torch.arange(rows, dtype=torch.int32, device=self.kv_cache.device)
-        writers = [RowWriter(k, v, numbers) for k, v in views]
-        kv = [(k[:rows].transpose(1, 2), v[:rows].transpose(1, 2)) for k, v in views]
-        self.rows, self._starts, self._starts_at, self._writers, self._kv = rows, numbers, -1, writers, kv
+        writers = [RowWriter(k, v, numbers, *scales) for k, v, *scales in views]
+        parts = [[states[:rows].transpose(1, 2) for states in layer] for layer in views]
+        self.rows, self._starts, self._starts_at, self._writers, self._parts = rows, numbers, -1, writers, parts
 
-    def kv(self, layer: int, rows: int, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of the tokens `[first, end)` in rows `[0, rows)`: `[rows, num_kv_heads, tokens, head_dim]` each,
-        strided and zero-copy."""
-        k, v = self._kv[layer]
-        if rows < len(k):
-            k, v = k[:rows], v[:rows]
+    def _whole(self, layer: int) -> tuple[torch.Tensor, ...]:
+        """K and V of all rows of the `KVCache`, and the scales of each, if it has scales."""
+        kv_cache = self.kv_cache
+        return kv_cache.kv(layer) if kv_cache.layout.scales is None else kv_cache.scaled_kv(layer)
+
+    def parts(self, layer: int, rows: int, first: int, end: int) -> list[torch.Tensor]:
+        """What is kept of the tokens `[first, end)` in rows `[0, rows)`: K and V, `[rows, num_kv_heads, tokens,
+        head_dim]` each, and the scales of each, `[rows, num_kv_heads, tokens]`, if there are scales; strided and
+        zero-copy."""
+        parts = self._parts[layer]
+        if rows < len(parts[0]):
+            parts = [states[:rows] for states in parts]
         position, tokens = first - self.origin, end - first
-        return k.narrow(2, position, tokens), v.narrow(2, position, tokens)
+        return [states.narrow(2, position, tokens) for states in parts]
 
     def whole_rows(self, layer: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of rows `[0, rows)` from position 0 to their end, `[rows, max_seq_len, num_kv_heads, head_dim]`.
@@ -336,9 +347,13 @@ class Batch:
         if position != self._starts_at:  # once for all layers of a forward pass
             self._starts, self._starts_at = torch.full_like(self._starts, position), position
         if not self._writers[layer].write(keys, values, self._starts):
-            k, v = self.kv(layer, keys.shape[0], first, first + keys.shape[2])
-            k.copy_(keys)
-            v.copy_(values)
+            k, v, *scales = self.parts(layer, keys.shape[0], first, first + keys.shape[2])
+            if scales:
+                write_quantized(keys, k, scales[0])
+                write_quantized(values, v, scales[1])
+            else:
+                k.copy_(keys)
+                v.copy_(values)
 
     def copy(self, layout: KVLayout, layers: Iterable[int], zero_tail: bool, pool: FramePool) -> Batch:
         """Another batch that holds the same tokens, laid out anew; what it holds of other layers is undefined.
@@ -352,7 +367,7 @@ class Batch:
         twin = Batch.open(layout, self._limits, pool, zero_tail)
         twin.reserve(self.rows, self.first, self.end, self.origin)
         for layer in layers:
-            there, here = (batch.kv(layer, self.rows, self.first, self.end) for batch in (twin, self))
-            there[0].copy_(here[0])
-            there[1].copy_(here[1])
+            there, here = (batch.parts(layer, self.rows, self.first, self.end) for batch in (twin, self))
+            for new, old in zip(there, here):
+                new.copy_(old)
         return twin

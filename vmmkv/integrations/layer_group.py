@@ -19,6 +19,10 @@ from ..layout import KVLayout
 from .batch import Batch, Limits
 from .extents import Extent, Passes, unfinished
 from .pools import Pools
+from .scaled_states import ScaledStates, check_quantizable
+
+_SAVED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
+"""What is pickled of other dtypes: torch does not unpickle these."""
 
 
 def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -60,6 +64,8 @@ class LayerGroup:
         self._extents: list[Extent] = []
         self._shapes: list[Shape | None] = []
         self.batch: Batch | None = None
+        self.states_dtype: torch.dtype | None = None
+        """Of K and V, as layers get them and attention reads them; None before the first."""
         self._has_selected = False
         """Whether rows were put into another order as a whole, so that layers need not do it one by one."""
         self._is_shown = False
@@ -73,7 +79,12 @@ class LayerGroup:
     @property
     def dtype(self) -> torch.dtype | None:
         """Of K and V; None while there are none."""
-        return self.batch.kv_cache.layout.dtype if self.batch and self.batch.rows else None
+        return self.states_dtype if self.batch and self.batch.rows else None
+
+    @property
+    def is_scaled(self) -> bool:
+        """Whether K and V are kept as numbers of 8 bits, and their scales."""
+        return self._limits.kv_dtype is not None
 
     @property
     def num_layers(self) -> int:
@@ -95,11 +106,11 @@ class LayerGroup:
             OutOfPagesError, DriverError: as in `Batch.reserve`.
         """
         known = {index: shape for index, shape in enumerate(self._shapes[:num_layers]) if shape}
-        if self.batch is None or not known or num_layers == self.num_layers:
+        if self.batch is None or self.states_dtype is None or not known or num_layers == self.num_layers:
             return self.batch if known else None
         guess = next(iter(known.values()))
         shapes = [known.get(index, guess) for index in range(num_layers)]
-        layout = self._layout(shapes, self.batch.kv_cache.layout.dtype)
+        layout = self._layout(shapes, self.states_dtype)
         return self.batch.copy(layout, known, self.batch.zero_tail, self.batch.kv_cache.pool)
 
     def keep_first(self, num_layers: int, batch: Batch | None) -> None:
@@ -121,19 +132,19 @@ class LayerGroup:
         """
         shape = Shape.of(keys, values)
         shapes = [*self._shapes[:layer], shape, *self._shapes[layer + 1 :]]
+        dtype = self._dtype_with(keys.dtype)
         if self.batch is None:
-            layout = self._layout([known or shape for known in shapes], keys.dtype)
+            layout = self._layout([known or shape for known in shapes], dtype)
             zero_tail = self._reads_whole_rows(keys, values)
             self.batch = Batch.open(layout, self._limits, self._pools.on(keys.device), zero_tail)
         else:
-            dtype = self._dtype_with(keys.dtype)
             zero_tail = self.batch.zero_tail or self._reads_whole_rows(keys, values)
             looks = shape, dtype, zero_tail
-            if looks != (self._room(layer), self.batch.kv_cache.layout.dtype, self.batch.zero_tail):
+            if looks != (self._room(layer), self.states_dtype, self.batch.zero_tail):
                 layout = self._layout([known or shape for known in shapes], dtype)
                 others = [index for index, known in enumerate(self._shapes) if known and index != layer]
                 self.batch = self.batch.copy(layout, others, zero_tail, self.batch.kv_cache.pool)
-        self._shapes = shapes
+        self._shapes, self.states_dtype = shapes, dtype
 
     def _dtype_with(self, dtype: torch.dtype) -> torch.dtype:
         """Of K and V once a layer has come in `dtype`: of what is there, unless the other has more bytes."""
@@ -152,9 +163,13 @@ class LayerGroup:
         return Shape(room.num_kv_heads, room.k_head_dim, room.v_head_dim)
 
     def _layout(self, shapes: list[Shape], dtype: torch.dtype) -> KVLayout:
-        """As many layers in a record as kernels with 32-bit strides can address over the whole row."""
+        """As many layers in a record as kernels with 32-bit strides can address over the whole row; all of them, where
+        nobody else's kernels read it."""
         heads, k_head_dim, v_head_dim = zip(*shapes)
         num_layers = len(shapes)
+        if kv_dtype := self._limits.kv_dtype:
+            check_quantizable(dtype, kv_dtype)
+            return KVLayout(num_layers, heads, k_head_dim, kv_dtype, v_head_dim, scales="token_head")
         for ranges in range(1, num_layers + 1):
             layout = KVLayout(num_layers, heads, k_head_dim, dtype, v_head_dim, -(-num_layers // ranges))
             if self.max_seq_len <= layout.int32_token_limit:
@@ -242,9 +257,9 @@ class LayerGroup:
         if rows:
             check_batch(extent, keys.shape[0])
         for states in (keys, values):
-            if states.dtype != kv_cache.layout.dtype:
+            if states.dtype != self.states_dtype:
                 raise DtypeError(
-                    f"got K or V as {states.dtype}; this cache holds {kv_cache.layout.dtype}, and has tokens. Run all "
+                    f"got K or V as {states.dtype}; this cache holds {self.states_dtype}, and has tokens. Run all "
                     "forward passes under autocast, or none"
                 )
             if states.device != kv_cache.device:
@@ -253,18 +268,23 @@ class LayerGroup:
 
     def read(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of the tokens that a layer holds from `first` on: views
-        `[batch_size, num_kv_heads, tokens, head_dim]`."""
+        `[batch_size, num_kv_heads, tokens, head_dim]`, `ScaledStates` where they are kept in 8 bits."""
         extent = self._extents[layer]
-        return self._held().kv(layer, extent.rows, first, extent.end)
+        k, v, *scales = self._held().parts(layer, extent.rows, first, extent.end)
+        if scales and self.states_dtype:
+            return ScaledStates(k, scales[0], self.states_dtype), ScaledStates(v, scales[1], self.states_dtype)
+        return k, v
 
     def show(self, layer: int, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for whoever may write to them. From now on rows share no pages, until there are no tokens.
+        """The same for whoever may write to them, unless they are `ScaledStates`, to which nobody can: from now on rows
+        share no pages, until there are no tokens.
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: as in `Batch.unshare`.
         """
-        self._is_shown = True
-        self._held().unshare(first)
+        if not self.is_scaled:
+            self._is_shown = True
+            self._held().unshare(first)
         return self.read(layer, first)
 
     def add_rows(self, indices: list[int]) -> None:
@@ -302,17 +322,18 @@ class LayerGroup:
         if not len(indices):
             extent.clear()
             return
-        k, v = self.read(layer, extent.first)
-        indices = indices.to(k.device)
-        chosen = k.index_select(0, indices)
+        first, *others = batch.parts(layer, extent.rows, extent.first, extent.end)
+        indices = indices.to(first.device)
+        chosen = first.index_select(0, indices)
         batch.reserve(len(indices), extent.first, extent.end)
         batch.unshare(extent.first)
         extent.changes += 1
         extent.rows = len(indices)
-        new_k, new_v = self.read(layer, extent.first)
-        new_k.copy_(chosen)
+        new_first, *new_others = batch.parts(layer, extent.rows, extent.first, extent.end)
+        new_first.copy_(chosen)
         del chosen
-        new_v.copy_(v.index_select(0, indices))
+        for new, old in zip(new_others, others):
+            new.copy_(old.index_select(0, indices))
         extent.changes += 1
 
     @contextmanager
@@ -375,7 +396,10 @@ class LayerGroup:
     def __getstate__(self) -> dict[str, Any]:
         """What is pickled: the tokens that the layers hold, and nothing else of the rows."""
         held = {
-            index: [states.clone() for states in self.read(index, extent.first)]
+            index: [
+                states.clone().view(_SAVED_AS.get(states.dtype, states.dtype))
+                for states in self._held().parts(index, extent.rows, extent.first, extent.end)
+            ]
             for index, extent in enumerate(self._extents)
             if extent.rows
         }
@@ -389,11 +413,13 @@ class LayerGroup:
         for extent in self._extents:
             extent.accepted = ()
         if held:
-            k, _ = next(iter(held.values()))
+            k, *_ = next(iter(held.values()))
             self.batch = Batch.open(layout, self._limits, self._pools.on(k.device))
             self.batch.reserve(*self._needed())
-            for index, (k, v) in held.items():
-                self.batch.write(index, k, v, self._extents[index].first)
+            for index, saved in held.items():
+                extent = self._extents[index]
+                for states, new in zip(self.batch.parts(index, extent.rows, extent.first, extent.end), saved):
+                    states.copy_(new.view(states.dtype))
 
 
 def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -67,7 +67,7 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def dtype(self) -> torch.dtype | None:  # type: ignore[override]
         """Of K and V; None before the first."""
-        return self._group.batch.kv_cache.layout.dtype if self._group.batch else None
+        return self._group.states_dtype
 
     @property
     def device(self) -> torch.device | None:  # type: ignore[override]
@@ -79,7 +79,8 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         """K of the tokens that the layer keeps, `[batch_size, num_kv_heads, tokens, head_dim]`: a view of the
         rows; None while it keeps none. What it shows after the next crop, reorder or reset is undefined. To assign to
         it is to write there: other K of the same shape, dtype and device. Since it can be written to, whoever asks for
-        it has pages that are shared copied, and until the next reset none are shared any more."""
+        it has pages that are shared copied, and until the next reset none are shared any more. Of 8 bits it is
+        `ScaledStates`, and cannot be written to."""
         held = self._held()
         return held and held[0]
 
@@ -121,13 +122,16 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend to.
+        """Appends K and V, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they attend to: of 8 bits, what
+        is kept, unless nothing was there before.
 
         Raises:
             VmmkvError: see `LayerGroup.write`; nothing was written.
         """
-        first = self._first_visible(self._extent.end)
+        first, is_alone = self._first_visible(self._extent.end), not self._extent.rows
         self._write(key_states, value_states, self._extent.end)
+        if is_alone and self._group.is_scaled:
+            return key_states, value_states  # which is as exact as the model, and what its fastest kernels read
         return self._group.read(self._index, first)
 
     def _write(self, keys: torch.Tensor, values: torch.Tensor, first: int) -> None:

@@ -13,8 +13,10 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..cache import KVCache
 from ..kernels import RotateHalf, append, decode, mixed
 from ..kernels.checks import ALIGNMENT
+from ..kernels.quantized import dequantize, quantize
 from .attention import kernels_take
 from .rotation import Rotation
 
@@ -37,17 +39,31 @@ class Packed(NamedTuple):
     max_prompts: int
 
 
+class Kept(NamedTuple):
+    """K and V of a layer in rows, `[rows, max_seq_len, num_kv_heads, head_dim]`, and of 8 bits the scales of each,
+    `[rows, max_seq_len, num_kv_heads]`."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+
+
+def kept_in(cache: KVCache, layer: int) -> Kept:
+    """What a cache keeps of a layer."""
+    return Kept(*(cache.kv(layer) if cache.layout.scales is None else cache.scaled_kv(layer)))
+
+
 def write(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    kept: Kept,
     batch: Packed,
     angles: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Writes K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows `k` and `v`, `[rows, max_seq_len,
-    num_kv_heads, head_dim]`; with cos and sin, `[tokens, rotary_dim]`, K rotated, see `can_rotate`.
+    """Writes K and V of new tokens, `[tokens, num_kv_heads, head_dim]`, into rows; with cos and sin, `[tokens,
+    rotary_dim]`, K rotated, see `can_rotate`.
 
     Returns:
         the queries, `[tokens, num_heads, head_dim]`, which are rotated likewise.
@@ -55,20 +71,25 @@ def write(
     if angles is not None:
         rotated = torch.empty_like(query)  # a model may still have use for the others
         rotary = RotateHalf(query, rotated, *angles)
-        append(key, value, k, v, batch.rows, batch.starts, batch.cu_seqlens, rotary=rotary)
+        append(key, value, kept.k, kept.v, batch.rows, batch.starts, batch.cu_seqlens, rotary=rotary)
         return rotated
-    if kernels_take(k, v):
-        append(key, value, k, v, batch.rows, batch.starts, batch.cu_seqlens)
+    if kernels_take(key, value):
+        scales = {"k_scales": kept.k_scales, "v_scales": kept.v_scales}
+        append(key, value, kept.k, kept.v, batch.rows, batch.starts, batch.cu_seqlens, **scales)
         return query
     for row, first, begin, end in zip(batch.rows.tolist(), batch.starts.tolist(), *_bounds(batch)):
-        k[row, first : first + end - begin] = key[begin:end]
-        v[row, first : first + end - begin] = value[begin:end]
+        there = slice(first, first + end - begin)
+        for new, states, scales_of in ((key, kept.k, kept.k_scales), (value, kept.v, kept.v_scales)):
+            if scales_of is None:
+                states[row, there] = new[begin:end]
+            else:
+                states[row, there], scales_of[row, there] = quantize(new[begin:end], states.dtype)
     return query
 
 
-def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
-    """Whether there is a kernel that rotates, for queries, keys and angles as they lie."""
-    return kernels_take(rotation.key, value) and in_vectors(rotation)
+def can_rotate(rotation: Rotation, value: torch.Tensor, kept: Kept) -> bool:
+    """Whether there is a kernel that rotates, for queries, keys and angles as they lie, on the way into rows."""
+    return kept.k_scales is None and kernels_take(rotation.key, value) and in_vectors(rotation)
 
 
 def in_vectors(rotation: Rotation) -> bool:
@@ -84,8 +105,7 @@ def in_vectors(rotation: Rotation) -> bool:
 
 def attend(
     query: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    kept: Kept,
     batch: Packed,
     *,
     scale: float,
@@ -95,10 +115,13 @@ def attend(
 ) -> torch.Tensor:
     """Attention of `query`, `[tokens, num_heads, head_dim]`, each token to its own sequence up to itself; the other
     arguments are those of `vmmkv.kernels.mixed`. Returns `[tokens, num_heads, v_head_dim]`."""
-    if not kernels_take(k, v):
-        return _attend_one_by_one(query, k, v, batch, scale, window, softcap, sinks)
+    k, v, k_scales, v_scales = kept
+    if not kernels_take(k if k_scales is None else query, v):
+        return _attend_one_by_one(query, kept, batch, scale, window, softcap, sinks)
     sinks = None if sinks is None else sinks.float().contiguous()
     options = {"rows": batch.rows, "sinks": sinks, "scale": scale, "window": window, "softcap": softcap}
+    if k_scales is not None:
+        options |= {"k_scales": k_scales, "v_scales": v_scales}
     output: torch.Tensor
     if batch.max_prompts:
         output = mixed(query, k, v, batch.cu_seqlens, batch.lengths, max_prompts=batch.max_prompts, **options)
@@ -115,27 +138,33 @@ def _bounds(batch: Packed) -> tuple[list[int], list[int]]:
 
 def _attend_one_by_one(
     query: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    kept: Kept,
     batch: Packed,
     scale: float,
     window: int,
     softcap: float,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    output = query.new_zeros(*query.shape[:2], v.shape[-1])
+    output = query.new_zeros(*query.shape[:2], kept.v.shape[-1])
     for row, length, begin, end in zip(batch.rows.tolist(), batch.lengths.tolist(), *_bounds(batch)):
         if begin == end:
             continue
         first = max(length - (end - begin) + 1 - window, 0) if window else 0
-        q, keys, values = (
-            states.transpose(0, 1) for states in (query[begin:end], k[row, first:length], v[row, first:length])
-        )
+        read = _read(kept, row, slice(first, length), query.dtype)
+        q, keys, values = (states.transpose(0, 1) for states in (query[begin:end], *read))
         positions, tokens = torch.arange(length - (end - begin), length), torch.arange(first, length)
         distance = (positions[:, None] - tokens).to(query.device)
         sees = (distance >= 0) & (distance < (window or length))
         output[begin:end] = _attend_once(q, keys, values, sees, scale, softcap, sinks).transpose(0, 1)
     return output
+
+
+def _read(kept: Kept, row: int, tokens: slice, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of some tokens of a row, `[tokens, num_kv_heads, head_dim]`; of 8 bits a copy, in a dtype."""
+    k, v = kept.k[row, tokens], kept.v[row, tokens]
+    if kept.k_scales is None or kept.v_scales is None:
+        return k, v
+    return dequantize(k, kept.k_scales[row, tokens], dtype), dequantize(v, kept.v_scales[row, tokens], dtype)
 
 
 def _attend_once(

@@ -43,6 +43,8 @@ class Ranks:
         Raises:
             RankFailedError: one cannot go on.
         """
+        if self.size == 1:
+            return value
         least = float(self._helper.tp_all_reduce_min(torch.tensor(value, dtype=torch.float64), on_cpu=True))
         if least == FAILED != value:
             raise RankFailedError(

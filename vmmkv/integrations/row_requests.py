@@ -49,7 +49,7 @@ class RowRequests:
 
     def rows(self, name: str) -> list[int]:
         """Of each group the row that it has."""
-        return [sequence.row for sequence in self._requests[name]]
+        return [sequence.index for sequence in self._requests[name]]  # each request of each step comes by here
 
     def begin(self, name: str, expected: int, token_ids: list[int] | None = None, weights: Hashable = None) -> int:
         """Starts a request that is to have so many tokens soon, with what is known of them under the same weights,
@@ -71,11 +71,7 @@ class RowRequests:
         sequences = self._requests.get(name, ())
         if len(sequences) != 1 or self.windows[0]:
             return False
-        (sequence,) = sequences
-        if sequence.length != held or sequence.capacity < tokens:
-            return False
-        sequence.extend(tokens - held)
-        return True
+        return sequences[0].extend_in_place(tokens - held, held=held)
 
     def make_room(self, name: str, held: int, tokens: int) -> bool:
         """Sees to it that a request has room for `tokens` tokens, of which it holds the first ones already; brings them

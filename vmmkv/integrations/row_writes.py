@@ -21,10 +21,14 @@ class RowWriter:
     Args:
         k_rows, v_rows: as in `append_rows`.
         row_numbers: likewise, of as many sequences as there may be.
+        scales: none, or those of K and of V, as in `append`, where rows are of 8 bits.
     """
 
-    def __init__(self, k_rows: torch.Tensor, v_rows: torch.Tensor, row_numbers: torch.Tensor) -> None:
+    def __init__(
+        self, k_rows: torch.Tensor, v_rows: torch.Tensor, row_numbers: torch.Tensor, *scales: torch.Tensor
+    ) -> None:
         self._places = k_rows, v_rows, row_numbers
+        self._scales = scales
         self._looks: tuple[object, ...] = ()
         self._append: Callable[[int, int, int], None]
 
@@ -32,7 +36,7 @@ class RowWriter:
         """Writes K and V, unless they lie as the kernel cannot read them.
 
         Args:
-            keys, values: as in `append_rows`; of the dtype and device of the rows.
+            keys, values: as in `append_rows`; of the dtype of the rows, unless those are of 8 bits, and their device.
             starts: as in `append_rows`, of as many sequences as there may be.
 
         Returns:
@@ -40,19 +44,20 @@ class RowWriter:
         """
         looks = keys.shape, keys.stride(), values.shape, values.stride()
         if looks != self._looks:
-            if not can_append(keys, values):
+            if not can_append(keys, values) or (self._scales and not _fill_vectors(keys, values)):
                 return False
             k_rows, v_rows, row_numbers = self._places
             rows, _, tokens, _ = keys.shape
             if tokens != 1:
-                append_rows(keys, values, k_rows, v_rows, row_numbers[:rows], starts[:rows])
+                append_rows(keys, values, k_rows, v_rows, row_numbers[:rows], starts[:rows], *self._scales)
                 return True
-            self._append = bind_append(keys.squeeze(2), values.squeeze(2), k_rows, v_rows, row_numbers[:rows])
+            k, v = keys.squeeze(2), values.squeeze(2)
+            self._append = bind_append(k, v, k_rows, v_rows, row_numbers[:rows], *self._scales)
             self._looks = looks
-        k, v = keys.data_ptr(), values.data_ptr()
-        if (k | v) % ALIGNMENT:
+        k_address, v_address = keys.data_ptr(), values.data_ptr()
+        if (k_address | v_address) % ALIGNMENT:
             return False
-        self._append(k, v, starts.data_ptr())
+        self._append(k_address, v_address, starts.data_ptr())
         return True
 
 
@@ -65,6 +70,11 @@ def can_append(keys: torch.Tensor, values: torch.Tensor) -> bool:
     return keys.is_cuda and k[3] == v[3] == 1 and not (sizes * keys.itemsize | addresses) % ALIGNMENT
 
 
+def _fill_vectors(keys: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether heads are whole vectors also in 8 bits."""
+    return not (keys.shape[3] | values.shape[3]) % ALIGNMENT
+
+
 def append_rows(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -72,6 +82,8 @@ def append_rows(
     v_rows: torch.Tensor,
     row_numbers: torch.Tensor,
     starts: torch.Tensor,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
 ) -> None:
     """Writes K and V, `[batch_size, num_kv_heads, tokens, head_dim]`, to rows.
 
@@ -79,9 +91,10 @@ def append_rows(
         k_rows, v_rows: `[rows, max_seq_len, num_kv_heads, head_dim]`.
         row_numbers: int32 `[batch_size]`.
         starts: int32 `[batch_size]`, where in its row each sequence's new tokens begin.
+        k_scales, v_scales: as in `append`, of rows of 8 bits.
     """
     k, v, cu_seqlens = _one_after_another(keys, values)
-    append(k, v, k_rows, v_rows, row_numbers, starts, cu_seqlens)
+    append(k, v, k_rows, v_rows, row_numbers, starts, cu_seqlens, k_scales=k_scales, v_scales=v_scales)
 
 
 def append_rows_behind(

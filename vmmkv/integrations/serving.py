@@ -33,8 +33,10 @@ from transformers.cli.serving.utils import CBGenerateManager, GenerationState, M
 from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError, VmmkvError
 from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
+from ..model_config import kv_dtype_from_name
 from ..publication import publish
-from .continuous_batching import check_version, enable
+from .batching_seam import check_version
+from .continuous_batching import enable
 from .with_names import with_names
 
 NAMES = {"GenerationState", "build_server"}
@@ -48,6 +50,7 @@ def serve(
     max_bytes: float | str | None = None,
     max_seq_len: int | None = None,
     idle_seconds: float = 10.0,
+    kv_dtype: str | None = None,
 ) -> Serve:
     """Runs the server to its end, and publishes its pools for `vmmkv top`.
 
@@ -56,15 +59,17 @@ def serve(
 
     Args:
         arguments: those of `transformers serve`.
-        max_bytes, max_seq_len, idle_seconds: see `continuous_batching.enable`.
+        max_bytes, max_seq_len, idle_seconds, kv_dtype: see `continuous_batching.enable`.
 
     Raises:
         UnsupportedError: the server of this version of transformers is not known here, or the model that it was to be
             started with cannot run on rows.
         ArgumentError: the arguments forbid continuous batching.
         BudgetError: `max_bytes` is no number of bytes.
+        DtypeError: there is no such kv_dtype.
     """
     check_version()
+    kv_dtype_from_name(kv_dtype)
     if OFF in arguments:
         raise ArgumentError(
             f"got {OFF}; rows are for requests that are batched. Leave it out, or run transformers serve"
@@ -73,7 +78,9 @@ def serve(
         parse_bytes(max_bytes, free=0)
     if moved := NAMES - {*Serve.__init__.__code__.co_names}:
         raise UnsupportedError(f"transformers' Serve does not use {', '.join(sorted(moved))} any more")
-    to_rows = functools.partial(enable, max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds)
+    to_rows = functools.partial(
+        enable, max_bytes=max_bytes, max_seq_len=max_seq_len, idle_seconds=idle_seconds, kv_dtype=kv_dtype
+    )
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     command = typer.main.get_command(app)

@@ -38,6 +38,7 @@ from ..errors import (
 )
 from ..layout import DTYPES
 from ..memory.pool import FramePool
+from ..model_config import kv_dtype_from_name
 from .batch import Limits
 from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
 from .extents import Passes
@@ -45,6 +46,8 @@ from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer,
 from .layer_group import LayerGroup, check_kv
 from .layers import VmmLayer, VmmSlidingWindowLayer
 from .pools import Pools
+from .scaled_states import as_plain
+from .spans import NAME
 
 
 class VmmCache(DynamicCache):
@@ -86,6 +89,11 @@ class VmmCache(DynamicCache):
             `generate` compiles by itself then (on a GPU). Made for `attn_implementation="vmmkv"`, which reads live
             tokens only; others read `max_seq_len` tokens at each step, masked behind the live ones, and are slower
             the larger it is. Layers write a prompt as a whole, also where a window moves over it.
+        kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
+            head (`KVLayout(scales="token_head")`), and attn_implementation="vmmkv" reads them so. For any other
+            attention a layer's K and V are dequantized in each forward pass, in memory that is free again after the
+            layer. The first tokens of a sequence attend to themselves as they are. Not with `compile=True`; `keys` and
+            `values` of layers cannot be written to. None: the dtype that they come in.
         offloading: refused; as in `DynamicCache` for those who make caches by `type(cache)(...)`.
 
     Raises:
@@ -93,7 +101,9 @@ class VmmCache(DynamicCache):
         LayoutError, BudgetError: a number that cannot be. At the first write: a single layer's rows are longer than
             32-bit strides reach, or the rows take more virtual addresses than there are, or the device has less memory.
         DeviceError: at the first write: the pool is on another device.
-        UnsupportedError: offloading, or `compile=True` for a model with layers that cannot be read as whole rows.
+        DtypeError: there is no such kv_dtype.
+        UnsupportedError: offloading, `compile=True` beside a kv_dtype, or for a model with layers that cannot be read
+            as whole rows.
     """
 
     layers: list[Any]
@@ -109,6 +119,7 @@ class VmmCache(DynamicCache):
         pool: FramePool | None = None,
         lookahead: int | None = None,
         compile: bool = False,
+        kv_dtype: str | None = None,
         offloading: bool = False,
     ) -> None:
         if not isinstance(config, PreTrainedConfig) or max_seq_len is None:
@@ -123,21 +134,26 @@ class VmmCache(DynamicCache):
                 "asked for offloading; K and V in rows stay where attention reads them. DynamicCache(config=config, "
                 "offloading=True) moves them to the host and back"
             )
+        if kv_dtype is not None and compile:
+            raise UnsupportedError(
+                f"asked for kv_dtype={kv_dtype!r} with compile=True; compiled forward passes write K and V in the "
+                "model's dtype. Make the cache without one of the two"
+            )
+        kept_dtype = kv_dtype_from_name(kv_dtype)
         super().__init__(config=config)
-        self._limits = limits = Limits(max_seq_len, max_batch_size, lookahead)
+        self._limits = limits = Limits(max_seq_len, max_batch_size, lookahead, kv_dtype=kept_dtype)
         self._pools = pools = Pools(max_bytes, page_size, pool)
         self._passes = passes = Passes()
         self._is_compiled = compile
+        self._scaled_for = config if kept_dtype else None
+        """Of the model, where K and V are kept in 8 bits: it says which attention reads them."""
         self._groups: list[LayerGroup] = []
         """One for each window, on each device."""
-
-        def attention() -> str:
-            return str(config.get_text_config(decoder=True)._attn_implementation)
 
         def group(window: int | None) -> Any:
             found = next((group for group in self._groups if group.window == window), None)
             if found is None and compile:
-                found = CompiledLayerGroup(limits, pools, passes, window, attention)
+                found = CompiledLayerGroup(limits, pools, passes, window, partial(_attention_of, config))
             elif found is None:
                 found = LayerGroup(limits, pools, passes, window)
             if found not in self._groups:
@@ -234,7 +250,10 @@ class VmmCache(DynamicCache):
             if not layer.is_initialized:
                 check_kv(layer_idx, key_states, value_states)
                 self._settle(layer, key_states.device)
-        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        keys, values = layer.update(key_states, value_states, *args, **kwargs)
+        if self._scaled_for is not None and _attention_of(self._scaled_for) != NAME:
+            return as_plain(keys), as_plain(values)  # compilers, and kernels of others, need not know of anything else
+        return keys, values
 
     def _settle(self, layer: VmmLayer, device: torch.device) -> None:
         """Moves a layer without tokens to its device, if it is not there, and all behind it along: models are cut into
@@ -373,6 +392,11 @@ class VmmCache(DynamicCache):
     def _fit(self) -> None:
         for group in self._groups:
             group.fit()
+
+
+def _attention_of(config: PreTrainedConfig) -> str:
+    """The name of the attention that a model runs."""
+    return str(config.get_text_config(decoder=True)._attn_implementation)
 
 
 def _crops_for_sure(layer: object) -> bool:

@@ -1,0 +1,214 @@
+"""What 8-bit K and V do to a model's logits, next to transformers' own quantized caches, where K has outliers.
+
+    python -m benchmarks.eight_bits [--json]
+
+Random weights hide what real ones do to a format. In trained models a few channels of K are many times as large as the
+rest, the same ones for all tokens, and V has none: KIVI (arXiv:2402.02750), and KVQuant (arXiv:2401.18079), which says
+that rotary embedding mixes them within pairs of channels; SmoothQuant (arXiv:2211.10438) says so of activations at
+large. So models of random weights get such channels by a bias of K, where Qwen2 has one, in front of the rotary
+embedding: among those that it turns slowly, which leaves attention to be about tokens. With 1 times the rest there are
+none. All of them compute in fp32, so that what differs is K and V.
+
+A prompt is read at once, and tokens after it one by one, the same ones with every cache. Distances are of the logits of
+these, of which each vocabulary's mean is taken away, against those of a cache of fp32. transformers' caches are as they
+come (but for the axes that its documentation advises): the group-wise ones keep the last 128 tokens as they are. Those
+that are not installed are left out: `pip install optimum-quanto hqq`. Runs on the CPU.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, Any
+
+import torch
+import typer
+from transformers import Cache, DynamicCache, QuantizedCache, Qwen2Config, Qwen2ForCausalLM
+
+from vmmkv.cli.options import JsonOutput
+from vmmkv.cli.output import console, make_table, print_json
+from vmmkv.environment import environment
+from vmmkv.integrations.transformers import VmmCache
+from vmmkv.kernels.quantized import dequantize, quantize
+from vmmkv.model_config import KV_DTYPES
+
+from .eight_bits_tables import logits_table, rounding_table
+
+Row = dict[str, Any]
+OUTLIERS = 1, 10, 30
+"""How many times the rest of K its outlier channels are."""
+CHANNELS = 4
+"""Of a head of 64 that are outliers, in pairs that are rotated together."""
+LENGTHS = 128, 1024
+VOCABULARY = 512
+PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
+
+
+def make_model(outliers: float, layers: int = 4) -> Qwen2ForCausalLM:
+    """A small Qwen2 in fp32, of whose K a few channels are so many times the rest."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        attn_implementation="sdpa",
+    )
+    model = Qwen2ForCausalLM(config).eval()
+    head_dim = config.hidden_size // config.num_attention_heads
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention: Any = layer.self_attn
+            for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+                projection.weight.normal_(std=config.hidden_size**-0.5)  # Q, K and V of size 1
+                projection.bias.zero_()
+            attention.q_proj.weight.mul_(2)  # scores of size 2: tokens attend to some more than to others
+            attention.o_proj.weight.normal_(std=config.hidden_size**-0.5)
+            if outliers > 1:
+                for head in attention.k_proj.bias.view(-1, head_dim):
+                    first = head_dim // 4 + torch.randperm(head_dim // 4)[: CHANNELS // 2]
+                    sizes = outliers * torch.empty(CHANNELS).uniform_(0.7, 1.3) * torch.randn(CHANNELS).sign()
+                    head[torch.cat([first, first + head_dim // 2])] = sizes
+    return model
+
+
+# ---------------------------------------------------------------------- caches
+
+
+class HalfCache(DynamicCache):
+    """K and V in bf16, for a model that computes in fp32."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        kept = super().update(keys.bfloat16(), values.bfloat16(), layer_idx)
+        return tuple(states.to(keys.dtype) for states in kept)
+
+
+def makers(config: Any, max_seq_len: int) -> dict[str, Callable[[], Cache]]:
+    """Caches, by name, with the bits that each keeps of a number, scales and zero points aside."""
+
+    def ours(kv_dtype: str) -> Callable[[], Cache]:
+        return lambda: VmmCache(config, max_seq_len, kv_dtype=kv_dtype, max_bytes="256MiB", page_size=4096)
+
+    caches: dict[str, Callable[[], Cache]] = {
+        "bf16": lambda: HalfCache(config=config),
+        **{f"vmmkv {name}": ours(name) for name in KV_DTYPES},
+        "transformers fp8": lambda: QuantizedCache("fp8", config),
+    }
+    groups = {"quanto 4 bits": ("quanto", 4, 0), "hqq 8 bits": ("hqq", 8, 1), "hqq 4 bits": ("hqq", 4, 1)}
+    for name, (backend, nbits, axis) in groups.items():
+        if _installed(PACKAGES[backend]):
+            caches[f"transformers {name}"] = lambda backend=backend, nbits=nbits, axis=axis: QuantizedCache(  # type: ignore[misc]
+                backend, config, nbits=nbits, axis_key=axis, axis_value=axis
+            )
+    return caches
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# ---------------------------------------------------------------------- what is measured
+
+
+def logits(model: Qwen2ForCausalLM, tokens: torch.Tensor, length: int, cache: Cache) -> torch.Tensor:
+    """Of the tokens behind a prompt of so many, `[batch, tokens, vocabulary]`, without each one's mean."""
+    with torch.no_grad():
+        model(tokens[:, :length], past_key_values=cache, logits_to_keep=1)
+        steps = [model(token, past_key_values=cache).logits for token in tokens[:, length:].split(1, 1)]
+    found = torch.cat(steps, 1).double()
+    return found - found.mean(-1, keepdim=True)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of the norm."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def measure(model: Qwen2ForCausalLM, length: int, batch: int, steps: int) -> list[Row]:
+    """A row for each cache."""
+    tokens = torch.randint(VOCABULARY, (batch, length + steps))
+    expected = logits(model, tokens, length, DynamicCache(config=model.config))
+    rows = []
+    for name, make in makers(model.config, length + steps).items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of packages that time has passed by
+            found = logits(model, tokens, length, make())
+        agreement = (found.argmax(-1) == expected.argmax(-1)).double().mean()
+        rows.append({"cache": name, "distance": distance(found, expected), "agreement": float(agreement)})
+    return rows
+
+
+def round_trips(model: Qwen2ForCausalLM) -> Row:
+    """What rounding alone does to K and V of all layers, behind the rotary embedding, of their norm."""
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.randint(VOCABULARY, (2, 256)), past_key_values=cache)
+    states = {
+        which: torch.stack([getattr(layer, name) for layer in cache.layers])
+        for which, name in (("K", "keys"), ("V", "values"))
+    }
+    return {
+        name: {
+            which: distance(dequantize(*quantize(each, dtype), torch.float64), each.double())
+            for which, each in states.items()
+        }
+        for name, dtype in KV_DTYPES.items()
+    }
+
+
+def attention_errors() -> dict[str, float]:
+    """Of attention to normal K and V of 512 tokens, of its norm."""
+    queries, keys, values = torch.randn(3, 8, 512, 64, dtype=torch.float64)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(queries, keys, values)
+    found = {}
+    for name, dtype in KV_DTYPES.items():
+        kept = [dequantize(*quantize(states, dtype), torch.float64) for states in (keys, values)]
+        found[name] = distance(attend(queries, *kept), expected)
+    return found
+
+
+def main(
+    lengths: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; 128 and 1024.")] = None,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 2,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens behind each.")] = 32,
+    layers: Annotated[int, typer.Option(min=1, help="Of each model.")] = 4,
+    json_output: JsonOutput = False,
+) -> None:
+    """Measure what 8-bit K and V do to logits."""
+    rows, kept = [], []
+    for outliers in OUTLIERS:
+        torch.manual_seed(0)
+        model = make_model(outliers, layers)
+        kept.append({"outliers": outliers, "error": round_trips(model)})
+        for length in lengths or LENGTHS:
+            rows += [{"outliers": outliers, "length": length, **row} for row in measure(model, length, batch, steps)]
+    result = {
+        "environment": environment(torch.device("cpu")),
+        "packages": {name: _installed(name) for name in ("transformers", *PACKAGES.values())},
+        "channels": CHANNELS,
+        "layers": layers,
+        "tokens": batch * steps,
+        "attention": attention_errors(),
+        "round_trips": kept,
+        "logits": rows,
+    }
+    if json_output:
+        print_json(result)
+    else:
+        for title, (columns, lines) in {
+            "Logits' distance from those of a cache of fp32, and the same first choice": logits_table(result),
+            "Off by, of the norm": rounding_table(result),
+        }.items():
+            console.print(make_table(title, columns, lines))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,55 @@
+"""What a `ContinuousBatchingConfig` means on rows: its defaults, what it cannot ask for, and its sizes in bytes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+
+from ..errors import UnsupportedError
+from ..memory.driver.limits import memory as host_memory
+
+
+def with_defaults(config: Any, device: torch.device) -> Any:
+    """A `ContinuousBatchingConfig` for rows.
+
+    Raises:
+        UnsupportedError: it asks for what cannot be done on them.
+    """
+    config = copy.deepcopy(config)
+    if config.default_compile_level or config.varlen_compile_config or config.decode_compile_config:
+        raise UnsupportedError("asked for compiled forward passes; on rows CUDA graphs run what is not compiled")
+    if config.use_cuda_graph is True or (isinstance(config.use_cuda_graph, tuple) and config.use_cuda_graph[0]):
+        raise UnsupportedError(
+            "asked for CUDA graphs of forward passes with prompts; give use_cuda_graph=(False, True), for decode, and "
+            "vmmkv serve no --cb-use-cuda-graph"
+        )
+    on_gpu = device.type == "cuda"
+    if config.use_cuda_graph is None:
+        config.use_cuda_graph = (False, on_gpu)
+    if config.use_async_batching is None:
+        config.use_async_batching = on_gpu
+    if config.max_memory_percent is None:
+        config.max_memory_percent = 0.8
+    return config
+
+
+def budget(config: Any, token_bytes: int) -> float | str:
+    """The most that K and V may take."""
+    if config.num_blocks is not None:
+        return int(config.num_blocks * block_bytes(config, token_bytes))
+    return f"{100 * config.max_memory_percent:g}%"
+
+
+def block_bytes(config: Any, token_bytes: int) -> int:
+    """Of one of transformers' blocks, where a token has so many."""
+    return int(config.page_size * token_bytes)
+
+
+def host_bytes(config: Any) -> int:
+    """What may be moved to the host."""
+    if config.cpu_offload_space is None:
+        _, total = host_memory()
+        return int(config.cpu_offload_space_safety_threshold * total)
+    return int(config.cpu_offload_space * 2**30)

@@ -1,0 +1,712 @@
+"""All that knows how transformers' continuous batching asks for its cache:
+
+    manager     chooses attention, and makes a processor        RowManager
+    processor   makes what offloads                             RowProcessor
+    scheduler   chooses requests                                RowScheduler
+    cache       admits, writes, forks, finds prefixes           RowCache
+    offloading  moves tokens to the host                        RowOffloading
+
+Each is a subclass that is put in the place of the name in their functions' globals, for these functions alone. A table
+of blocks has one column here, the row of each request: so one captured graph serves every length.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from types import MethodType, SimpleNamespace
+from typing import Any, ClassVar, cast
+from weakref import WeakSet
+
+import torch
+import transformers
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.utils import logging
+
+from ..errors import ArgumentError, UnsupportedAttentionError, UnsupportedError
+from .attention import NOT_ABOUT_ATTENTION
+from .batching_config import block_bytes, budget, host_bytes, with_defaults
+from .idle_memory import IdleMemory
+from .model_weights import adapters, addresses
+from .packed_attention import Packed
+from .request_checks import check_length, check_sampling, token_ids
+from .rotation import defer_rotation, restore_rotation
+from .row_admission import Admission
+from .row_attention import RowAttention
+from .row_caches import Options, bytes_of_token, make_caches
+from .row_groups import Group, Probe, can_be_captured, layer_groups, not_for_rows
+from .row_ranks import RankedRequests, Ranks
+from .row_requests import RowRequests
+from .with_names import with_names
+
+NAME = "vmmkv_rows"
+"""What attention is called while a model runs on rows."""
+TESTED = ("5.23",)
+"""Versions of transformers whose continuous batching is known here."""
+
+try:
+    from transformers.generation.continuous_batching import cache as their_cache
+    from transformers.generation.continuous_batching import continuous_api as their_api
+    from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs, PagedAttentionArgs
+    from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
+    from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+    from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
+    from transformers.generation.continuous_batching.utils import WorkloadHints, stream_context
+except ImportError as error:
+    raise UnsupportedError(
+        f"transformers {transformers.__version__} has no continuous batching that is known here ({error}); "
+        f"install one of {', '.join(TESTED)}"
+    ) from error
+
+MAX_BATCH_TOKENS = 8192
+"""Of one forward pass, as transformers has it where it is told nothing."""
+WARMUP = "__warmup_"
+"""What names of requests begin with that are made up, before there are any, and hold what was never computed."""
+MANY_TOKENS = 1 << 40
+"""More than a forward pass can read: attention reads rows, not copies of them."""
+STUCK = "No requests can be scheduled and no requests can be offloaded."
+"""What transformers says where nobody can go on for want of memory."""
+KEPT = "_cached_continuous_batching_manager"
+"""Where transformers keeps a persistent manager."""
+CHILD = "__child#"
+"""In names of requests that fork from one: between its own and a number."""
+
+logger = logging.get_logger(__name__)
+
+GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
+"""In the place of a request that has ended while a batch with it runs."""
+
+KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
+"""Keywords of attention that are heeded, or mean nothing to it."""
+
+
+def check_version() -> None:
+    """Raises `UnsupportedError` where continuous batching is not what is known here."""
+    if not transformers.__version__.startswith(tuple(f"{version}." for version in TESTED)):
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} is not among the versions whose continuous batching is known "
+            f"here: {', '.join(TESTED)}. Install one of these, or a later vmmkv"
+        )
+
+
+# ---------------------------------------------------------------------- a model on rows
+
+
+def put_on_rows(model: PreTrainedModel, options: Options) -> None:
+    """Has the next manager of a model keep K and V in rows."""
+    manager = type("RowManager", (RowManager,), {"options": options})
+    begin = with_names(
+        inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
+    )
+    _drop_kept(model)
+    vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
+    defer_rotation(model, RowCache)
+
+
+def take_off_rows(model: PreTrainedModel) -> None:
+    """Has the next manager of a model keep K and V in blocks again."""
+    if isinstance(vars(model).get(KEPT), RowManager):
+        _drop_kept(model)
+    vars(model).pop("init_continuous_batching", None)
+    restore_rotation(model)
+
+
+def _drop_kept(model: PreTrainedModel) -> None:
+    """Has a model forget its persistent manager, which would be the next, too."""
+    kept = vars(model).pop(KEPT, None)
+    if kept is not None and not kept.is_running():
+        kept.destroy()
+
+
+def _groups(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Group]:
+    """The layer groups of a model.
+
+    Raises:
+        UnsupportedError: some of its layers do not keep K and V of their own.
+    """
+    config = model.config.get_text_config()
+    try:
+        kinds = their_cache.group_layers_by_attn_type(config)
+    except ValueError as error:
+        raise not_for_rows(model, f"a kind of layer that keeps something else ({error})") from None
+    windows = {SLIDING_ATTENTION: config.sliding_window} if SLIDING_ATTENTION in kinds else {}
+    return layer_groups(model, kinds, windows, _run_token, kv_dtype)
+
+
+def _run_token(model: PreTrainedModel, token: torch.Tensor, probe: Probe) -> None:
+    """Runs a model on one token, as continuous batching calls it."""
+    model(input_ids=token, position_ids=token, cache=probe, use_cache=False)
+
+
+# ---------------------------------------------------------------------- the five of them
+
+
+class RowManager(their_api.ContinuousBatchingManager):
+    """Takes requests, and runs them on rows."""
+
+    options: Options
+    started: ClassVar[WeakSet[RowManager]] = WeakSet()
+
+    def __init__(
+        self, model: Any, continuous_batching_config: Any, workload_hints: WorkloadHints | None = None, **kwargs: Any
+    ) -> None:
+        config = with_defaults(continuous_batching_config, model.device)
+        if workload_hints is not None:  # now, since `generate_batch` has no results where a request is refused later
+            check_length(
+                self.options.max_seq_len, workload_hints.max_prompt_length, workload_hints.max_generated_length
+            )
+        self._weights, self._addresses = 0, [0]
+        before, was_training = model.config._attn_implementation, model.training
+        is_told = continuous_batching_config.use_cuda_graph is not None
+        try:
+            super().__init__(
+                model=model.eval(), continuous_batching_config=config, workload_hints=workload_hints, **kwargs
+            )
+            may_capture = self.groups[0].has_kernels and (is_told or can_be_captured(model, _run_token))
+        except BaseException:
+            model.train(was_training).set_attn_implementation(before)
+            raise
+        self.continuous_batching_config.max_blocks_per_request = 1  # a row; their own kernels need not be there
+        if not may_capture:
+            self.continuous_batching_config.use_cuda_graph = False, False
+        if model.device.type == "cuda" and not self.groups[0].has_kernels:
+            logger.warning("%s has heads without kernels: torch attends to a request at a time", type(model).__name__)
+
+    def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
+        before = model.config._attn_implementation
+        if before != NAME:
+            model.set_attn_implementation(NAME)
+            self._original_attn_impl = before
+        self.groups = _groups(model, self.options.kv_dtype)
+
+    def start(self) -> None:
+        """Starts taking requests: see `ContinuousBatchingManager.start`."""
+        if not self.is_running():
+            self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
+            self._weights += 1
+            ranks = Ranks(self.distributed_helper)
+            if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
+                self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
+        self.started.add(self)
+        super().start()
+
+    def warmup(self) -> None:
+        """Runs made-up batches: see `ContinuousBatchingManager.warmup`."""
+        try:
+            with torch.inference_mode(False):  # what is made here, a thread that is not in this mode writes to
+                super().warmup()
+        except BaseException:
+            self._give_attention_back()
+            raise
+
+    def stop(self, *args: Any, **kwargs: Any) -> None:
+        """Stops: see `ContinuousBatchingManager.stop`."""
+        self._hand_attention_on()
+        super().stop(*args, **kwargs)
+        self._give_attention_back()
+
+    def destroy(self) -> None:
+        """Ends it: see `ContinuousBatchingManager.destroy`."""
+        super().destroy()
+        self._give_attention_back()
+
+    def _hand_attention_on(self) -> None:
+        """Leaves it to another manager that runs the model, if there is one, to have it attend as before."""
+        for other in self.started:
+            if other is not self and other.model is self.model and other.is_running() and self._original_attn_impl:
+                other._original_attn_impl, self._original_attn_impl = self._original_attn_impl, None
+
+    def _give_attention_back(self) -> None:
+        """Has the model attend as before, also where there was nothing to stop."""
+        self._hand_attention_on()
+        if self._original_attn_impl is not None and not self.is_running():
+            self.model.set_attn_implementation(self._original_attn_impl)
+            self._original_attn_impl = None
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Has the model for the caller, who may change its weights: see `ContinuousBatchingManager.pause`. Later
+        requests begin with nothing that was computed before."""
+        with super().pause():
+            self._weights += 1
+            yield
+
+    def weights(self) -> Hashable:
+        """What K and V depend on beside tokens: weights, as far as can be told, and the adapters that PEFT has put into
+        the model."""
+        used = adapters(self.model)
+        return self._weights if used is None else (self._weights, used)
+
+    def add_request(
+        self,
+        input_ids: list[int],
+        request_id: str | None = None,
+        max_new_tokens: int | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> str | None:
+        """Adds a request: see `ContinuousBatchingManager.add_request`.
+
+        Raises:
+            SequenceTooLongError: it would be longer than rows are.
+            ArgumentError: it has no tokens, or some that the model does not know; or a name or a number for sampling
+                that would end all requests.
+        """
+        vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
+        ids = token_ids(input_ids, vocabulary)
+        if not isinstance(request_id, Hashable):
+            raise ArgumentError(f"got request_id={request_id!r}; give a name")
+        check_sampling(vocabulary, kwargs.get("temperature"), kwargs.get("top_k"))
+        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        room = check_length(self.options.max_seq_len, len(ids), 1 if new is None else new)
+        return super().add_request(ids, request_id, room if new is None else new, *args, **kwargs)
+
+    def _create_batch_processor(self) -> Any:
+        self._addresses = addresses(self.model)
+        made = functools.partial(RowCache, self.options, self.groups, self.weights)
+        create = with_names(
+            their_api.ContinuousBatchingManager._create_batch_processor,
+            PagedAttentionCache=made,
+            ContinuousBatchProcessor=RowProcessor,
+            FIFOScheduler=SCHEDULERS["fifo"],
+            SCHEDULER_MAPPING=SCHEDULERS,
+        )
+        return create(self)
+
+
+class RowProcessor(their_api.ContinuousBatchProcessor):
+    """Makes one forward pass after another."""
+
+    cache: RowCache
+    scheduler: RowScheduler
+    offloading_manager: RowOffloading
+
+    def __init__(self, **kwargs: Any) -> None:
+        begin = with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
+        begin(self, **kwargs)
+        self.scheduler.handlers = self.output_router.result_handlers
+        self.cache.stream = self.inputs_and_outputs.compute_stream
+        self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many
+
+    def prepare_next_batch(self) -> bool:
+        self._let_go()
+        try:
+            found = bool(super().prepare_next_batch())
+        except RuntimeError as error:
+            if str(error) != STUCK:
+                raise
+            found = False
+            if self._take_tokens():
+                pass  # who has ended with them leaves memory
+            elif self.cache.admission.others_hold_memory():
+                self._give_way()  # it may come yet, and others may wait for ours
+            else:
+                self._end_first()
+        self.cache.idle_memory.note(found or self.has_pending_requests())
+        return found
+
+    @property
+    def _running(self) -> ContinuousBatchingIOs | None:
+        """The batch whose tokens nobody has taken yet, where batches are made ahead."""
+        batches: Any = self.inputs_and_outputs
+        return batches.io_pairs[1 - batches.current_pair].host_io if self.use_async_batching else None
+
+    def _let_go(self) -> None:
+        """Has the batch that runs know those no more that are out of it: ended, moved, or to begin anew. transformers
+        knows them by name, which another may have by now, and would give that one their next token."""
+        running, active = self._running, self.scheduler.active_requests
+        if running is None:
+            return
+        gone = [each for each in running.requests_in_batch if active.get(each.state.request_id) is not each.state]
+        if not gone:
+            return
+        names = {each.state.request_id for each in gone}
+        running.req_id_to_new_token_position = {
+            f"{name} {GONE.request_id}" if name in names else name: place  # as many: their order says whose a token is
+            for name, place in running.req_id_to_new_token_position.items()
+        }
+        for each in gone:
+            each.state = GONE
+
+    def _take_tokens(self) -> bool:
+        """Takes the tokens of the batch that runs before another one is made; returns whether there was one."""
+        running, batches = self._running, cast(Any, self.inputs_and_outputs)
+        if running is None or not running.requests_in_batch:
+            return False
+        batches.swap_io_pairs()
+        self.update_batch()
+        batches.swap_io_pairs()
+        running.reset()
+        return True
+
+    def _handle_request_error(self, error: Exception, state: RequestState) -> None:
+        """Tells who waits for a request that it failed, and who waits for those that were to fork from it."""
+        super()._handle_request_error(error, state)
+        for name in _children(state):
+            child = copy.copy(state)
+            child.request_id = name
+            self.output_router.fail_and_deliver(child, error)
+
+    def _give_way(self) -> None:
+        """Has requests that cannot grow begin anew later, with what is known of them by then."""
+        for state, _ in self.scheduler.starved_requests:
+            again = state.create_equivalent_initial_request()
+            state.status = RequestStatus.FINISHED
+            self.scheduler.finish_request(state.request_id)
+            self.scheduler.add_waiting_request(again)
+
+    def _end_first(self) -> None:
+        """Ends the request that is next, for which there is no memory though nobody else has any."""
+        scheduler = self.scheduler
+        starved = [state for state, _ in scheduler.starved_requests]
+        waiting = [scheduler.waiting_requests[name] for name in scheduler.waiting_requests_order]
+        state = (starved + waiting)[0]
+        tokens = len(state.initial_tokens) + state.generated_len()
+        error = self.cache.admission.no_room_for(state.request_id, tokens)
+        self._handle_request_error(error, state)
+        scheduler.set_request_cancellation(state.request_id)
+
+    def _generation_step(self, model: Any) -> None:
+        chosen = model.config._attn_implementation
+        if chosen != NAME:
+            raise UnsupportedAttentionError(
+                f'{type(model).__name__} runs attn_implementation="{chosen}" under a manager whose K and V lie in '
+                "rows. Another manager of this model has stopped, or somebody chose it; stop this one first"
+            )
+        batches: Any = self.inputs_and_outputs
+        batch = batches.io_pairs[batches.current_pair].host_io if self.use_async_batching else batches
+        lengths = [request.query_length for request in batch.requests_in_batch]
+        if any(lengths):
+            self.cache.batch_size, self.cache.max_prompts = len(lengths), sum(length > 1 for length in lengths)
+            super()._generation_step(model)
+        else:  # there is nothing to compute before all of them fork
+            batches.retrieve_device_outputs()
+
+
+class RowScheduler(Scheduler):
+    """Chooses requests for a forward pass, with one of theirs."""
+
+    handlers: dict[str, Any]
+    """By request: who is told of what becomes of it."""
+
+    def add_waiting_request(self, state: RequestState) -> None:
+        """Lets a request wait.
+
+        Raises:
+            ArgumentError: another one of its name, or of one that will fork from it, is not done or will fork. Both
+                would write into one row.
+        """
+        for name in (state.request_id, *_children(state)):
+            parent = self._request(str(name).rpartition(CHILD)[0])
+            if self._request(name) or (parent and parent.num_children):
+                raise ArgumentError(
+                    f"got request_id={name!r}, which another request has that is not done; give another"
+                )
+        super().add_waiting_request(state)
+
+    def _request(self, name: str) -> RequestState | None:
+        """The request of a name that is not done, if there is one."""
+        return self.active_requests.get(name) or self.waiting_requests.get(name)
+
+    def clear_cancelled_requests(self) -> list[RequestState]:
+        cancelled: list[RequestState] = super().clear_cancelled_requests()
+        for state in cancelled:  # nobody is told of its end, nor of what a batch that runs has for it
+            state.status = RequestStatus.FINISHED
+            self.handlers.pop(state.request_id, None)
+        if not self.active_requests:
+            self.block_new_requests = False  # until one finishes, and there is none
+        return cancelled
+
+
+def _children(state: RequestState) -> list[str]:
+    """Names of the requests that are to fork from one."""
+    return [f"{state.request_id}{CHILD}{number}" for number in range(state.num_children)]
+
+
+SCHEDULERS = {name: type(f"Row{kind.__name__}", (RowScheduler, kind), {}) for name, kind in SCHEDULER_MAPPING.items()}
+
+
+class RowCache(their_cache.PagedAttentionCache):
+    """K and V of all requests, in rows.
+
+    Args:
+        options: what `enable` was told.
+        groups: the layer groups of the model.
+        weights: says what K and V depend on beside tokens.
+        config, continuous_batching_config, device, distributed_helper, dtype, model_supports_logits_to_keep: as
+            transformers gives them.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        groups: list[Group],
+        weights: Callable[[], Hashable],
+        config: Any,
+        continuous_batching_config: Any,
+        device: torch.device | str,
+        distributed_helper: Any,
+        dtype: torch.dtype = torch.float16,
+        model_supports_logits_to_keep: bool = False,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, torch.device(device)
+        self.stream: Any = None
+        """On which forward passes run."""
+        self.batch_size = self.max_prompts = continuous_batching_config.max_requests_per_batch or MAX_BATCH_TOKENS
+        """Sequences of the next forward pass, and how many of them have more than one new token."""
+        self._groups, self._max_seq_len = groups, options.max_seq_len
+        on_host, ranks = host_bytes(continuous_batching_config), Ranks(distributed_helper)
+        pages = self._make_caches(options, continuous_batching_config, on_host, ranks)
+        self._tell_sizes(continuous_batching_config, pages)
+        windows = [group.window for group in groups]
+        make_requests = functools.partial(RankedRequests, ranks) if ranks.size > 1 else RowRequests
+        self.requests = make_requests(self.kv_caches, windows, reuse=self.allow_block_sharing, has_host=bool(on_host))
+        self.use_prefix_sharing = self.requests.reuse
+        self._check_alike(ranks)
+        self.admission = Admission(self.requests, ranks, options.max_seq_len, weights)
+        self.attention = RowAttention(groups, self.kv_caches)
+        self.idle_memory = IdleMemory(options.idle_seconds, self.requests.forget_known)
+        self.cache_allocators: dict[str, Any] = {
+            group.name: GroupRows(self.requests, index, group.name) for index, group in enumerate(groups)
+        }
+
+    def _make_caches(self, options: Options, config: Any, on_host: int, ranks: Ranks) -> int:
+        """Makes the rows of each layer group; returns the pages that they may take, in every process."""
+        limit, requests = budget(config, bytes_of_token(self._groups)), 2 * config.max_requests_per_batch
+
+        def make() -> int:
+            device = torch.device(self.device)
+            self.kv_caches = make_caches(options, self._groups, limit, requests, on_host, device)
+            return self.kv_caches[0].pool.limit
+
+        pages = int(ranks.attempt(make)[1])
+        pool = self.kv_caches[0].pool
+        if options.pool is None and pages < pool.limit:
+            pool.set_limit(pages * pool.page_size)
+        return pages
+
+    def _tell_sizes(self, config: Any, pages: int) -> None:
+        """Sets what transformers reads from a cache."""
+        self.allow_block_sharing = config.allow_block_sharing
+        self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
+        self.num_blocks = pages * self.kv_caches[0].pool.page_size // block_bytes(config, bytes_of_token(self._groups))
+        self.max_blocks_per_request, self.max_decode_fast_path_length = 1, self._max_seq_len
+        self.max_tokens_read, self.read_cache_limit = 0, None
+        self.pool: Any = SimpleNamespace(try_to_free_sectors=_nothing)
+
+    def _check_alike(self, ranks: Ranks) -> None:
+        """Raises `UnsupportedError` where requests look otherwise in other processes."""
+        ranks.check_alike("bytes of a page", self.kv_caches[0].pool.page_size)
+        ranks.check_alike("bytes of a token", bytes_of_token(self._groups))
+        ranks.check_alike("tokens of a row", self._max_seq_len)
+        ranks.check_alike("whether blocks are shared", self.use_prefix_sharing)
+
+    # ------------------------------------------------------------------ admission
+
+    def can_store_request_tokens(self, state: RequestState, request_len: int, dry_run: bool = False) -> bool:
+        name, held = state.request_id, state.current_len()
+        tokens, is_made_up = held + request_len, name.startswith(WARMUP)
+        if is_made_up and tokens > self._max_seq_len:
+            return False  # what is made up may be longer than rows are
+        if dry_run:
+            return self.admission.fits(name, tokens)
+        if self.requests.grow_in_place(name, held, tokens):  # most requests of most steps
+            return True
+        if held and not is_made_up and name not in self.requests and not self.requests.is_away(name):
+            raise UnsupportedError(f"request {name} has computed {held} tokens, and nobody has them here")
+        with stream_context(self.stream):
+            return self.admission.admit(name, held, tokens, expected=len(state.initial_tokens))
+
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
+        return self.admission.count_that_fit(sum(needed.values()) for needed in list_blocks_needed)
+
+    def compute_free_capacity(self, relative: bool = True) -> int | float:
+        return self.admission.free_pages(relative)
+
+    def evict_cached_blocks(self) -> bool:
+        return False  # what is kept gives way by itself
+
+    def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        with stream_context(self.stream):
+            if no_cache:  # it is being offloaded, or started anew
+                self.requests.put_away(request_id)
+            else:
+                self.admission.end(request_id)
+
+    def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        with stream_context(self.stream):
+            self.requests.end_all()
+            if clear_ledgers:
+                self.requests.forget_known()
+
+    def reset(self) -> None:
+        self.free_all_requests(clear_ledgers=True)
+
+    # ------------------------------------------------------------------ prefixes and forks
+
+    def search_prefix_match(self, request_id: str, prompt_ids: list[int]) -> int:
+        with stream_context(self.stream):
+            return self.admission.begin_known(request_id, prompt_ids)
+
+    def count_new_complete_blocks(self, state: RequestState, request_len: int) -> dict[str, int]:
+        return {"tokens": state.current_len() + request_len} if self.use_prefix_sharing else {}
+
+    def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
+        name, tokens = state.request_id, complete_blocks.get("tokens", 0)
+        if self.admission.commits(name, tokens, is_over=state.status == RequestStatus.FINISHED):
+            with stream_context(self.stream):
+                self.admission.commit(name, tokens, state.initial_tokens + state.generated_tokens)
+
+    def prepare_fork_request(
+        self, src_state: RequestState, dst_req_ids: list[str], copy_src_and_dst: dict[str, Any]
+    ) -> list[str]:
+        with stream_context(self.stream):
+            return self.requests.fork(src_state.request_id, dst_req_ids)
+
+    def perform_cache_copy(self, copy_src_and_dst: dict[str, Any]) -> None:
+        pass  # a fork has copied what it does not share
+
+    # ------------------------------------------------------------------ forward passes
+
+    def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
+        rows = self.requests.rows(request_id)
+        if block_table.is_cpu:  # each request of each step comes by here
+            block_table.numpy()[:, 0] = rows
+        else:
+            block_table[:, 0] = torch.tensor(rows, dtype=block_table.dtype)
+
+    def extend_read_and_write_indices(
+        self,
+        request_id: str,
+        past_length: int,
+        query_length: int,
+        read_index: list[list[int]] | None,
+        write_index: list[list[int]],
+    ) -> None:
+        for row, indices in zip(self.requests.rows(request_id), write_index):
+            indices += [row] * query_length
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedAttentionError(f'K and V in rows are read by attn_implementation="{NAME}" alone')
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        told: dict[str, Any],
+        scale: float,
+        softcap: float,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Writes K and V of a layer's new tokens, and attends to all of their sequences', see `RowAttention`; `told` is
+        what transformers tells a forward pass."""
+        index = self.attention.begins(layer)
+        if index is not None:
+            packed = _packed(index, self._groups[index].name, told, self.batch_size, self.max_prompts)
+            self.attention.begin(index, packed)
+        window = told.get("sliding_window")
+        return self.attention.attend(layer, query, key, value, window=window, scale=scale, softcap=softcap, sinks=sinks)
+
+
+class GroupRows:
+    """What transformers asks about a layer group, as of its blocks."""
+
+    write_trash_index = read_trash_index = 0
+
+    def __init__(self, requests: RowRequests, index: int, layer_type: str) -> None:
+        self._requests, self.index, self.layer_type = requests, index, layer_type
+        self.block_table: dict[str, list[int]] = {}
+
+    def get_seqlen_k(self, past_length: int, query_length: int) -> int:
+        """Tokens that a row holds after a forward pass."""
+        return past_length + query_length
+
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
+        """Pages that a request lacks, in all groups: the first one says it for all."""
+        return 0 if self.index else self._requests.pages_missing(request_id, past_length + query_length)
+
+
+class RowOffloading(OffloadingManager):
+    """Moves requests to the host, and has them started anew where there is no room."""
+
+    cache: RowCache
+
+    def __init__(self, cpu_offload_space_gib: float | None, **kwargs: Any) -> None:
+        super().__init__(cpu_offload_space_gib=0.0, **kwargs)  # rows have a place of their own there
+
+    def _compute_num_cpu_sectors(self, *args: Any) -> int:
+        return 0
+
+    def _offload_to_cpu(self, victims: list[RequestState], victim_block_tables: dict[str, Any]) -> set[str]:
+        moved = {state.request_id for state in victims if self.cache.requests.is_away(state.request_id)}
+        for state in victims:
+            state.is_cpu_offloaded = state.request_id in moved
+        return moved
+
+    def restore_scheduled_requests(self, requests_in_batch: list[Any]) -> None:
+        for future_state in requests_in_batch:
+            future_state.state.is_cpu_offloaded = False  # its tokens came back when it was given room
+
+    def free_request_cpu_cache(self, state: RequestState) -> None:
+        self.cache.requests.end_away(state.request_id)
+        state.is_cpu_offloaded = False
+
+
+# ---------------------------------------------------------------------- attention
+
+
+def _packed(index: int, name: str, told: dict[str, Any], batch_size: int, max_prompts: int) -> Packed:
+    """Where the tokens of a forward pass are, in a layer group. Batches are padded by sequences without tokens."""
+    cu_seqlens, cu_lengths = told["cu_seq_lens_q"], told["cu_seq_lens_k"][name]
+    if told["block_table"] is None:
+        cu_seqlens, cu_lengths = cu_seqlens[: batch_size + 1], cu_lengths[: batch_size + 1]
+    lengths = cu_lengths.diff()
+    starts = lengths - cu_seqlens.diff()
+    if told["block_table"] is not None:
+        return Packed(cu_seqlens, told["block_table"][index, :, 0].contiguous(), starts, lengths, max_prompts=0)
+    homes = told["write_index"][index]
+    rows = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
+    return Packed(cu_seqlens, rows, starts, lengths, max_prompts=max(max_prompts, 1))
+
+
+def attend_rows(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cache: Any = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **told: Any,
+) -> tuple[torch.Tensor, None]:
+    """What transformers calls for attention while a model runs on rows.
+
+    Raises:
+        UnsupportedAttentionError: it was called otherwise, or is told what is not known here.
+    """
+    unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
+    unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
+    if not isinstance(cache, RowCache | Probe) or unknown:
+        what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} {what}, and attention on rows knows none of that; "
+            "vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
+
+
+AttentionInterface.register(NAME, attend_rows)
+
+
+def _nothing() -> None:
+    """Does nothing: there are no sectors to free."""

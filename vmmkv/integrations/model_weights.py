@@ -1,0 +1,21 @@
+"""What K and V depend on beside tokens: the weights of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+
+
+def addresses(model: torch.nn.Module) -> list[int]:
+    """Where the weights of a model are."""
+    return [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
+
+
+def adapters(model: Any) -> Hashable:
+    """The adapters that PEFT has put into a model, and uses; None where it has put none."""
+    if not hasattr(model, "peft_config"):
+        return None
+    tuned = [each for each in model.modules() if isinstance(getattr(each, "active_adapters", None), list)]
+    return frozenset((each.disable_adapters, *each.active_adapters) for each in tuned)

@@ -1,0 +1,66 @@
+"""The caches of continuous batching on rows, one for each layer group: what they may take, and how many rows there are.
+
+All lie on one pool, and tokens on the host are shared out by what each group keeps of one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..cache import KVCache
+from ..memory.pool import FramePool
+from ..space.arena import ADDRESS_LIMIT
+from .row_groups import Group
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `enable` was told."""
+
+    max_bytes: float | str | None
+    pool: FramePool | None
+    max_seq_len: int
+    idle_seconds: float
+    kv_dtype: torch.dtype | None
+
+
+def make_caches(
+    options: Options, groups: list[Group], budget: float | str, requests: int, host_bytes: int, device: torch.device
+) -> list[KVCache]:
+    """Makes the caches of all groups.
+
+    Args:
+        budget: the most that they may take, where nobody has said it.
+        requests: how many should have a row at a time.
+        host_bytes: what may be moved to the host.
+    """
+    pool = options.pool
+    if pool is None:
+        pool = FramePool(budget if options.max_bytes is None else options.max_bytes, device=device)
+    token_bytes = bytes_of_token(groups)
+    rows = _num_rows(options.max_seq_len * token_bytes, requests)
+    has_windows = any(group.window for group in groups)
+    return [
+        KVCache(
+            group.layout,
+            rows,
+            options.max_seq_len,
+            pool=pool,
+            large_frames=not group.window,
+            host_bytes=host_bytes * group.layout.token_bytes // token_bytes,
+            host_priority=None if has_windows else 30,
+        )
+        for group in groups
+    ]
+
+
+def bytes_of_token(groups: list[Group]) -> int:
+    """Of a token, in all layers."""
+    return sum(group.layout.token_bytes for group in groups)
+
+
+def _num_rows(row_bytes: int, wanted: int) -> int:
+    """How many rows each group has: as many as are wanted, or as there are addresses for."""
+    return max(min(wanted, ADDRESS_LIMIT // 2 // row_bytes), 1)

@@ -1,0 +1,112 @@
+"""The layer groups of a model on rows: what its layers keep of a token is seen in a forward pass of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..errors import UnsupportedError
+from ..layout import KVLayout
+from .attention import kernels_take
+from .scaled_states import check_quantizable
+
+logger = logging.get_logger(__name__)
+
+
+class Group(NamedTuple):
+    """Layers that attend to as many tokens: their numbers, the window (0: all), what they keep of a token, and whether
+    there are kernels for all layers of the model."""
+
+    name: str
+    layers: list[int]
+    window: int
+    layout: KVLayout
+    has_kernels: bool
+
+
+class Probe:
+    """In the place of a cache: learns what layers keep of a token."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, tuple[int, int, int]] = {}
+        """By layer: KV heads, the width of K, and of V."""
+        self.dtypes: set[torch.dtype] = set()
+        self.has_kernels = True
+        """Whether there are kernels for all layers."""
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
+        """Takes a layer's K and V, `[1, heads, tokens, head_dim]`; attends to nothing."""
+        self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
+        self.dtypes |= {key.dtype, value.dtype}
+        self.has_kernels &= kernels_take(key, value)
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+Run = Callable[[PreTrainedModel, torch.Tensor, Probe], None]
+"""A forward pass of one token, int64 `[1, 1]`, whose position it is as well."""
+
+
+def layer_groups(
+    model: PreTrainedModel,
+    kinds: Mapping[str, list[int]],
+    windows: Mapping[str, int],
+    run: Run,
+    kv_dtype: torch.dtype | None,
+) -> list[Group]:
+    """The layer groups of a model, by what it hands to attention for one token.
+
+    Args:
+        kinds: its layers, by a name for each kind.
+        windows: of kinds that have one, the tokens that a token attends to.
+        kv_dtype: the 8-bit format that K and V are kept in, with scales; None: their own dtype.
+
+    Raises:
+        DtypeError: they cannot be kept so.
+        UnsupportedError: its layers do not all keep K and V of their own, of one dtype.
+    """
+    probe = Probe()
+    with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # as in the thread that runs the model
+        run(model, _token(model), probe)
+    if sorted(probe.shapes) != sorted(layer for layers in kinds.values() for layer in layers) or len(probe.dtypes) > 1:
+        number = model.config.get_text_config().num_hidden_layers
+        raise not_for_rows(model, f"{number} layers, of which not all keep K and V of one dtype")
+    (dtype,) = probe.dtypes
+    if kv_dtype:
+        check_quantizable(dtype, kv_dtype)
+    kept, scales = (kv_dtype, "token_head") if kv_dtype else (dtype, None)
+    groups = []
+    for name, layers in kinds.items():
+        heads, k_widths, v_widths = zip(*(probe.shapes[layer] for layer in layers))
+        layout = KVLayout(len(layers), heads, k_widths, kept, v_widths, scales=scales)
+        groups.append(Group(name, list(layers), windows.get(name, 0), layout, probe.has_kernels))
+    return groups
+
+
+def can_be_captured(model: PreTrainedModel, run: Run) -> bool:
+    """Whether a forward pass can be a CUDA graph: some choose experts on the host."""
+    if model.device.type != "cuda":
+        return False
+    token = _token(model)
+    try:
+        with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+            run(model, token, Probe())
+    except RuntimeError as error:
+        logger.warning("%s runs without CUDA graphs: %s", type(model).__name__, error)
+        return False
+    return True
+
+
+def _token(model: PreTrainedModel) -> torch.Tensor:
+    return torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+
+
+def not_for_rows(model: PreTrainedModel, what: str) -> UnsupportedError:
+    """Why a model cannot run on rows."""
+    return UnsupportedError(
+        f"{type(model).__name__} has {what}; vmmkv.integrations.continuous_batching.disable(model), or transformers "
+        "serve instead of vmmkv serve, leaves it to transformers"
+    )

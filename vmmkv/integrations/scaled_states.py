@@ -1,0 +1,123 @@
+"""`ScaledStates`: K or V kept as 8-bit numbers and their scales, which to a model looks like the K or V that it gave.
+
+Attention that knows it reads numbers and scales. To whatever else is done with it, it is dequantized then. How numbers
+are made is said in `vmmkv.kernels.quantized`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import DtypeError, UnsupportedError
+from ..kernels.checks import ATTENTION_DTYPES
+from ..kernels.quantized import dequantize, quantize
+
+PIECE = 1 << 22
+"""Numbers that are rounded, or made wide, at a time: what that takes in fp32 is a few times 16 MiB, however long rows
+are."""
+
+
+def check_quantizable(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Raises `DtypeError` unless K and V of a dtype can be kept in 8 bits."""
+    if dtype not in ATTENTION_DTYPES:
+        known = ", ".join(str(each).removeprefix("torch.") for each in ATTENTION_DTYPES)
+        raise DtypeError(f"got K and V as {dtype} to keep as {kv_dtype}; they must be one of {known}")
+
+
+class ScaledStates(torch.Tensor):
+    """K or V, `[batch, num_kv_heads, tokens, head_dim]` to those who look, of which 8 bits of each number are kept.
+
+    What is computed with it is computed with a copy of all of it, in its dtype, which is made for each operation. It
+    cannot be written to. Compilers and CUDA graphs see its two tensors.
+
+    Args:
+        numbers: e4m3fn or int8, of that shape and any strides.
+        scales: fp32 `[batch, num_kv_heads, tokens]`, any strides.
+        dtype: that the model has them in.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+    __torch_function__: Any = torch._C._disabled_torch_function_impl  # results are plain tensors
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> ScaledStates:
+        make: Callable[..., ScaledStates] = torch.Tensor._make_wrapper_subclass
+        return make(cls, numbers.shape, dtype=dtype, device=numbers.device)
+
+    def __init__(self, numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> None:
+        self.numbers, self.scales = numbers, scales
+
+    def dequantized(self) -> torch.Tensor:
+        """A copy, in its dtype."""
+        states = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+        for here in _pieces(self.numbers):
+            states[:, :, here] = dequantize(self.numbers[:, :, here], self.scales[:, :, here], self.dtype)
+        return states
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.dtype]:
+        return ["numbers", "scales"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, tensors: dict[str, torch.Tensor], dtype: torch.dtype, shape: Sequence[int], stride: Sequence[int]
+    ) -> ScaledStates:
+        return cls(tensors["numbers"], tensors["scales"], dtype)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, operation: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if operation in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            states: Any = args[0]
+            return cls(states.numbers, states.scales, states.dtype)
+        if _writes_to(operation, args, kwargs or {}):
+            raise UnsupportedError(
+                f"asked for {operation} on K or V of 8 bits, which would write to a copy; they are written by "
+                "VmmCache.update() only"
+            )
+        args, kwargs = tree_map_only(cls, cls.dequantized, (args, kwargs or {}))
+        return operation(*args, **kwargs)
+
+    def data_ptr(self) -> NoReturn:
+        """Raises `UnsupportedError`: there is no memory with these numbers."""
+        raise UnsupportedError(
+            "asked for the address of K or V of 8 bits, which attn_implementation='vmmkv' and what goes through torch "
+            "can read; make the VmmCache without kv_dtype"
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"ScaledStates({list(self.shape)}, {self.dtype}, kept as {self.numbers.dtype})"
+
+
+def as_plain(states: torch.Tensor) -> torch.Tensor:
+    """What `ScaledStates` stand for; others as they are."""
+    return states.dequantized() if isinstance(states, ScaledStates) else states
+
+
+def _writes_to(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation writes to `ScaledStates` that it was given."""
+    known = operation._schema.arguments
+    given = [*zip(known, args), *((each, kwargs.get(each.name)) for each in known)]
+    written = [value for each, value in given if each.is_write]
+    return any(isinstance(leaf, ScaledStates) for leaf in tree_leaves(written))
+
+
+def write_quantized(states: torch.Tensor, numbers: torch.Tensor, scales: torch.Tensor) -> None:
+    """Writes K or V as 8-bit numbers and their scales; all three as in `ScaledStates`. For what the append kernel does
+    not take; it writes the same bits."""
+    for here in _pieces(states):
+        new_numbers, new_scales = quantize(states[:, :, here], numbers.dtype)
+        numbers[:, :, here], scales[:, :, here] = new_numbers, new_scales
+
+
+def _pieces(states: torch.Tensor) -> Iterator[slice]:
+    """Tokens of K or V, `[batch, num_kv_heads, tokens, head_dim]`, some at a time."""
+    tokens = states.shape[2]
+    step = max(PIECE * tokens // max(states.numel(), 1), 1)
+    return (slice(first, first + step) for first in range(0, tokens, step))
