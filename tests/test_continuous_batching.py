@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus, 
 import vmmkv
 from vmmkv.integrations import batching_seam, row_groups
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.batching_seam import RowProcessor
 from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.memory.driver import open_driver
 
@@ -452,6 +454,30 @@ def test_two_models_that_wait_for_each_others_memory_go_on() -> None:
     finally:
         for each in models:
             rows.disable(each)
+
+
+def test_models_that_wait_for_each_others_memory_take_turns() -> None:
+    """Each wants more than two thirds of it, in small steps: were both to begin anew whenever they cannot go on, each
+    would take what the other has just been given."""
+    random, own = Random(), pool(5)
+    models = [copy.deepcopy(tiny_model("mixtral", "eager", "cpu")) for _ in range(2)]
+    begin = [random.randrange(2, VOCABULARY) for _ in range(58)]
+    expected = [answers(each, random, 1, most=8, begin=begin)[0] for each in models]
+    for each in models:
+        rows.enable(each, pool=own, max_seq_len=100)
+    hands = [ByHand(each, max_batch_tokens=2, allow_block_sharing=False) for each in models]
+    for hand, wanted in zip(hands, expected):
+        hand.manager.add_request(wanted.prompt)
+    with patch.object(RowProcessor, "_give_way", autospec=True, side_effect=RowProcessor._give_way) as give_way:
+        is_busy = True
+        while is_busy and give_way.call_count <= 2:
+            found = [hand.step() for hand in hands]
+            is_busy = any(found) or any(hand.processor.has_pending_requests() for hand in hands)
+    assert give_way.call_count <= 2
+    for hand, wanted, each in zip(hands, expected, models):
+        assert hand.manager.get_result(timeout=0).generated_tokens == wanted.tokens
+        hand.end()
+        rows.disable(each)
 
 
 def test_a_request_that_there_is_no_memory_for_ends_alone(model: PreTrainedModel) -> None:
