@@ -6,6 +6,7 @@ Weights are random and large enough for attention to decide what comes; pages ho
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import sys
 import time
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,14 +22,16 @@ import transformers
 from conftest import soon
 from faulty import FaultyDriver
 from parity.batching import NEW, Answer, answer, config, without_kernels
-from tiny_models import VOCABULARY, tiny_model
+from tiny_models import LEAST_MODELS, VOCABULARY, tiny_model
 from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.generation.continuous_batching import initialization, model_runner
 from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
 
 import vmmkv
-from vmmkv.integrations import batching_seam
+from vmmkv.integrations import batching_seam, row_groups
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.batching_seam import RowProcessor
 from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.memory.driver import open_driver
 
@@ -35,8 +39,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 PAGE_SIZE = 4096
 MODELS = [
-    "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt2", "gpt-oss", "deepseek-v3",
+    "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt2", "gpt-oss", "deepseek-v3", *LEAST_MODELS,
 ]  # fmt: skip
+OWN_ROTATION = ("gpt2", "gpt_oss", "deepseek_v3", "cohere")
+"""Kinds whose positions are no rotary embedding, or one of their own."""
 
 
 def pool(pages: int) -> vmmkv.FramePool:
@@ -67,8 +73,10 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
 class Served:
     """A manager at work, and what it was asked for."""
 
-    def __init__(self, model: PreTrainedModel, **options: Any) -> None:
+    def __init__(self, model: PreTrainedModel, *, warm: bool = False, **options: Any) -> None:
         self.manager = model.init_continuous_batching(**config(**options))
+        if warm:
+            self.manager.warmup()
         self.manager.start()
         self.asked: dict[str, Answer] = {}
 
@@ -138,7 +146,7 @@ def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel)
     rows.enable(model, pool=pool(400), max_seq_len=100)
     with without_kernels() as append:
         results = model.generate_batch([answer.prompt for answer in expected], **config())
-    assert bool(append.call_count) == (model.config.model_type not in ("gpt2", "gpt_oss", "deepseek_v3"))
+    assert bool(append.call_count) == (model.config.model_type not in OWN_ROTATION)
     assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
 
 
@@ -151,6 +159,28 @@ def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     options["generation_config"].max_new_tokens = 3
     results = model.generate_batch([answer.prompt for answer in expected], **options)
     assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_in_16_bits_rows_are_as_near_to_fp32_as_the_model_itself(dtype: torch.dtype) -> None:
+    """By the log probabilities of what was drawn, beside those of the model without a cache."""
+    exact = tiny_model("olmo2", "eager", "cpu")
+    model, random = copy.deepcopy(exact).to(dtype), Random()
+    prompts = [[random.randrange(2, VOCABULARY) for _ in range(random.randint(1, 60))] for _ in range(6)]
+    rows.enable(model, pool=pool(200), max_seq_len=100)
+    results = list(model.generate_batch(prompts, **config(return_logprobs=True)).values())
+    assert [result.error for result in results] == [None] * len(prompts)
+    made = torch.tensor([result.logprobs for result in results])
+    pairs = [(prompt, result.generated_tokens) for prompt, result in zip(prompts, results)]
+    right, own = (torch.stack([log_probabilities(each, *pair) for pair in pairs]) for each in (exact, model))
+    assert 0 < (made - right).norm() <= 2 * (own - right).norm()
+
+
+@torch.no_grad()
+def log_probabilities(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """What a model without a cache gives tokens behind a prompt, `[tokens]`."""
+    logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :].float()
+    return logits.log_softmax(dim=-1)[range(len(tokens)), tokens]
 
 
 def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,6 +456,30 @@ def test_two_models_that_wait_for_each_others_memory_go_on() -> None:
             rows.disable(each)
 
 
+def test_models_that_wait_for_each_others_memory_take_turns() -> None:
+    """Each wants more than two thirds of it, in small steps: were both to begin anew whenever they cannot go on, each
+    would take what the other has just been given."""
+    random, own = Random(), pool(5)
+    models = [copy.deepcopy(tiny_model("mixtral", "eager", "cpu")) for _ in range(2)]
+    begin = [random.randrange(2, VOCABULARY) for _ in range(58)]
+    expected = [answers(each, random, 1, most=8, begin=begin)[0] for each in models]
+    for each in models:
+        rows.enable(each, pool=own, max_seq_len=100)
+    hands = [ByHand(each, max_batch_tokens=2, allow_block_sharing=False) for each in models]
+    for hand, wanted in zip(hands, expected):
+        hand.manager.add_request(wanted.prompt)
+    with patch.object(RowProcessor, "_give_way", autospec=True, side_effect=RowProcessor._give_way) as give_way:
+        is_busy = True
+        while is_busy and give_way.call_count <= 2:
+            found = [hand.step() for hand in hands]
+            is_busy = any(found) or any(hand.processor.has_pending_requests() for hand in hands)
+    assert give_way.call_count <= 2
+    for hand, wanted, each in zip(hands, expected, models):
+        assert hand.manager.get_result(timeout=0).generated_tokens == wanted.tokens
+        hand.end()
+        rows.disable(each)
+
+
 def test_a_request_that_there_is_no_memory_for_ends_alone(model: PreTrainedModel) -> None:
     """Also one that only its answer makes too long."""
     expected = answers(model, Random(), 2, most=8)
@@ -512,6 +566,58 @@ def test_a_manager_that_is_started_again_looks_where_weights_are(model: PreTrain
         served.manager.add_request(expected.prompt)
         assert served.manager.get_result(timeout=60).error is None
         assert served.cache.layout.dtype == torch.bfloat16
+
+
+# ---------------------------------------------------------------------- graphs
+
+
+class Replayed:
+    """In the place of a CUDA graph: what was captured is called again, as it was."""
+
+    def __init__(self, call: Any) -> None:
+        self.replay = call
+
+    def reset(self) -> None: ...
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tuple[str, list[int]]:
+    """A device, and the batch size of each graph that is captured; on the host there are none, and calls in their
+    place."""
+    sizes: list[int] = []
+    capture = model_runner.ModelRunner._capture_graph
+
+    def count(runner: Any, forward: Any, stream: Any, *given: Any) -> None:
+        sizes.append(given[1]["input_ids"].shape[1])
+        if request.param == "cuda":
+            capture(runner, forward, stream, *given)
+        else:
+            forward(*given)
+            runner.inputs_and_outputs.set_graph(Replayed(functools.partial(forward, *given)))
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", count)
+    if request.param == "cpu":
+        monkeypatch.setattr(initialization, "get_accelerator_graph_name", lambda: "graph")
+        monkeypatch.setattr(model_runner, "get_memory_pools", lambda: (None, 0))
+        monkeypatch.setattr(row_groups, "kernels_take", lambda *_: True)
+    return request.param, sizes
+
+
+def test_one_graph_serves_a_batch_size_whatever_the_lengths(captures: tuple[str, list[int]]) -> None:
+    """All are captured before the first request, for each power of two, and twice where batches are made ahead."""
+    device, sizes = captures
+    model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
+    rounds = [answers(model, Random(), 7, most=most) for most in (9, 60)]
+    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
+    try:
+        with Served(model, warm=True, use_cuda_graph=(False, True), max_requests_per_batch=8) as served:
+            before = sorted([1, 2, 4, 8] * (1 if device == "cpu" else 2))
+            assert sorted(sizes) == before
+            for expected in rounds:
+                served.check(expected)
+            assert sorted(sizes) == before
+    finally:
+        rows.disable(model)
 
 
 # ---------------------------------------------------------------------- on a GPU

@@ -129,10 +129,34 @@ WIDE_MODELS = {
 """Their heads are wide enough for vmmkv's own kernels, and their weights large enough for attention to matter."""
 
 
+LEAST = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "initializer_range": 0.2,
+}
+LEAST_MODELS = {
+    # Neighbours are turned with each other, not halves; one norm for attention and MLP.
+    "cohere": ("Cohere", "ForCausalLM", {**LEAST, "num_key_value_heads": 2}),
+    # Half of each head is turned; Q, K and V come from one product.
+    "gpt-neox": ("GPTNeoX", "ForCausalLM", {**LEAST, "num_attention_heads": 2, "rotary_pct": 0.5}),
+    "mixtral": ("Mixtral", "ForCausalLM", {**LEAST, "num_key_value_heads": 2, "num_local_experts": 2}),
+    # Norms behind attention, and over all heads of Q and of K.
+    "olmo2": ("Olmo2", "ForCausalLM", {**LEAST, "num_key_value_heads": 1}),
+}
+"""As small as can be: for tests that all kinds of attention pass through."""
+
+
 @functools.cache
 def tiny_model(name: str, attention: str, device: str, seed: int = 0) -> PreTrainedModel:
     """A model in fp32 with random weights; the same one for the same arguments."""
-    family, head, sizes = {**MODELS, **WIDE_MODELS}[name]
+    family, head, sizes = {**MODELS, **WIDE_MODELS, **LEAST_MODELS}[name]
     config = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
     torch.manual_seed(seed)
     model = getattr(transformers, family + head)._from_config(config(**sizes), attn_implementation=attention)

@@ -32,6 +32,7 @@ from .batching_config import block_bytes, budget, host_bytes, with_defaults
 from .idle_memory import IdleMemory
 from .model_weights import adapters, addresses
 from .packed_attention import Packed
+from .pool_turns import PoolTurn, turn_at
 from .request_checks import check_length, check_sampling, token_ids
 from .rotation import defer_rotation, restore_rotation
 from .row_admission import Admission
@@ -291,6 +292,8 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         self.scheduler.handlers = self.output_router.result_handlers
         self.cache.stream = self.inputs_and_outputs.compute_stream
         self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many
+        if self.distributed_helper.tp_size == 1:
+            self.scheduler.take_turns(turn_at(self.cache.kv_caches[0].pool))
 
     def prepare_next_batch(self) -> bool:
         self._let_go()
@@ -302,12 +305,20 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
             found = False
             if self._take_tokens():
                 pass  # who has ended with them leaves memory
+            elif self.scheduler.keeps_its_memory():
+                pass  # others give way, or end
             elif self.cache.admission.others_hold_memory():
                 self._give_way()  # it may come yet, and others may wait for ours
             else:
                 self._end_first()
         self.cache.idle_memory.note(found or self.has_pending_requests())
         return found
+
+    def update_batch(self) -> None:
+        before = set(self.scheduler.active_requests)
+        super().update_batch()
+        if not before <= self.scheduler.active_requests.keys():  # some are done
+            self.scheduler.end_turn()
 
     @property
     def _running(self) -> ContinuousBatchingIOs | None:
@@ -353,6 +364,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
 
     def _give_way(self) -> None:
         """Has requests that cannot grow begin anew later, with what is known of them by then."""
+        self.scheduler.end_turn()
         for state, _ in self.scheduler.starved_requests:
             again = state.create_equivalent_initial_request()
             state.status = RequestStatus.FINISHED
@@ -392,6 +404,32 @@ class RowScheduler(Scheduler):
 
     handlers: dict[str, Any]
     """By request: who is told of what becomes of it."""
+    _turn: PoolTurn | None = None
+    """Among managers on one pool. Not where several processes would have to agree on it."""
+
+    def take_turns(self, turn: PoolTurn) -> None:
+        """Takes turns with other managers on a pool, where each waits for the others' memory."""
+        self._turn = turn
+        turn.join(self)
+
+    def holds_memory(self) -> bool:
+        """Whether requests of its hold memory."""
+        return bool(self.active_requests)
+
+    def keeps_its_memory(self) -> bool:
+        """Whether it need not give way, since other managers will."""
+        return self._turn is not None and self._turn.take(self) and self._turn.others_hold_memory(self)
+
+    def end_turn(self) -> None:
+        """Leaves the turn to other managers, if it had it."""
+        if self._turn is not None:
+            self._turn.end(self)
+
+    def _get_waiting_candidates(self) -> list[RequestState]:
+        if self._turn is not None and self._turn.is_anothers(self):
+            return []
+        waiting: list[RequestState] = super()._get_waiting_candidates()
+        return waiting
 
     def add_waiting_request(self, state: RequestState) -> None:
         """Lets a request wait.
