@@ -95,6 +95,12 @@ load_16 = instruction(
 )
 """16 bytes at a 16-byte aligned address, read once: they bypass the first cache, and 256 bytes come to the second."""
 
+load_16_narrow = instruction(
+    "ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True
+)
+"""The same where 128 bytes are all that is read here: what lies beside them would push others out of the second cache
+before it is read."""
+
 load_16_cached = instruction("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True)
 """16 bytes at a 16-byte aligned address, of which neighbours are read again soon."""
 
