@@ -19,6 +19,7 @@ For shares of the work see `decode_shares`, for what becomes of the sums `decode
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -30,11 +31,11 @@ from .arithmetic import HALVES, clamp, exp2, fma, if_within, maximum, pick_bytes
 from .decode_parts import make_settle, results_of
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
 from .eight_bits import EIGHT_BITS
-from .memory import load_16, load_16_cached, load_16_narrow, load_f32
+from .memory import load_16_cached, load_16_once, load_f32
 from .ptx import float32, inlined, uint32
 from .softmax import Softmax, Visible, begin_softmax
-from .warp import multiply as multiplications
 from .warp import any_lane, shuffle_xor, transpose
+from .warp import multiply as multiplications
 
 
 class Octet(NamedTuple):
@@ -106,7 +107,7 @@ def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
     _, address_of = make_addressing(variant.block_size)
     k_chunks, v_chunks = chunks_of(head_dim, vectors)
     head_bytes = head_dim * 2 // vectors
-    load_vector = load_16_narrow if head_bytes % 256 else load_16
+    load_vector = load_16_once[max(gcd(head_bytes, 256), 64)]
 
     @inlined
     def load_k(words: Any, k: Tokens, token: int, home: int, piece: Piece, lane: int) -> None:

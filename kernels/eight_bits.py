@@ -2,7 +2,8 @@
 
 Every one of them is a bf16 as well, so out of a word they come without loss. Bits are shifted to where a wider format
 has them, which leaves the exponent of e4m3 short of 120, also in numbers below its normal ones. A product puts that
-right, of each number or, at less cost, of what is made of many: numbers that are short of it are *raw*. e4m3's own NaN, which `quantize` never makes, is 480 or -480 that way.
+right, of each number or, at less cost, of what is made of many: numbers that are short of it are *raw*. e4m3's own
+NaN, which `quantize` never makes, is 480 or -480 that way.
 """
 
 from __future__ import annotations

@@ -90,16 +90,18 @@ load_4 = instruction("ld.global.nc.u32 $0, [$1];", "r", "l", _load_4, reads_only
 load_8 = instruction("ld.global.nc.v2.u32 {$0, $1}, [$2];", "rr", "l", _load_8, reads_only=True)
 """8 bytes at an 8-byte aligned address."""
 
-load_16 = instruction(
-    "ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True
-)
-"""16 bytes at a 16-byte aligned address, read once: they bypass the first cache, and 256 bytes come to the second."""
+load_16_once = {
+    nbytes: instruction(
+        f"ld.global.nc.L1::no_allocate.L2::{nbytes}B.v4.u32 {{$0, $1, $2, $3}}, [$4];", "rrrr", "l", _load_16,
+        reads_only=True,
+    )
+    for nbytes in (64, 128, 256)
+}  # fmt: skip
+"""16 bytes at a 16-byte aligned address, read once: they bypass the first cache. By how many bytes come to the second:
+no more than are read next, since the rest would push others out before it is wanted."""
 
-load_16_narrow = instruction(
-    "ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True
-)
-"""The same where 128 bytes are all that is read here: what lies beside them would push others out of the second cache
-before it is read."""
+load_16 = load_16_once[256]
+"""16 bytes of a long run."""
 
 load_16_cached = instruction("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True)
 """16 bytes at a 16-byte aligned address, of which neighbours are read again soon."""

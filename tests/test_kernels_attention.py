@@ -62,7 +62,11 @@ def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
     shapes = [(length, case.kv_heads, case.head_dim) for length in lengths]
     lives = [[torch.randn(shape, device=DEVICE).to(case.dtype) for shape in shapes] for _ in "kv"]
     values = lives
-    if case.kv:  # heads of many sizes, and what their bytes stand for
+    if case.kv:  # heads of many sizes, some of their numbers below e4m3's normal ones, and what their bytes stand for
+        lives = [
+            [new * torch.exp2(-20 * torch.rand_like(new).round() * torch.rand_like(new)).to(new) for new in live]
+            for live in lives
+        ]
         sizes = [torch.empty(*shape[:2], 1, device=DEVICE).uniform_(-3, 1).exp2() for shape in shapes]
         rounded = [[quantize(new * size, case.kv) for new, size in zip(live, sizes)] for live in lives]
         values = [[pair[part] for pair in pairs] for part in range(2) for pairs in rounded]
