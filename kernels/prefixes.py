@@ -171,8 +171,7 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
 
     @inlined
     def home_of_query(number: int, prompt: Prompt, strides: Strides) -> int:
-        return (
-            prompt.start + number // per_sequence
-        ) * strides.q_batch + number % per_sequence // group * strides.q_token
+        token = number % per_sequence // group
+        return (prompt.start + number // per_sequence) * strides.q_batch + token * strides.q_token
 
     return Work(find_queries, queries_of, home_of_query, group, make_put(variant))

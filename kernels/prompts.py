@@ -47,7 +47,7 @@ class Work(NamedTuple):
 
 
 def make_prompts(variant: Variant, queries_per_block: int) -> Work:
-    """The work on prompts. A block of the grid has a query head, and in the second dimension some of a prompt's tokens."""
+    """The work on prompts. A block of the grid has a query head, and in the second dimension tokens of a prompt."""
     group, store = variant.group, make_store(variant.dtype, variant.head_dim // 2)
 
     @inlined

@@ -1,8 +1,8 @@
 """cascade: decode of sequences that begin with the same tokens, which are read once for a group of sequences.
 
 Two launches. The first is prefill's kernel, which takes the queries of a group together, so that a tile of the prefix
-is read once for all of them; it leaves sums and their softmax's state, in fp32. The second is decode's, which reads what
-is a sequence's own and merges both. Exactly: a softmax over some tokens and one over the others give that over all.
+is read once for all of them; it leaves sums and their softmax's state, in fp32. The second is decode's, which reads
+what is a sequence's own and adds the first's sums. That is exact: softmaxes over two sets of tokens give one over both.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from . import attention, prefixes, row_decode, row_prefill
-from .arguments import Groups, Variant
+from .arguments import Groups
 from .attention import Geometries, Plan
 from .checks import Geometry, Key, check_indices, keys
 from .workspace import multiprocessors
@@ -125,11 +125,11 @@ def _plans(softcapped: bool, name: str, geometry: tuple[Key | None, ...], of_gro
     variant = row_decode.variant_of(given, False, softcapped)._replace(cascaded=True)
     own = row_decode.make_plan(given, variant)
     kernel, queries, box_tokens = row_prefill.fast_kernel(name, variant._replace(causal=False))
-    blocks = batch * q_len * variant.group // queries + min(
-        num_groups, batch
-    )  # no batch has more, however it is grouped
-    splits = splits_of(q.device, k.shape[2] * max(-(-batch * q_len * variant.group // queries), min(num_groups, batch)))
-    prefix = attention.make_plan(given, kernel, (k.shape[2] * splits, blocks), box_tokens=box_tokens)
+    per_head, most_groups = batch * q_len * variant.group, min(num_groups, batch // 2)
+    splits = splits_of(q.device, k.shape[2] * max(-(-per_head // queries), most_groups))
+    # No batch has more blocks of queries, however it is grouped.
+    grid = k.shape[2] * splits, per_head // queries + most_groups
+    prefix = attention.make_plan(given, kernel, grid, box_tokens=box_tokens)
     parts = own.partial_bytes
     nbytes = splits * prefixes.part_bytes(batch * q_len, num_heads, head_dim)
     return Plans(prefix, own._replace(partial_bytes=parts + nbytes), parts, splits)
