@@ -29,6 +29,8 @@ COMPILE = """
         }
         eight_bits = Variant(bf16, 128, 4, 1, 0, True, False, False, False, torch.float8_e4m3fn)
         kernels["decode, mma, 8 bits"] = row_decode.mma_kernel(eight_bits)
+        cascaded = Variant(bf16, 128, 4, 1, 0, True, False, False, cascaded=True)
+        kernels["decode, mma, behind a prefix"] = row_decode.mma_kernel(cascaded)
     else:
         kernels = {
             "append": row_append.append_kernel(128, 16, 128, 16, True, 0, False),
@@ -44,6 +46,8 @@ COMPILE = """
             variant = Variant(bf16, dim, 4, 0, paged, True, False, False)
             kernels[f"prefill, mma, {dim}, {paged}"] = row_prefill.mma_kernel(variant)
             kernels[f"prefill, wgmma, {dim}, {paged}"] = row_prefill.wgmma_kernel(variant)
+        prefix = Variant(bf16, 128, 4, 1, 0, False, False, False, cascaded=True)
+        kernels["prefill, wgmma, of a prefix"] = row_prefill.wgmma_kernel(prefix)
         variant = Variant(bf16, 128, 4, 0, 0, True, False, False, False, torch.float8_e4m3fn)
         kernels["prefill, mma, 128, 8 bits"] = row_prefill.mma_kernel(variant)
     folder, facts = tempfile.mkdtemp(), []
