@@ -20,9 +20,9 @@ from .workspace import multiprocessors
 
 MOST_SPLITS = 128
 """Parts of a prefix."""
-BLOCK_TOKENS = 256
-"""To begin and to end a block of threads takes about as long as so many tokens of a prefix do."""
-TYPICAL_PREFIX = 4096
+PREFIX_TOKENS, BLOCK_TOKENS = 4096, 256
+"""To choose how many: tokens of a prefix, which the host does not know; and those that could be read in the time that
+beginning and ending a block of threads takes."""
 
 
 def cascade(
@@ -122,17 +122,16 @@ def _plans(softcapped: bool, name: str, geometry: tuple[Key | None, ...], of_gro
     name = row_prefill.choose(name, given)
     if name == "plain" or not num_groups or not batch:
         return None
-    variant = row_decode.variant_of(given, False, softcapped)._replace(cascaded=True)
-    own = row_decode.make_plan(given, variant)
-    kernel, queries, box_tokens = row_prefill.fast_kernel(name, variant._replace(causal=False))
-    per_head, most_groups = batch * q_len * variant.group, min(num_groups, batch // 2)
+    variants = [row_decode.variant_of(given, False, softcapped, causal=each, cascaded=True) for each in (False, True)]
+    kernel, queries, box_tokens = row_prefill.fast_kernel(name, variants[0])
+    per_head, most_groups = batch * q_len * variants[0].group, min(num_groups, batch // 2)
     splits = splits_of(q.device, k.shape[2] * max(-(-per_head // queries), most_groups))
     # No batch has more blocks of queries, however it is grouped.
     grid = k.shape[2] * splits, per_head // queries + most_groups
     prefix = attention.make_plan(given, kernel, grid, box_tokens=box_tokens)
-    parts = own.partial_bytes
     nbytes = splits * prefixes.part_bytes(batch * q_len, num_heads, head_dim)
-    return Plans(prefix, own._replace(partial_bytes=parts + nbytes), parts, splits)
+    own = row_decode.make_plan(given, variants[1], nbytes)
+    return Plans(prefix, own, own.partial_bytes - nbytes, splits)
 
 
 def check_groups(given: Geometries, cu_groups: Geometry, prefix_lens: Geometry) -> int:
@@ -151,6 +150,6 @@ def splits_of(device: torch.device, blocks: int) -> int:
     sms = multiprocessors(device)
 
     def time_of(splits: int) -> float:
-        return -(-blocks * splits // sms) * (TYPICAL_PREFIX / splits + BLOCK_TOKENS)
+        return -(-blocks * splits // sms) * (PREFIX_TOKENS / splits + BLOCK_TOKENS)
 
     return min(range(1, MOST_SPLITS + 1), key=time_of)

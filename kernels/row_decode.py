@@ -127,25 +127,27 @@ def check(geometry: tuple[Key | None, ...]) -> Geometries:
     return given
 
 
-def variant_of(given: Geometries, windowed: bool, softcapped: bool) -> Variant:
+def variant_of(
+    given: Geometries, windowed: bool, softcapped: bool, *, causal: bool = True, cascaded: bool = False
+) -> Variant:
     """What a kernel is compiled for."""
     q, k = given.q, given.k
     _, q_len, num_heads, head_dim = q.shape
     block_size = k.shape[1] if given.block_table else 0
     kv_dtype = k.dtype if given.k_scales else None
     group = num_heads // k.shape[2]
-    return Variant(q.dtype, head_dim, group, q_len, block_size, True, windowed, softcapped, False, kv_dtype)
+    return Variant(q.dtype, head_dim, group, q_len, block_size, causal, windowed, softcapped, False, kv_dtype, cascaded)
 
 
-def make_plan(given: Geometries, variant: Variant) -> Plan:
-    """The plan of a geometry on tensor cores."""
+def make_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
+    """The plan of a geometry on tensor cores, with so many bytes of room behind that for its own parts."""
     blocks = multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant)
     queries = Queries(variant.group, variant.q_len, variant.mixed)
     return attention.make_plan(
         given,
         mma_kernel(variant),
         (blocks, 1),
-        partial_bytes=2 * blocks * part_bytes(queries, variant.head_dim),
+        partial_bytes=2 * blocks * part_bytes(queries, variant.head_dim) + more_bytes,
         counters=given.seq_lens.shape[0] * given.k.shape[2] * queries.bundles_per_head,
     )
 
