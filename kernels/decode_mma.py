@@ -26,7 +26,7 @@ import torch
 from numba import cuda
 
 from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of, scales_of
-from .arguments import Addresses, Scoring, Sizes, Strides, Variant
+from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
 from .arithmetic import HALVES, clamp, exp2, fma, if_within, maximum, pick_bytes, tanh
 from .decode_parts import make_settle, results_of
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
@@ -356,14 +356,15 @@ def make_decode(variant: Variant) -> Any:
     q_words, num_sums = 4 * k_chunks * vectors, 16 * v_chunks * vectors
     shared_floats = results_of(queries, head_dim).floats
 
-    share_of_block, piece_at, sequence_after = make_shares(queries, variant.windowed)
+    share_of_block, piece_at, sequence_after = make_shares(queries, variant.windowed, variant.cascaded)
     first_query = make_first_query(queries.mixed)
     load_queries = make_load_queries(variant, queries)
     keys_of_lane, attend = make_attend(variant, queries)
     put_results = make_put_results(variant, queries)
-    settle = make_settle(variant.dtype, head_dim, queries)
+    settle = make_settle(variant.dtype, head_dim, queries, variant.cascaded)
 
-    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+    @inlined
+    def decode(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
         warp = thread >> 5
@@ -371,7 +372,7 @@ def make_decode(variant: Variant) -> Any:
         q_fragment = cuda.local.array(q_words, uint32)
         sums = cuda.local.array(num_sums, float32)
         bundles = sizes.kv_heads * bundles_per_head
-        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, bundles)
+        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, bundles, groups)
 
         share = share_of_block(sizes.batch, lengths, lane)
         unit, sequence, before = share.begin, share.sequence, share.before
@@ -390,10 +391,16 @@ def make_decode(variant: Variant) -> Any:
                 sums, q_fragment, k, v, k_scales, v_scales, row, piece, token, visible, scoring, lane
             )  # fmt: skip
             put_results(shared, sums, softmax, warp, lane)
-            settle(shared, piece, share.size, bundles, at, strides, scoring.outer, thread)
+            settle(shared, piece, share.size, bundles, at, sizes, strides, groups, scoring.outer, thread)
             unit = piece.end
             if unit == piece.bundle_end and piece.bundle == bundles - 1:
                 before = unit
                 sequence = sequence_after(sequence, share, unit, lengths)
 
-    return kernel
+    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+        decode(at, sizes, strides, scoring, NO_GROUPS)
+
+    def cascaded_kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
+        decode(at, sizes, strides, scoring, groups)
+
+    return cascaded_kernel if variant.cascaded else kernel

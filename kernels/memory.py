@@ -61,6 +61,11 @@ def simulated_store_16(address: int, *words: int) -> None:
     Words.from_address(int(address))[:] = [int(word) for word in words]
 
 
+def _store_f32x2(address: int, *values: float) -> None:
+    assert address % 8 == 0, "misaligned"
+    (ctypes.c_float * 2).from_address(int(address))[:] = [float(value) for value in values]
+
+
 def _store_f32x4(address: int, *values: float) -> None:
     assert address % 16 == 0, "misaligned"
     Floats.from_address(int(address))[:] = [float(value) for value in values]
@@ -120,6 +125,9 @@ store_16 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", "", "lrrrr", 
 
 store_f32 = instruction("st.global.f32 [$0], $1;", "", "lf", simulated_store_f32)
 """Puts a float to an address."""
+
+store_f32x2 = instruction("st.global.v2.f32 [$0], {$1, $2};", "", "lff", _store_f32x2)
+"""Puts two floats to an 8-byte aligned address."""
 
 store_f32x4 = instruction("st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", _store_f32x4)
 """Puts four floats to a 16-byte aligned address."""

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from benchmarks.attention.__main__ import wrong_rows
 from benchmarks.attention.batches import Case, Reference, evenly, make_batch, spread
+from benchmarks.attention.cascade import Shape, make_shared, ours, shared_layouts, with_gains
 from benchmarks.attention.cases import EVEN, RAGGED, attention, compare_ragged, decode_cases, with_ratios
 from benchmarks.attention.layouts import layers_that_fit, layouts
 from benchmarks.attention.peers import page_table
@@ -72,6 +73,29 @@ def test_all_layouts_hold_the_same_and_the_kernels_find_it(case: Case, checked: 
     assert reference.error(torch.zeros_like(batch.q)) == 1
 
 
+def test_what_is_shared_is_the_same_in_all_layouts() -> None:
+    """In rows of a cache and in blocks there is one copy of it."""
+    shape = Shape(groups=2, size=2, shared=32, own=5)
+    batch = make_shared(shape, torch.device(DEVICE))
+    with shared_layouts(shape, batch) as made:
+        for shared in made:
+            for index, row in enumerate(shared.rows.tolist()):
+                for found, expected in zip(shared.kv.row(row, 37), (batch.k, batch.v)):
+                    assert torch.equal(found, expected[index, :37])
+        _, rows, blocks = made
+        assert rows.kv.k[rows.rows[0], 0, 0, 0] == rows.kv.k[rows.rows[1], 0, 0, 0]
+        assert torch.equal(blocks.kv.block_table[0, :2], blocks.kv.block_table[1, :2])
+        assert len(blocks.kv.k) == 2 * 2 + 4 * 1
+
+
+def test_cascade_is_called_as_it_should_be() -> None:
+    shape = Shape(groups=1, size=2, shared=16, own=1)
+    batch = make_shared(shape, torch.device(DEVICE))
+    with shared_layouts(shape, batch, ("paged-16",)) as (shared,):
+        shared.kv.block_table[1, 0] = 1 << 30  # it is not looked up
+        assert Reference(batch).error(ours(shape, batch, shared, "mma")()) < 2e-2
+
+
 def test_page_tables_for_flashinfer() -> None:
     batch = make_batch(Case("decode", "", (33, 16, 1)), torch.device(DEVICE))
     with layouts(batch, ("paged-16",)) as (kv,):
@@ -105,6 +129,12 @@ def test_tables_of_a_result() -> None:
             ]
         ),
         "prefill": with_ratios([row("1 x 16384", "vmmkv, mma", "paged-64", 5000.0, error=float("nan"))]),
+        "cascade": with_gains(
+            [
+                row("groups", "vmmkv, decode", "contiguous", 90.0),
+                row("groups", "vmmkv, cascade, auto", "contiguous", 16.0, error=0.3),
+            ]
+        ),
         "copies": [row("", "append", "paged-16", 30.0, exact=False)],
         "rotary": [row("", "append, rotary", "", 4.0, sequences=64, host_microseconds=11.125, error=0.5)],
         "host": [{"call": "decode", "host_microseconds": 7.25}],
@@ -122,6 +152,8 @@ def test_tables_of_a_result() -> None:
         "token-major, 32 layers",
         "1.020",
         "90.0%",
+        "shared prefixes, groups",
+        "5.62",
         "110.0 (stream)",
         "NO",
         "11.1",
@@ -129,7 +161,12 @@ def test_tables_of_a_result() -> None:
         "decode, a; decode, b",
     ):
         assert words in text
-    assert [wrong["kernel"] for wrong in wrong_rows(result)] == ["vmmkv, mma", "append, rotary", "append"]
+    assert [wrong["kernel"] for wrong in wrong_rows(result)] == [
+        "vmmkv, mma",
+        "vmmkv, cascade, auto",
+        "append, rotary",
+        "append",
+    ]
 
 
 def test_without_a_gpu_it_says_so() -> None:
