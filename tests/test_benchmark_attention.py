@@ -12,12 +12,13 @@ from conftest import DEVICE, run_module
 from rich.console import Console
 
 from benchmarks.attention.__main__ import wrong_rows
-from benchmarks.attention.batches import Case, Reference, evenly, make_batch, spread
+from benchmarks.attention.batches import NUM_KV_HEADS, Case, Reference, evenly, make_batch, spread
 from benchmarks.attention.cascade import Shape, make_shared, ours, shared_layouts, with_gains
 from benchmarks.attention.cases import EVEN, RAGGED, attention, compare_ragged, decode_cases, with_ratios
 from benchmarks.attention.layouts import layers_that_fit, layouts
 from benchmarks.attention.peers import page_table
 from benchmarks.attention.rotary import rotary_calls
+from benchmarks.attention.shapes import Geometry, make_call
 from benchmarks.attention.tables import tables
 
 
@@ -118,6 +119,13 @@ def test_rotary_embedding_is_the_same_in_one_call_and_in_many() -> None:
     assert errors[0] <= errors[1] < 2e-2
 
 
+def test_other_shapes_are_held_against_float64() -> None:
+    for shape, head_bytes in ((Geometry(64), 128), (Geometry(queries=3), 256), (Geometry(64, 1, torch.int8), 68)):
+        call, nbytes, exact = make_call(shape, 2, 20, torch.device(DEVICE))
+        assert nbytes == 2 * 20 * NUM_KV_HEADS * 2 * head_bytes
+        assert (call() - exact).norm() < 1e-2 * exact.norm()
+
+
 def test_tables_of_a_result() -> None:
     result = {
         "decode": with_ratios([row(EVEN, "vmmkv, auto", "contiguous", 90.0)])
@@ -129,6 +137,9 @@ def test_tables_of_a_result() -> None:
             ]
         ),
         "prefill": with_ratios([row("1 x 16384", "vmmkv, mma", "paged-64", 5000.0, error=float("nan"))]),
+        "shapes": [
+            row("64 x 4096", "vmmkv, decode", "", 7.5, shape="heads of 64", of_first_time=0.5, of_first_rate=0.75)
+        ],
         "cascade": with_gains(
             [
                 row("groups", "vmmkv, decode", "contiguous", 90.0),
@@ -152,6 +163,8 @@ def test_tables_of_a_result() -> None:
         "token-major, 32 layers",
         "1.020",
         "90.0%",
+        "decode of other shapes, 64 x 4096",
+        "0.75",
         "shared prefixes, groups",
         "5.62",
         "110.0 (stream)",
