@@ -97,11 +97,15 @@ class Groups(NamedTuple):
     parts: int
     """The address of the room in which the kernel of the prefixes leaves parts for decode's."""
     num_groups: int
-    splits: int
-    """So many parts, at most, are made of a query's prefix."""
+    blocks: int
+    """Blocks of threads that are to work on a KV head's prefixes, or one more for each of their blocks of queries."""
+    most_parts: int
+    """Of a query's prefix."""
+    queries: int
+    """Of a block of threads."""
 
 
-NO_GROUPS = Groups(0, 0, 0, 0, 0)
+NO_GROUPS = Groups(0, 0, 0, 0, 0, 0, 0)
 
 
 class Maps(NamedTuple):

@@ -17,8 +17,9 @@ from .arguments import Addresses, Groups, Sizes, Strides
 from .arithmetic import FLOOR, HALVES, LOG2E, divide, exp2, maximum, reciprocal
 from .decode_shares import THREADS, Piece, Queries
 from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, store_8, store_f32, store_f32x4
-from .prefixes import PrefixParts, make_parts_of_query
+from .prefixes import PrefixParts, make_parts_of_query, make_tokens_of_part
 from .ptx import float32, inlined, int64
+from .ragged import sequence_of
 
 
 class Results(NamedTuple):
@@ -136,6 +137,7 @@ def make_add_prefix(queries: Queries, head_dim: int) -> Any:
     """A function for kernels that adds the parts of its query's prefix to an item."""
     group, q_len, quarter = queries.group, queries.q_len, head_dim // 4
     parts_of_query = make_parts_of_query(group, q_len, head_dim)
+    tokens_of_part = make_tokens_of_part(group * q_len)
 
     @inlined
     def place_of(parts: PrefixParts, index: int, item: int) -> tuple[int, int]:
@@ -149,7 +151,9 @@ def make_add_prefix(queries: Queries, head_dim: int) -> Any:
     ) -> Sum:
         """A piece's first token is the one behind the prefix."""
         place = piece.sequence * q_len + query // group
-        parts = parts_of_query(place, kv_head * group + query % group, piece.first, sizes, groups)
+        tokens = tokens_of_part(sequence_of(piece.sequence, groups.cu_groups, groups.num_groups), piece.first, groups)
+        num_parts = divide(piece.first + tokens - 1, tokens)
+        parts = parts_of_query(place, kv_head * group + query % group, num_parts, sizes, groups)
         return add_parts(total, parts, item, outer)
 
     return add_prefix

@@ -2,8 +2,9 @@
 
 Sequences of a group begin with the same tokens, which are read in the row of the first of them by prefill's kernels:
 to these, the queries that share a KV head, of all sequences of a group, are those of one prompt that sees the whole
-prefix. A prefix is cut into parts of whole tiles, for one group hardly fills a GPU. Decode's kernel reads what follows
-the prefix in each sequence, and adds the prefix's parts to what it makes of that.
+prefix. A prefix is cut into parts of whole tiles, since one group hardly fills a GPU: a group has as large a share of
+the blocks of threads as of the sequences in groups. Decode's kernel reads what follows the prefix in each sequence, and
+adds the prefix's parts to what it makes of that.
 """
 
 from __future__ import annotations
@@ -41,10 +42,35 @@ def part_bytes(queries: int, num_heads: int, head_dim: int) -> int:
     return queries * num_heads * (head_dim + 2) * 4
 
 
-@inlined
-def tokens_of_part(prefix: int, splits: int) -> int:
-    """Of every part but the last."""
-    return max(divide(prefix + splits * TILE - 1, splits * TILE), 1) * TILE
+def make_blocks_of(per_sequence: int) -> Any:
+    """A function for kernels: the blocks of queries of a group.
+
+    Args:
+        per_sequence: queries of a KV head in a sequence.
+    """
+
+    @inlined
+    def blocks_of(group: int, groups: Groups) -> int:
+        sequences = load_i32(groups.cu_groups + group * 4 + 4) - load_i32(groups.cu_groups + group * 4)
+        return divide(sequences * per_sequence + groups.queries - 1, groups.queries)
+
+    return blocks_of
+
+
+def make_tokens_of_part(per_sequence: int) -> Any:
+    """A function for kernels: tokens of every part of a group's prefix but the last."""
+    blocks_of = make_blocks_of(per_sequence)
+
+    @inlined
+    def tokens_of_part(group: int, prefix: int, groups: Groups) -> int:
+        """The group is not empty."""
+        sequences = load_i32(groups.cu_groups + group * 4 + 4) - load_i32(groups.cu_groups + group * 4)
+        all_groups = load_i32(groups.cu_groups + groups.num_groups * 4) - load_i32(groups.cu_groups)
+        parts = divide(groups.blocks * sequences, all_groups * blocks_of(group, groups))
+        parts = max(min(parts, groups.most_parts), 1)
+        return divide(prefix + parts * TILE - 1, parts * TILE) * TILE
+
+    return tokens_of_part
 
 
 def make_prefix_of_group(q_len: int) -> Any:
@@ -84,18 +110,15 @@ def make_parts_of_query(group: int, q_len: int, head_dim: int) -> Any:
     """A function for kernels: where the parts of a query's prefix are."""
 
     @inlined
-    def parts_of_query(place: int, head: int, prefix: int, sizes: Sizes, groups: Groups) -> PrefixParts:
+    def parts_of_query(place: int, head: int, num_parts: int, sizes: Sizes, groups: Groups) -> PrefixParts:
         """Of the query of this place in the batch."""
         num_heads = sizes.kv_heads * group
         number = place * num_heads + head
         each = sizes.batch * q_len * num_heads
-        size = tokens_of_part(prefix, groups.splits)
+        sums = groups.parts
+        states = sums + groups.most_parts * each * (head_dim * 4)
         return PrefixParts(
-            groups.parts + number * (head_dim * 4),
-            groups.parts + groups.splits * each * (head_dim * 4) + number * 8,
-            each * (head_dim * 4),
-            each * 8,
-            divide(prefix + size - 1, size),
+            sums + number * (head_dim * 4), states + number * 8, each * (head_dim * 4), each * 8, num_parts
         )
 
     return parts_of_query
@@ -113,13 +136,12 @@ def make_put(variant: Variant) -> Any:
     ) -> None:  # fmt: skip
         if number < prompt.num_queries:
             place = prompt.start * q_len + number // group
-            parts = parts_of_query(place, prompt.kv_head * group + number % group, prompt.length, sizes, groups)
-            part = cuda.blockIdx.x % groups.splits
-            to = parts.sums + part * parts.sums_stride + (lane & 3) * 8
+            parts = parts_of_query(place, prompt.kv_head * group + number % group, 0, sizes, groups)
+            to = parts.sums + prompt.part * parts.sums_stride + (lane & 3) * 8
             for j in range(head_dim // 8):
                 store_f32x2(to + j * 32, sums[4 * j + offset], sums[4 * j + offset + 1])
             if lane & 3 == 0:
-                store_f32x2(parts.state + part * parts.state_stride, m, weights)
+                store_f32x2(parts.state + prompt.part * parts.state_stride, m, weights)
 
     @inlined
     def put(
@@ -135,19 +157,23 @@ def make_put(variant: Variant) -> Any:
 
 
 def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
-    """The work on prefixes. A block of the grid has a KV head and a part of a prefix, and in the second dimension some
-    of a group's queries: those of all its sequences, each one's tokens, and their heads."""
+    """The work on prefixes. A block of the grid has a KV head, and in the second dimension a part of a group's prefix
+    and some of the group's queries: those of all its sequences, each one's tokens, and their heads."""
     group, q_len = variant.group, variant.q_len
     per_sequence = group * q_len
-    prefix_of_group = make_prefix_of_group(q_len)
+    prefix_of_group, blocks_of = make_prefix_of_group(q_len), make_blocks_of(per_sequence)
+    tokens_of_part = make_tokens_of_part(per_sequence)
 
     @inlined
     def units_of(number: int, lengths: tuple[int, Groups]) -> int:
-        """Blocks of queries."""
+        """Parts of a group's prefix, for each of its blocks of queries."""
         seq_lens, groups = lengths
-        first = load_i32(groups.cu_groups + number * 4)
-        count = (load_i32(groups.cu_groups + number * 4 + 4) - first) * per_sequence
-        return (count + queries_per_block - 1) // queries_per_block if prefix_of_group(number, seq_lens, groups) else 0
+        prefix = prefix_of_group(number, seq_lens, groups)
+        units = 0
+        if prefix > 0:
+            tokens = tokens_of_part(number, prefix, groups)
+            units = divide(prefix + tokens - 1, tokens) * blocks_of(number, groups)
+        return units
 
     _, locate = make_ragged(units_of)
 
@@ -155,15 +181,18 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
     def find_queries(at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int) -> Prompt:
         """The lanes of a warp look together."""
         number, before = locate(cuda.blockIdx.y, groups.num_groups, (at.seq_lens, groups), lane)
-        first = load_i32(groups.cu_groups + number * 4)
-        count = (load_i32(groups.cu_groups + number * 4 + 4) - first) * per_sequence
         prefix = prefix_of_group(number, at.seq_lens, groups)
-        size = tokens_of_part(prefix, groups.splits)
-        kv_head = divide(cuda.blockIdx.x, groups.splits)
-        begin = (cuda.blockIdx.x - kv_head * groups.splits) * size
-        end = min(begin + size, prefix)
-        query = (cuda.blockIdx.y - before) * queries_per_block
-        return Prompt(first, first, count if begin < end else 0, query, begin, begin, end, kv_head)
+        first = load_i32(groups.cu_groups + number * 4)
+        count, query, part, begin, end = 0, 0, 0, 0, 0
+        if prefix > 0:
+            count = (load_i32(groups.cu_groups + number * 4 + 4) - first) * per_sequence
+            # The blocks of queries of a part follow each other, and find it in the second cache.
+            blocks, tokens = blocks_of(number, groups), tokens_of_part(number, prefix, groups)
+            part = divide(cuda.blockIdx.y - before, blocks)
+            query = (cuda.blockIdx.y - before - part * blocks) * queries_per_block
+            begin = part * tokens
+            end = min(begin + tokens, prefix)
+        return Prompt(first, first, count if begin < end else 0, query, begin, begin, end, cuda.blockIdx.x, part)
 
     @inlined
     def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:

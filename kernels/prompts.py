@@ -31,6 +31,8 @@ class Prompt(NamedTuple):
     length: int
     """Its tokens."""
     kv_head: int
+    part: int
+    """Of a shared prefix: the number of the part that its tokens are; else 0."""
 
 
 class Work(NamedTuple):
@@ -105,7 +107,7 @@ def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed:
             begin = max(begin, length - count + 1 - window)
         query = (unit - before) * queries_per_block
         kv_head = cuda.blockIdx.x // group
-        return Prompt(sequence, start, count, query, length - count + query, begin, length, kv_head)
+        return Prompt(sequence, start, count, query, length - count + query, begin, length, kv_head, 0)
 
     return find_queries
 

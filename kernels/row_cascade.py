@@ -18,11 +18,8 @@ from .attention import Geometries, Plan
 from .checks import Geometry, Key, check_indices, keys
 from .workspace import multiprocessors
 
-MOST_SPLITS = 128
-"""Parts of a prefix."""
-PREFIX_TOKENS, BLOCK_TOKENS = 4096, 256
-"""To choose how many: tokens of a prefix, which the host does not know; and those that could be read in the time that
-beginning and ending a block of threads takes."""
+ROOM_BYTES = 64 << 20
+"""For parts of prefixes, unless one part of each takes more."""
 
 
 def cascade(
@@ -91,9 +88,8 @@ def _cascade(
         attention.launch(plan, tensors, geometry, scale, 0, softcap)
         return
     room = attention.make_room(plans.own)
-    groups = Groups(
-        cu_groups.data_ptr(), prefix_lens.data_ptr(), room[0] + plans.parts, prefix_lens.shape[0], plans.splits
-    )
+    addresses = cu_groups.data_ptr(), prefix_lens.data_ptr(), room[0] + plans.parts
+    groups = Groups(*addresses, prefix_lens.shape[0], plans.blocks, plans.most_parts, plans.queries)
     attention.launch_in((0, 0), plans.prefix, tensors, geometry, scale, 0, softcap, groups)
     attention.launch_in(room, plans.own, tensors, geometry, scale, 0, softcap, groups)
 
@@ -109,7 +105,9 @@ class Plans(NamedTuple):
     """With room for the parts of prefixes behind its own."""
     parts: int
     """Where they begin in that room."""
-    splits: int
+    blocks: int
+    most_parts: int
+    queries: int
 
 
 @lru_cache(1024)
@@ -125,13 +123,14 @@ def _plans(softcapped: bool, name: str, geometry: tuple[Key | None, ...], of_gro
     variants = [row_decode.variant_of(given, False, softcapped, causal=each, cascaded=True) for each in (False, True)]
     kernel, queries, box_tokens = row_prefill.fast_kernel(name, variants[0])
     per_head, most_groups = batch * q_len * variants[0].group, min(num_groups, batch // 2)
-    splits = splits_of(q.device, k.shape[2] * max(-(-per_head // queries), most_groups))
-    # No batch has more blocks of queries, however it is grouped.
-    grid = k.shape[2] * splits, per_head // queries + most_groups
+    blocks = max(multiprocessors(q.device) // k.shape[2], 1)
+    # No batch has more blocks of queries, however it is grouped; each may end with a part that is shorter.
+    grid = k.shape[2], blocks + per_head // queries + most_groups
     prefix = attention.make_plan(given, kernel, grid, box_tokens=box_tokens)
-    nbytes = splits * prefixes.part_bytes(batch * q_len, num_heads, head_dim)
-    own = row_decode.make_plan(given, variants[1], nbytes)
-    return Plans(prefix, own, own.partial_bytes - nbytes, splits)
+    part = prefixes.part_bytes(batch * q_len, num_heads, head_dim)
+    most_parts = max(min(blocks, ROOM_BYTES // part), 1)
+    own = row_decode.make_plan(given, variants[1], most_parts * part)
+    return Plans(prefix, own, own.partial_bytes - most_parts * part, blocks, most_parts, queries)
 
 
 def check_groups(given: Geometries, cu_groups: Geometry, prefix_lens: Geometry) -> int:
@@ -139,17 +138,3 @@ def check_groups(given: Geometries, cu_groups: Geometry, prefix_lens: Geometry) 
     check_indices(given.q.device, prefix_lens.shape[:1], prefix_lens=prefix_lens)
     check_indices(given.q.device, (prefix_lens.shape[0] + 1,), cu_groups=cu_groups)
     return prefix_lens.shape[0]
-
-
-def splits_of(device: torch.device, blocks: int) -> int:
-    """Into how many parts prefixes are cut, where so many blocks of threads would work on whole ones.
-
-    Blocks come in waves of one for each multiprocessor, and each takes the time of its tokens and that of a beginning
-    and an end.
-    """
-    sms = multiprocessors(device)
-
-    def time_of(splits: int) -> float:
-        return -(-blocks * splits // sms) * (PREFIX_TOKENS / splits + BLOCK_TOKENS)
-
-    return min(range(1, MOST_SPLITS + 1), key=time_of)

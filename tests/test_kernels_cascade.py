@@ -10,7 +10,7 @@ import torch
 from conftest import DEVICE, int32
 from test_kernels_attention import Case, Inputs, bf16, check, e4m3, fp16, fp32, int8
 
-from vmmkv.kernels import cascade, decode, dequantize, quantize
+from vmmkv.kernels import cascade, decode, dequantize, quantize, row_cascade
 
 LONG = 140 if DEVICE == "cpu" else 3000
 """A prefix of several parts."""
@@ -127,7 +127,10 @@ EIGHT_BITS = [Case(bf16, 64, 4, 1, q_len=1, kv=e4m3), Case(bf16, 128, 2, 1, q_le
 
 
 @pytest.mark.parametrize("case", FAST + EIGHT_BITS + (OTHER_KERNEL if DEVICE == "cuda" else []), ids=str)
-def test_cascade(case: Case) -> None:
+def test_cascade(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few parts, or in as many as a GPU with more multiprocessors would be given."""
+    monkeypatch.setattr(row_cascade, "multiprocessors", lambda device: python_random.choice([1, 8]))
+    monkeypatch.setattr(row_cascade, "ROOM_BYTES", python_random.choice([0, 1 << 26, 1 << 26]))
     batch = random_batch(case.q_len, python_random.choice([30, LONG]))
     inputs = make_inputs(case, batch)
     check_outputs(case, inputs, run(case, batch, inputs))
