@@ -12,7 +12,8 @@ Words, each with one meaning in all of these files:
     octet           up to eight queries that share a KV head: the columns of a product in decode
     bundle          the octets that a block of threads works on at a time, a warp or more on each
     share, piece    the units of a block of threads; those of one sequence and bundle in it
-    part            the sums of a piece which is not a whole bundle
+    part            the sums of a piece which is not a whole bundle; of a prefix, those of some of its tokens
+    prefix          the first tokens of some sequences, which are the same: a group's, in `cascade`
     home            where a token is: the number of its row, or of its block
     live            the tokens from the first that may be read to the last
     block           of a block table; CUDA's are blocks of threads
@@ -28,16 +29,18 @@ if TYPE_CHECKING:
     from .quantized import dequantize, quantize
     from .rotary import RotateHalf
     from .row_append import append
+    from .row_cascade import cascade
     from .row_copy import copy_tokens
     from .row_decode import decode
     from .row_mixed import mixed
     from .row_prefill import prefill
 
-__all__ = ["RotateHalf", "append", "copy_tokens", "decode", "dequantize", "mixed", "prefill", "quantize"]
+__all__ = ["RotateHalf", "append", "cascade", "copy_tokens", "decode", "dequantize", "mixed", "prefill", "quantize"]
 
 _MODULES = {
     "RotateHalf": "rotary",
     "append": "row_append",
+    "cascade": "row_cascade",
     "copy_tokens": "row_copy",
     "decode": "row_decode",
     "dequantize": "quantized",

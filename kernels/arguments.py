@@ -25,6 +25,8 @@ class Variant(NamedTuple):
     """Prompts and single tokens lie in one batch: decode leaves out the former, prefill the latter."""
     kv_dtype: torch.dtype | None = None
     """Of K and V of 8 bits, which have scales; None: theirs is `dtype`."""
+    cascaded: bool = False
+    """Groups of sequences share their first tokens: prefill's kernel reads these, decode's the rest."""
 
 
 class Addresses(NamedTuple):
@@ -85,6 +87,25 @@ class Scoring(NamedTuple):
     window: int
     inner: float
     outer: float
+
+
+class Groups(NamedTuple):
+    """Which sequences share their first tokens; what the fields are, `cascade` says."""
+
+    cu_groups: int
+    prefix_lens: int
+    parts: int
+    """The address of the room in which the kernel of the prefixes leaves parts for decode's."""
+    num_groups: int
+    blocks: int
+    """Blocks of threads that are to work on a KV head's prefixes, or one more for each of their blocks of queries."""
+    most_parts: int
+    """Of a query's prefix."""
+    queries: int
+    """Of a block of threads."""
+
+
+NO_GROUPS = Groups(0, 0, 0, 0, 0, 0, 0)
 
 
 class Maps(NamedTuple):

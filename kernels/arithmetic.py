@@ -77,6 +77,21 @@ divide = instruction(
 )  # fmt: skip
 """a // b of counts below 2**32: a fifth of the instructions of a 64-bit division."""
 
+clamp = instruction(
+    "{ .reg .s32 a, b, c; cvt.u32.u64 a, $1; cvt.u32.u64 b, $2; cvt.u32.u64 c, $3; min.s32 a, a, c; max.s32 a, a, b; "
+    "cvt.u64.u32 $0, a; }",
+    "l", "lll", lambda count, low, high: max(min(count, high), low), pure=True,
+)  # fmt: skip
+"""The nearest to a count that is not below `low` and, where this is not either, not above `high`; counts below 2**31:
+a third of the instructions that 64 bits take."""
+
+if_within = instruction(
+    "{ .reg .s32 t, l, h; .reg .pred p; cvt.u32.u64 t, $2; cvt.u32.u64 l, $3; cvt.u32.u64 h, $4; "
+    "setp.ge.s32 p, t, l; setp.lt.and.s32 p, t, h, p; selp.f32 $0, $1, 0fFF800000, p; }",
+    "f", "flll", lambda x, count, low, high: x if low <= count < high else np.float32(-math.inf), pure=True,
+)  # fmt: skip
+"""x where `low <= count < high`, and minus infinity elsewhere; counts between -2**31 and 2**31."""
+
 pick_bytes = instruction("prmt.b32 $0, $1, $2, $3;", "r", "rrr", _pick_bytes, pure=True)
 """Four bytes out of the eight of two words; one hexadecimal digit of the selector for each."""
 

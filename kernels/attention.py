@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from .arguments import Addresses, Scoring, Sizes, Strides
+from .arguments import Addresses, Groups, Scoring, Sizes, Strides, Variant
 from .arithmetic import LOG2E
 from .checks import Geometry, Key, check_alignment, check_attention, check_block_table, check_indices, check_sinks
 from .compiler import Kernel
@@ -15,6 +15,12 @@ from .workspace import workspace
 
 ARGUMENTS = Addresses, Sizes, Strides, Scoring
 """What every attention kernel takes, behind tensor maps, if it takes these."""
+
+
+def structs_of(variant: Variant) -> tuple[type, ...]:
+    """What a kernel on tensor cores takes, behind tensor maps."""
+    return (*ARGUMENTS, Groups) if variant.cascaded else ARGUMENTS
+
 
 Tensors = tuple[torch.Tensor | None, ...]
 """What a call is given, in the order of `Geometries`."""
@@ -125,6 +131,29 @@ def launch(
     plan: Plan, tensors: Tensors, keys: tuple[Key | None, ...], scale: float, window: int, softcap: float
 ) -> None:
     """Runs a plan on the current stream."""
+    launch_in(make_room(plan), plan, tensors, keys, scale, window, softcap)
+
+
+def make_room(plan: Plan) -> tuple[int, int]:
+    """Addresses of room for parts and of counters, until the current stream is given other work."""
+    if not plan.counters:
+        return 0, 0
+    index = _index(plan)
+    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
+    return workspace(plan.device, stream, plan.partial_bytes, plan.counters)
+
+
+def launch_in(
+    room: tuple[int, int],
+    plan: Plan,
+    tensors: Tensors,
+    keys: tuple[Key | None, ...],
+    scale: float,
+    window: int,
+    softcap: float,
+    groups: tuple[int, ...] = (),
+) -> None:
+    """Runs a plan on the current stream, with room that was made for it, and with `Groups` if its kernel takes them."""
     if not scale > 0 or softcap < 0 or window < 0:
         raise ValueError(
             f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not negative"
@@ -132,11 +161,12 @@ def launch(
     pointers = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
     _, k, v, _ = pointers[:4]
     check_alignment(*pointers[:4])
-    index = plan.device.index if plan.device.type == "cuda" else -1
     maps = tensor_maps(k, v, keys[1], keys[2], plan.box_tokens) if plan.box_tokens else ()
-    room = (0, 0)
-    if plan.counters:
-        stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
-        room = workspace(plan.device, stream, plan.partial_bytes, plan.counters)
     scoring = window, scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
-    plan.kernel.launch(plan.blocks, index, (*maps, *pointers, *room, *plan.sizes, *plan.strides, *scoring))
+    arguments = (*maps, *pointers, *room, *plan.sizes, *plan.strides, *scoring, *groups)
+    plan.kernel.launch(plan.blocks, _index(plan), arguments)
+
+
+def _index(plan: Plan) -> int:
+    """Of the CUDA device; -1: the simulator."""
+    return plan.device.index if plan.device.type == "cuda" else -1

@@ -10,29 +10,32 @@ takes 16 bytes of K and of V as they lie. No shared memory, and no waiting for o
 P comes out of the first product as the second wants it but for a transposition in registers.
 
 K and V of 8 bits become 16 on the way from register to product, without loss, and so without their scales: a scale of K
-multiplies its token's scores, and one of V its token's weights.
+multiplies its token's scores, and one of V its token's weights. Those of e4m3 are raw (see `eight_bits`): half of the
+exponent that they are short of is given to the queries, or to the weights, so that no product is too small, and half to
+the scores, or to the sums. (Queries from 2**67 on, or scales from 2**68 on, become infinite by that.)
 
 For shares of the work see `decode_shares`, for what becomes of the sums `decode_parts`.
 """
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
 from numba import cuda
 
 from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of, scales_of
-from .arguments import Addresses, Scoring, Sizes, Strides, Variant
-from .arithmetic import HALVES, NEGATIVE_INFINITY, exp2, fma, maximum, pick_bytes, tanh
+from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
+from .arithmetic import HALVES, clamp, exp2, fma, if_within, maximum, pick_bytes, tanh
 from .decode_parts import make_settle, results_of
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
 from .eight_bits import EIGHT_BITS
-from .memory import load_16, load_16_cached, load_f32
+from .memory import load_16_cached, load_16_once, load_f32
 from .ptx import float32, inlined, uint32
 from .softmax import Softmax, Visible, begin_softmax
+from .warp import any_lane, shuffle_xor, transpose
 from .warp import multiply as multiplications
-from .warp import shuffle_xor, transpose
 
 
 class Octet(NamedTuple):
@@ -62,9 +65,18 @@ def blocks_per_sm(variant: Variant) -> int:
     return 4 if variant.kv_dtype and variant.head_dim <= 128 else 2
 
 
-def make_load_queries(head_dim: int, vectors: int, queries: Queries) -> Any:
-    """A function for kernels that loads a lane's part of an octet: its dims of each chunk, of query `lane // 4`."""
+def half_exponent(kv_dtype: torch.dtype | None) -> float:
+    """The power of two that makes up for half of what raw numbers are short of."""
+    return 2.0 ** (EIGHT_BITS[kv_dtype].exponent // 2) if kv_dtype else 1.0
+
+
+def make_load_queries(variant: Variant, queries: Queries) -> Any:
+    """A function for kernels that loads a lane's part of an octet: its dims of each chunk, of query `lane // 4`, in the
+    order in which `make_pairs` gives those of K."""
+    head_dim, vectors, scaled = variant.head_dim, vectors_of(variant), variant.kv_dtype is not None
     group, per_head = queries.group, queries.per_head
+    half = HALVES[variant.dtype]
+    pack, low, high, lift = half.pack, half.low, half.high, float32(half_exponent(variant.kv_dtype))
     chunks, _ = chunks_of(head_dim, vectors)
 
     @inlined
@@ -79,29 +91,35 @@ def make_load_queries(head_dim: int, vectors: int, queries: Queries) -> Any:
                 inside = number < per_head and offset < head_dim * 2
                 loaded = load_16_cached(source + (offset if inside else 0))
                 for i in range(4):
-                    words[(c * vectors + x) * 4 + i] = loaded[i] if inside else uint32(0)
+                    word = loaded[i]
+                    if scaled:
+                        a, b = loaded[i // 2 * 2], loaded[i // 2 * 2 + 1]
+                        word = pack(high(a) * lift, high(b) * lift) if i % 2 else pack(low(a) * lift, low(b) * lift)
+                    words[(c * vectors + x) * 4 + i] = word if inside else uint32(0)
 
     return load_queries
 
 
-def make_loads(head_dim: int, vectors: int, block_size: int) -> tuple[Any, Any, Any]:
+def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
     """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; those outside of the live ones
-    repeat one."""
-    _, address_of = make_addressing(block_size)
+    repeat one. Scales make up for half of what raw numbers are short of."""
+    head_dim, vectors, lift = variant.head_dim, vectors_of(variant), float32(half_exponent(variant.kv_dtype))
+    _, address_of = make_addressing(variant.block_size)
     k_chunks, v_chunks = chunks_of(head_dim, vectors)
     head_bytes = head_dim * 2 // vectors
+    load_vector = load_16_once[max(gcd(head_bytes, 256), 64)]
 
     @inlined
     def load_k(words: Any, k: Tokens, token: int, home: int, piece: Piece, lane: int) -> None:
         """The rows `lane // 4` and the 8th after that."""
         for r in range(2):
-            position = max(min(token + r * 8 + (lane >> 2), piece.last), piece.first)
+            position = clamp(token + r * 8 + (lane >> 2), piece.first, piece.last)
             source = address_of(position, home, k)
             for c in range(k_chunks):
                 offset = c * 64 + (lane & 3) * 16
                 if head_bytes % 64 and offset >= head_bytes:
                     offset = 0  # the query is 0 there
-                loaded = load_16(source + offset)
+                loaded = load_vector(source + offset)
                 for i in range(4):
                     words[(r * k_chunks + c) * 4 + i] = loaded[i]
 
@@ -109,23 +127,22 @@ def make_loads(head_dim: int, vectors: int, block_size: int) -> tuple[Any, Any, 
     def load_v(words: Any, v: Tokens, token: int, home: int, piece: Piece, lane: int) -> None:
         """The tokens that are a lane's columns in the product."""
         for r in range(4):
-            position = token + (lane & 3) * 2 + (r & 1) + (r >> 1) * 8
-            position = max(min(position, piece.last), piece.first)
+            position = clamp(token + (lane & 3) * 2 + (r & 1) + (r >> 1) * 8, piece.first, piece.last)
             source = address_of(position, home, v)
             for c in range(v_chunks):
                 offset = c * 128 + (lane >> 2) * 16
                 if head_bytes % 128 and offset >= head_bytes:
                     offset = 0  # these sums are not stored
-                loaded = load_16(source + offset)
+                loaded = load_vector(source + offset)
                 for i in range(4):
                     words[(r * v_chunks + c) * 4 + i] = loaded[i]
 
     @inlined
     def load_scales(scales: Tokens, token: int, home: int, piece: Piece, lane: int) -> tuple[float, float]:
         """Of the tokens whose scores a lane has: `lane // 4` and the 8th after that."""
-        first = max(min(token + (lane >> 2), piece.last), piece.first)
-        second = max(min(token + (lane >> 2) + 8, piece.last), piece.first)
-        return load_f32(address_of(first, home, scales)), load_f32(address_of(second, home, scales))
+        first = clamp(token + (lane >> 2), piece.first, piece.last)
+        second = clamp(token + (lane >> 2) + 8, piece.first, piece.last)
+        return load_f32(address_of(first, home, scales)) * lift, load_f32(address_of(second, home, scales)) * lift
 
     return load_k, load_v, load_scales
 
@@ -135,7 +152,7 @@ def make_pairs(kv_dtype: torch.dtype | None) -> tuple[Any, Any]:
 
     @inlined
     def k_pair(words: Any, first: int, pair: int) -> int:
-        """Dims `2 * pair` and the next of what a lane loaded of a token."""
+        """Dims `2 * pair` and the next of what a lane loaded of a token; of 8 bits, every other of four."""
         return words[first + pair]
 
     @inlined
@@ -145,16 +162,17 @@ def make_pairs(kv_dtype: torch.dtype | None) -> tuple[Any, Any]:
 
     if kv_dtype is None:
         return k_pair, v_pair
-    widen = EIGHT_BITS[kv_dtype].pair
+    eight_bits = EIGHT_BITS[kv_dtype]
+    even, odd, raw_pair = eight_bits.even, eight_bits.odd, eight_bits.raw_pair
 
     @inlined
     def k_pair_of_8_bits(words: Any, first: int, pair: int) -> int:
         word = words[first + pair // 2]
-        return widen(word, word, 0x1100 + pair % 2 * 0x2222)
+        return odd(word) if pair % 2 else even(word)
 
     @inlined
     def v_pair_of_8_bits(a: int, b: int, pair: int, second: int) -> int:
-        return widen(a, b, 0x4400 + (pair % 2 * 2 + second) * 0x1111)
+        return raw_pair(a, b, 0x4400 + (pair % 2 * 2 + second) * 0x1111)
 
     return k_pair_of_8_bits, v_pair_of_8_bits
 
@@ -222,7 +240,7 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
     stride = queries.token_warps * UNIT
 
     home_of, _ = make_addressing(variant.block_size)
-    load_k, load_v, load_scales = make_loads(variant.head_dim, vectors, variant.block_size)
+    load_k, load_v, load_scales = make_loads(variant)
     score, accumulate = make_products(variant)
 
     @inlined
@@ -257,10 +275,10 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
         while token < piece.token_end:
             s0, s1, s2, s3 = score(k_fragment, q_fragment, k0, k1, scoring.inner)
             t = token + (lane >> 2)
-            s0 = s0 if visible.low0 <= t < visible.high0 else float32(NEGATIVE_INFINITY)
-            s1 = s1 if visible.low1 <= t < visible.high1 else float32(NEGATIVE_INFINITY)
-            s2 = s2 if visible.low0 <= t + 8 < visible.high0 else float32(NEGATIVE_INFINITY)
-            s3 = s3 if visible.low1 <= t + 8 < visible.high1 else float32(NEGATIVE_INFINITY)
+            s0 = if_within(s0, t, visible.low0, visible.high0)
+            s1 = if_within(s1, t, visible.low1, visible.high1)
+            s2 = if_within(s2, t + 8, visible.low0, visible.high0)
+            s3 = if_within(s3, t + 8, visible.low1, visible.high1)
             # K of the next tokens is on its way while V is multiplied, and V while K is.
             token += stride
             if token < piece.token_end:
@@ -274,11 +292,12 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
                 n1 = maximum(n1, shuffle_xor(n1, 4 << step))
             a0 = exp2((m0 - n0) * scoring.outer)
             a1 = exp2((m1 - n1) * scoring.outer)
+            if any_lane(n0 > m0 or n1 > m1):  # seldom, after the first tokens
+                for i in range(num_sums // 2):
+                    sums[2 * i] *= a0
+                    sums[2 * i + 1] *= a1
             m0 = n0
             m1 = n1
-            for i in range(num_sums // 2):
-                sums[2 * i] *= a0
-                sums[2 * i + 1] *= a1
             p0 = exp2(fma(s0, scoring.outer, -m0 * scoring.outer))
             p1 = exp2(fma(s1, scoring.outer, -m1 * scoring.outer))
             p2 = exp2(fma(s2, scoring.outer, -m0 * scoring.outer))
@@ -298,8 +317,9 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
     return keys_of_lane, attend
 
 
-def make_put_results(head_dim: int, vectors: int, queries: Queries) -> Any:
+def make_put_results(variant: Variant, queries: Queries) -> Any:
     """A function for kernels that leaves a warp's sums, maxima and weights in shared memory."""
+    head_dim, vectors, lift = variant.head_dim, vectors_of(variant), float32(half_exponent(variant.kv_dtype))
     results, per_octet = results_of(queries, head_dim), queries.per_octet
     _, chunks = chunks_of(head_dim, vectors)
     dims = 8 * vectors  # of a lane and chunk
@@ -322,7 +342,7 @@ def make_put_results(head_dim: int, vectors: int, queries: Queries) -> Any:
                     if dim < head_dim:
                         to = results.sums + column * head_dim + dim
                         for w in range(dims):
-                            shared[to + w] = sums[(c * dims + w) // 2 * 4 + w % 2 * 2 + i]
+                            shared[to + w] = sums[(c * dims + w) // 2 * 4 + w % 2 * 2 + i] * lift
 
     return put_results
 
@@ -336,14 +356,15 @@ def make_decode(variant: Variant) -> Any:
     q_words, num_sums = 4 * k_chunks * vectors, 16 * v_chunks * vectors
     shared_floats = results_of(queries, head_dim).floats
 
-    share_of_block, piece_at, sequence_after = make_shares(queries, variant.windowed)
+    share_of_block, piece_at, sequence_after = make_shares(queries, variant.windowed, variant.cascaded)
     first_query = make_first_query(queries.mixed)
-    load_queries = make_load_queries(head_dim, vectors, queries)
+    load_queries = make_load_queries(variant, queries)
     keys_of_lane, attend = make_attend(variant, queries)
-    put_results = make_put_results(head_dim, vectors, queries)
-    settle = make_settle(variant.dtype, head_dim, queries)
+    put_results = make_put_results(variant, queries)
+    settle = make_settle(variant.dtype, head_dim, queries, variant.cascaded)
 
-    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+    @inlined
+    def decode(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
         warp = thread >> 5
@@ -351,7 +372,7 @@ def make_decode(variant: Variant) -> Any:
         q_fragment = cuda.local.array(q_words, uint32)
         sums = cuda.local.array(num_sums, float32)
         bundles = sizes.kv_heads * bundles_per_head
-        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, bundles)
+        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, bundles, groups)
 
         share = share_of_block(sizes.batch, lengths, lane)
         unit, sequence, before = share.begin, share.sequence, share.before
@@ -370,10 +391,16 @@ def make_decode(variant: Variant) -> Any:
                 sums, q_fragment, k, v, k_scales, v_scales, row, piece, token, visible, scoring, lane
             )  # fmt: skip
             put_results(shared, sums, softmax, warp, lane)
-            settle(shared, piece, share.size, bundles, at, strides, scoring.outer, thread)
+            settle(shared, piece, share.size, bundles, at, sizes, strides, groups, scoring.outer, thread)
             unit = piece.end
             if unit == piece.bundle_end and piece.bundle == bundles - 1:
                 before = unit
                 sequence = sequence_after(sequence, share, unit, lengths)
 
-    return kernel
+    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+        decode(at, sizes, strides, scoring, NO_GROUPS)
+
+    def cascaded_kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
+        decode(at, sizes, strides, scoring, groups)
+
+    return cascaded_kernel if variant.cascaded else kernel

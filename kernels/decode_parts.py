@@ -13,11 +13,13 @@ import torch
 from numba import cuda
 
 from .addressing import make_first_query
-from .arguments import Addresses, Strides
+from .arguments import Addresses, Groups, Sizes, Strides
 from .arithmetic import FLOOR, HALVES, LOG2E, divide, exp2, maximum, reciprocal
 from .decode_shares import THREADS, Piece, Queries
 from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, store_8, store_f32, store_f32x4
+from .prefixes import PrefixParts, make_parts_of_query, make_tokens_of_part
 from .ptx import float32, inlined, int64
+from .ragged import sequence_of
 
 
 class Results(NamedTuple):
@@ -54,6 +56,9 @@ class Sum(NamedTuple):
     o1: float
     o2: float
     o3: float
+
+
+NOTHING = Sum(float32(FLOOR), float32(0), float32(0), float32(0), float32(0), float32(0))
 
 
 class Parts(NamedTuple):
@@ -119,13 +124,54 @@ def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
             store_f32(to + 4, part.weights)
 
     @inlined
-    def add_parts(parts: Parts, item: int, outer: float) -> Sum:
+    def place_of(parts: Parts, index: int, item: int) -> tuple[int, int]:
+        at = parts.first
+        if index > 0:
+            at = parts.second + (index - 1) * 2 * nbytes
+        return at + item * 16, at + sums_bytes + item // quarter * 8
+
+    return part_of, parts_of, put_part, make_add_parts(place_of)
+
+
+def make_add_prefix(queries: Queries, head_dim: int) -> Any:
+    """A function for kernels that adds the parts of its query's prefix to an item."""
+    group, q_len, quarter = queries.group, queries.q_len, head_dim // 4
+    parts_of_query = make_parts_of_query(group, q_len, head_dim)
+    tokens_of_part = make_tokens_of_part(group * q_len)
+
+    @inlined
+    def place_of(parts: PrefixParts, index: int, item: int) -> tuple[int, int]:
+        return parts.sums + index * parts.sums_stride + item % quarter * 16, parts.state + index * parts.state_stride
+
+    add_parts = make_add_parts(place_of)
+
+    @inlined
+    def add_prefix(
+        total: Sum, item: int, query: int, kv_head: int, piece: Piece, sizes: Sizes, groups: Groups, outer: float
+    ) -> Sum:
+        """A piece's first token is the one behind the prefix."""
+        place = piece.sequence * q_len + query // group
+        tokens = tokens_of_part(sequence_of(piece.sequence, groups.cu_groups, groups.num_groups), piece.first, groups)
+        num_parts = divide(piece.first + tokens - 1, tokens)
+        parts = parts_of_query(place, kv_head * group + query % group, num_parts, sizes, groups)
+        return add_parts(total, parts, item, outer)
+
+    return add_prefix
+
+
+def make_add_parts(place_of: Any) -> Any:
+    """A function for kernels that adds some parts to an item.
+
+    Args:
+        place_of: an inlined device function: where the part of an index has the item's sums, and maximum and weights.
+    """
+
+    @inlined
+    def add_parts(total: Sum, parts: Any, item: int, outer: float) -> Sum:
         """Eight at a time, so that they come together."""
-        m = float32(FLOOR)
-        weights = float32(0)
+        m, weights, o0, o1, o2, o3 = total
         o = cuda.local.array(4, float32)
-        for j in range(4):
-            o[j] = float32(0)
+        o[0], o[1], o[2], o[3] = o0, o1, o2, o3
         parts_m = cuda.local.array(8, float32)
         parts_weights = cuda.local.array(8, float32)
         parts_o = cuda.local.array(32, float32)
@@ -133,12 +179,10 @@ def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
         while index < parts.num_parts:
             higher = m
             for i in range(8):
-                at = parts.first
-                if index + i > 0:
-                    at = parts.second + (min(index + i, parts.num_parts - 1) - 1) * 2 * nbytes
-                parts_m[i] = load_fresh_f32(at + sums_bytes + item // quarter * 8)
-                parts_weights[i] = load_fresh_f32(at + sums_bytes + item // quarter * 8 + 4)
-                loaded = load_fresh_f32x4(at + item * 16)
+                sums, state = place_of(parts, min(index + i, parts.num_parts - 1), item)
+                parts_m[i] = load_fresh_f32(state)
+                parts_weights[i] = load_fresh_f32(state + 4)
+                loaded = load_fresh_f32x4(sums)
                 for j in range(4):
                     parts_o[4 * i + j] = loaded[j]
             for i in range(8):
@@ -156,7 +200,7 @@ def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
             index += 8
         return Sum(m, weights, o[0], o[1], o[2], o[3])
 
-    return part_of, parts_of, put_part, add_parts
+    return add_parts
 
 
 def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any, Any]:
@@ -188,12 +232,13 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
     return query_of, finish
 
 
-def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
+def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: bool) -> Any:
     """A function for kernels that makes an output, or a part of one, of what a block's warps left in shared memory."""
     results, per_head, items = results_of(queries, head_dim), queries.per_head, queries.per_bundle * head_dim // 4
     add_warps = make_add_warps(queries, head_dim)
     part_of, parts_of, put_part, add_parts = make_parts(queries, head_dim)
     query_of, finish = make_finish(dtype, queries, head_dim // 4)
+    add_prefix = make_add_prefix(queries, head_dim)
 
     @inlined
     def is_last(shared: Any, counter: int, num_parts: int, thread: int) -> bool:
@@ -206,8 +251,8 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
 
     @inlined
     def settle(
-        shared: Any, piece: Piece, share_size: int, bundles: int, at: Addresses, strides: Strides, outer: float,
-        thread: int,
+        shared: Any, piece: Piece, share_size: int, bundles: int, at: Addresses, sizes: Sizes, strides: Strides,
+        groups: Groups, outer: float, thread: int,
     ) -> None:  # fmt: skip
         """Called by all threads of a block, which meet before and after they read the results."""
         whole = piece.end - piece.begin == piece.bundle_end - piece.bundle_begin
@@ -219,6 +264,8 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
             if query < per_head:
                 total = add_warps(shared, item, outer)
                 if whole:
+                    if cascaded and piece.first > 0:
+                        total = add_prefix(total, item, query, kv_head, piece, sizes, groups, outer)
                     finish(total, item, query, kv_head, piece.sequence, at, strides, outer)
                 else:
                     put_part(mine, total, item)
@@ -233,7 +280,9 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
             while item < items:
                 query, kv_head = query_of(item, piece.bundle)
                 if query < per_head:
-                    total = add_parts(parts, item, outer)
+                    total = add_parts(NOTHING, parts, item, outer)
+                    if cascaded and piece.first > 0:
+                        total = add_prefix(total, item, query, kv_head, piece, sizes, groups, outer)
                     finish(total, item, query, kv_head, piece.sequence, at, strides, outer)
                 item += THREADS
 

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 from numba import cuda
 
 from .addressing import first_token
+from .arguments import Groups
 from .arithmetic import divide
 from .memory import load_i32
+from .prefixes import make_prefix_of
 from .ptx import inlined
 from .ragged import make_ragged
 
@@ -77,6 +79,7 @@ class Lengths(NamedTuple):
     window: int
     bundles: int
     """Of a sequence."""
+    groups: Groups
 
 
 class Share(NamedTuple):
@@ -113,9 +116,10 @@ class Piece(NamedTuple):
     token_end: int
 
 
-def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any, Any]:
+def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, Any, Any]:
     """Functions for kernels: this block's share, the piece that a unit begins, and the sequence after one."""
     q_len, mixed = queries.q_len, queries.mixed
+    prefix_of = make_prefix_of(q_len)
 
     @inlined
     def span(sequence: int, lengths: Lengths) -> tuple[int, int]:
@@ -124,6 +128,8 @@ def make_shares(queries: Queries, windowed: bool) -> tuple[Any, Any, Any]:
         first = first_token(sequence, lengths.starts)
         if windowed:
             first = max(first, length - q_len + 1 - lengths.window)
+        if cascaded:
+            first = prefix_of(sequence, length, lengths.seq_lens, lengths.groups)
         return min(first, length), length
 
     @inlined

@@ -61,6 +61,11 @@ def simulated_store_16(address: int, *words: int) -> None:
     Words.from_address(int(address))[:] = [int(word) for word in words]
 
 
+def _store_f32x2(address: int, *values: float) -> None:
+    assert address % 8 == 0, "misaligned"
+    (ctypes.c_float * 2).from_address(int(address))[:] = [float(value) for value in values]
+
+
 def _store_f32x4(address: int, *values: float) -> None:
     assert address % 16 == 0, "misaligned"
     Floats.from_address(int(address))[:] = [float(value) for value in values]
@@ -90,10 +95,18 @@ load_4 = instruction("ld.global.nc.u32 $0, [$1];", "r", "l", _load_4, reads_only
 load_8 = instruction("ld.global.nc.v2.u32 {$0, $1}, [$2];", "rr", "l", _load_8, reads_only=True)
 """8 bytes at an 8-byte aligned address."""
 
-load_16 = instruction(
-    "ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True
-)
-"""16 bytes at a 16-byte aligned address, read once: they bypass the first cache, and 256 bytes come to the second."""
+load_16_once = {
+    nbytes: instruction(
+        f"ld.global.nc.L1::no_allocate.L2::{nbytes}B.v4.u32 {{$0, $1, $2, $3}}, [$4];", "rrrr", "l", _load_16,
+        reads_only=True,
+    )
+    for nbytes in (64, 128, 256)
+}  # fmt: skip
+"""16 bytes at a 16-byte aligned address, read once: they bypass the first cache. By how many bytes come to the second:
+no more than are read next, since the rest would push others out before it is wanted."""
+
+load_16 = load_16_once[256]
+"""16 bytes of a long run."""
 
 load_16_cached = instruction("ld.global.nc.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr", "l", _load_16, reads_only=True)
 """16 bytes at a 16-byte aligned address, of which neighbours are read again soon."""
@@ -112,6 +125,9 @@ store_16 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", "", "lrrrr", 
 
 store_f32 = instruction("st.global.f32 [$0], $1;", "", "lf", simulated_store_f32)
 """Puts a float to an address."""
+
+store_f32x2 = instruction("st.global.v2.f32 [$0], {$1, $2};", "", "lff", _store_f32x2)
+"""Puts two floats to an 8-byte aligned address."""
 
 store_f32x4 = instruction("st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", _store_f32x4)
 """Puts four floats to a 16-byte aligned address."""

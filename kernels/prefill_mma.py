@@ -21,12 +21,13 @@ import torch
 from numba import cuda
 
 from .addressing import Row, Tokens, head_of, make_addressing, row_of, scales_of
-from .arguments import Addresses, Scoring, Sizes, Strides, Variant
+from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
 from .arithmetic import HALVES, tanh
-from .prompts import make_find_queries, make_ranges
+from .prefixes import make_prefixes
+from .prompts import make_prompts, make_ranges
 from .ptx import float32, inlined, int64, uint32
 from .shared import copy_16, shared_address, wait_copies
-from .softmax import begin_softmax, divisors, hide, make_store, rescale, weigh
+from .softmax import begin_softmax, hide, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 from .widened_tiles import make_scale, make_widened_tiles
@@ -163,25 +164,25 @@ def make_products(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, An
 
 def make_prefill(variant: Variant) -> Any:
     """The kernel as a Python function."""
-    head_dim, group, scaled = variant.head_dim, variant.group, variant.kv_dtype is not None
+    head_dim, scaled = variant.head_dim, variant.kv_dtype is not None
     warps, tile, pitch, shared = warps_of(head_dim), tile_of(head_dim), pitch_of(head_dim), shared_of(head_dim, scaled)
     threads = 32 * warps
     queries_per_block = 16 * warps
     num_scores, num_sums, softcapped = tile // 2, head_dim // 2, variant.softcapped
 
-    find_queries = make_find_queries(queries_per_block, variant.windowed, variant.mixed)
+    make_work = make_prefixes if variant.cascaded else make_prompts
+    find_queries, queries_of, home_of_query, query_block, put = make_work(variant, queries_per_block)
     keys_of_block, keys_of_lane = make_ranges(queries_per_block, tile, variant.causal, variant.windowed)
-    _, copy_queries, query_turns = make_copy(0, queries_per_block, head_dim, threads)
+    _, copy_queries, query_turns = make_copy(query_block, queries_per_block, head_dim, threads)
     look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
     scale_columns = make_scale(num_scores)
     score, add_values = make_products(variant.dtype, head_dim, tile)
-    store = make_store(variant.dtype, num_sums)
 
-    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+    @inlined
+    def prefill(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
         warp = thread >> 5
-        head = cuda.blockIdx.x
         base = shared_address(cuda.shared.array(0, uint32))
         scores = cuda.local.array(num_scores, float32)
         sums = cuda.local.array(num_sums, float32)
@@ -189,12 +190,12 @@ def make_prefill(variant: Variant) -> Any:
         words = cuda.local.array(num_words, uint32)
         query_homes = cuda.local.array(query_turns, int64)
 
-        prompt = find_queries(at, sizes, scoring.window, lane)
+        prompt = find_queries(at, sizes, groups, scoring.window, lane)
         if prompt.query >= prompt.num_queries:
             return
         row = row_of(prompt.sequence, at, strides)
-        k, v = head_of(head // group, at, strides)
-        k_scales, v_scales = scales_of(head // group, at, strides)
+        k, v = head_of(prompt.kv_head, at, strides)
+        k_scales, v_scales = scales_of(prompt.kv_head, at, strides)
         key, end = keys_of_block(prompt, scoring.window)
         line = warp * 16 + (lane >> 2)  # of this lane's two queries the first
         visible = keys_of_lane(prompt, line, scoring.window)
@@ -204,9 +205,10 @@ def make_prefill(variant: Variant) -> Any:
         softmax = begin_softmax()
         scale = float32(1)
         if key < end:
-            queries = Tokens(at.q + prompt.start * strides.q_token + head * strides.q_head, 0, strides.q_token)
+            queries = queries_of(prompt, at, strides)
             for i in range(query_turns):
-                query_homes[i] = 0
+                query = prompt.query + (thread + i * threads) // (head_dim // 8)
+                query_homes[i] = home_of_query(min(query, prompt.num_queries - 1), prompt, strides)
             copy_queries(base + shared.queries, queries, query_homes, prompt.query, 0, prompt.num_queries, thread)
             look_up(homes, key, prompt.begin, prompt.length, row, thread)
             scale = begin_tile(
@@ -241,8 +243,12 @@ def make_prefill(variant: Variant) -> Any:
             add_values(sums, scores, base + shared.v, lane)
             key += tile
 
-        d0, d1 = divisors(softmax, at.sinks, head, scoring.outer)
-        to = at.out + (prompt.start + prompt.query) * strides.out_token + head * strides.out_head
-        store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
+        put(sums, softmax, line, prompt, at, sizes, strides, groups, scoring.outer, lane)
 
-    return kernel
+    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+        prefill(at, sizes, strides, scoring, NO_GROUPS)
+
+    def cascaded_kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
+        prefill(at, sizes, strides, scoring, groups)
+
+    return cascaded_kernel if variant.cascaded else kernel

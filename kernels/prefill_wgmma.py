@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .addressing import Row, row_of
-from .arguments import Addresses, Maps, Scoring, Sizes, Strides, Variant
+from .addressing import Row, make_addressing, row_of
+from .arguments import NO_GROUPS, Addresses, Groups, Maps, Scoring, Sizes, Strides, Variant
 from .arithmetic import HALVES, tanh
 from .hopper import (
     ATOM_BYTES,
@@ -40,11 +40,12 @@ from .hopper import (
     store_shared_16,
 )
 from .memory import load_16_cached
-from .prompts import Prompt, make_find_queries, make_ranges
+from .prefixes import make_prefixes
+from .prompts import Prompt, Work, make_prompts, make_ranges
 from .ptx import float32, inlined, uint32
 from .ring import BARRIER_BYTES, Ring, make_ring
 from .shared import shared_address
-from .softmax import Softmax, Visible, begin_softmax, divisors, hide, make_store, rescale, weigh
+from .softmax import Softmax, Visible, begin_softmax, hide, rescale, weigh
 from .tile_copies import Source, make_copy_tile, tile_bytes
 from .warp import make_meet
 
@@ -106,18 +107,24 @@ def make_produce(head_dim: int, block_size: int, wait_empty: Any, fill: Any) -> 
     return produce
 
 
-def make_load_queries(head_dim: int, meet: Any) -> Any:
+def make_load_queries(head_dim: int, work: Work, meet: Any) -> Any:
     """A function for kernels that brings a consumer its queries; called by its threads."""
     vectors = head_dim // 8  # of 16 bytes, in a query
+    _, address_of = make_addressing(work.query_block)
+    queries_of, home_of_query = work.queries_of, work.home_of_query
 
     @inlined
-    def load_queries(to: int, q: int, q_token: int, first: int, prompt: Prompt, consumer: int, inside: int) -> None:
-        """From the address of one head of the batch's queries; those behind the prompt's last repeat it."""
+    def load_queries(
+        to: int, at: Addresses, strides: Strides, first: int, prompt: Prompt, consumer: int, inside: int
+    ) -> None:
+        """Those behind the prompt's last repeat it."""
+        queries = queries_of(prompt, at, strides)
         for i in range(64 * vectors // WARPGROUP):
             vector = inside + i * WARPGROUP
             query = vector // vectors
             column = vector % vectors
-            source = q + (prompt.start + min(first + query, prompt.num_queries - 1)) * q_token
+            number = min(first + query, prompt.num_queries - 1)
+            source = address_of(number, home_of_query(number, prompt, strides), queries)
             w0, w1, w2, w3 = load_16_cached(source + column * 16)
             target = to + column // 8 * (64 * ROW_BYTES) + query * ROW_BYTES
             store_shared_16(target + ((column ^ query) & 7) * 16, w0, w1, w2, w3)
@@ -227,25 +234,25 @@ def make_consume(variant: Variant, wait_full: Any, release: Any) -> Any:
 
 def make_prefill(variant: Variant) -> Any:
     """The kernel as a Python function."""
-    head_dim, group = variant.head_dim, variant.group
+    head_dim = variant.head_dim
     tile, num_sums = tile_of(head_dim), head_dim // 2
     shared, queries_bytes = shared_of(head_dim), tile_bytes(head_dim, 64)
     init_ring, wait_empty, fill, wait_full, release = make_ring(SLOTS, tile_bytes(head_dim, tile), 4 * CONSUMERS)
     give_registers, take_registers = make_take_registers(24), make_take_registers(240)
     meet, _ = make_meet(WARPGROUP)
 
-    find_queries = make_find_queries(QUERIES, variant.windowed, variant.mixed)
+    work = (make_prefixes if variant.cascaded else make_prompts)(variant, QUERIES)
+    find_queries, put = work.find_queries, work.put
     keys_of_block, keys_of_lane = make_ranges(QUERIES, tile, variant.causal, variant.windowed)
     produce = make_produce(head_dim, variant.block_size, wait_empty, fill)
-    load_queries = make_load_queries(head_dim, meet)
+    load_queries = make_load_queries(head_dim, work, meet)
     consume = make_consume(variant, wait_full, release)
-    store = make_store(variant.dtype, num_sums)
 
-    def kernel(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+    @inlined
+    def prefill(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
-        head = cuda.blockIdx.x
-        prompt = find_queries(at, sizes, scoring.window, lane)
+        prompt = find_queries(at, sizes, groups, scoring.window, lane)
         if prompt.query >= prompt.num_queries:
             return
         first_key, end = keys_of_block(prompt, scoring.window)
@@ -264,9 +271,9 @@ def make_prefill(variant: Variant) -> Any:
             give_registers()
             # One warp copies K, another one V.
             if thread < 64 and tiles > 0:
-                ring, source = k_ring, Source(maps.k_boxes, maps.k_tokens, head // group)
+                ring, source = k_ring, Source(maps.k_boxes, maps.k_tokens, prompt.kv_head)
                 if thread >= 32:
-                    ring, source = v_ring, Source(maps.v_boxes, maps.v_tokens, head // group)
+                    ring, source = v_ring, Source(maps.v_boxes, maps.v_tokens, prompt.kv_head)
                 row = row_of(prompt.sequence, at, strides)
                 produce(ring, source, row, first_key, tiles, prompt, lane)
         else:
@@ -275,14 +282,19 @@ def make_prefill(variant: Variant) -> Any:
             inside = thread % WARPGROUP
             line = consumer * 64 + inside // 32 * 16 + (lane >> 2)  # of this lane's two queries the first
             queries = base + shared.queries + consumer * queries_bytes
-            q_from = at.q + head * strides.q_head
-            load_queries(queries, q_from, strides.q_token, prompt.query + consumer * 64, prompt, consumer, inside)
+            load_queries(queries, at, strides, prompt.query + consumer * 64, prompt, consumer, inside)
 
             sums = cuda.local.array(num_sums, float32)
             visible = keys_of_lane(prompt, line, scoring.window)
             softmax = consume(sums, queries, k_ring, v_ring, first_key, tiles, visible, scoring, consumer, lane)
-            d0, d1 = divisors(softmax, at.sinks, head, scoring.outer)
-            to = at.out + (prompt.start + prompt.query) * strides.out_token + head * strides.out_head
-            store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
+            put(sums, softmax, line, prompt, at, sizes, strides, groups, scoring.outer, lane)
 
-    return kernel
+    def kernel(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+        prefill(maps, at, sizes, strides, scoring, NO_GROUPS)
+
+    def cascaded_kernel(
+        maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups
+    ) -> None:
+        prefill(maps, at, sizes, strides, scoring, groups)
+
+    return cascaded_kernel if variant.cascaded else kernel

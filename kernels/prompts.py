@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 
 from numba import cuda
 
-from .addressing import first_token
-from .arguments import Addresses, Sizes
+from .addressing import Tokens, first_token
+from .arguments import Addresses, Groups, Sizes, Strides, Variant
 from .memory import load_i32
 from .ptx import inlined
 from .ragged import make_ragged
-from .softmax import Visible
+from .softmax import Softmax, Visible, divisors, make_store
 
 
 class Prompt(NamedTuple):
@@ -30,9 +30,53 @@ class Prompt(NamedTuple):
     """The sequence's first token that any of its queries sees."""
     length: int
     """Its tokens."""
+    kv_head: int
+    part: int
+    """Of a shared prefix: the number of the part that its tokens are; else 0."""
 
 
-def make_find_queries(queries_per_block: int, windowed: bool, mixed: bool) -> Any:
+class Work(NamedTuple):
+    """Functions for kernels: which queries a block of threads has, where they are, and what becomes of their sums.
+
+    Queries lie as tokens do: `query_block` and `home_of_query` are for `make_addressing` what a block table is.
+    """
+
+    find_queries: Any
+    queries_of: Any
+    home_of_query: Any
+    query_block: int
+    put: Any
+
+
+def make_prompts(variant: Variant, queries_per_block: int) -> Work:
+    """The work on prompts. A block of the grid has a query head, and in the second dimension tokens of a prompt."""
+    group, store = variant.group, make_store(variant.dtype, variant.head_dim // 2)
+
+    @inlined
+    def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
+        address = at.q + prompt.start * strides.q_token + cuda.blockIdx.x * strides.q_head
+        return Tokens(address, 0, strides.q_token)
+
+    @inlined
+    def home_of_query(number: int, prompt: Prompt, strides: Strides) -> int:
+        return 0
+
+    @inlined
+    def put(
+        sums: Any, softmax: Softmax, line: int, prompt: Prompt, at: Addresses, sizes: Sizes, strides: Strides,
+        groups: Groups, outer: float, lane: int,
+    ) -> None:  # fmt: skip
+        """Makes the outputs of a lane's two queries; `line` is the first one's number in the block."""
+        head = cuda.blockIdx.x
+        d0, d1 = divisors(softmax, at.sinks, head, outer)
+        to = at.out + (prompt.start + prompt.query) * strides.out_token + head * strides.out_head
+        store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
+
+    find_queries = make_find_queries(queries_per_block, group, variant.windowed, variant.mixed)
+    return Work(find_queries, queries_of, home_of_query, 0, put)
+
+
+def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed: bool) -> Any:
     """A function for kernels that gives a block of the grid's second dimension its queries; in a mixed batch sequences
     with a single one are left out."""
 
@@ -50,7 +94,7 @@ def make_find_queries(queries_per_block: int, windowed: bool, mixed: bool) -> An
     _, locate = make_ragged(units_of)
 
     @inlined
-    def find_queries(at: Addresses, sizes: Sizes, window: int, lane: int) -> Prompt:
+    def find_queries(at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int) -> Prompt:
         """The lanes of a warp look together."""
         # The last queries of a prompt see most keys: they go first.
         unit = cuda.gridDim.y - 1 - cuda.blockIdx.y
@@ -62,7 +106,8 @@ def make_find_queries(queries_per_block: int, windowed: bool, mixed: bool) -> An
         if windowed:  # what no query of the sequence sees may be gone
             begin = max(begin, length - count + 1 - window)
         query = (unit - before) * queries_per_block
-        return Prompt(sequence, start, count, query, length - count + query, begin, length)
+        kv_head = cuda.blockIdx.x // group
+        return Prompt(sequence, start, count, query, length - count + query, begin, length, kv_head, 0)
 
     return find_queries
 

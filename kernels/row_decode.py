@@ -96,7 +96,7 @@ def _decode(
 ) -> None:
     tensors = (q, k, v, out, None, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
     geometry = keys(tensors)
-    plan = _plan(window > 0, softcap > 0, kernel, geometry)
+    plan = choose_plan(window > 0, softcap > 0, kernel, geometry)
     attention.launch(plan, tensors, geometry, scale, window, softcap)
 
 
@@ -104,35 +104,50 @@ torch.library.custom_op("vmmkv::decode", _decode, mutates_args=("out",))
 
 
 @lru_cache(1024)
-def _plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...]) -> Plan:
+def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...]) -> Plan:
     """Checks a call's geometry and chooses the kernel."""
+    given = check(geometry)
+    variant = variant_of(given, windowed, softcapped)
+    best = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
+    if attention.choose(name, given, best) == "plain":
+        batch, q_len, num_heads, _ = given.q.shape
+        return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
+    return make_plan(given, variant)
+
+
+def check(geometry: tuple[Key | None, ...]) -> Geometries:
+    """Raises `ValueError` or `TypeError` where tensors do not fit together."""
     given = attention.check(geometry)
-    q, k = given.q, given.k
+    q = given.q
     if len(q.shape) != 4 or not 1 <= q.shape[1] <= MAX_QUERIES or q.shape[:1] != given.seq_lens.shape:
         raise ValueError(
             f"got q {list(q.shape)} for {list(given.seq_lens.shape)} sequences; "
             f"it must be [batch, 1 to {MAX_QUERIES}, num_heads, head_dim]"
         )
-    batch, q_len, num_heads, head_dim = q.shape
+    return given
+
+
+def variant_of(
+    given: Geometries, windowed: bool, softcapped: bool, *, causal: bool = True, cascaded: bool = False
+) -> Variant:
+    """What a kernel is compiled for."""
+    q, k = given.q, given.k
+    _, q_len, num_heads, head_dim = q.shape
     block_size = k.shape[1] if given.block_table else 0
     kv_dtype = k.dtype if given.k_scales else None
     group = num_heads // k.shape[2]
-    variant = Variant(q.dtype, head_dim, group, q_len, block_size, True, windowed, softcapped, False, kv_dtype)
-    best = ("mma",) if kv_dtype is None or q.dtype == torch.bfloat16 else ()
-    if attention.choose(name, given, best) == "plain":
-        return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
-    return make_plan(given, variant)
+    return Variant(q.dtype, head_dim, group, q_len, block_size, causal, windowed, softcapped, False, kv_dtype, cascaded)
 
 
-def make_plan(given: Geometries, variant: Variant) -> Plan:
-    """The plan of a geometry on tensor cores."""
+def make_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
+    """The plan of a geometry on tensor cores, with so many bytes of room behind that for its own parts."""
     blocks = multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant)
     queries = Queries(variant.group, variant.q_len, variant.mixed)
     return attention.make_plan(
         given,
         mma_kernel(variant),
         (blocks, 1),
-        partial_bytes=2 * blocks * part_bytes(queries, variant.head_dim),
+        partial_bytes=2 * blocks * part_bytes(queries, variant.head_dim) + more_bytes,
         counters=given.seq_lens.shape[0] * given.k.shape[2] * queries.bundles_per_head,
     )
 
@@ -140,7 +155,5 @@ def make_plan(given: Geometries, variant: Variant) -> Plan:
 @cache
 def mma_kernel(variant: Variant) -> Kernel:
     """The kernel on tensor cores."""
-    blocks_per_sm = decode_mma.blocks_per_sm(variant)
-    return Kernel(
-        decode_mma.make_decode, (variant,), attention.ARGUMENTS, decode_shares.THREADS, blocks_per_sm=blocks_per_sm
-    )
+    structs, blocks_per_sm = attention.structs_of(variant), decode_mma.blocks_per_sm(variant)
+    return Kernel(decode_mma.make_decode, (variant,), structs, decode_shares.THREADS, blocks_per_sm=blocks_per_sm)

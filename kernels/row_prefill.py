@@ -8,7 +8,7 @@ import torch
 
 from . import attention, plain, prefill_mma, prefill_wgmma
 from .arguments import Maps, Variant
-from .attention import Plan
+from .attention import Geometries, Plan
 from .checks import Key, keys
 from .compiler import Kernel
 from .tensor_map import can_be_mapped
@@ -130,23 +130,32 @@ def make_plan(
     tokens, num_heads, head_dim = q.shape
     block_size = k.shape[1] if given.block_table else 0
     kv_dtype = k.dtype if given.k_scales else None
-    best: tuple[str, ...] = ("wgmma", "mma") if can_be_mapped(k) and can_be_mapped(given.v) else ("mma",)
-    if kv_dtype:
-        best = ("mma",) if q.dtype == torch.bfloat16 else ()
-    name = attention.choose(name, given, best)
+    name = choose(name, given)
     mixed &= name != "plain"
     group = num_heads // k.shape[2]
     variant = Variant(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped, mixed, kv_dtype)
     if name == "plain":
         return attention.make_plan(given, plain.plain_kernel(variant), (tokens, num_heads))
-    if name == "mma":
-        kernel, queries, box_tokens = mma_kernel(variant), 16 * prefill_mma.warps_of(head_dim), 0
-    else:
-        kernel, queries = wgmma_kernel(variant), prefill_wgmma.QUERIES
-        box_tokens = box_of(prefill_wgmma.tile_of(head_dim), block_size)
+    kernel, queries, box_tokens = fast_kernel(name, variant)
     # No batch has more blocks of queries, however its tokens are spread.
     most = tokens // queries + (given.seq_lens.shape[0] if max_prompts is None else max_prompts)
     return attention.make_plan(given, kernel, (num_heads, most), box_tokens=box_tokens)
+
+
+def choose(name: str, given: Geometries) -> str:
+    """The kernel to use: what was asked for, or else the best."""
+    best: tuple[str, ...] = ("wgmma", "mma") if can_be_mapped(given.k) and can_be_mapped(given.v) else ("mma",)
+    if given.k_scales:
+        best = ("mma",) if given.q.dtype == torch.bfloat16 else ()
+    return attention.choose(name, given, best)
+
+
+def fast_kernel(name: str, variant: Variant) -> tuple[Kernel, int, int]:
+    """The kernel on tensor cores of this name, its queries of a block of threads, and its `box_tokens`."""
+    if name == "mma":
+        return mma_kernel(variant), 16 * prefill_mma.warps_of(variant.head_dim), 0
+    box_tokens = box_of(prefill_wgmma.tile_of(variant.head_dim), variant.block_size)
+    return wgmma_kernel(variant), prefill_wgmma.QUERIES, box_tokens
 
 
 @cache
@@ -154,13 +163,14 @@ def mma_kernel(variant: Variant) -> Kernel:
     """The kernel on tensor cores."""
     threads = 32 * prefill_mma.warps_of(variant.head_dim)
     shared = prefill_mma.shared_of(variant.head_dim, variant.kv_dtype is not None)
-    return Kernel(prefill_mma.make_prefill, (variant,), attention.ARGUMENTS, threads, shared_bytes=shared.nbytes)
+    structs = attention.structs_of(variant)
+    return Kernel(prefill_mma.make_prefill, (variant,), structs, threads, shared_bytes=shared.nbytes)
 
 
 @cache
 def wgmma_kernel(variant: Variant) -> Kernel:
     """The kernel for Hopper."""
-    structs, shared = (Maps, *attention.ARGUMENTS), prefill_wgmma.shared_of(variant.head_dim)
+    structs, shared = (Maps, *attention.structs_of(variant)), prefill_wgmma.shared_of(variant.head_dim)
     return Kernel(
         prefill_wgmma.make_prefill, (variant,), structs, prefill_wgmma.THREADS, shared_bytes=shared.nbytes, hopper=True
     )

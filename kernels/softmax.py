@@ -97,13 +97,20 @@ def rescale(sums: Any, num_sums: int, a0: float, a1: float) -> None:
 
 
 @inlined
-def divisors(softmax: Softmax, sinks: int, head: int, outer: float) -> tuple[float, float]:
-    """What sums are multiplied by at the end: 1 over the weights of a row, a sink's among them; 0 if it saw no key."""
+def sum_weights(softmax: Softmax) -> tuple[float, float]:
+    """Of both rows; four lanes share them."""
     l0 = softmax.l0
     l1 = softmax.l1
     for step in range(2):
         l0 += shuffle_xor(l0, 1 << step)
         l1 += shuffle_xor(l1, 1 << step)
+    return l0, l1
+
+
+@inlined
+def divisors(softmax: Softmax, sinks: int, head: int, outer: float) -> tuple[float, float]:
+    """What sums are multiplied by at the end: 1 over the weights of a row, a sink's among them; 0 if it saw no key."""
+    l0, l1 = sum_weights(softmax)
     if sinks != 0:
         sink = load_f32(sinks + head * 4) * float32(LOG2E)
         l0 += exp2(sink - softmax.m0 * outer)

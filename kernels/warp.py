@@ -38,6 +38,10 @@ def _count_true(condition: int) -> int:
     return int(warp_meets("count_true", condition, lambda conditions: [sum(map(bool, conditions))] * 32))
 
 
+def _any_lane(condition: int) -> int:
+    return int(warp_meets("any_lane", condition, lambda conditions: [any(conditions)] * 32))
+
+
 def _transpose(word: int) -> Any:
     def work_out(words: list[Any]) -> list[Any]:
         matrix = np.array(words, np.uint32).view(np.uint16).reshape(8, 8)
@@ -110,6 +114,12 @@ count_true = instruction(
     "l", "l", _count_true, reads_only=True, convergent=True,
 )  # fmt: skip
 """In how many lanes a condition, as an integer, is not 0."""
+
+any_lane = instruction(
+    "{ .reg .pred p; setp.ne.s64 p, $1, 0; vote.sync.any.pred p, p, -1; selp.s64 $0, 1, 0, p; }",
+    "l", "l", _any_lane, reads_only=True, convergent=True,
+)  # fmt: skip
+"""1 if a condition, as an integer, is not 0 in some lane."""
 
 sync_warp = instruction(
     "bar.warp.sync -1;", "", "", lambda: warp_meets("sync_warp", None, lambda values: values), convergent=True

@@ -68,6 +68,7 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m gpu` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
@@ -75,6 +76,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
         return
     for item in items:
+        if hasattr(getattr(item, "module", None), "DEVICE"):  # where there is a GPU, kernels are tested on it
+            item.add_marker(pytest.mark.gpu)
         parameters = getattr(item, "callspec", None)
         if "simulator" in item.keywords and (parameters is None or parameters.params.get("device", "cpu") == "cpu"):
             item.add_marker(

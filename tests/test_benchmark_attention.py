@@ -12,11 +12,13 @@ from conftest import DEVICE, run_module
 from rich.console import Console
 
 from benchmarks.attention.__main__ import wrong_rows
-from benchmarks.attention.batches import Case, Reference, evenly, make_batch, spread
+from benchmarks.attention.batches import NUM_KV_HEADS, Case, Reference, evenly, make_batch, spread
+from benchmarks.attention.cascade import Shape, make_shared, ours, shared_layouts, with_gains
 from benchmarks.attention.cases import EVEN, RAGGED, attention, compare_ragged, decode_cases, with_ratios
 from benchmarks.attention.layouts import layers_that_fit, layouts
 from benchmarks.attention.peers import page_table
 from benchmarks.attention.rotary import rotary_calls
+from benchmarks.attention.shapes import Geometry, make_call
 from benchmarks.attention.tables import tables
 
 
@@ -72,6 +74,29 @@ def test_all_layouts_hold_the_same_and_the_kernels_find_it(case: Case, checked: 
     assert reference.error(torch.zeros_like(batch.q)) == 1
 
 
+def test_what_is_shared_is_the_same_in_all_layouts() -> None:
+    """In rows of a cache and in blocks there is one copy of it."""
+    shape = Shape(groups=2, size=2, shared=32, own=5)
+    batch = make_shared(shape, torch.device(DEVICE))
+    with shared_layouts(shape, batch) as made:
+        for shared in made:
+            for index, row in enumerate(shared.rows.tolist()):
+                for found, expected in zip(shared.kv.row(row, 37), (batch.k, batch.v)):
+                    assert torch.equal(found, expected[index, :37])
+        _, rows, blocks = made
+        assert rows.kv.k[rows.rows[0], 0, 0, 0] == rows.kv.k[rows.rows[1], 0, 0, 0]
+        assert torch.equal(blocks.kv.block_table[0, :2], blocks.kv.block_table[1, :2])
+        assert len(blocks.kv.k) == 2 * 2 + 4 * 1
+
+
+def test_cascade_is_called_as_it_should_be() -> None:
+    shape = Shape(groups=1, size=2, shared=16, own=1)
+    batch = make_shared(shape, torch.device(DEVICE))
+    with shared_layouts(shape, batch, ("paged-16",)) as (shared,):
+        shared.kv.block_table[1, 0] = 1 << 30  # it is not looked up
+        assert Reference(batch).error(ours(shape, batch, shared, "mma")()) < 2e-2
+
+
 def test_page_tables_for_flashinfer() -> None:
     batch = make_batch(Case("decode", "", (33, 16, 1)), torch.device(DEVICE))
     with layouts(batch, ("paged-16",)) as (kv,):
@@ -94,6 +119,13 @@ def test_rotary_embedding_is_the_same_in_one_call_and_in_many() -> None:
     assert errors[0] <= errors[1] < 2e-2
 
 
+def test_other_shapes_are_held_against_float64() -> None:
+    for shape, head_bytes in ((Geometry(64), 128), (Geometry(queries=3), 256), (Geometry(64, 1, torch.int8), 68)):
+        call, nbytes, exact = make_call(shape, 2, 20, torch.device(DEVICE))
+        assert nbytes == 2 * 20 * NUM_KV_HEADS * 2 * head_bytes
+        assert (call() - exact).norm() < 1e-2 * exact.norm()
+
+
 def test_tables_of_a_result() -> None:
     result = {
         "decode": with_ratios([row(EVEN, "vmmkv, auto", "contiguous", 90.0)])
@@ -105,6 +137,15 @@ def test_tables_of_a_result() -> None:
             ]
         ),
         "prefill": with_ratios([row("1 x 16384", "vmmkv, mma", "paged-64", 5000.0, error=float("nan"))]),
+        "shapes": [
+            row("64 x 4096", "vmmkv, decode", "", 7.5, shape="heads of 64", of_first_time=0.5, of_first_rate=0.75)
+        ],
+        "cascade": with_gains(
+            [
+                row("groups", "vmmkv, decode", "contiguous", 90.0),
+                row("groups", "vmmkv, cascade, auto", "contiguous", 16.0, error=0.3),
+            ]
+        ),
         "copies": [row("", "append", "paged-16", 30.0, exact=False)],
         "rotary": [row("", "append, rotary", "", 4.0, sequences=64, host_microseconds=11.125, error=0.5)],
         "host": [{"call": "decode", "host_microseconds": 7.25}],
@@ -122,6 +163,10 @@ def test_tables_of_a_result() -> None:
         "token-major, 32 layers",
         "1.020",
         "90.0%",
+        "decode of other shapes, 64 x 4096",
+        "0.75",
+        "shared prefixes, groups",
+        "5.62",
         "110.0 (stream)",
         "NO",
         "11.1",
@@ -129,7 +174,12 @@ def test_tables_of_a_result() -> None:
         "decode, a; decode, b",
     ):
         assert words in text
-    assert [wrong["kernel"] for wrong in wrong_rows(result)] == ["vmmkv, mma", "append, rotary", "append"]
+    assert [wrong["kernel"] for wrong in wrong_rows(result)] == [
+        "vmmkv, mma",
+        "vmmkv, cascade, auto",
+        "append, rotary",
+        "append",
+    ]
 
 
 def test_without_a_gpu_it_says_so() -> None:

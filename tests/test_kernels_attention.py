@@ -426,6 +426,22 @@ def test_what_8_bits_lose(kv: torch.dtype, bound: float) -> None:
     assert (decode(q, **given)[:, 0] - exact).norm() <= bound * exact.norm()
 
 
+@pytest.mark.parametrize("kernel", ["mma", "plain"])
+def test_numbers_below_the_normal_ones_count(kernel: str) -> None:
+    """One of each head is so great that e4m3 has the others as multiples of its least step; no query looks at it."""
+    length = python_random.randint(40, 80)
+    k, v = (torch.randn(length, 2, 64, device=DEVICE).to(bf16) for _ in "kv")
+    k[..., 5], v[..., 5] = 2.0**17, 2.0**17
+    q = torch.randn(1, 1, 4, 64, device=DEVICE).to(bf16)
+    q[..., 5] = 0
+    exact_k, exact_v = (dequantize(*quantize(each, e4m3), torch.float64) for each in (k, v))
+    inputs = Inputs(q[:, 0], k, v, [1], [length], int32([0]), None, None, None, [exact_k], [exact_v])
+    exact = attend(Case(bf16, 64, 4, 2, q_len=1), inputs, torch.float64)
+    out = decode(q, **appended(e4m3, k, v, [length]), kernel=kernel)[:, 0]
+    others = torch.arange(64, device=DEVICE) != 5
+    assert (out - exact)[..., others].norm() <= 1e-2 * exact[..., others].norm()
+
+
 @pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
 def test_heads_that_are_no_numbers_show(kv: torch.dtype) -> None:
     """What attends to them is NaN, and nothing else is."""

@@ -19,7 +19,8 @@ COMPILE = """
     from vmmkv.kernels.arguments import Variant
     gc.disable()  # a tenth of the compiler's time
     bf16, family, ptxas = torch.bfloat16, *sys.argv[1:]
-    # A block table adds the look-up of a tile to what is there without: one of each family shows it.
+    # A block table adds the look-up of a tile to what is there without: one of each family shows it. Shared prefixes
+    # add something as well, which those show that are not too common.
     if family == "decode":
         kernels = {
             f"decode, mma, {dim}, {paged}": row_decode.mma_kernel(
@@ -27,7 +28,7 @@ COMPILE = """
             )
             for dim, paged, mixed in ((64, 16, True), (128, 0, False), (256, 0, False))
         }
-        eight_bits = Variant(bf16, 128, 4, 1, 0, True, False, False, False, torch.float8_e4m3fn)
+        eight_bits = Variant(bf16, 128, 4, 1, 0, True, False, False, False, torch.float8_e4m3fn, cascaded=True)
         kernels["decode, mma, 8 bits"] = row_decode.mma_kernel(eight_bits)
     else:
         kernels = {
@@ -43,8 +44,10 @@ COMPILE = """
         for dim, paged in ((64, 0), (128, 0), (128, 16), (256, 0)):
             variant = Variant(bf16, dim, 4, 0, paged, True, False, False)
             kernels[f"prefill, mma, {dim}, {paged}"] = row_prefill.mma_kernel(variant)
+            if dim == 64:
+                variant = variant._replace(q_len=2, causal=False, cascaded=True)
             kernels[f"prefill, wgmma, {dim}, {paged}"] = row_prefill.wgmma_kernel(variant)
-        variant = Variant(bf16, 128, 4, 0, 0, True, False, False, False, torch.float8_e4m3fn)
+        variant = Variant(bf16, 128, 4, 1, 0, False, False, False, False, torch.float8_e4m3fn, cascaded=True)
         kernels["prefill, mma, 128, 8 bits"] = row_prefill.mma_kernel(variant)
     folder, facts = tempfile.mkdtemp(), []
     PACKED = {int: "u64", float: "f32", bytes: "b8"}

@@ -54,7 +54,7 @@ def make_hand_on(num_slots: int) -> Any:
             publish_barriers()
         cuda.syncthreads()
         if warp == 0:
-            prompt = Prompt(0, 0, 0, 0, 0, given.begin, given.length)
+            prompt = Prompt(0, 0, 0, 0, 0, given.begin, given.length, 0, 0)
             for n in range(given.tiles):
                 wait_empty(ring, n)
                 home = look_up(n * TILE, Row(1, 0), prompt, lane)

@@ -1,9 +1,10 @@
 """Attention kernels on plain tensors, on rows of a cache and on blocks of a block table, beside their peers.
 
-    python -m benchmarks.attention [--json] [--quick] [--trace FILE] [--only decode|prefill|small]
+    python -m benchmarks.attention [--json] [--quick] [--trace FILE] [--only decode|prefill|shapes|cascade|small]
 
-Needs an NVIDIA GPU. Random data in bf16, 32 heads over 8 KV heads of 128; medians, from replayed CUDA graphs; what is
-compared is measured in turn, in the same run. Every answer is compared with float64.
+Needs an NVIDIA GPU. Random data in bf16, 32 heads over 8 KV heads of 128 (other heads, several queries and K and V in 8
+bits: `shapes`); medians, from replayed CUDA graphs; what is compared is measured in turn, in the same run. Every answer
+is compared with float64.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from vmmkv.cli.output import console, errors, print_json
 from vmmkv.environment import environment
 from vmmkv.workload import name_of
 
+from .cascade import SHAPES, run_cascade
 from .cases import compare_ragged, compile_kernels, decode_cases, prefill_cases, quick_cases, run_case
 from .peers import versions
 from .rotary import run_rotary
+from .shapes import run_shapes
 from .small import run_copies, run_host
 from .tables import tables
 from .timing import copy_bandwidth
@@ -35,6 +38,8 @@ ERROR_BOUND = 2e-2
 class Part(StrEnum):
     DECODE = "decode"
     PREFILL = "prefill"
+    SHAPES = "shapes"
+    CASCADE = "cascade"
     SMALL = "small"
 
 
@@ -74,7 +79,7 @@ def run(quick: bool, trace: Path | None, only: Part | None) -> dict[str, Any]:
         "skipped": [],
     }
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("Compiling", total=len(cases) + 3)
+        task = progress.add_task("Compiling", total=len(cases) + 5)
         compile_kernels(cases)
         progress.update(task, advance=1, description="Device copy")
         result["bandwidth"] = copy_bandwidth(device)
@@ -85,6 +90,15 @@ def run(quick: bool, trace: Path | None, only: Part | None) -> dict[str, Any]:
             result.setdefault(case.part, []).extend(rows)
             result["skipped"] += skipped
             progress.advance(task)
+        if only in (None, Part.SHAPES):
+            progress.update(task, description="Other shapes")
+            result["shapes"] = run_shapes(device)
+        progress.advance(task)
+        if only in (None, Part.CASCADE):
+            progress.update(task, description="Shared prefixes")
+            result["cascade"], skipped = run_cascade(SHAPES[:1] if quick else SHAPES, device)
+            result["skipped"] += skipped
+        progress.advance(task)
         if only in (None, Part.SMALL):
             progress.update(task, description="Small kernels")
             result |= {"copies": run_copies(device), "rotary": run_rotary(device), "host": run_host(device)}
@@ -97,7 +111,8 @@ def run(quick: bool, trace: Path | None, only: Part | None) -> dict[str, Any]:
 
 def wrong_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of ours that rounding cannot explain."""
-    ours = [row for part in ("decode", "prefill") for row in result.get(part, []) if row["kernel"].startswith("vmmkv")]
+    parts = "decode", "prefill", "shapes", "cascade"
+    ours = [row for part in parts for row in result.get(part, []) if row["kernel"].startswith("vmmkv")]
     wrong = [row for row in ours + result.get("rotary", []) if not row["error"] <= ERROR_BOUND]
     return wrong + [row for row in result.get("copies", []) if not row["exact"]]
 

@@ -14,6 +14,8 @@ def tables(result: dict[str, Any]) -> list[Table]:
     """A table for each case, for the small kernels and for host time, and for what was skipped."""
     found = [decode_table(name, rows) for name, rows in by_case(result.get("decode", []))]
     found += [prefill_table(name, rows) for name, rows in by_case(result.get("prefill", []))]
+    found += [shapes_table(name, rows) for name, rows in by_case(result.get("shapes", []))]
+    found += [cascade_table(name, rows) for name, rows in by_case(result.get("cascade", []))]
     if "copies" in result:
         columns = "kernel", "layout", "µs", "GB/s", "of copy", "exact"
         rows = [
@@ -66,6 +68,28 @@ def prefill_table(name: str, rows: list[dict[str, Any]]) -> Table:
         for row in rows
     ]
     return make_table(f"prefill, {name}", columns, cells)
+
+
+def shapes_table(name: str, rows: list[dict[str, Any]]) -> Table:
+    columns = "heads", "µs", "of the first", "GB/s", "of the first", "error"
+    cells = [
+        (
+            row["shape"],
+            time_of(row),
+            f"{row['of_first_time']:.2f}",
+            f"{row['gb_per_s']:.0f}",
+            f"{row['of_first_rate']:.2f}",
+            f"{row['error']:.1e}",
+        )
+        for row in rows
+    ]
+    return make_table(f"decode of other shapes, {name}", columns, cells)
+
+
+def cascade_table(name: str, rows: list[dict[str, Any]]) -> Table:
+    columns = "kernel", "layout", "µs", "times as fast as decode", "error"
+    cells = [(row["kernel"], layout_of(row), time_of(row), f"{row['gain']:.2f}", f"{row['error']:.1e}") for row in rows]
+    return make_table(f"shared prefixes, {name}", columns, cells)
 
 
 def skipped_table(entries: list[dict[str, Any]]) -> Table:

@@ -1,0 +1,140 @@
+"""cascade: decode of sequences that begin with the same tokens, which are read once for a group of sequences.
+
+Two launches. The first is prefill's kernel, which takes the queries of a group together, so that a tile of the prefix
+is read once for all of them; it leaves sums and their softmax's state, in fp32. The second is decode's, which reads
+what is a sequence's own and adds the first's sums. That is exact: softmaxes over two sets of tokens give one over both.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from . import attention, prefixes, row_decode, row_prefill
+from .arguments import Groups
+from .attention import Geometries, Plan
+from .checks import Geometry, Key, check_indices, keys
+from .workspace import multiprocessors
+
+ROOM_BYTES = 64 << 20
+"""For parts of prefixes, unless one part of each takes more."""
+
+
+def cascade(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_groups: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    rows: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    *,
+    k_scales: torch.Tensor | None = None,
+    v_scales: torch.Tensor | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    out: torch.Tensor | None = None,
+    kernel: str = "auto",
+) -> torch.Tensor:
+    """Attention of one to eight new tokens per sequence, of which groups share their first tokens.
+
+    Does what `decode` does, and reads what a group shares once: in the row of its first sequence, where the other rows
+    must hold the same. Which sequences share stays on the device, as lengths do: one captured graph serves all.
+    Arguments, result and errors are those of `decode`, but that there are no `starts` and no `window` (a window sees
+    little of a prefix: give such layers to `decode`), and:
+
+    Args:
+        cu_groups: int32 `[groups + 1]`, where each group's sequences begin in the batch; sequences before the first and
+            behind the last are in none, and groups may be empty.
+        prefix_lens: int32 `[groups]`, tokens that the sequences of each group begin with; 0: they share nothing. A
+            sequence without as many before its new tokens, and a group whose first sequence has not, share nothing.
+        kernel: what reads the prefixes: "wgmma", "mma" or "auto", as in `prefill`. "plain", and always where that one
+            takes no other: `decode`'s, which reads each row.
+    """
+    out = torch.empty_like(q) if out is None else out
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    run = torch.ops.vmmkv.cascade if torch.compiler.is_compiling() else _cascade
+    indices = seq_lens, cu_groups, prefix_lens, rows, block_table
+    run(q, k, v, out, *indices, sinks, k_scales, v_scales, scale, softcap, kernel)
+    return out
+
+
+def _cascade(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cu_groups: torch.Tensor,
+    prefix_lens: torch.Tensor,
+    rows: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
+    scale: float,
+    softcap: float,
+    kernel: str,
+) -> None:
+    tensors = (q, k, v, out, None, seq_lens, rows, None, block_table, sinks, k_scales, v_scales)
+    geometry = keys(tensors)
+    plans = _plans(softcap > 0, kernel, geometry, keys((cu_groups, prefix_lens)))
+    if plans is None:
+        plan = row_decode.choose_plan(False, softcap > 0, "plain" if kernel == "plain" else "auto", geometry)
+        attention.launch(plan, tensors, geometry, scale, 0, softcap)
+        return
+    room = attention.make_room(plans.own)
+    addresses = cu_groups.data_ptr(), prefix_lens.data_ptr(), room[0] + plans.parts
+    groups = Groups(*addresses, prefix_lens.shape[0], plans.blocks, plans.most_parts, plans.queries)
+    attention.launch_in((0, 0), plans.prefix, tensors, geometry, scale, 0, softcap, groups)
+    attention.launch_in(room, plans.own, tensors, geometry, scale, 0, softcap, groups)
+
+
+torch.library.custom_op("vmmkv::cascade", _cascade, mutates_args=("out",))
+
+
+class Plans(NamedTuple):
+    """Of both launches."""
+
+    prefix: Plan
+    own: Plan
+    """With room for the parts of prefixes behind its own."""
+    parts: int
+    """Where they begin in that room."""
+    blocks: int
+    most_parts: int
+    queries: int
+
+
+@lru_cache(1024)
+def _plans(softcapped: bool, name: str, geometry: tuple[Key | None, ...], of_groups: tuple[Key, Key]) -> Plans | None:
+    """Checks a call's geometry and chooses the kernels; None: it is decode's alone."""
+    given = row_decode.check(geometry)
+    num_groups = check_groups(given, *[Geometry._make(key) for key in of_groups])
+    q, k = given.q, given.k
+    batch, q_len, num_heads, head_dim = q.shape
+    name = row_prefill.choose(name, given)
+    if name == "plain" or not num_groups or not batch:
+        return None
+    variants = [row_decode.variant_of(given, False, softcapped, causal=each, cascaded=True) for each in (False, True)]
+    kernel, queries, box_tokens = row_prefill.fast_kernel(name, variants[0])
+    per_head, most_groups = batch * q_len * variants[0].group, min(num_groups, batch // 2)
+    blocks = max(multiprocessors(q.device) // k.shape[2], 1)
+    # No batch has more blocks of queries, however it is grouped; each may end with a part that is shorter.
+    grid = k.shape[2], blocks + per_head // queries + most_groups
+    prefix = attention.make_plan(given, kernel, grid, box_tokens=box_tokens)
+    part = prefixes.part_bytes(batch * q_len, num_heads, head_dim)
+    most_parts = max(min(blocks, ROOM_BYTES // part), 1)
+    own = row_decode.make_plan(given, variants[1], most_parts * part)
+    return Plans(prefix, own, own.partial_bytes - most_parts * part, blocks, most_parts, queries)
+
+
+def check_groups(given: Geometries, cu_groups: Geometry, prefix_lens: Geometry) -> int:
+    """How many groups there are; `ValueError` or `TypeError` if the two do not fit together."""
+    check_indices(given.q.device, prefix_lens.shape[:1], prefix_lens=prefix_lens)
+    check_indices(given.q.device, (prefix_lens.shape[0] + 1,), cu_groups=cu_groups)
+    return prefix_lens.shape[0]

@@ -1,0 +1,215 @@
+"""cascade against float64. What a group shares is NaN in all rows but its first one's, as is all that nobody sees."""
+
+from __future__ import annotations
+
+import random as python_random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import DEVICE, int32
+from test_kernels_attention import Case, Inputs, bf16, check, e4m3, fp16, fp32, int8
+
+from vmmkv.kernels import cascade, decode, dequantize, quantize, row_cascade
+
+LONG = 140 if DEVICE == "cpu" else 3000
+"""A prefix of several parts."""
+
+
+class Batch(NamedTuple):
+    """Sequences, some of them in groups, with queries, and K and V of their own in rows or blocks."""
+
+    lengths: list[int]
+    cu_groups: list[int]
+    prefix_lens: list[int]
+    leaders: list[int]
+    """Of each sequence: the first one of its group."""
+    shared: list[int]
+    """And its tokens that only that one's row has."""
+
+
+def random_batch(q_len: int, longest: int) -> Batch:
+    """Groups of several, of one and of no sequences, and sequences in none; one is shorter than it should be."""
+    sizes, prefix_lens = [python_random.randint(2, 3), 1, 0, 2], [longest, 40, 9, python_random.choice([1, 70, 128])]
+    order = python_random.sample(range(4), 4)
+    sizes, prefix_lens = [sizes[group] for group in order], [prefix_lens[group] for group in order]
+    before = python_random.randint(0, 1)
+    cu_groups = [before + sum(sizes[:group]) for group in range(5)]
+    prefixes, leaders = [0] * before, list(range(before))
+    for size, prefix, first in zip(sizes, prefix_lens, cu_groups):
+        prefixes += [prefix] * size
+        leaders += [first] * size
+    prefixes, leaders = [*prefixes, 0], [*leaders, len(leaders)]
+    lengths = [prefix + q_len + python_random.choice([0, python_random.randint(0, 40)]) for prefix in prefixes]
+    lengths[python_random.randrange(len(lengths))] = python_random.randint(0, 20)
+    most = [prefix if prefix <= lengths[leader] - q_len else 0 for prefix, leader in zip(prefixes, leaders)]
+    shared = [
+        most[index] if index != leader and most[index] <= lengths[index] - q_len else 0
+        for index, leader in enumerate(leaders)
+    ]
+    return Batch(lengths, cu_groups, prefix_lens, leaders, shared)
+
+
+def make_inputs(case: Case, batch: Batch) -> Inputs:
+    """Random data; in token-major rows of a larger tensor, or in blocks. Nothing is in the first row."""
+    lengths, block_size = batch.lengths, case.block_size
+    rows = python_random.sample(range(1, len(lengths) + 1), len(lengths))
+    blocks = -(-max(lengths) // (block_size or 1))
+    names = torch.randperm(blocks * (len(lengths) + 1)).view(-1, blocks)
+    places = (names.numel(), block_size) if block_size else (len(lengths) + 1, max(lengths) + 3)
+    held = torch.zeros(*places, 3, 2, case.kv_heads, case.head_dim, device=DEVICE, dtype=case.kv or case.dtype)
+    scales = torch.full((2, *places, case.kv_heads), torch.nan, device=DEVICE)
+    if not case.kv:
+        held.fill_(torch.nan)
+    table = names.clone()
+    lives: list[list[torch.Tensor]] = [[], []]
+    for row, length, leader, shared in zip(rows, lengths, batch.leaders, batch.shared):
+        if block_size:  # nobody looks these up
+            table[row, : shared // block_size] = 1 << 30
+            table[row, -(-length // block_size) :] = 1 << 30
+        at: tuple[Any, Any] = (row, slice(shared, length))
+        if block_size:
+            positions = torch.arange(shared, length)
+            at = names[row, positions // block_size], positions % block_size
+        for which, live in enumerate(lives):
+            new = torch.randn(length, case.kv_heads, case.head_dim, device=DEVICE).to(case.dtype)
+            if case.kv:
+                numbers, scale = quantize(new, case.kv)
+                new = dequantize(numbers, scale, torch.float64)
+                scales[which][at] = scale[shared:]
+            held[:, :, 1, which][at] = (numbers if case.kv else new)[shared:]
+            live.append(torch.cat([live[leader][:shared], new[shared:]]) if shared else new)
+    return Inputs(
+        torch.randn(len(lengths) * case.q_len, case.heads, case.head_dim, device=DEVICE).to(case.dtype),
+        held[:, :, 1, 0],
+        held[:, :, 1, 1],
+        [min(case.q_len, length) for length in lengths],
+        lengths,
+        int32(rows),
+        None,
+        table.to(DEVICE, torch.int32) if block_size else None,
+        torch.randn(case.heads, device=DEVICE) if case.sinks else None,
+        *lives,
+        *(scales if case.kv else (None, None)),
+    )
+
+
+def run(case: Case, batch: Batch, inputs: Inputs) -> torch.Tensor:
+    """The outputs, which were NaN."""
+    q = inputs.q.unflatten(0, (len(batch.lengths), case.q_len))
+    return cascade(
+        q, inputs.k, inputs.v, int32(batch.lengths), int32(batch.cu_groups), int32(batch.prefix_lens), inputs.rows,
+        inputs.block_table, inputs.sinks, k_scales=inputs.k_scales, v_scales=inputs.v_scales, softcap=case.softcap,
+        out=torch.full_like(q, torch.nan), kernel=case.kernel,
+    )  # fmt: skip
+
+
+def check_outputs(case: Case, inputs: Inputs, outs: torch.Tensor) -> None:
+    """Against float64. Queries before a sequence's first token give zeros."""
+    q = inputs.q.unflatten(0, (-1, case.q_len))
+    missing = [case.q_len - count for count in inputs.counts]
+    assert all((out[:before] == 0).all() for out, before in zip(outs, missing))
+    q, outs = (torch.cat([each[before:] for each, before in zip(of, missing)]) for of in (q, outs))
+    check(case, inputs._replace(q=q), outs)
+
+
+FAST = [
+    Case(bf16, 128, 4, 1, q_len=1, kernel="wgmma"),
+    Case(fp16, 64, 14, 2, q_len=2, sinks=True, kernel="mma"),
+    Case(bf16, 80, 2, 2, q_len=1, softcap=3.0, kernel="wgmma"),
+    Case(bf16, 256, 3, 1, q_len=3, kernel="mma"),
+    Case(fp16, 96, 4, 1, q_len=1, block_size=16, kernel="wgmma"),
+    Case(bf16, 128, 2, 1, q_len=2, block_size=64, sinks=True, kernel="mma"),
+    Case(bf16, 64, 40, 1, q_len=1, kernel="wgmma"),
+]
+OTHER_KERNEL = [case._replace(kernel="mma" if case.kernel == "wgmma" else "wgmma") for case in FAST]
+EIGHT_BITS = [Case(bf16, 64, 4, 1, q_len=1, kv=e4m3), Case(bf16, 128, 2, 1, q_len=1, block_size=16, kv=int8)]
+
+
+@pytest.mark.parametrize("case", FAST + EIGHT_BITS + (OTHER_KERNEL if DEVICE == "cuda" else []), ids=str)
+def test_cascade(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In few parts, or in as many as a GPU with more multiprocessors would be given."""
+    monkeypatch.setattr(row_cascade, "multiprocessors", lambda device: python_random.choice([1, 8]))
+    monkeypatch.setattr(row_cascade, "ROOM_BYTES", python_random.choice([0, 1 << 26, 1 << 26]))
+    batch = random_batch(case.q_len, python_random.choice([30, LONG]))
+    inputs = make_inputs(case, batch)
+    check_outputs(case, inputs, run(case, batch, inputs))
+
+
+def same_beginnings(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Queries of four sequences, K and V of rows that begin with the same 20 tokens, and lengths."""
+    q = torch.randn(4, 1, 2, 64, device=DEVICE).to(dtype)
+    k, v = (torch.randn(4, 40, 1, 64, device=DEVICE).to(dtype) for _ in "kv")
+    k[1:, :20], v[1:, :20] = k[0, :20], v[0, :20]
+    return q, k, v, int32([40, 21, 30, 27])
+
+
+def test_what_is_not_shared_is_left_to_decode() -> None:
+    """Bit by bit: queries of fp32, kernels without tensor cores, no groups, no prefixes, prefixes that are too long."""
+    for dtype, cu_groups, prefix_len, kernel in (
+        (fp32, [0, 3], 20, "auto"),
+        (bf16, [0, 3], 20, "plain"),
+        (bf16, [2], None, "auto"),
+        (bf16, [1, 4], 0, "mma"),
+        (bf16, [1, 4], 21, "wgmma"),
+    ):
+        tensors = same_beginnings(dtype)
+        prefix_lens = int32([] if prefix_len is None else [prefix_len])
+        out = cascade(*tensors, int32(cu_groups), prefix_lens, kernel=kernel)
+        assert torch.equal(out, decode(*tensors, kernel="plain" if kernel == "plain" else "auto"))
+
+
+def test_what_does_not_fit_is_refused_before_any_launch() -> None:
+    tensors, cu_groups, prefix_lens = same_beginnings(bf16), int32([0, 3]), int32([20])
+    out = torch.zeros_like(tensors[0])
+    for error, match, arguments, options in (
+        (TypeError, "cu_groups of torch.int64", (cu_groups.long(), prefix_lens), {}),
+        (TypeError, "prefix_lens of torch.float32", (cu_groups, prefix_lens.float()), {}),
+        (ValueError, r"cu_groups \[2\]; it must be contiguous \[3\]", (cu_groups, int32([40, 40])), {}),
+        (ValueError, r"prefix_lens \[\]", (cu_groups, prefix_lens[0]), {}),
+        (ValueError, "prefix_lens on meta", (cu_groups, prefix_lens.to("meta")), {}),
+        (ValueError, "must be one of auto, wgmma, mma, plain", (cu_groups, prefix_lens), {"kernel": "fast"}),
+        (ValueError, "scale must be positive", (cu_groups, prefix_lens), {"scale": 0.0}),
+        (TypeError, "window", (cu_groups, prefix_lens), {"window": 8}),
+        (TypeError, "starts", (cu_groups, prefix_lens), {"starts": prefix_lens}),
+    ):
+        with pytest.raises(error, match=match):
+            cascade(*tensors, *arguments, out=out, **options)
+    with pytest.raises(ValueError, match="1 to 8, num_heads"):
+        cascade(tensors[0].repeat(1, 9, 1, 1), *tensors[1:], cu_groups, prefix_lens)
+    assert (out == 0).all()
+
+
+def test_cascade_can_be_part_of_a_compiled_graph() -> None:
+    tensors, groups = same_beginnings(bf16), (int32([1, 4]), int32([20]))
+    step = torch.compile(lambda *given: cascade(*given, kernel="mma") * 2, fullgraph=True, backend="aot_eager")
+    outs = step(*tensors, *groups)
+    assert torch.equal(outs, cascade(*tensors, *groups, kernel="mma") * 2)
+    assert torch.allclose(outs, decode(*tensors) * 2, atol=0.05)
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_serves_all_groups() -> None:
+    """Groups, prefixes and lengths come with each replay. What is shared is only in the row of a group's first."""
+    case = Case(bf16, 128, 8, 2, q_len=1)
+    q = torch.empty(8, 1, case.heads, case.head_dim, device=DEVICE, dtype=bf16)
+    k, v = (torch.empty(9, 3000, case.kv_heads, case.head_dim, device=DEVICE, dtype=bf16) for _ in "kv")
+    given = [int32([0] * 8), int32([0] * 5), int32([0] * 4), int32([0] * 8)]
+    cascade(q, k, v, *given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [cascade(q, k, v, *given) for _ in range(2)]
+    for _ in range(8):
+        batch = random_batch(1, 2000)
+        inputs = make_inputs(case, batch)
+        count = len(batch.lengths)
+        for tensor, values in zip(given, (batch.lengths, batch.cu_groups, batch.prefix_lens, inputs.rows.tolist())):
+            tensor.copy_(int32([*values, *[0] * (len(tensor) - len(values))]))  # the rest is unused places
+        q[:count] = inputs.q[:, None]
+        for whole, part in ((k, inputs.k), (v, inputs.v)):
+            whole.fill_(torch.nan)
+            whole[: part.shape[0], : part.shape[1]] = part
+        graph.replay()
+        for out in outs:
+            check_outputs(case, inputs, out[:count])
+            assert (out[count:] == 0).all()
