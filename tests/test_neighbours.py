@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from random import Random
 
@@ -115,3 +116,14 @@ def test_who_asks_is_not_asked(small_device: Counter[int]) -> None:
     assert given == [4 * one.page_size]
     one.close()
     assert give_back(one.pool, one.page_size) == 0
+
+
+def test_a_refusal_keeps_nothing_alive(small_device: Counter[int]) -> None:
+    """Not itself in a circle with the frames that it came through: what these hold ends at once."""
+    live = make().sequence(12 * 8)
+    with pytest.raises(OutOfPagesError) as caught:
+        make().sequence(12 * 8)
+    refusal = weakref.ref(caught.value)
+    del caught
+    assert refusal() is None
+    assert live.length == 12 * 8
