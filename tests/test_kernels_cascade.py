@@ -113,23 +113,30 @@ def check_outputs(case: Case, inputs: Inputs, outs: torch.Tensor) -> None:
     check(case, inputs._replace(q=q), outs)
 
 
-FAST = [
+CASES = [
     Case(bf16, 128, 4, 1, q_len=1, kernel="wgmma"),
     Case(fp16, 64, 14, 2, q_len=2, sinks=True, kernel="mma"),
-    Case(bf16, 80, 2, 2, q_len=1, softcap=3.0, kernel="wgmma"),
-    Case(bf16, 256, 3, 1, q_len=3, kernel="mma"),
+    Case(bf16, 80, 2, 1, q_len=1, softcap=3.0, kernel="wgmma"),
     Case(fp16, 96, 4, 1, q_len=1, block_size=16, kernel="wgmma"),
-    Case(bf16, 128, 2, 1, q_len=2, block_size=64, sinks=True, kernel="mma"),
-    Case(bf16, 64, 40, 1, q_len=1, kernel="wgmma"),
+    Case(bf16, 64, 72, 1, q_len=1, kernel="wgmma"),
+    Case(bf16, 64, 4, 1, q_len=1, kv=e4m3),
 ]
-OTHER_KERNEL = [case._replace(kernel="mma" if case.kernel == "wgmma" else "wgmma") for case in FAST]
-EIGHT_BITS = [Case(bf16, 64, 4, 1, q_len=1, kv=e4m3), Case(bf16, 128, 2, 1, q_len=1, block_size=16, kv=int8)]
+OTHER_KERNEL = [case._replace(kernel="mma" if case.kernel == "wgmma" else "wgmma") for case in CASES[:-1]]
+ON_A_GPU = [
+    *OTHER_KERNEL,
+    Case(bf16, 256, 3, 1, q_len=3, kernel="mma"),
+    Case(bf16, 256, 8, 2, q_len=1, sinks=True, kernel="wgmma"),
+    Case(bf16, 128, 16, 2, q_len=8, block_size=64, kernel="mma"),
+    Case(bf16, 192, 4, 4, q_len=2, block_size=32, softcap=5.0, kernel="wgmma"),
+    Case(bf16, 128, 2, 1, q_len=1, block_size=16, kv=int8),
+]
 
 
-@pytest.mark.parametrize("case", FAST + EIGHT_BITS + (OTHER_KERNEL if DEVICE == "cuda" else []), ids=str)
+@pytest.mark.parametrize("case", CASES + (ON_A_GPU if DEVICE == "cuda" else []), ids=str)
 def test_cascade(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In few parts, or in as many as a GPU with more multiprocessors would be given."""
-    monkeypatch.setattr(row_cascade, "multiprocessors", lambda device: python_random.choice([1, 8]))
+    multiprocessors = python_random.choice([1, 8] if DEVICE == "cpu" else [1, 8, 132])
+    monkeypatch.setattr(row_cascade, "multiprocessors", lambda device: multiprocessors)
     monkeypatch.setattr(row_cascade, "ROOM_BYTES", python_random.choice([0, 1 << 26, 1 << 26]))
     batch = random_batch(case.q_len, python_random.choice([30, LONG]))
     inputs = make_inputs(case, batch)
@@ -145,7 +152,8 @@ def same_beginnings(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
 
 
 def test_what_is_not_shared_is_left_to_decode() -> None:
-    """Bit by bit: queries of fp32, kernels without tensor cores, no groups, no prefixes, prefixes that are too long."""
+    """Rows do not begin with the same. Queries of fp32, no tensor cores, no groups, prefixes of no tokens, and such
+    as are too long, are as if there were no groups."""
     for dtype, cu_groups, prefix_len, kernel in (
         (fp32, [0, 3], 20, "auto"),
         (bf16, [0, 3], 20, "plain"),
@@ -154,9 +162,11 @@ def test_what_is_not_shared_is_left_to_decode() -> None:
         (bf16, [1, 4], 21, "wgmma"),
     ):
         tensors = same_beginnings(dtype)
+        tensors[1].normal_()
         prefix_lens = int32([] if prefix_len is None else [prefix_len])
         out = cascade(*tensors, int32(cu_groups), prefix_lens, kernel=kernel)
-        assert torch.equal(out, decode(*tensors, kernel="plain" if kernel == "plain" else "auto"))
+        exact = decode(*(each.float() for each in tensors[:3]), tensors[3])
+        assert (out - exact).norm() < 0.01 * exact.norm()
 
 
 def test_what_does_not_fit_is_refused_before_any_launch() -> None:
