@@ -11,8 +11,8 @@ none. All of them compute in fp32, so that what differs is K and V.
 
 A prompt is read at once, and tokens after it one by one, the same ones with every cache. Distances are of the logits of
 these, of which each vocabulary's mean is taken away, against those of a cache of fp32. transformers' caches are as they
-come (but for the axes that its documentation advises): the group-wise ones keep the last 128 tokens as they are. Those
-that are not installed are left out: `pip install optimum-quanto hqq`. Runs on the CPU.
+come (but for the axes that its documentation advises): the group-wise ones keep up to 128 tokens behind the prompt as
+they are. Those that are not installed are left out: `pip install optimum-quanto hqq`. Runs on the CPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OUTLIERS = 1, 10, 30
 """How many times the rest of K its outlier channels are."""
 CHANNELS = 4
 """Of a head of 64 that are outliers, in pairs that are rotated together."""
-LENGTHS = 128, 1024
+LENGTHS = 128, 512
 VOCABULARY = 512
 PACKAGES = {"quanto": "optimum-quanto", "hqq": "hqq"}
 
@@ -176,9 +176,9 @@ def attention_errors() -> dict[str, float]:
 
 
 def main(
-    lengths: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; 128 and 1024.")] = None,
+    lengths: Annotated[list[int] | None, typer.Option(min=1, help="Tokens of a prompt; 128 and 512.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Prompts of each length.")] = 2,
-    steps: Annotated[int, typer.Option(min=1, help="Tokens behind each.")] = 32,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens behind each.")] = 8,
     layers: Annotated[int, typer.Option(min=1, help="Of each model.")] = 4,
     json_output: JsonOutput = False,
 ) -> None:

@@ -153,7 +153,7 @@ class VmmCache(DynamicCache):
         def group(window: int | None) -> Any:
             found = next((group for group in self._groups if group.window == window), None)
             if found is None and compile:
-                found = CompiledLayerGroup(limits, pools, passes, window, partial(_attention_of, config))
+                found = CompiledLayerGroup(limits, pools, passes, window, lambda: _attention_of(config))
             elif found is None:
                 found = LayerGroup(limits, pools, passes, window)
             if found not in self._groups:
