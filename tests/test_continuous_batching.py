@@ -642,6 +642,24 @@ def test_graphs_and_batches_ahead_give_the_tokens_of_generate(name: str, options
 
 
 @pytest.mark.gpu
+def test_what_is_zeroed_at_a_start_is_zero_before_the_first_batch() -> None:
+    """transformers does it on the default stream, which is long busy here."""
+    model = tiny_model("llama-gqa-wide", "eager", "cuda")
+    expected = answers(model, Random(), 6, most=60)
+    rows.enable(model, max_bytes="1GiB", max_seq_len=200)
+    try:
+        torch.cuda._sleep(200_000_000)  # a tenth of a second
+        with Served(model) as served:
+            served.check(expected)
+            served.manager.stop(block=True)
+            torch.cuda._sleep(200_000_000)
+            served.manager.start()
+            served.check(expected)
+    finally:
+        rows.disable(model)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("host", [0.0, 0.1], ids=["computed anew", "moved to the host"])
 def test_more_requests_than_a_gpu_has_memory_for(host: float) -> None:
     """Pages are taken from requests while batches run that read them."""

@@ -294,6 +294,19 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         self.cache.max_tokens_read = MANY_TOKENS  # only now: buffers were made of so many
         if self.distributed_helper.tp_size == 1:
             self.scheduler.take_turns(turn_at(self.cache.kv_caches[0].pool))
+        self._wait_for_zeros()
+
+    def reset(self) -> None:
+        """Begins anew: see `ContinuousBatchProcessor.reset`."""
+        super().reset()
+        self._wait_for_zeros()
+
+    def _wait_for_zeros(self) -> None:
+        """Waits until the device's inputs and outputs are as new. transformers zeroes them on this thread's current
+        stream, and waits for others alone: on a busy GPU the first batch would be copied there before that, and lost.
+        """
+        if self.cache.device.type == "cuda":
+            torch.cuda.current_stream(self.cache.device).synchronize()
 
     def prepare_next_batch(self) -> bool:
         self._let_go()
