@@ -113,6 +113,7 @@ class Laying:
         try:
             with Undo() as undo:
                 self._map(row, laid, undo)
+                self._afford(row, length, undo)
                 at_once(self._growing.make_room({row: (0, length)}, [row]))
                 self._copy(row, tokens, sources, laid, partial)
         finally:
@@ -150,6 +151,17 @@ class Laying:
                     change.place(arena.table, run, supply.pop(piece.pages, 0), end, since=run.begin)
             splits.append(end)
         self._sharing.run_shared(change, [row], [(0, split) for split in splits], undo)
+
+    def _afford(self, row: int, length: int, undo: Undo) -> None:
+        """Sees to it that a row may have so many tokens beside what others are guaranteed, also where no page is
+        missing: what is laid there was only lent.
+
+        Raises:
+            OutOfPagesError: it may not.
+        """
+        self._books.claims = {row: (0, length)}
+        undo.push(self._books.claims.clear)
+        self._reclaimer.afford(sum(end for _, end in self._books.used(row)))
 
     def _copy(
         self, row: int, tokens: int, sources: list[int], laid: Sequence[list[Piece]], partial: Sequence[int | None]
