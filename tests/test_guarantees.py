@@ -253,6 +253,20 @@ def test_what_begins_on_whole_pages_alone_is_not_lent_either() -> None:
     assert owner.sequence(8 * TOKENS).length == live.length
 
 
+def test_a_reordering_that_would_take_what_is_guaranteed_changes_nothing() -> None:
+    """Where several are to share, and each needs a page of its own beside that."""
+    owner, borrower = lent()
+    source = borrower.sequence(10 * TOKENS + 3)
+    others = [borrower.sequence() for _ in range(2)]
+    with pytest.raises(OutOfPagesError):
+        borrower.reorder([source, *others], [0, 0, 0])
+    assert [each.length for each in (source, *others)] == [10 * TOKENS + 3, 0, 0]
+    borrower.check()
+    borrower.reorder([source, others[0]], [0, 0])
+    assert others[0].length == source.length
+    assert owner.sequence(8 * TOKENS).length == 8 * TOKENS
+
+
 def begin(cache: vmmkv.KVCache, prompts: list[np.ndarray]) -> list[vmmkv.Sequence]:
     """Sequences of prompts, one after another."""
     sequences = []
