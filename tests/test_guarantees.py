@@ -267,6 +267,22 @@ def test_a_reordering_that_would_take_what_is_guaranteed_changes_nothing() -> No
     assert owner.sequence(8 * TOKENS).length == 8 * TOKENS
 
 
+@pytest.mark.parametrize("guaranteed", [19, 20])
+def test_the_page_behind_all_tails_is_nobody_elses(guaranteed: int) -> None:
+    """A cache that has one takes it from what nobody uses, not from what another is guaranteed."""
+    driver = small_driver("cpu")
+    pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+    owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, guaranteed=guaranteed * driver.page_size)
+    if guaranteed == 20:
+        with pytest.raises(OutOfPagesError):
+            vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, zero_tail=True)
+    else:
+        owner.sequence(20 * TOKENS).free()
+        vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, zero_tail=True).check()
+    owner.check()
+    assert owner.sequence(guaranteed * TOKENS).length == guaranteed * TOKENS
+
+
 def begin(cache: vmmkv.KVCache, prompts: list[np.ndarray]) -> list[vmmkv.Sequence]:
     """Sequences of prompts, one after another."""
     sequences = []
