@@ -231,6 +231,58 @@ def test_nothing_is_lent_to_live_tokens(how: str) -> None:
     assert owner.sequence(8 * TOKENS).length == 8 * TOKENS
 
 
+def lent() -> tuple[vmmkv.KVCache, vmmkv.KVCache]:
+    """An owner of 8 pages of 20, who has none of them, and a borrower."""
+    driver = small_driver("cpu")
+    pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+    options = {"pool": pool, "lookahead": 0, "large_frames": False}
+    owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, guaranteed=8 * driver.page_size, **options)  # type: ignore[arg-type]
+    return owner, vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, **options)  # type: ignore[arg-type]
+
+
+def test_what_begins_on_whole_pages_alone_is_not_lent_either() -> None:
+    """It needs no page, but what is known of it was lent, and is to be its own."""
+    owner, borrower = lent()
+    ids = np.arange(8 * TOKENS)
+    with borrower.sequence(token_ids=ids) as known:
+        known.commit(ids)
+    live = borrower.sequence(8 * TOKENS, row=5)
+    sequence = borrower.sequence(token_ids=np.append(ids[: 6 * TOKENS], 7), whole=False)
+    assert sequence.cached_tokens == 0
+    borrower.check()
+    assert owner.sequence(8 * TOKENS).length == live.length
+
+
+def test_a_reordering_that_would_take_what_is_guaranteed_changes_nothing() -> None:
+    """Where several are to share, and each needs a page of its own beside that."""
+    owner, borrower = lent()
+    source = borrower.sequence(10 * TOKENS + 3)
+    others = [borrower.sequence() for _ in range(2)]
+    with pytest.raises(OutOfPagesError):
+        borrower.reorder([source, *others], [0, 0, 0])
+    assert [each.length for each in (source, *others)] == [10 * TOKENS + 3, 0, 0]
+    borrower.check()
+    borrower.reorder([source, others[0]], [0, 0])
+    assert others[0].length == source.length
+    assert owner.sequence(8 * TOKENS).length == 8 * TOKENS
+
+
+@pytest.mark.parametrize("guaranteed", [19, 20])
+def test_the_page_behind_all_tails_is_nobody_elses(guaranteed: int) -> None:
+    """A cache that has one takes it from what nobody uses, not from what another is guaranteed."""
+    driver = small_driver("cpu")
+    pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+    owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, guaranteed=guaranteed * driver.page_size)
+    if guaranteed == 20:
+        with pytest.raises(OutOfPagesError):
+            vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, zero_tail=True)
+    else:
+        owner.sequence(20 * TOKENS).free()
+        vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, zero_tail=True).check()
+    owner.check()
+    assert owner.sequence(guaranteed * TOKENS).length == guaranteed * TOKENS
+
+
 def begin(cache: vmmkv.KVCache, prompts: list[np.ndarray]) -> list[vmmkv.Sequence]:
     """Sequences of prompts, one after another."""
     sequences = []

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import random
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from conftest import small_driver
@@ -268,3 +271,66 @@ def test_an_interruption_leaves_no_secret(options: dict, kind: str) -> None:
                 assert not (held == 7).any()
                 assert not (grown.tensor == 7).any()
                 grow(then)
+
+
+def lie_on_pieces(cache: vmmkv.KVCache) -> tuple[vmmkv.Sequence, ...]:
+    """Tokens of bob's that whoever begins with them has to copy, in front of what is shared and behind it."""
+    ids = np.arange(200)
+    first = bobs(cache, ids)  # on a large frame
+    ids = np.append(ids[:80], range(300, 328))
+    return first, bobs(cache, ids), bobs(cache, ids)
+
+
+def have_it_alone(cache: vmmkv.KVCache) -> tuple[vmmkv.Sequence, ...]:
+    """A fork of bob's has for its own what it was truncated into."""
+    first = bobs(cache, np.arange(40))
+    fork = first.fork()
+    fork.truncate(20)
+    fork.extend(1)
+    return first, fork
+
+
+def grown(cache: vmmkv.KVCache, tenant: str) -> vmmkv.Sequence:
+    """A sequence on 40 frames of one page."""
+    sequence = cache.sequence(8, tenant=tenant)
+    for _ in range(39):
+        sequence.extend(8)
+    return sequence
+
+
+def bobs(cache: vmmkv.KVCache, ids: np.ndarray) -> vmmkv.Sequence:
+    """Of which all that was not there is the secret."""
+    sequence = cache.sequence(token_ids=ids, tenant="bob")
+    cache.pool.driver.synchronize()
+    for layer in range(2):
+        sequence.k(layer)[sequence.cached_tokens :] = 7.0
+        sequence.v(layer)[sequence.cached_tokens :] = 7.0
+    sequence.commit(ids)
+    return sequence
+
+
+@pytest.mark.parametrize(("work", "call"), [(lie_on_pieces, "copy"), (have_it_alone, "wait_for")])
+def test_a_copy_that_fails_leaves_no_secret(
+    work: Callable[[vmmkv.KVCache], tuple[vmmkv.Sequence, ...]], call: str
+) -> None:
+    """On pages that were carol's, and are hers again afterwards, is nothing of bob's."""
+    skip, was_met = 0, True
+    while was_met:
+        driver = SimulatedDevice(random.Random(skip))
+        cache = vmmkv.KVCache(LAYOUT, 4, 400, max_bytes=120 * driver.page_size, driver=driver, lookahead=0)
+        grown(cache, "carol").free()
+        driver.finish()
+        cache._rows.reclaim(120)
+        driver.fail(call, skip, lasting=True)
+        with suppress(DriverError):
+            work(cache)
+        was_met = not driver.heal()
+        driver.finish()
+        cache.check()
+        gc.collect()
+        cache._rows.reclaim(120)
+        hers = grown(cache, "carol")
+        driver.finish()
+        assert not is_secret(cache, driver, hers)
+        skip += 1
+    assert skip > 1

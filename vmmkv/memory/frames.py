@@ -32,6 +32,8 @@ LARGE = 16
 """Pages of a large frame: 32 MiB cost the driver as much as one page of 2 MiB, and 128 MiB somewhat more (H200)."""
 UNKNOWN = -1
 """Whose bytes a frame may hold that the driver has just made: it promises nothing."""
+SEVERAL = -2
+"""Whose bytes a frame may hold that one tenant's are just being copied to: also of whoever had it before."""
 
 
 class Tenants:
@@ -128,7 +130,8 @@ class Frames:
         self.uses = np.zeros(0, np.int64)
         """By page: how often it has left a sequence since it was made."""
         self.tenants = np.zeros(0, np.int32)
-        """By page: whose bytes it may hold, as `Tenants` numbers them; `UNKNOWN` of one that was just made."""
+        """By page: whose bytes it may hold, as `Tenants` numbers them; `UNKNOWN` of one that was just made, and
+        `SEVERAL`, which nobody may read."""
         self.limit = limit
         self.free: list[int] = []
         """Frames of one page that exist and belong to nobody."""

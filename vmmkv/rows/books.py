@@ -89,7 +89,7 @@ class Books:
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
         self.under_way = 0
-        """Pages of claims that a change maps just now."""
+        """Pages that nobody claims, and that rows are about to have: a change maps them just now, or will."""
         self.unsettled: set[int] = set()
         """Rows whose tokens are just being changed into those of others: who is interrupted then has neither."""
         self.duplicates = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
-from ..memory.frames import LARGE, Frames
+from ..memory.frames import LARGE, SEVERAL, Frames
 from ..memory.monitor import at_once
 from ..memory.pool import Account, FramePool
 from ..space.change import Change, Undo
@@ -112,19 +112,19 @@ class Laying:
         frames.share(sources)  # until they are copied: what holds a partial page is nobody's, and might go to this row
         try:
             with Undo() as undo:
-                splits = self._map(row, laid, undo)
+                self._map(row, laid, undo)
+                self._afford(row, length, undo)
                 at_once(self._growing.make_room({row: (0, length)}, [row]))
                 self._copy(row, tokens, sources, laid, partial)
         finally:
             self._pool.give(self._account, sources)
-        for (arena, _), split in zip(self._books.ranges, splits):
-            arena.table.belong(row, 0, split, self._books.table.tenant[row])
+        for arena, _ in self._books.ranges:
+            arena.table.belong(row, 0, arena.table.end[row], self._books.table.tenant[row])
         self._books.table.length[row] = length
         self._books.refresh(row)
 
-    def _map(self, row: int, laid: Sequence[list[Piece]], undo: Undo) -> list[int]:
-        """Maps the pieces up to the last one that is shared, and new pages for the copies between them; returns by
-        range where they end.
+    def _map(self, row: int, laid: Sequence[list[Piece]], undo: Undo) -> None:
+        """Maps the pieces up to the last one that is shared, and new pages for the copies between them.
 
         Raises:
             OutOfPagesError, DriverError: that could not be done; the row has no pages that anybody uses then.
@@ -151,7 +151,17 @@ class Laying:
                     change.place(arena.table, run, supply.pop(piece.pages, 0), end, since=run.begin)
             splits.append(end)
         self._sharing.run_shared(change, [row], [(0, split) for split in splits], undo)
-        return splits
+
+    def _afford(self, row: int, length: int, undo: Undo) -> None:
+        """Sees to it that a row may have so many tokens beside what others are guaranteed, also where no page is
+        missing: what is laid there was only lent.
+
+        Raises:
+            OutOfPagesError: it may not.
+        """
+        self._books.claims = {row: (0, length)}
+        undo.push(self._books.claims.clear)
+        self._reclaimer.afford(sum(end for _, end in self._books.used(row)))
 
     def _copy(
         self, row: int, tokens: int, sources: list[int], laid: Sequence[list[Piece]], partial: Sequence[int | None]
@@ -179,6 +189,7 @@ class Laying:
             base, end, at = arena.table.address_of(row, 0), tokens * record, 0
             for piece in [*of, Piece(1, page=last)] if last is not None else of:
                 if not piece.frames:
+                    arena.table.belong(row, at, at + piece.pages, SEVERAL)  # until all is there: a copy may fail
                     frame = self._pool.frames.frame_of(piece.page)
                     source = addresses[frame] + (piece.page - frame) * size
                     driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))

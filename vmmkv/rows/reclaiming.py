@@ -218,7 +218,7 @@ class Reclaimer:
         allowed = self._pool.allowed(self._account)
         if cause:
             allowed -= self._pool.limit - self._pool.physical
-        kept = self._books.kept_pages - count
+        kept = self._books.kept_pages + self._books.under_way - count
         if allowed < kept + count:
             limit = str(cause) if cause else f"{allowed} are the most that this cache can have"
             raise OutOfPagesError(

@@ -246,10 +246,12 @@ class Reordering:
             missing = sum(self._missing(move) for move in moves)
             if missing:
                 self._books.claims = claims  # nobody is to take back what was mapped for them
+                self._books.under_way = missing
+                self._reclaimer.afford(missing)
                 supply = self._reclaimer.supply(missing, 0)
                 self._pool.give(self._account, supply.large + supply.single)
         finally:
-            self._books.claims = {}
+            self._books.claims, self._books.under_way = {}, 0
             for row in claims:
                 self._books.refresh(row)
 

@@ -191,7 +191,9 @@ class Rows:
     def _make_zero_frame(self) -> None:
         """Takes the frame of all tails, and zeroes it."""
         arena, _ = self.ranges[0]
-        frames = self.pool.take(self.account, 1).single
+        self.pool.check_allowed(self.account, 1)
+        self.pool.make_headroom(self.account, 1)
+        frames = self.reclaimer.supply(1, 0).single
         arena.zero(*frames)  # until then it lies in a row
         self.books.zero_frames = arena.table.tail_frames = frames
 

@@ -19,7 +19,7 @@ from itertools import accumulate
 from ..errors import DriverError, OutOfPagesError, VmmkvError
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
-from ..memory.frames import LARGE
+from ..memory.frames import LARGE, SEVERAL
 from ..memory.monitor import at_once
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
@@ -267,6 +267,7 @@ class Sharing:
         change.check()
         current = self._driver.current_stream()
         fence.order(current)
+        staging.table.belong(0, 0, pages, SEVERAL)  # until all is there: a call may fail
         with finished_on_error(self._driver):
             if self._books.rules.cleans or self._pool.tenants:
                 self._driver.fill(staging.address, pages * self._books.page_size, 0, current)
