@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import soon
+from parity.batching import config
 from test_continuous_batching import PAGE_SIZE, Served, answers, pool
 from test_continuous_batching import model as model
 from transformers import PreTrainedModel
@@ -89,3 +90,31 @@ def test_a_request_that_ends_in_the_batch_that_runs_needs_no_more_memory(model: 
         held = 4 * PAGE_SIZE // served.manager.groups[0].layout.token_bytes
         served.manager.add_request([7] * (held - 11), max_new_tokens=12)
         assert len(served.results(1)["req_0"].generated_tokens) == 12
+
+
+def test_who_is_cancelled_before_it_forks_ends_nobody_else(model: PreTrainedModel) -> None:
+    """While the batch runs behind which it was to fork."""
+    expected = answers(model, Random(), 2)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    manager = model.init_continuous_batching(**config(use_async_batching=True, num_return_sequences=2))
+    manager.batch_processor = processor = manager._create_batch_processor()
+    try:
+        for name, each in zip(("cancelled", "other"), expected):
+            manager.add_request(each.prompt, name)
+        is_first, results = True, []
+        while is_first or processor.has_pending_requests():
+            if processor.prepare_next_batch():
+                processor._generation_step(model)
+                if not is_first:
+                    processor.update_batch()
+            if is_first:
+                manager.cancel_request("cancelled")
+            is_first = False
+        processor.update_batch()
+        while result := manager.get_result(timeout=0):
+            results.append((result.request_id, result.generated_tokens))
+        tokens = expected[1].tokens
+        assert sorted(results) == [("other", tokens), ("other__child#0", tokens)]
+    finally:
+        processor.reset()
+        model.set_attn_implementation("eager")

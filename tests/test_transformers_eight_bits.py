@@ -284,7 +284,10 @@ def test_copies_are_not_taken_for_what_is_kept(kv_dtype: str) -> None:
         lambda of: of.index_copy_(2, torch.tensor([0]), torch.zeros(2, 2, 1, 24).half()),
         lambda of: torch.add(expected, 1, out=of),
         lambda of: torch._foreach_zero_([of]),
+        lambda of: of.__setitem__((0, 0, slice(2)), 0.5),
+        lambda of: of.data.__setitem__(0, expected[0]),
         lambda of: of.data_ptr(),
+        torch.from_dlpack,
     ):
         with pytest.raises(vmmkv.UnsupportedError, match="8 bits"):
             write(states)

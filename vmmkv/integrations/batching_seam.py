@@ -329,6 +329,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
 
     def update_batch(self) -> None:
         before = set(self.scheduler.active_requests)
+        self.scheduler.forget_parents_that_are_gone()
         super().update_batch()
         if not before <= self.scheduler.active_requests.keys():  # some are done
             self.scheduler.end_turn()
@@ -471,6 +472,12 @@ class RowScheduler(Scheduler):
         if not self.active_requests:
             self.block_new_requests = False  # until one finishes, and there is none
         return cancelled
+
+    def forget_parents_that_are_gone(self) -> None:
+        """Has no request fork that was cancelled, moved, or to begin anew while the batch with it ran: who comes back
+        forks then."""
+        active = self.active_requests
+        self._requests_to_fork = [each for each in self._requests_to_fork if active.get(each.request_id) is each]
 
 
 def _children(state: RequestState) -> list[str]:

@@ -31,8 +31,8 @@ def check_quantizable(dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
 class ScaledStates(torch.Tensor):
     """K or V, `[batch, num_kv_heads, tokens, head_dim]` to those who look, of which 8 bits of each number are kept.
 
-    What is computed with it is computed with a copy of all of it, in its dtype, which is made for each operation. It
-    cannot be written to. Compilers and CUDA graphs see its two tensors.
+    What is computed with it, a part of it as well, is computed with a copy of all of it, in its dtype, which is made
+    for each operation. It cannot be written to. Compilers and CUDA graphs see its two tensors.
 
     Args:
         numbers: e4m3fn or int8, of that shape and any strides.
@@ -77,12 +77,13 @@ class ScaledStates(torch.Tensor):
             states: Any = args[0]
             return cls(states.numbers, states.scales, states.dtype)
         if _writes_to(operation, args, kwargs or {}):
-            raise UnsupportedError(
-                f"asked for {operation} on K or V of 8 bits, which would write to a copy; they are written by "
-                "VmmCache.update() only"
-            )
+            raise _read_only(str(operation))
         args, kwargs = tree_map_only(cls, cls.dequantized, (args, kwargs or {}))
         return operation(*args, **kwargs)
+
+    def __setitem__(self, place: Any, states: Any) -> NoReturn:
+        """Raises `UnsupportedError`: torch would write to what it reads there first, which is a copy."""
+        raise _read_only("an assignment")
 
     def data_ptr(self) -> NoReturn:
         """Raises `UnsupportedError`: there is no memory with these numbers."""
@@ -91,8 +92,18 @@ class ScaledStates(torch.Tensor):
             "can read; make the VmmCache without kv_dtype"
         )
 
+    def __dlpack__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises `UnsupportedError`: torch would hand out the address 0."""
+        self.data_ptr()
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"ScaledStates({list(self.shape)}, {self.dtype}, kept as {self.numbers.dtype})"
+
+
+def _read_only(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"asked for {what} on K or V of 8 bits, which would write to a copy; they are written by VmmCache.update() only"
+    )
 
 
 def as_plain(states: torch.Tensor) -> torch.Tensor:
