@@ -197,6 +197,25 @@ def attention_prefill(result: Result) -> str:
     return markdown(columns, kernel_rows(result["prefill"], cases, "tflops"))
 
 
+@table("attention_shapes_h200.json")
+def attention_shapes(result: Result) -> str:
+    cases = list(dict.fromkeys(row["case"] for row in result["shapes"]))
+    found = {(row["shape"], row["case"]): row for row in result["shapes"]}
+    shapes = dict.fromkeys(row["shape"] for row in result["shapes"])
+    columns = [column for case in cases for column in (f"{grouped(case)} tokens, GB/s", "time of the first line's")]
+    rows = [(shape, *(cell for case in cases for cell in shape_cells(found[shape, case]))) for shape in shapes]
+    return markdown(("decode, heads", *columns), rows)
+
+
+def grouped(case: str) -> str:
+    """The numbers of a case with thousands set apart."""
+    return " x ".join(f"{int(number):,}" for number in case.split(" x "))
+
+
+def shape_cells(row: Result) -> tuple[str, str]:
+    return f"{row['gb_per_s']:.0f}", f"{row['of_first_time']:.2f}"
+
+
 def kernel_rows(measured: list[Result], cases: dict[str, str], figure: str) -> list[tuple[str, ...]]:
     """A row for each case and each kernel that ran in it, a cell for each layout."""
     found = {(row["case"], row["kernel"], row["layout"]): f"{row[figure]:.0f}" for row in measured}

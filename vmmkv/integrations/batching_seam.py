@@ -305,8 +305,9 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         """Waits until the device's inputs and outputs are as new. transformers zeroes them on this thread's current
         stream, and waits for others alone: on a busy GPU the first batch would be copied there before that, and lost.
         """
-        if self.cache.device.type == "cuda":
-            torch.cuda.current_stream(self.cache.device).synchronize()
+        device = self.cache.kv_caches[0].device
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
     def prepare_next_batch(self) -> bool:
         self._let_go()
