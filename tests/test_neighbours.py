@@ -127,3 +127,32 @@ def test_a_refusal_keeps_nothing_alive(small_device: Counter[int]) -> None:
     del caught
     assert refusal() is None
     assert live.length == 12 * 8
+
+
+@pytest.mark.parametrize("call", ["create", "map"])
+def test_a_pool_is_not_asked_in_the_middle_of_its_own_operation(
+    small_device: Counter[int], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """As by a signal handler that grows another cache while the driver is called: it would wait for itself."""
+    monkeypatch.setattr(HostDriver, "c_interface", None, raising=False)
+    inner, drivers, refusals = getattr(HostDriver, call), [small_driver("cpu") for _ in range(2)], []
+    caches = [vmmkv.KVCache(LAYOUT, 8, 160, max_bytes=1 << 20, driver=each, lookahead=0) for each in drivers]
+
+    def interrupted(driver: Driver, *args: object) -> object:
+        if driver is drivers[1] and not refusals:
+            refusals.append(None)
+            try:
+                caches[0].sequence((CAPACITY + 1) * 8)
+            except OutOfPagesError as error:
+                refusals.append(error)
+        return inner(driver, *args)
+
+    caches[1].sequence(40).free()  # nobody uses them
+    grown = caches[1].sequence(8)
+    monkeypatch.setattr(HostDriver, call, interrupted)
+    thread = threading.Thread(target=lambda: grown.extend(60), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert len(refusals) == 2
+    assert grown.length == 68

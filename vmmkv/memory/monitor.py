@@ -32,7 +32,7 @@ class _Own(threading.local):
     """What each thread has."""
 
     def __init__(self) -> None:
-        self.inside = threading.Lock()
+        self.inside, self.stepping = threading.Lock(), threading.Lock()
 
 
 class Monitor:
@@ -55,6 +55,16 @@ class Monitor:
     def inside(self) -> threading.Lock:
         """This thread's own: held in the middle of an operation."""
         return self._own.inside
+
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread is in the middle of an operation, so that to wait for its end is to wait for ever."""
+        return self._own.inside.locked() or self._own.stepping.locked()
+
+    @property
+    def stepping(self) -> threading.Lock:
+        """This thread's own: held while it makes a call that others need not wait for."""
+        return self._own.stepping
 
     def check_outside(self, name: str, changing: bool = False) -> None:
         """Raises `BusyError` in the middle of another operation of this thread; if it is to map or unmap, and holds
@@ -150,7 +160,7 @@ def stepwise(method: Method[Owner, Parameters, Steps[Result]]) -> Method[Owner, 
                         step, result = _attempt(monitor, _next, monitor, steps)
                 if step is None:
                     return result  # type: ignore[return-value]
-                with monitor.running:
+                with monitor.running, monitor.stepping:
                     step()
 
     return run

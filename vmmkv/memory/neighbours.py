@@ -4,7 +4,8 @@ Where it has no memory left, one asks the others for what nobody uses there. The
 clears it, so that no bytes go from one pool to another.
 
 Who is asked may be in the middle of an operation, which is waited for. So that nobody waits in a circle a pool that is
-asking itself is not asked: of two that wait for each other the later one would know that the other asks.
+asking itself is not asked: of two that wait for each other the later one would know that the other asks. Nor is one
+that this thread is in the middle of, where a signal handler asks.
 """
 
 from __future__ import annotations
@@ -49,4 +50,4 @@ def give_back(pool: FramePool, nbytes: int) -> int:
 
 
 def _is_neighbour(pool: FramePool, other: FramePool) -> bool:
-    return other is not pool and are_of_one_memory(pool.driver, other.driver)
+    return other is not pool and not other.monitor.is_mine and are_of_one_memory(pool.driver, other.driver)
