@@ -9,12 +9,13 @@ import copy
 import functools
 import importlib.util
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from random import Random
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -32,6 +33,7 @@ import vmmkv
 from vmmkv.integrations import batching_seam, row_groups
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching_seam import RowProcessor
+from vmmkv.integrations.pool_turns import PoolTurn
 from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.memory.driver import open_driver
 
@@ -478,6 +480,22 @@ def test_models_that_wait_for_each_others_memory_take_turns() -> None:
         assert hand.manager.get_result(timeout=0).generated_tokens == wanted.tokens
         hand.end()
         rows.disable(each)
+
+
+def test_others_may_join_while_one_asks_who_holds_memory() -> None:
+    turn, waiters = PoolTurn(), [Mock(holds_memory=bool) for _ in range(3000)]
+    for waiter in waiters[:1000]:
+        turn.join(waiter)
+    joining = threading.Thread(target=lambda: [turn.join(waiter) for waiter in waiters[1000:]])
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        joining.start()
+        while joining.is_alive():
+            assert not turn.others_hold_memory(waiters[0])
+    finally:
+        sys.setswitchinterval(interval)
+        joining.join()
 
 
 def test_a_request_that_there_is_no_memory_for_ends_alone(model: PreTrainedModel) -> None:

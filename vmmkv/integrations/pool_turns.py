@@ -35,7 +35,8 @@ class PoolTurn:
 
     def join(self, waiter: Waiter) -> None:
         """Adds one who takes turns."""
-        self._waiters.add(waiter)
+        with self._lock:
+            self._waiters.add(waiter)
 
     def take(self, waiter: Waiter) -> bool:
         """Gives the turn to `waiter`, if no other has it; returns whether that is so."""
@@ -58,7 +59,9 @@ class PoolTurn:
 
     def others_hold_memory(self, waiter: Waiter) -> bool:
         """Whether requests of others than `waiter` hold memory, of those that take turns."""
-        return any(each is not waiter and each.holds_memory() for each in list(self._waiters))
+        with self._lock:  # others may join
+            waiters = list(self._waiters)
+        return any(each is not waiter and each.holds_memory() for each in waiters)
 
 
 def _nobody() -> None:
