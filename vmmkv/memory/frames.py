@@ -191,7 +191,11 @@ class Frames:
             large = min(large, len(self.free_large))
         single = pages - large * LARGE
         if single > len(self.free):
-            self.make(min(single - len(self.free), limit - self.existing))
+            try:
+                self.make(min(single - len(self.free), limit - self.existing))
+            except DriverOutOfMemoryError:  # the device has less left than that
+                if single > len(self.free) + (len(self.free_large) - large) * LARGE:
+                    raise
             while single > len(self.free):
                 self.break_up(self._calls)
         self.taken += pages

@@ -172,23 +172,40 @@ class Reclaimer:
         except DriverOutOfMemoryError as error:
             free_waiting()
             pool.collect()
-            try:
-                self._press(count, error)  # the device has less left than the limit allows
-            except OutOfPagesError:
-                if supply := self._ask_neighbours(count, large):
-                    return supply
-                raise
-            return pool.take(self._account, count, large)
+            return self._supply_of_less(count, large, error)
 
-    def _ask_neighbours(self, count: int, large: int) -> Supply | None:
-        """`supply`, of memory that other pools give back to the system, where they give enough."""
+    def _supply_of_less(self, count: int, large: int, refusal: DriverOutOfMemoryError) -> Supply:
+        """`supply`, where the device has less left than the limit allows: of what nobody uses in this pool, and of what
+        other pools give back to the system as far as that does not do."""
         pool = self._pool
         with asking(pool) as neighbours:
-            for neighbour in neighbours:
-                if give_back(neighbour, (count - pool.frames.free_pages) * pool.page_size):
-                    with suppress(DriverOutOfMemoryError):
-                        return pool.take(self._account, count, large)
-        return None
+            while True:
+                try:
+                    return self._take_of_less(count, large, refusal)
+                except OutOfPagesError as error:
+                    missing = error.requested - error.available
+                    if (neighbour := next(neighbours, None)) is None:
+                        raise
+                if give_back(neighbour, missing * pool.page_size):
+                    with suppress(DriverOutOfMemoryError):  # as many as there is memory for
+                        pool.frames.make(min(missing, pool.room))
+
+    def _take_of_less(self, count: int, large: int, refusal: DriverOutOfMemoryError) -> Supply:
+        """Frames of `count` pages of the memory that this pool has.
+
+        Raises:
+            OutOfPagesError: it has not as much.
+        """
+        self._press(count, refusal)
+        try:
+            return self._pool.take(self._account, count, large)
+        except DriverOutOfMemoryError as error:
+            available = self._pool.frames.free_pages
+            raise OutOfPagesError(
+                f"asked for {count} pages of {self._books.page_size} bytes; {available} are free, and {error}",
+                requested=count,
+                available=min(available, count - 1),
+            ) from error
 
     def _press(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Has others, or other rows, give back what is missing of `count` pages, or raises before it changes anything.
