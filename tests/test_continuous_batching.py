@@ -638,6 +638,52 @@ def test_one_graph_serves_a_batch_size_whatever_the_lengths(captures: tuple[str,
         rows.disable(model)
 
 
+# ---------------------------------------------------------------------- compiled forward passes
+
+
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [
+        ({"default_compile_level": 1}, {"prompts", "decode"}),
+        ({"varlen_compile_config": transformers.CompileConfig(mode="default")}, {"prompts"}),
+        ({"decode_compile_config": transformers.CompileConfig(mode="default")}, {"decode"}),
+    ],
+    ids=["both", "prompts", "decode"],
+)
+def test_forward_passes_are_compiled_as_the_config_says(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], compiled: set[str]
+) -> None:
+    """Which those are: the compiler is not run here."""
+    expected, ran = answers(model, Random(), 2), set()
+
+    def compile_(forward: Any, **_: Any) -> Any:
+        def run(model: Any, batch: dict[str, Any], *given: Any) -> None:
+            ran.add("prompts" if batch["block_table"] is None else "decode")
+            forward(model, batch, *given)
+
+        return run
+
+    monkeypatch.setattr(model_runner.torch, "compile", compile_)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model, **options) as served:
+        served.check(expected)
+    assert ran == compiled
+
+
+@pytest.mark.gpu
+def test_compiled_forward_passes_give_the_tokens_of_generate() -> None:
+    model = tiny_model("llama-gqa-wide", "eager", "cuda")
+    expected = answers(model, Random(), 12, most=60)
+    rows.enable(model, max_bytes="1GiB", max_seq_len=300)
+    try:
+        results = model.generate_batch([each.prompt for each in expected], **config(default_compile_level=1))
+        assert [result.error for result in results.values()] == [None] * len(expected)
+        assert [result.generated_tokens for result in results.values()] == [each.tokens for each in expected]
+    finally:
+        rows.disable(model)
+        torch.compiler.reset()
+
+
 # ---------------------------------------------------------------------- on a GPU
 
 
@@ -818,8 +864,8 @@ def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) ->
 @pytest.mark.parametrize(
     "options",
     [
-        {"default_compile_level": 1},
-        {"decode_compile_config": transformers.CompileConfig()},
+        {"decode_compile_config": transformers.CompileConfig()},  # which is mode="reduce-overhead"
+        {"varlen_compile_config": transformers.CompileConfig(mode="default", fullgraph=True)},
         {"use_cuda_graph": True},
         {"use_cuda_graph": (True, True)},
     ],
@@ -827,7 +873,7 @@ def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) ->
 )
 def test_passes_that_cannot_run_on_rows_are_refused(model: PreTrainedModel, options: dict[str, Any]) -> None:
     rows.enable(model, pool=pool(10))
-    with pytest.raises(vmmkv.UnsupportedError, match="forward passes"):
+    with pytest.raises(vmmkv.UnsupportedError, match=r"(forward|decode) passes"):
         model.init_continuous_batching(**config(**options))
     assert model.config._attn_implementation == "eager"
 

@@ -10,6 +10,9 @@ import torch
 from ..errors import UnsupportedError
 from ..memory.driver.limits import memory as host_memory
 
+OWN_GRAPHS = ("reduce-overhead", "max-autotune")
+"""Modes of `torch.compile` that capture CUDA graphs."""
+
 
 def with_defaults(config: Any, device: torch.device) -> Any:
     """A `ContinuousBatchingConfig` for rows.
@@ -18,8 +21,8 @@ def with_defaults(config: Any, device: torch.device) -> Any:
         UnsupportedError: it asks for what cannot be done on them.
     """
     config = copy.deepcopy(config)
-    if config.default_compile_level or config.varlen_compile_config or config.decode_compile_config:
-        raise UnsupportedError("asked for compiled forward passes; on rows CUDA graphs run what is not compiled")
+    for each in (config.varlen_compile_config, config.decode_compile_config):
+        _check_compiling(each)
     if config.use_cuda_graph is True or (isinstance(config.use_cuda_graph, tuple) and config.use_cuda_graph[0]):
         raise UnsupportedError(
             "asked for CUDA graphs of forward passes with prompts; give use_cuda_graph=(False, True), for decode, and "
@@ -33,6 +36,19 @@ def with_defaults(config: Any, device: torch.device) -> Any:
     if config.max_memory_percent is None:
         config.max_memory_percent = 0.8
     return config
+
+
+def _check_compiling(config: Any) -> None:
+    """Raises `UnsupportedError` where a `CompileConfig` asks for what cannot be done on rows."""
+    if config is None:
+        return
+    if config.fullgraph:
+        raise UnsupportedError("asked for fullgraph=True; on rows compiled forward passes leave attention to kernels")
+    if config.mode in OWN_GRAPHS or (config.options or {}).get("triton.cudagraphs"):
+        raise UnsupportedError(
+            f"asked for mode={config.mode!r}, which captures CUDA graphs of its own; on rows whole decode passes are "
+            'captured. Give mode="default" or "max-autotune-no-cudagraphs"'
+        )
 
 
 def budget(config: Any, token_bytes: int) -> float | str:

@@ -52,6 +52,7 @@ try:
     from transformers.generation.continuous_batching import cache as their_cache
     from transformers.generation.continuous_batching import continuous_api as their_api
     from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
+    from transformers.generation.continuous_batching.initialization import resolve_compile_configs
     from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs, PagedAttentionArgs
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
     from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
@@ -167,15 +168,27 @@ class RowManager(their_api.ContinuousBatchingManager):
             super().__init__(
                 model=model.eval(), continuous_batching_config=config, workload_hints=workload_hints, **kwargs
             )
+            self._allow_decode(config)
             may_capture = self.groups[0].has_kernels and (is_told or can_be_captured(model, _run_token))
         except BaseException:
             model.train(was_training).set_attn_implementation(before)
             raise
-        self.continuous_batching_config.max_blocks_per_request = 1  # a row; their own kernels need not be there
         if not may_capture:
             self.continuous_batching_config.use_cuda_graph = False, False
         if model.device.type == "cuda" and not self.groups[0].has_kernels:
             logger.warning("%s has heads without kernels: torch attends to a request at a time", type(model).__name__)
+
+    def _allow_decode(self, config: Any) -> None:
+        """Has decode a path of its own, compiled where `config` says so. transformers has one for its own kernels.
+
+        Raises:
+            UnsupportedError: forward passes are to be compiled in several processes.
+        """
+        resolve_compile_configs(config, getattr(self.model.config, "compile_config", None), False, True)
+        if self.distributed_helper.tp_size > 1 and (config.decode_compile_config or config.varlen_compile_config):
+            raise UnsupportedError("asked for compiled forward passes under tensor parallelism; leave one of them out")
+        self.continuous_batching_config.decode_compile_config = config.decode_compile_config
+        self.continuous_batching_config.max_blocks_per_request = 1  # a row
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         before = model.config._attn_implementation
@@ -752,6 +765,10 @@ def attend_rows(
     Raises:
         UnsupportedAttentionError: it was called otherwise, or is told what is not known here.
     """
+    if torch.compiler.is_compiling():  # around it
+        given = query, key, value, attention_mask, dropout, scaling, cache, softcap, s_aux
+        attended: tuple[torch.Tensor, None] = attend_uncompiled(module, *given, **told)
+        return attended
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     if not isinstance(cache, RowCache | Probe) or unknown:
@@ -764,6 +781,7 @@ def attend_rows(
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
 
 
+attend_uncompiled = torch.compiler.disable(attend_rows)  # type: ignore[no-untyped-call]
 AttentionInterface.register(NAME, attend_rows)
 
 

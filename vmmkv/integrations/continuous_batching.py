@@ -37,8 +37,8 @@ def enable(
 
     Of a `ContinuousBatchingConfig` these mean something else then: `cpu_offload_space` is taken when sequences go
     there, and `allow_block_sharing` shares pages. `page_size` and `num_blocks` are a budget of so many tokens, which
-    `max_bytes` overrides; `max_memory_percent` is of the memory that is free. Refused are compiled forward passes, and
-    CUDA graphs of those that hold prompts.
+    `max_bytes` overrides; `max_memory_percent` is of the memory that is free. Refused are CUDA graphs of forward passes
+    that hold prompts, and compiled ones that capture graphs of their own, are one graph, or run in several processes.
 
     Args:
         model: a decoder whose layers attend to all tokens, or to a window.

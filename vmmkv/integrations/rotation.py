@@ -112,7 +112,7 @@ def deferring(apply: Apply) -> Callable[..., Any]:
     """In the place of `apply`: what waits for attention where that is known to do the same."""
 
     def defer(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        if kwargs or len(args) != 4 or not _can_wait(apply, *args):
+        if torch.compiler.is_compiling() or kwargs or len(args) != 4 or not _can_wait(apply, *args):
             return apply(*args, **kwargs)
         rotation = Rotation(apply, *args)
         return Unrotated(rotation, 0), Unrotated(rotation, 1)

@@ -20,6 +20,7 @@ def with_names(function: Callable[..., Any], **names: Any) -> Callable[..., Any]
         raise UnsupportedError(f"transformers' {code.co_name} does not use {', '.join(unused)} any more")
     known = function.__globals__ | names
     defaults, closure = function.__defaults__, function.__closure__
-    made = FunctionType(code, known, code.co_name, defaults, closure)
+    # Code of its own: what a compiler makes of it is kept with the code, and names functions among these globals.
+    made = FunctionType(code.replace(), known, code.co_name, defaults, closure)
     made.__kwdefaults__ = function.__kwdefaults__
     return made
