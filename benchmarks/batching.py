@@ -4,7 +4,8 @@
 
 Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
 stopped, and measured by what was generated until then. Then first tokens of prompts of which nine tenths are known, and
-of others. Without a GPU a tiny model runs, with lengths divided by 16, and speeds say nothing.
+of others. On rows forward passes run as they are, and compiled as transformers' `default_compile_level=1` has it.
+Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -33,11 +34,15 @@ from vmmkv.integrations import continuous_batching as rows
 from vmmkv.memory.budget import parse_bytes
 
 Row = dict[str, Any]
-SYSTEMS = ROWS, BLOCKS = ("rows", "blocks, sdpa")
+ROWS, COMPILED, BLOCKS = "rows", "rows, compiled", "blocks, sdpa"
 BATCH_TOKENS = 2048
 """Of a forward pass."""
 KNOWN = 0.9
 """Of a prompt: what another request has had."""
+WARM = 20, 40
+"""Requests that are served before any is measured, and the most tokens that each of them gets."""
+WARM_SEED = 1 << 31
+"""Of their tokens, which no round has."""
 EVERY = 0.05
 """Seconds between two looks at the memory."""
 
@@ -74,8 +79,13 @@ def main(
     workload = make_workload(trace, Limits(requests, 1 << 40, longest, 8192, 1 if on_gpu else 16), seed=0)
     served: Any = build(name, None, device)
     with manager_of(served, ROWS, nbytes) as manager:
+        warm_up(manager, workload, seconds)
         runs = [run(manager, ROWS, workload, number, seconds) for number in range(rounds)]
         first = first_tokens(manager, config.vocab_size, min(16_384, longest * 3 // 4))
+    if on_gpu:
+        with manager_of(served, COMPILED, nbytes) as manager:
+            warm_up(manager, workload, seconds)
+            runs += [run(manager, COMPILED, workload, number, seconds) for number in range(rounds)]
     with manager_of(served, BLOCKS, nbytes) as manager:
         runs.append(run(manager, BLOCKS, workload, 0, seconds))
     result = {
@@ -94,6 +104,13 @@ def main(
         print_json(result)
     else:
         show(result)
+
+
+def warm_up(manager: Any, workload: Workload, seconds: float) -> None:
+    """Serves the beginning of some requests, so that what compiles late has done so."""
+    requests, tokens = WARM
+    few = [replace(request, output=min(request.output, tokens)) for request in workload.requests[:requests]]
+    run(manager, "", replace(workload, requests=few, parts=workload.parts[:requests]), WARM_SEED, seconds)
 
 
 def run(manager: Any, system: str, workload: Workload, number: int, seconds: float) -> Row:
@@ -142,10 +159,14 @@ def finished_request(manager: Any) -> Any:
 def manager_of(model: Any, system: str, nbytes: int) -> Iterator[Any]:
     """A manager that is at work."""
     blocks = nbytes // (token_bytes(model.config) * 256)
-    if system == ROWS:
+    if system != BLOCKS:
         rows.enable(model, max_bytes=nbytes)
     batching = ContinuousBatchingConfig(
-        max_batch_tokens=BATCH_TOKENS, page_size=256, num_blocks=max(blocks, 1), auto_switch_to_flash=False
+        max_batch_tokens=BATCH_TOKENS,
+        page_size=256,
+        num_blocks=max(blocks, 1),
+        auto_switch_to_flash=False,
+        default_compile_level=1 if system == COMPILED else 0,
     )
     generation = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1)
     try:

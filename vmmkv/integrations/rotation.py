@@ -178,10 +178,11 @@ def defer_rotation(model: torch.nn.Module, cache: type) -> None:
     """Has all layers of a model that call `apply_rotary_pos_emb` leave it to attention, in forward passes that are told
     of such a `cache`; all others are as before. Layers whose `forward` somebody else has replaced stay as they are."""
     restore_rotation(model)
+    layer_forward = functools.cache(functools.partial(_Forward, cache=cache))  # one for all, of which one is compiled
     for module in model.modules():
         forward = type(module).forward
         if "forward" not in vars(module) and isinstance(forward, FunctionType) and NAME in forward.__code__.co_names:
-            vars(module)["forward"] = MethodType(_Forward(forward, cache), module)
+            vars(module)["forward"] = MethodType(layer_forward(forward), module)
 
 
 def restore_rotation(model: torch.nn.Module) -> None:
