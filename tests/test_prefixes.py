@@ -179,11 +179,19 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                 tokens = random.randint(0, sequence.length)
                 sequence.truncate(tokens)
                 del world.ids[sequence][tokens:]
-            elif what < 0.78:
+            elif what < 0.75:
+                sequence = random.choice(live)
+                token = random.randint(0, sequence.length)
+                world.cache.unshare([sequence], token)
+                world.ids[sequence][token:] = [random.randrange(2) for _ in range(sequence.length - token)]
+                world.write(sequence, token)
+                if sequence.key and random.random() < 0.7:
+                    world.commit(sequence)
+            elif what < 0.8:
                 parent = random.choice(live)
                 child = parent.fork()
                 world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
-            elif what < 0.84:
+            elif what < 0.86:
                 tenant = world.keys[random.choice(live)][2]
                 own = [sequence for sequence in live if world.keys[sequence][2] == tenant]
                 chosen = random.sample(own, random.randint(1, len(own)))
@@ -312,6 +320,27 @@ def test_who_turns_in_a_circle_keeps_nothing_from_being_evicted_that_it_has_copi
     world.commit(two)
     world.reorder([one, two], [1, 0])  # 6 pages are free: enough for one of the copies, until what it had is evicted
     world.check()
+
+
+def test_what_is_about_to_be_written_over_is_not_known_instead_of_what_is_evicted() -> None:
+    """In a range that has its own pages already, while another has not."""
+    layout = vmmkv.KVLayout(2, 2, 16, torch.float32, layers_per_range=1)  # 16 tokens in a page
+    for pages in range(12, 24):
+        world = World(Random(), pages, layout, rows=2, large_frames=False)
+        ids = [1] * 64
+        one = world.start(ids)
+        world.commit(one)
+        two = world.start([*ids, 2])
+        with suppress(vmmkv.OutOfPagesError):
+            world.cache.unshare([two], 20)
+            world.write(two, 20)
+            world.commit(two)
+            world.free(one)
+            world.cache.unshare([two], 0)
+            world.ids[two] = [3] * 65
+            world.write(two, 0)
+            world.check()
+            world.start([*ids, 4])
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -649,7 +649,8 @@ class Prefixes:
                 for number, ((arena, _), known) in enumerate(zip(self._books.ranges, chain.node.path_pages())):
                     mine = arena.table.pages_in(row, 0, len(known)).tolist()
                     copied = [page for page, its in enumerate(known) if mine[page] != its]
-                    unused = [page for page in copied if not self._pool.frames.users[known[page]]]
+                    kept = arena.table.own[row]  # behind, it may write to its pages as they are, and perhaps does soon
+                    unused = [page for page in copied if page < kept and not self._pool.frames.users[known[page]]]
                     self._held.hold(mine[page] for page in unused)
                     for page in unused:
                         self._tree.renumber(path, number, page, [known[page]], [mine[page]])
