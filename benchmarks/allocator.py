@@ -17,10 +17,10 @@ import torch
 import typer
 from rich.progress import track
 
+from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, make_table
 from vmmkv.memory.driver import Driver, open_driver
 from vmmkv.memory.frames import LARGE
 
@@ -282,7 +282,7 @@ def main(
     for name, measure, args in track(work, "Measuring", console=errors, transient=True, disable=not errors.is_terminal):
         result.setdefault(name, []).append(measure(driver, *args, rounds))
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

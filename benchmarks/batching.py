@@ -20,16 +20,15 @@ from time import perf_counter, sleep
 from typing import Annotated, Any
 
 import torch
-import transformers
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks.batching_tables import batching_table, first_tokens_table
+from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import CONFIGS, build, token_bytes
 from benchmarks.serve.workloads import Limits, Workload, make_workload
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, make_table
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.memory.budget import parse_bytes
 
@@ -72,7 +71,7 @@ def main(
     """Measure transformers' continuous batching on rows and on blocks."""
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    name = model or ("Llama-3.1-8B" if on_gpu else "tiny")
+    name, facts = model or ("Llama-3.1-8B" if on_gpu else "tiny"), environment(device)
     nbytes = parse_bytes(memory or ("16GiB" if on_gpu else "128MiB"), free=0)
     config = CONFIGS[name]
     longest = min(nbytes // token_bytes(config), config.max_position_embeddings)
@@ -89,8 +88,7 @@ def main(
     with manager_of(served, BLOCKS, nbytes) as manager:
         runs.append(run(manager, BLOCKS, workload, 0, seconds))
     result = {
-        "environment": environment(device),
-        "transformers": transformers.__version__,
+        "environment": facts,
         "model": name,
         "memory_bytes": nbytes,
         "workload": workload.name,
@@ -101,7 +99,7 @@ def main(
         "first_tokens": first,
     }
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

@@ -19,18 +19,17 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import transformers
 import typer
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from benchmarks.batching import ROWS, manager_of, run
 from benchmarks.batching_tables import ranks_table
+from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import build, token_bytes
 from benchmarks.processes import run_processes
 from benchmarks.serve.workloads import Limits, make_workload
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, make_table
 from vmmkv.memory.budget import parse_bytes
 
 Row = dict[str, Any]
@@ -65,7 +64,6 @@ def main(
     asked = Asked(on_gpus, name, layers if on_gpus else None, trace, requests, nbytes, seconds, rounds)
     result = {
         "environment": environment(torch.device("cuda", 0) if on_gpus else torch.device("cpu")),
-        "transformers": transformers.__version__,
         "model": name,
         "layers": layers,
         "memory_bytes": nbytes,
@@ -73,7 +71,7 @@ def main(
         "served": [row for ranks in (1, 2) for row in served_by(ranks, asked)],
     }
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

@@ -26,9 +26,9 @@ import torch
 import typer
 from transformers import Cache, DynamicCache, QuantizedCache, Qwen2Config, Qwen2ForCausalLM
 
+from benchmarks.environment import environment, print_result
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, make_table
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.kernels.quantized import dequantize, quantize
 from vmmkv.model_config import KV_DTYPES
@@ -201,7 +201,7 @@ def main(
         "logits": rows,
     }
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         for title, (columns, lines) in {
             "Logits' distance from those of a cache of fp32, and the same first choice": logits_table(result),

@@ -18,11 +18,11 @@ import torch
 import typer
 from rich.progress import track
 
+from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout, OutOfPagesError
 from vmmkv.cli.batching import Batching
 from vmmkv.cli.options import JsonOutput, LengthsSeed, TraceFile
-from vmmkv.cli.output import check_plot, console, errors, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import check_plot, console, errors, make_table
 from vmmkv.space.arena import ADDRESS_LIMIT
 from vmmkv.workload import Request, conversations, name_of, read_trace
 
@@ -173,7 +173,7 @@ def main(
     if plot_file and not ahead:
         plot(result, plot_file)
     if json_output:
-        print_json(result)
+        print_result(result)
     elif ahead:
         console.print(make_table(f"Llama-3.1-8B, {BUDGETS[-1]} GiB", *table_of_frames(result)))
     else:

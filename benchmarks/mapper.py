@@ -21,10 +21,10 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, make_table
 from vmmkv.memory.driver import Driver
 from vmmkv.workload import conversations
 
@@ -104,7 +104,7 @@ def main(
     result["restless"] = restless(bench, rounds)
     result |= {"missed": bench.missed, "comparisons": compare(result)}
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from benchmarks.environment import environment, print_result
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, errors, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, make_table
 from vmmkv.workload import name_of
 
 from .attention.batches import Batch, Case, Reference, make_batch
@@ -51,7 +51,7 @@ def main(
         **run(case, device),
     }
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

@@ -21,10 +21,10 @@ import torch
 import typer
 from rich.progress import Progress
 
+from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput, TraceFile
-from vmmkv.cli.output import console, errors, format_bytes, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, format_bytes, make_table
 from vmmkv.memory.budget import parse_bytes
 from vmmkv.memory.driver import open_driver
 
@@ -208,7 +208,7 @@ def main(
     measure(result, settings, works, layouts, nbytes, bursts, rounds, deadline)
     result["comparisons"] = compare(result)
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

@@ -27,10 +27,10 @@ import numpy.typing as npt
 import torch
 import typer
 
+from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout, Sequence
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, errors, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, make_table
 from vmmkv.events import EventLog, Removed, Stored
 from vmmkv.memory.driver import open_driver
 from vmmkv.workload import TraceError, read_trace
@@ -188,7 +188,7 @@ def main(
         "runs": [measure(requests, prompts, *budget) for budget in budgets],
     }
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         title = f"{trace.name}: {len(requests):,} requests, {blocks:,} blocks, of which {known:,} were there before"
         console.print(make_table(title, *hit_table(result)))

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 import typer
 
+from benchmarks.environment import environment, print_result
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, errors, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, make_table
 from vmmkv.reuse.node import Ids
 from vmmkv.reuse.tree import Match, PrefixTree
 
@@ -119,7 +119,7 @@ def main(
         result["changes"] = changes(prefixes, conversations, tokens, rng)
     result["comparisons"] = compare(result)
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

@@ -17,10 +17,10 @@ import numpy as np
 import typer
 from rich.progress import track
 
+from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, KVLayout
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, make_table
 from vmmkv.memory.driver import Driver
 from vmmkv.memory.frames import LARGE
 from vmmkv.reuse.promoting import HOT
@@ -126,7 +126,7 @@ def main(
     ]
     result["starts"].append(moved(driver, layout, tokens, rounds))
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         console.print(make_table(f"Starts on {tokens:,} known tokens", *start_table(result)))
 

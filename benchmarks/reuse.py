@@ -19,12 +19,12 @@ import numpy.typing as npt
 import typer
 from rich.progress import Progress
 
+from benchmarks.environment import environment, print_result
 from vmmkv import VACANT_PAGE, KVCache
 from vmmkv.cli.batching import Batching
 from vmmkv.cli.demo import STATIC_TOKENS, make_cache
 from vmmkv.cli.options import Device, JsonOutput, LengthsSeed, TraceFile
-from vmmkv.cli.output import check_plot, console, errors, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import check_plot, console, errors, make_table
 from vmmkv.memory.driver import open_driver
 from vmmkv.workload import Request, conversations, name_of, read_trace
 
@@ -159,7 +159,7 @@ def main(
     if plot_file:
         plot(result, plot_file)
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

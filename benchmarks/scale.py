@@ -20,10 +20,10 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 
+from benchmarks.environment import environment, print_result
 from vmmkv import FramePool, KVCache, OutOfPagesError, Sequence
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, errors, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, make_table
 from vmmkv.space.mapper import Mapper
 
 from .geometry import LAYOUT
@@ -283,7 +283,7 @@ def main(
     result["comparisons"] = compare(result)
     result["pages"] = [row for large in (False, True) for row in measure_pages(large, PAGE_ROUNDS * rounds)]
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

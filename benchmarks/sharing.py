@@ -21,10 +21,10 @@ import torch
 import typer
 from rich.progress import track
 
+from benchmarks.environment import environment, print_result
 from vmmkv import SHARED_PAGE, KVCache, KVLayout, Sequence
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors, format_bytes, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, format_bytes, make_table
 from vmmkv.memory.driver import Driver
 from vmmkv.memory.frames import LARGE
 
@@ -312,7 +312,7 @@ def main(
     result["kernels"] = kernels(driver, layout, tokens, launches, rounds)
     result["sampling"] = [sampling(driver, layout, length, samples, new_tokens, large) for length, large in prompts]
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

@@ -20,10 +20,10 @@ import torch
 import typer
 from rich.progress import track
 
+from benchmarks.environment import environment, print_result
 from vmmkv import KVCache, Sequence
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors, format_bytes, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors, format_bytes, make_table
 from vmmkv.memory.driver import open_driver
 
 from .geometry import layout_on
@@ -188,6 +188,7 @@ def main(
 ) -> None:
     """Measure suspending and resuming."""
     place = open_driver(device).device
+    facts = environment(place)
     on_gpu = place.type == "cuda"
     layout = layout_on(on_gpu)
     tokens = (tokens or (32_768 if on_gpu else 512)) // 16 * 16  # which fill pieces
@@ -204,7 +205,7 @@ def main(
             ways[BATCHED] = Batched(nbytes, place)
         out, back = measure(ways, place, rounds)
     result: dict[str, Any] = {
-        "environment": environment(place),
+        "environment": facts,
         "tokens": tokens,
         "token_bytes": layout.token_bytes,
         "rounds": rounds,
@@ -212,7 +213,7 @@ def main(
         "back": figures(back, nbytes),
     }
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         console.print(make_table(f"{format_bytes(nbytes)} to the host and back, {place}", *way_table(result)))
 

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 import typer
 
+from benchmarks.environment import environment, print_result
 from vmmkv import KVCache
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, format_bytes, make_table, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, format_bytes, make_table
 from vmmkv.memory.driver import open_driver
 
 from .geometry import layout_on
@@ -251,7 +251,7 @@ def main(
         "ways": figures(measure(on_gpus, tokens, rounds), tokens * token_bytes),
     }
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import ROOT
 
+from benchmarks import environment as figures
 from vmmkv import environment
 
 
@@ -28,3 +32,31 @@ def test_a_copy_without_its_history_is_told(tmp_path: Path, monkeypatch: pytest.
     assert environment.environment(torch.device("cpu"))["commit"] == "unknown"
     monkeypatch.setenv("VMMKV_COMMIT", "0123abc")
     assert environment.environment(torch.device("cpu"))["commit"] == "0123abc"
+
+
+def test_versions_and_inputs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_bytes(b"1,2")
+    monkeypatch.setattr(sys, "argv", ["benchmark", "--trace", str(trace), "--requests", "3", "--json", "result.json"])
+    told = figures.environment(torch.device("cpu"))
+    assert told["packages"]["numba-cuda"] == version("numba-cuda")
+    assert "vllm" not in told["packages"]
+    assert told["inputs"] == {"trace.csv": hashlib.sha256(b"1,2").hexdigest()}
+    assert figures.complete({"environment": told}) == {"environment": told}
+
+
+def test_the_state_of_gpus_is_told_before_and_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    states = tmp_path / "states"
+    states.write_text("580.1, 345, 2619, 78.9, 31, 0x1\n580.1, 1980, 2619, 690.2, 60, 0x4\n")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\nhead -n 1 {states}\nsed -i 1d {states}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(environment, "environment", lambda device: {"device": str(device)})
+    told = figures.complete({"environment": figures.environment(torch.device("cuda"))})["environment"]
+    (before,), (after,) = told["gpus_before"], told["gpus_after"]
+    assert (before["clocks.sm"], after["clocks.sm"], after["power.draw"]) == ("345", "1980", "690.2")
+    assert before["driver_version"] == after["driver_version"] == "580.1"
+    states.write_text("")
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert figures.complete({"environment": told})["environment"]["gpus_after"] == []

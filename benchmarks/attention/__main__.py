@@ -17,9 +17,9 @@ import torch
 import typer
 from rich.progress import Progress
 
+from benchmarks.environment import environment, print_result
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, errors, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors
 from vmmkv.workload import name_of
 
 from .cascade import SHAPES, run_cascade
@@ -57,7 +57,7 @@ def main(
         raise typer.Exit(1)
     result = run(quick, trace, only)
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
     wrong = wrong_rows(result)

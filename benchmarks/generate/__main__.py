@@ -22,9 +22,9 @@ import typer
 from rich.progress import Progress
 from transformers import PreTrainedModel
 
+from benchmarks.environment import environment, print_result
 from vmmkv.cli.options import Device, JsonOutput
-from vmmkv.cli.output import console, errors, print_json
-from vmmkv.environment import environment
+from vmmkv.cli.output import console, errors
 from vmmkv.integrations.transformers import VmmCache
 
 from ..attention.timing import copy_bandwidth
@@ -56,7 +56,7 @@ def main(
         raise typer.BadParameter(f"{only} is none of {sorted({model for model, _ in plan.batches})}")
     result = run(replace(plan, batches=batches), where, layers, budget_seconds)
     if json_output:
-        print_json(result)
+        print_result(result)
     else:
         show(result)
     wrong = wrong_cells(result)
@@ -71,7 +71,7 @@ def run(plan: Plan, device: torch.device, layers: int | None, budget_seconds: fl
     deadline = monotonic() + budget_seconds
     cells = list(plan.cells())
     result: Figures = {
-        "environment": environment(device) | {"transformers": transformers.__version__},
+        "environment": environment(device),
         "plan": asdict(plan),
         "layers": layers,
         "copy_gb_per_s": copy_bandwidth(device)["copy_gb_per_s"] if device.type == "cuda" else None,

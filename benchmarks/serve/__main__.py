@@ -33,9 +33,9 @@ from benchmarks.attention.peers import versions
 from benchmarks.engine.engine import BACKENDS, REUSING, SUSPENDING
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
 from benchmarks.engine.suspending import PREFILL_TOKENS_PER_S, costs
+from benchmarks.environment import complete, environment
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
-from vmmkv.environment import environment
 from vmmkv.memory.budget import parse_bytes
 from vmmkv.memory.driver import open_driver
 
@@ -188,7 +188,7 @@ def main(
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
         if json_output:
-            json_output.write_text(json.dumps(result, indent=2) + "\n")
+            json_output.write_text(json.dumps(complete(result), indent=2) + "\n")
         for table in tables(result):
             console.print(table)
         if plot and result["serving"]:
