@@ -632,7 +632,7 @@ class FramePool:
                 surplus -= holder.reclaim(surplus, wait=True)
         self.frames.release(min(max(self.frames.existing - limit, 0), self.frames.free_pages))
 
-    def _after_fork(self) -> None:
+    def _leave_to_parent(self) -> None:
         self.monitor.reset()
         self.monitor.is_dirty = True  # so that nobody passes by without a look at what forbids it
         if self.mapper:
@@ -688,7 +688,7 @@ def pool_stats() -> dict[FramePool, FramePoolStats]:
 
 def _forget_pools() -> None:
     for pool in list(_pools.values()):
-        pool._after_fork()
+        pool._leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_forget_pools)
