@@ -42,8 +42,8 @@ def decode(
     K and V of the new tokens are in the cache already. Lengths stay on the device: one captured graph serves all.
 
     Args:
-        q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8. K and V are of its dtype, or of 8
-            bits with scales.
+        q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8, `head_dim` 64, 80, 96, 128, 192
+            or 256. K and V are of its dtype, or of 8 bits with scales.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.

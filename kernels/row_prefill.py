@@ -40,8 +40,8 @@ def prefill(
     K and V of the new tokens are in the cache already, behind those of earlier chunks or of a shared prefix.
 
     Args:
-        q: `[tokens, num_heads, head_dim]`, fp32, fp16 or bf16: the new tokens of all sequences, one after the other. K
-            and V are of its dtype, or of 8 bits with scales.
+        q: `[tokens, num_heads, head_dim]`, fp32, fp16 or bf16, `head_dim` 64, 80, 96, 128, 192 or 256: the new tokens
+            of all sequences, one after the other. K and V are of its dtype, or of 8 bits with scales.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.

@@ -83,7 +83,8 @@ class KVCache(Owner):
         pool: physical memory that other caches may use as well, instead of `device`, `page_size` and `driver`. Without
             one the cache makes its own, of `max_bytes`, and takes of the device what others of the process do not use.
             With one `max_bytes` is the most that this cache may have of it; None is all that others do not use.
-        guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time. Shares are of the pool.
+        guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
+            While it does not use them they are lent to what others can give back.
         lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
             is four pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
         overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
@@ -102,8 +103,9 @@ class KVCache(Owner):
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
-        BudgetError: the budget is no size, below one page, or larger than the device.
+        BudgetError: the budget is no size, below one page, or larger than the device; or no more can be guaranteed.
         DeviceError: there is no such device.
+        ArgumentError, ValueError: an argument is of another kind, or excludes another one.
     """
 
     def __init__(
@@ -208,7 +210,7 @@ class KVCache(Owner):
             pool.mapper = Mapper(pool)
         if pool.is_debugged:
             watch(pool)
-        pages = pages_within(pool, guaranteed) if guaranteed else 0
+        pages = pages_within(pool, guaranteed, name="guaranteed") if guaranteed else 0
         rows.open(Account(limit, pages), zip(row_bytes, self.layout.record_bytes))
         return rows
 
@@ -268,12 +270,14 @@ class KVCache(Owner):
                 best, and takes pages for others from there only where no others are idle. With a lookahead the mapper
                 maps them ahead, as far as memory is idle; nothing here waits for it.
             tenant: whose it is. What a tenant's sequences wrote can never be read from another's rows, in all that is
-                mapped there: their rows are not adopted, and their pages are zeroed before they go on. None is nobody
-                in particular, and one of them.
+                mapped there: their rows are not adopted, and their pages are zeroed before they go on. None, nobody in
+                particular, is a tenant like any other.
             row: that it is to have, for who reads neighbouring rows as one tensor; None: the one that suits it best.
 
         Raises:
-            ArgumentError: the cache has an event log, which has no words for these ids, or for what they depend on.
+            ArgumentError: arguments exclude each other; or the cache has an event log, which has no words for these
+                ids, or for what they depend on.
+            UnsupportedError: `token_ids` with `zero_tail`.
             OutOfRowsError: `max_sequences` sequences are alive, or the row is another's.
             OutOfRangeError: there is no such row.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
@@ -696,7 +700,7 @@ class KVCache(Owner):
                 raise ValueError(f"{sequence!r} belongs to another cache")
         if repeated:
             return list(dict.fromkeys(batch))
-        raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
+        raise ValueError("a sequence is named twice; name each once, and for extend() add its tokens up")
 
     def free(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences; one fence serves all of them. Those that are free already are passed over.

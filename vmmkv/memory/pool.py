@@ -335,7 +335,7 @@ class FramePool:
         """
         self.collect()
         before = self.frames.existing
-        kept = pages_within(self, keep, least=0)
+        kept = pages_within(self, keep, least=0, name="keep")
         self._shrink_to(max(kept - (self.physical - before), 0))
         return (before - self.frames.existing) * self.page_size
 
