@@ -199,8 +199,8 @@ class FramePool:
         chat = vmmkv.KVCache(layout, 256, 32768, pool=pool, guaranteed="10GiB")
         embed = vmmkv.KVCache(other_layout, 64, 8192, pool=pool)
 
-    All that lies on a pool is one monitor: methods may be called from several threads, and one runs at a time. Who needs
-    no page does not wait while the driver maps for others.
+    All that lies on a pool is one monitor: methods may be called from several threads, and one runs at a time. Who
+    needs no page does not wait while the driver maps for others.
 
     Args:
         max_bytes: the limit: bytes, `"20GiB"`, or a share of the memory that is free now. Memory is taken when tokens
