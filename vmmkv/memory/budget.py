@@ -105,6 +105,6 @@ def _check_pages(memory: Memory, sizes: tuple[int, int], pages: int, asked: str,
     if pages * memory.page_size > total:
         raise BudgetError(
             f"asked for {asked}, which is {format_bytes(pages * memory.page_size)}; there are {format_bytes(total)} on "
-            f"{memory.device} for it, {format_bytes(free)} of them free now"
+            f"{memory.device} for it in all, {format_bytes(free)} of them free now"
         )
     return pages
