@@ -259,8 +259,8 @@ class KVCache(Owner):
             token_ids: instead of `tokens`: what the sequence begins with, `[tokens]` whole numbers. The first
                 `Sequence.cached_tokens` of them hold K and V already, as `Sequence.commit` has made them known: on the
                 row of a sequence that has ended, where one holds all that is known, otherwise shared page by page, and
-                copied where a page holds other tokens as well. The last token is never among them: it has to be
-                computed for what comes after it.
+                copied where a page holds other tokens as well, or is not full. The last token is never among them: it
+                has to be computed for what comes after it.
             salt: what is known under one salt is never seen under another.
             adapter: of the model, which K and V depend on; as `salt`.
             reuse: False neither begins with what is known nor leaves anything.
@@ -616,7 +616,7 @@ class KVCache(Owner):
                 Afterwards they are as if `release_before(start)` had followed.
 
         Raises:
-            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in
+            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, BusyError, UseAfterFreeError: as in
                 `Sequence.extend`; no sequence has changed then.
             TypeError: something is no sequence, or no whole number.
             ValueError: a sequence is of another cache or named twice, a number is negative, or there are not as many
