@@ -519,13 +519,13 @@ class KVCache(Owner):
         stay. All of them or none.
 
         What two rows have on the same pages is neither copied nor mapped, so beams that were forked copy what lies
-        behind the fork. The rest costs either a copy, which is 1 for a page, or to share pages that are full, which is
-        35 for a frame, and 44 where one has to be made (so it is on an H200); from then on they are the same. A
-        sequence copies where it has pages of its own to copy to, until it has copied as much in this way as sharing
-        would have cost: then it shares, if the other one keeps its tokens. It shares at once where that costs less,
-        since pages would have to be mapped anyway, and where it holds no tokens: it becomes a fork then. Sequences that
-        take each other's place in a circle only copy. Pages that others share are never written to: who would have to
-        has them for its own first, or shares others.
+        behind the fork. The rest costs either a copy, which counts 1 for a page, or to share pages that are full, which
+        counts 35 for a frame, and 44 where one has to be made; from then on they are the same. A sequence copies where
+        it has pages of its own to copy to, until it has copied as much in this way as sharing would have cost: then it
+        shares, if the other one keeps its tokens. It shares at once where that costs less, since pages would have to be
+        mapped anyway, and where it holds no tokens: it becomes a fork then. Sequences that take each other's place in a
+        circle only copy. Pages that others share are never written to: who would have to has them for its own first, or
+        shares others.
 
         It is done in the order of the current stream, behind all work on the sequences so far; what comes later on
         their own streams, and on those named with `record_stream`, waits for it.
