@@ -211,9 +211,8 @@ def compare(result: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def show(result: dict[str, Any]) -> None:
-    """Prints a line for each kind of prompt."""
-    title = f"Prompts of {result['prompt_tokens']:,} tokens, {result['pages']:,} pages, {result['nodes']:,} nodes"
+def table(result: dict[str, Any]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Columns, and a line for each kind of prompt."""
     rows = [
         (
             row["prompt"],
@@ -224,7 +223,13 @@ def show(result: dict[str, Any]) -> None:
         )
         for row in result["matches"]
     ]
-    console.print(make_table(title, ("known", "tokens", "µs", "MB/s", "block hashes, µs"), rows))
+    return ("known", "tokens", "µs", "MB/s", "block hashes, µs"), rows
+
+
+def show(result: dict[str, Any]) -> None:
+    """Prints a line for each kind of prompt."""
+    title = f"Prompts of {result['prompt_tokens']:,} tokens, {result['pages']:,} pages, {result['nodes']:,} nodes"
+    console.print(make_table(title, *table(result)))
     for name, row in result["changes"].items():
         if isinstance(row, dict):
             console.print(f"{name}: {row['median']:.1f} ({row['p10']:.1f} to {row['p90']:.1f})")

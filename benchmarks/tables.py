@@ -26,6 +26,7 @@ from . import (
     overread,
     pools,
     prefix_trace,
+    prefix_tree,
     prefixes,
     reuse,
     scale,
@@ -486,6 +487,11 @@ def samples(result: Result) -> str:
 @table("prefixes_h200.json")
 def beginnings(result: Result) -> str:
     return markdown(*prefixes.start_table(result))
+
+
+@table("prefix_tree.json")
+def prefix_matches(result: Result) -> str:
+    return markdown(*prefix_tree.table(result))
 
 
 @table("prefix_trace.json")

@@ -20,6 +20,9 @@ LEAST = 2.0**-100
 def quantize(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds K or V to 8 bits, to nearest even.
 
+    A head's scale is `max(abs(head)) / largest`, where `largest` is 448 of e4m3fn and 127 of int8; what is rounded is
+    `head / scale`.
+
     Args:
         states: `[..., head_dim]`, floating-point.
         dtype: `torch.float8_e4m3fn` or `torch.int8`.

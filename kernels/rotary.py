@@ -17,7 +17,8 @@ from .vectors import THREADS, move_heads
 
 
 class RotateHalf(NamedTuple):
-    """Rotary position embedding as Llama has it: element i of a head turns with element i + rotary_dim / 2.
+    """Rotary position embedding ([RoFormer](https://arxiv.org/abs/2104.09864)) as Llama has it: element i of a head
+    turns with element i + rotary_dim / 2.
 
     Of the first `rotary_dim` elements `x` of each head becomes `x * cos + rotate_half(x) * sin`, where `rotate_half`
     puts the second half, negated, in front of the first; the others stay. (Where neighbours turn with each other, as in

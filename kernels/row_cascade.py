@@ -43,7 +43,8 @@ def cascade(
     """Attention of one to eight new tokens per sequence, of which groups share their first tokens.
 
     Does what `decode` does, and reads what a group shares once: in the row of its first sequence, where the other rows
-    must hold the same. Which sequences share stays on the device, as lengths do: one captured graph serves all.
+    must hold the same ([Hydragen](https://arxiv.org/abs/2402.05099): parts are merged by their maxima and sums of
+    weights). Which sequences share stays on the device, as lengths do: one captured graph serves all.
     Arguments, result and errors are those of `decode`, but that there are no `starts` and no `window` (a window sees
     little of a prefix: give such layers to `decode`), and:
 

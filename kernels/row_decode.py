@@ -39,11 +39,14 @@ def decode(
 ) -> torch.Tensor:
     """Attention of one to eight new tokens per sequence, causal among them, on the current stream.
 
+    Of each head `softmax(scale * q @ k.T) @ v` ([Attention Is All You Need](https://arxiv.org/abs/1706.03762)), where
+    `num_heads / num_kv_heads` neighbouring heads of queries read one KV head ([GQA](https://arxiv.org/abs/2305.13245)).
+
     K and V of the new tokens are in the cache already. Lengths stay on the device: one captured graph serves all.
 
     Args:
-        q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8. K and V are of its dtype, or of 8
-            bits with scales.
+        q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8, `head_dim` 64, 80, 96, 128, 192
+            or 256. K and V are of its dtype, or of 8 bits with scales.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
@@ -52,14 +55,16 @@ def decode(
         starts: int32 `[batch]`, the first token of each sequence that may be read, as behind left padding; None: 0.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
             multiple of 16.
-        sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V.
+        sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V, as in
+            [gpt-oss](https://arxiv.org/abs/2508.10925).
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
             strides, 0 as well: what K is multiplied by, where `k` is of e4m3fn or int8, which must have them. See
             `quantized` for what they mean.
         v_scales: likewise for V.
         scale: of the scores; None: `head_dim ** -0.5`.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it.
-        softcap: scores become `softcap * tanh(score / softcap)`; 0: they stay.
+        softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
+            they stay.
         out: like `q`, takes the result.
         kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round, and for K and V of
             8 bits with queries other than bf16; "auto".

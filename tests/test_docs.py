@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import runpy
@@ -12,6 +13,13 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT
+
+import vmmkv
+import vmmkv.events
+import vmmkv.kernels
+import vmmkv.torch
+from vmmkv.cli.serve import serve
+from vmmkv.metrics import PoolCollector
 
 DOCS = ROOT / "docs"
 EXAMPLES = sorted((DOCS / "examples").glob("*.py"))
@@ -36,13 +44,24 @@ def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
         assert [address for pair in loaded for address in pair if re.match(r"(\w+:)?//", address)] == [], path
 
 
-@pytest.mark.parametrize("name", ["KVCache.extend", "Sequence.write", "OutOfPagesError", "VmmCache.reserve", "decode"])
-def test_the_reference_shows_what_users_call(site: Path, name: str) -> None:
+def test_the_reference_shows_what_users_call(site: Path) -> None:
     """In the inventory that other sites link by; a module that is moved would leave its page empty."""
     head, body = (site / "objects.inv").read_bytes().split(b"zlib.\n")
     assert head.startswith(b"# Sphinx inventory")
     names = [line.split()[0] for line in zlib.decompress(body).decode().splitlines()]
-    assert [full for full in names if full.endswith(f".{name}")]
+    public = [name for module in (vmmkv, vmmkv.torch, vmmkv.kernels, vmmkv.events) for name in module.__all__]
+    public += ["KVCache.extend", "Sequence.write", "VmmCache.reserve", "enable", "serve", "PoolCollector"]
+    assert [name for name in public if not any(full.endswith(f".{name}") for full in names)] == []
+
+
+def test_guides_name_every_option_of_the_server_and_every_metric() -> None:
+    guide = (DOCS / "guides" / "serving.md").read_text()
+    options = set(inspect.signature(serve).parameters) - {"context"}
+    assert [name for name in options if f"`--{name.replace('_', '-')}`" not in guide] == []
+    guide = (DOCS / "guides" / "watching.md").read_text()
+    metrics = [f"{each.name}_total" if each.type == "counter" else each.name for each in PoolCollector().collect()]
+    assert metrics
+    assert [name for name in metrics if f"`{name}`" not in guide] == []
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 from textwrap import dedent
 
@@ -91,7 +93,7 @@ UPWARDS = {("sequence", "cache")}
 PRIVATE = {
     # torch: what has no public name. The streams and captures that Python's own functions are too slow, or too
     # strict, to tell; the allocator of a memory pool; a check on the device in a compiled graph; tensors that only
-    # stand for one; what an operation writes to.
+    # stand for one; what an operation writes to; the ways of a storage to another process, which are refused.
     "_C",
     "_assert_async",
     "_cuda_customAllocator",
@@ -102,10 +104,21 @@ PRIVATE = {
     "_dynamo",
     "_make_wrapper_subclass",
     "_schema",
+    "_share_cuda_",
+    "_share_fd_cpu_",
+    "_share_filename_cpu_",
     "_to_copy",
-    # transformers: which attention a model runs, and may run.
+    # transformers: which attention a model runs, and may run; of continuous batching what runs a step, and admits,
+    # ends and keeps; the manager of its server.
     "_attn_implementation",
+    "_cached_continuous_batching_manager",
     "_can_set_attn_implementation",
+    "_cb",
+    "_cb_config",
+    "_create_batch_processor",
+    "_generation_step",
+    "_get_waiting_candidates",
+    "_handle_request_error",
     "_supports_attention_backend",
     # Numba's simulator: the context of a kernel that is to be run by threads of ours.
     "_kernel_context",
@@ -190,28 +203,105 @@ def test_imports_that_point_upwards_are_seen(code: str, module: str) -> None:
     assert upward(code, module)
 
 
-def private_uses(code: str) -> list[str]:
-    """Private attributes of other objects, and private names of other modules, that code does not define itself."""
-    nodes = list(ast.walk(ast.parse(code)))
-    defined = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))}
-    defined |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
-    own = [node for node in attributes if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")]
-    defined |= {node.attr for node in own if isinstance(node.ctx, ast.Store)}
-    used = [node.attr for node in attributes if node not in own]
-    used += [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
-    return [name for name in used if name.startswith("_") and not name.startswith("__") and name not in defined]
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and name.isidentifier()
+
+
+def definitions(code: str) -> Counter[str]:
+    """Private names that code defines, and in how many classes: methods, attributes, slots. The module's have 0."""
+    tree = ast.parse(code)
+    found: Counter[str] = Counter()
+    for each in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+        names = set()
+        for node in ast.walk(each) if each is not tree else ast.iter_child_nodes(each):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                stored = [name for target in targets for name in ast.walk(target)]
+                names |= {name.id for name in stored if isinstance(name, ast.Name)}
+                names |= {name.attr for name in stored if isinstance(name, ast.Attribute) and is_own(name.value)}
+                if "__slots__" in names and node.value:
+                    names |= {str(text.value) for text in ast.walk(node.value) if isinstance(text, ast.Constant)}
+        found.update({name: int(each is not tree) for name in names if is_private(name)})
+    return found
+
+
+def is_own(value: ast.expr) -> bool:
+    return isinstance(value, ast.Name) and value.id in ("self", "cls")
+
+
+def private_uses(code: str, elsewhere: Container[str] = ()) -> list[str]:
+    """Private names of others that code uses, by a dot, an import, or in a string, as `getattr` takes them.
+
+    Of which class an object is cannot be seen here. So its name is the module's own if one of its classes has such a
+    name, and none of another module (`elsewhere`). `self` and bases may have what any class of ours has.
+    """
+    tree = ast.parse(code)
+    nodes = list(ast.walk(tree))
+    own = definitions(code)
+    bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases} | {"super()"}
+    used = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.Attribute):
+            of_base = ast.unparse(node.value) in bases
+            if is_own(node.value) or of_base:
+                foreign = node.attr not in elsewhere and own[node.attr] <= of_base
+            else:
+                foreign = node.attr in elsewhere or not own[node.attr]
+            used += [node.attr] if foreign else []
+    silent = [child for node in nodes if is_no_name(node) for child in ast.walk(node)]
+    texts = [node for node in nodes if isinstance(node, ast.Constant) and node not in silent]
+    used += [node.value for node in texts if isinstance(node.value, str) and node.value not in own]
+    return [name for name in used if is_private(name)]
+
+
+def is_no_name(node: ast.AST) -> bool:
+    """Whether strings in it are no names: pieces of others, ends that are looked for, slots, which are definitions."""
+    method = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
+    slots = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__slots__"
+    return isinstance(node, ast.JoinedStr) or slots or method in ("endswith", "strip", "removesuffix")
 
 
 def test_modules_keep_out_of_each_others_private_state() -> None:
-    uses = {name: set(private_uses(path.read_text())) for name, path in SOURCES.items()}
+    codes = {name: path.read_text() for name, path in SOURCES.items()}
+    defined = {name: definitions(code) for name, code in codes.items()}
+    uses = {}
+    for name, code in codes.items():
+        elsewhere = set().union(*(+names for other, names in defined.items() if other != name))
+        uses[name] = set(private_uses(code, elsewhere))
     assert {name: private - PRIVATE for name, private in uses.items() if private - PRIVATE} == {}
     assert set().union(*uses.values()) == PRIVATE  # what is not used any more need not be allowed
 
 
 @pytest.mark.parametrize(
     "code",
-    ["cache._rows.grow()", "def f(self):\n    self.cache._rows = 1", "from .cache import _caches", "del pool._lock"],
+    [
+        "cache._rows.grow()",
+        "def f(self):\n    self.cache._rows = 1",
+        "from .cache import _caches",
+        "del pool._lock",
+        "getattr(cache, '_rows')",
+        "setattr(cache, name := '_rows', 1)",
+        "vars(cache)['_rows']",
+        "class Own:\n    def _grow(self): cache._rows._grow()",
+        "_caches = {}\nfrom . import cache\ncache._caches",
+        "class Own(Theirs):\n    def _step(self): super()._step()",
+        "class Own:\n    def f(self): self.rows._lock\n    _lock = None",
+    ],
 )
 def test_uses_of_private_state_are_seen(code: str) -> None:
-    assert private_uses(code)
+    assert private_uses(code, elsewhere={"_rows", "_lock"})
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "class Own:\n    def __init__(self): self._kept = 1\n    def f(self, other): other._kept",
+        "class Own:\n    __slots__ = ('_kept',)\n    def f(self, other): other._kept, getattr(other, '_kept')",
+        "class Own(Ours):\n    def _rows(self): super()._rows()",
+        "name.endswith('_rows')",
+    ],
+)
+def test_what_is_ones_own_is_no_others(code: str) -> None:
+    assert not private_uses(code, elsewhere={"_rows"})

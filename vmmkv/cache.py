@@ -83,7 +83,8 @@ class KVCache(Owner):
         pool: physical memory that other caches may use as well, instead of `device`, `page_size` and `driver`. Without
             one the cache makes its own, of `max_bytes`, and takes of the device what others of the process do not use.
             With one `max_bytes` is the most that this cache may have of it; None is all that others do not use.
-        guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time. Shares are of the pool.
+        guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
+            While it does not use them they are lent to what others can give back.
         lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
             is four pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
         overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
@@ -102,8 +103,9 @@ class KVCache(Owner):
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
-        BudgetError: the budget is no size, below one page, or larger than the device.
+        BudgetError: the budget is no size, below one page, or larger than the device; or no more can be guaranteed.
         DeviceError: there is no such device.
+        ArgumentError, ValueError: an argument is of another kind, or excludes another one.
     """
 
     def __init__(
@@ -208,7 +210,7 @@ class KVCache(Owner):
             pool.mapper = Mapper(pool)
         if pool.is_debugged:
             watch(pool)
-        pages = pages_within(pool, guaranteed) if guaranteed else 0
+        pages = pages_within(pool, guaranteed, name="guaranteed") if guaranteed else 0
         rows.open(Account(limit, pages), zip(row_bytes, self.layout.record_bytes))
         return rows
 
@@ -257,8 +259,8 @@ class KVCache(Owner):
             token_ids: instead of `tokens`: what the sequence begins with, `[tokens]` whole numbers. The first
                 `Sequence.cached_tokens` of them hold K and V already, as `Sequence.commit` has made them known: on the
                 row of a sequence that has ended, where one holds all that is known, otherwise shared page by page, and
-                copied where a page holds other tokens as well. The last token is never among them: it has to be
-                computed for what comes after it.
+                copied where a page holds other tokens as well, or is not full. The last token is never among them: it
+                has to be computed for what comes after it.
             salt: what is known under one salt is never seen under another.
             adapter: of the model, which K and V depend on; as `salt`.
             reuse: False neither begins with what is known nor leaves anything.
@@ -268,12 +270,14 @@ class KVCache(Owner):
                 best, and takes pages for others from there only where no others are idle. With a lookahead the mapper
                 maps them ahead, as far as memory is idle; nothing here waits for it.
             tenant: whose it is. What a tenant's sequences wrote can never be read from another's rows, in all that is
-                mapped there: their rows are not adopted, and their pages are zeroed before they go on. None is nobody
-                in particular, and one of them.
+                mapped there: their rows are not adopted, and their pages are zeroed before they go on. None, nobody in
+                particular, is a tenant like any other.
             row: that it is to have, for who reads neighbouring rows as one tensor; None: the one that suits it best.
 
         Raises:
-            ArgumentError: the cache has an event log, which has no words for these ids, or for what they depend on.
+            ArgumentError: arguments exclude each other; or the cache has an event log, which has no words for these
+                ids, or for what they depend on.
+            UnsupportedError: `token_ids` with `zero_tail`.
             OutOfRowsError: `max_sequences` sequences are alive, or the row is another's.
             OutOfRangeError: there is no such row.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
@@ -515,13 +519,13 @@ class KVCache(Owner):
         stay. All of them or none.
 
         What two rows have on the same pages is neither copied nor mapped, so beams that were forked copy what lies
-        behind the fork. The rest costs either a copy, which is 1 for a page, or to share pages that are full, which is
-        35 for a frame, and 44 where one has to be made (so it is on an H200); from then on they are the same. A
-        sequence copies where it has pages of its own to copy to, until it has copied as much in this way as sharing
-        would have cost: then it shares, if the other one keeps its tokens. It shares at once where that costs less,
-        since pages would have to be mapped anyway, and where it holds no tokens: it becomes a fork then. Sequences that
-        take each other's place in a circle only copy. Pages that others share are never written to: who would have to
-        has them for its own first, or shares others.
+        behind the fork. The rest costs either a copy, which counts 1 for a page, or to share pages that are full, which
+        counts 35 for a frame, and 44 where one has to be made; from then on they are the same. A sequence copies where
+        it has pages of its own to copy to, until it has copied as much in this way as sharing would have cost: then it
+        shares, if the other one keeps its tokens. It shares at once where that costs less, since pages would have to be
+        mapped anyway, and where it holds no tokens: it becomes a fork then. Sequences that take each other's place in a
+        circle only copy. Pages that others share are never written to: who would have to has them for its own first, or
+        shares others.
 
         It is done in the order of the current stream, behind all work on the sequences so far; what comes later on
         their own streams, and on those named with `record_stream`, waits for it.
@@ -612,7 +616,7 @@ class KVCache(Owner):
                 Afterwards they are as if `release_before(start)` had followed.
 
         Raises:
-            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in
+            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, BusyError, UseAfterFreeError: as in
                 `Sequence.extend`; no sequence has changed then.
             TypeError: something is no sequence, or no whole number.
             ValueError: a sequence is of another cache or named twice, a number is negative, or there are not as many
@@ -696,7 +700,7 @@ class KVCache(Owner):
                 raise ValueError(f"{sequence!r} belongs to another cache")
         if repeated:
             return list(dict.fromkeys(batch))
-        raise ValueError("a sequence is named twice in one extend; add its tokens up instead")
+        raise ValueError("a sequence is named twice; name each once, and for extend() add its tokens up")
 
     def free(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences; one fence serves all of them. Those that are free already are passed over.

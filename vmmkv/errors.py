@@ -35,7 +35,7 @@ class ArgumentError(VmmkvError, TypeError):
 
 
 class OutOfRangeError(VmmkvError, IndexError):
-    """A layer that the cache has not, or a sequence that its batch has not."""
+    """A layer or a row that the cache has not, or a sequence that its batch has not."""
 
 
 class UnsupportedError(VmmkvError, NotImplementedError):

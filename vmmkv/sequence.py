@@ -127,11 +127,16 @@ class Sequence:
             self._extend(tokens)
 
     def extend_in_place(self, tokens: int, *, held: int | None = None) -> bool:
-        """Makes room for `tokens` more tokens if it has pages for them already, and holds `held` tokens, where that is
-        given. It calls no driver, and raises nothing.
+        """Makes room for `tokens` more tokens if it has pages for them already: it calls no driver and raises no error.
+
+        For engines that look at each sequence in each step. What it refuses `extend` makes room for, or says why not.
+
+        Args:
+            tokens: how many more, from 0 on; that is not checked.
+            held: refuse if the sequence has another length than this, because another thread has changed it, say.
 
         Returns:
-            whether there is room.
+            whether there is room. False also of a sequence that has ended.
         """
         row, table, pool = self.index, self._rows.table, self._rows.pool
         monitor = pool.monitor
@@ -200,7 +205,14 @@ class Sequence:
         keeper.commit(self.index, self.key, ids, retention)
 
     def truncate(self, tokens: int) -> None:
-        """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle."""
+        """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle.
+
+        Raises:
+            ValueError: it does not hold so many, or they end before `start`.
+            StreamCaptureError: whole pages would leave while a CUDA graph is captured. Nothing has changed then.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone.
+        """
         self._truncate(operator.index(tokens))
 
     @bookkeeping
@@ -213,6 +225,9 @@ class Sequence:
 
         Whole pages in front of it go to others when the GPU is done with them. Tokens before `token`
         must not be read again: views start at `token` from now on.
+
+        Raises:
+            ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
         """
         self._release_before(operator.index(token))
 

@@ -110,7 +110,14 @@ def check_dense(tensor: torch.Tensor, name: str) -> None:
 
 
 class ScaledKV(NamedTuple):
-    """K and V of a layer as 8-bit numbers, and their scales: K is `k * k_scales[..., None]`, and V likewise."""
+    """K and V of a layer as 8-bit numbers, and their scales: K is `k * k_scales[..., None]`, and V likewise.
+
+    Attributes:
+        k: e4m3fn or int8 `[max_sequences, max_seq_len, num_kv_heads, head_dim]`.
+        v: likewise, with its own width.
+        k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]`.
+        v_scales: likewise.
+    """
 
     k: torch.Tensor
     v: torch.Tensor

@@ -20,7 +20,9 @@ def serve(
     idle_seconds: Annotated[
         float, typer.Option(min=0, help="After so long without a request memory goes back to the system.")
     ] = 10.0,
-    kv_dtype: Annotated[str | None, typer.Option(help="fp8 or int8: K and V in 8 bits; the model's dtype.")] = None,
+    kv_dtype: Annotated[
+        str | None, typer.Option(help="fp8 or int8: K and V in 8 bits; without it in the model's dtype.")
+    ] = None,
 ) -> object:
     """Serve models as `transformers serve` does, with K and V of all requests in rows.
 

@@ -9,6 +9,7 @@ from .chain import Blocks
 
 Tier = Literal["device", "host"]
 """Where blocks lie."""
+
 TIERS: tuple[Tier, ...] = get_args(Tier)
 
 

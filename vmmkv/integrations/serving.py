@@ -59,7 +59,13 @@ def serve(
 
     Args:
         arguments: those of `transformers serve`.
-        max_bytes, max_seq_len, idle_seconds, kv_dtype: see `continuous_batching.enable`.
+        max_bytes: the most that K and V may take; this and the others as in `continuous_batching.enable`.
+        max_seq_len: tokens of the longest request.
+        idle_seconds: after so long without a request memory goes back.
+        kv_dtype: "fp8", "int8", or None, the model's.
+
+    Returns:
+        transformers' server, where it was told to run in a thread; otherwise when it has ended.
 
     Raises:
         UnsupportedError: the server of this version of transformers is not known here, or the model that it was to be

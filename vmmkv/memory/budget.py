@@ -9,6 +9,7 @@ import torch
 
 from ..errors import BudgetError, LayoutError
 from ..layout import KVLayout, shown, whole_number
+from ..stats import format_bytes
 
 UNITS = {"": 1, "B": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 UNITS |= {f"{unit}B": size for unit, size in UNITS.items() if unit not in ("", "B")}
@@ -82,15 +83,15 @@ def budget_pages(
     return pages_within(memory, max_bytes, least)
 
 
-def pages_within(memory: Memory, max_bytes: float | str, least: int = 1) -> int:
-    """The largest number of pages within `max_bytes` (see `parse_bytes`).
+def pages_within(memory: Memory, max_bytes: float | str, least: int = 1, name: str = "max_bytes") -> int:
+    """The largest number of pages within `max_bytes` (see `parse_bytes`), which users call `name`.
 
     Raises:
         BudgetError: it is no size, under `least` pages, or over the memory that there is.
     """
     free, total = memory.memory_info()
     pages = parse_bytes(max_bytes, free) // memory.page_size
-    return _check_pages(memory, (free, total), pages, f"max_bytes={max_bytes!r}", least)
+    return _check_pages(memory, (free, total), pages, f"{name}={max_bytes!r}", least)
 
 
 def _check_pages(memory: Memory, sizes: tuple[int, int], pages: int, asked: str, least: int) -> int:
@@ -103,7 +104,7 @@ def _check_pages(memory: Memory, sizes: tuple[int, int], pages: int, asked: str,
         )
     if pages * memory.page_size > total:
         raise BudgetError(
-            f"asked for {asked}, which is {pages * memory.page_size / 2**30:.2f} GiB; {memory.device} has "
-            f"{total / 2**30:.2f} GiB in all, {free / 2**30:.2f} GiB of it free now"
+            f"asked for {asked}, which is {format_bytes(pages * memory.page_size)}; there are {format_bytes(total)} on "
+            f"{memory.device} for it in all, {format_bytes(free)} of them free now"
         )
     return pages

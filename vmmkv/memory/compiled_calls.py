@@ -1,4 +1,4 @@
-"""Many calls of the CUDA driver at once, compiled: a third faster than from Python, and other threads go on meanwhile.
+"""Many calls of the CUDA driver at once, compiled: faster than from Python, and other threads go on meanwhile.
 
 Handles are written down by the same code that makes the calls, so that no interruption comes in between.
 """

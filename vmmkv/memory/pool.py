@@ -199,7 +199,8 @@ class FramePool:
         chat = vmmkv.KVCache(layout, 256, 32768, pool=pool, guaranteed="10GiB")
         embed = vmmkv.KVCache(other_layout, 64, 8192, pool=pool)
 
-    All that lies on a pool is one monitor: methods may be called from several threads, and one runs at a time.
+    All that lies on a pool is one monitor: methods may be called from several threads, and one runs at a time. Who
+    needs no page does not wait while the driver maps for others.
 
     Args:
         max_bytes: the limit: bytes, `"20GiB"`, or a share of the memory that is free now. Memory is taken when tokens
@@ -335,7 +336,7 @@ class FramePool:
         """
         self.collect()
         before = self.frames.existing
-        kept = pages_within(self, keep, least=0)
+        kept = pages_within(self, keep, least=0, name="keep")
         self._shrink_to(max(kept - (self.physical - before), 0))
         return (before - self.frames.existing) * self.page_size
 
@@ -581,7 +582,7 @@ class FramePool:
             raise self._unusable(_REASONS[self._unusable])
 
     def close(self) -> None:
-        """Gives all memory back now. Caches on the pool are closed first.
+        """Gives all memory back now. Close what lies on the pool first.
 
         Raises:
             BudgetError: something still lies on the pool.
@@ -632,7 +633,7 @@ class FramePool:
                 surplus -= holder.reclaim(surplus, wait=True)
         self.frames.release(min(max(self.frames.existing - limit, 0), self.frames.free_pages))
 
-    def _after_fork(self) -> None:
+    def _leave_to_parent(self) -> None:
         self.monitor.reset()
         self.monitor.is_dirty = True  # so that nobody passes by without a look at what forbids it
         if self.mapper:
@@ -688,7 +689,7 @@ def pool_stats() -> dict[FramePool, FramePoolStats]:
 
 def _forget_pools() -> None:
     for pool in list(_pools.values()):
-        pool._after_fork()
+        pool._leave_to_parent()
 
 
 os.register_at_fork(after_in_child=_forget_pools)

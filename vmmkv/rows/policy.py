@@ -56,7 +56,7 @@ def large_frames(pages: int, start: int) -> int:
 
 
 MAP, MAKE = 35, 44
-"""What it costs to map a frame, and to make one and map it, in copies of a page: 35, 44 and 1 µs on an H200."""
+"""What to map a frame counts, and to make one and map it, where a copy of a page counts 1: weights, near an H200's."""
 
 
 def retired(table: RowTable, max_seq_len: int) -> Iterator[tuple[int, int]]:

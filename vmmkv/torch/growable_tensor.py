@@ -74,6 +74,7 @@ class GrowableTensor(Owner):
         LayoutError: the shape has no bytes, or takes more than 100 TiB of addresses.
         BudgetError: the budget is no size, below one page, or larger than the device.
         DeviceError: there is no such device.
+        ArgumentError, ValueError: the pool is none, or something is given that a pool has.
     """
 
     kind = "GrowableTensor"

@@ -67,7 +67,7 @@ def memory_pool(
     if not isinstance(pool.driver, NativeDriver):
         raise ArgumentError(f"got {pool!r}, whose driver has no c_interface; torch calls that, and no Python")
     limit = pages_within(pool, max_bytes)
-    promised = pages_within(pool, guaranteed) if guaranteed else 0
+    promised = pages_within(pool, guaranteed, name="guaranteed") if guaranteed else 0
     allocator = Allocator(pool.driver.c_interface(), pool.page_size, 0, pool.driver)
     return MemoryPool(pool.device, allocator, Lease(pool, allocator, limit, promised))
 
