@@ -99,17 +99,18 @@ def test_the_mapper_maps_ahead_where_it_is_wanted(traces: list[str], tmp_path: P
 def test_quick_is_saturation_of_rows_and_blocks_ahead_and_waiting(traces: list[str], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     sizes = "--memory", "512KiB", "--max-seq-len", "128", "--rounds", "2"
-    done = run_benchmark(*traces[:2], "--quick", *sizes, "--json", str(path))
+    done = run_benchmark(*traces[:2], "--quick", "--unknown", "--busy", *sizes, "--json", str(path))
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
-    loads = ("saturation", False), ("saturation, each step waited for", True)
+    waiting, unknown = "saturation, each step waited for", "saturation, lengths unknown"
+    loads = ("saturation", False), (waiting, True), (unknown, False), (f"{waiting}, a busy thread beside", True)
     found = {(row["load"], row["wait"], row["backend"]): row for row in result["serving"]}
     assert found.keys() == {(*load, backend) for load in loads for backend in ("vmm", "paged")}
     assert all(len(row["rounds"]) == 2 and row["finished"] == row["requests"] == 24 for row in found.values())
     assert all(row["same_tokens"] > 0.9 for row in found.values())
     assert result["prefill"] == result["missed"] == []
     whats = [line["what"].split(": ")[0] for line in result["comparisons"]]
-    assert set(whats) == {"main, saturation", "main, saturation, each step waited for"}
+    assert set(whats) == {f"main, {name}" for name, _ in loads}
     for name, load in (("rounds-ahead", "| main, saturation |"), ("rounds-waiting", "each step waited for |")):
         assert load in tables.TABLES[name].write(result)
 

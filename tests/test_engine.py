@@ -502,7 +502,7 @@ def test_samples_follow_the_distribution(device: str) -> None:
     count, temperature = 3000, 0.7
     config = Config(7, 64, 64, 1, 2, 1, 64)
     model = random_model(config, 16, torch.device(device), torch.float32, seed=random_seed())
-    engine = Engine(model, "static", 1 << 21, 100, 16, 2 * count, temperature=temperature)
+    engine = Engine(model, "static", 1 << 21, 100, 16, 3 * count, temperature=temperature)
     tokens = engine.run([torch.tensor([3])] * count, [1] * count).tokens[1::2]
     hidden = model.forward(
         torch.tensor([3], device=device), torch.tensor([0], device=device), lambda _, q, k, v, angles: v.repeat(1, 2, 1)
@@ -551,6 +551,25 @@ def test_requests_that_run_at_the_deadline_leave_nothing_behind(monkeypatch: pyt
     assert run.running[-1] == 3
     assert run.finished == 0
     check_nothing_is_kept(engine, "vmm")
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, "vmm, reuse", "vmm, suspend"])
+@pytest.mark.parametrize("wait", [True, False])
+def test_who_ends_when_nobody_knew_has_the_same_tokens(backend: str, wait: bool) -> None:
+    """One step later, where the host is ahead; also under pressure, which may preempt one in its last step."""
+    name, _, beside = backend.partition(", ")
+    model, (prompts, outputs) = tiny_model(), random_requests(12, 40, 30)
+    pages = 40 if backend == "static" else 9
+    sizes = pages * 16 * 512, 4, 160, sum(map(len, prompts)) + sum(outputs) + len(prompts)
+    options = {"host_bytes": 1 << 20, "tokens_per_s": 1.0} if beside == "suspend" else {}
+    engine = Engine(model, name, *sizes, reuse=beside == "reuse", suspend=beside == "suspend", options=options)
+    known, unknown = (engine.run(prompts, outputs, wait=wait, unknown=unknown) for unknown in (False, True))
+    assert unknown.finished == known.finished == len(prompts)
+    assert unknown.generated == known.generated == sum(outputs)
+    check_greedy(logits_without_cache(model), prompts, unknown)
+    assert [len(unknown.output(request)) for request in range(len(prompts))] == outputs
+    assert wait or len(unknown.running) > len(known.running)
+    check_nothing_is_kept(engine, name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -2,8 +2,9 @@
 
 All tokens of all requests lie one after another in one tensor on the device: a step reads its tokens there and writes
 those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched
-a step it waits for the one before, and so knows when tokens were there. (It can be had to wait for each step at once,
-as engines do that look at tokens.)
+a step it waits for the one before, and so knows when tokens were there. It can be had to wait for each step at once, as
+engines do that look at tokens; and not to know how long answers are: then a request ends when its last token has been
+seen, and may have taken part in one step more.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Engine:
         max_bytes: for K and V.
         max_sequences: requests that run at a time.
         max_seq_len: tokens of the longest request.
-        max_tokens: tokens of all requests of a run together.
+        max_tokens: tokens of all requests of a run together, and one more for each.
         chunk: tokens of prompts in a step.
         attention: "numba", our kernels, or "torch"; None: ours on a GPU.
         prefill: attention of prompts, where it is another one: "fa3" (rows) or "flashinfer" (blocks). Prompts and
@@ -108,6 +109,7 @@ class Engine:
         arrivals: list[float] | None = None,
         *,
         wait: bool = False,
+        unknown: bool = False,
         deadline: float = float("inf"),
         progress: Callable[[int], object] = lambda finished: None,
     ) -> Run:
@@ -119,6 +121,8 @@ class Engine:
             arrivals: seconds after the start, ascending; None: all at once.
             wait: for the tokens of a step before anything else is done, as an engine must that looks at them; otherwise
                 the host is a step ahead of the device.
+            unknown: whether the schedule learns that a request has ended from its last token alone, as if that were an
+                EOS token.
             deadline: `perf_counter()` when to stop, finished or not.
             progress: called with the number of finished requests.
 
@@ -127,12 +131,20 @@ class Engine:
         """
         sizes, counts = np.array([len(prompt) for prompt in prompts]), np.array(outputs)
         times = np.zeros(len(prompts)) if arrivals is None else np.array(arrivals)
-        seen = SeenTokens(prompts, sizes + counts) if self.reuse else None
+        seen = SeenTokens(prompts, sizes + counts + 1) if self.reuse else None
         ids = seen.of if seen else None
         schedule = Schedule(
-            self.kv, sizes, counts, self.max_sequences, self.chunk, late=self.late, ids=ids, suspend=self.suspend
+            self.kv,
+            sizes,
+            counts,
+            self.max_sequences,
+            self.chunk,
+            late=self.late,
+            ids=ids,
+            suspend=self.suspend,
+            unknown=unknown,
         )
-        self._take_tokens(prompts, sizes + counts)
+        self._take_tokens(prompts, sizes + counts + 1)
         if self.use_graphs and not self.graphs:
             self._capture()
         run = Run(times, sizes, counts)
@@ -142,7 +154,8 @@ class Engine:
         finally:
             schedule.remove_all()
         run.seconds = perf_counter() - begin
-        run.tokens = self.tokens[: (sizes + counts).sum()].cpu().numpy().copy()
+        ends = (sizes + counts + 1).cumsum()
+        run.tokens = np.delete(self.tokens[: ends[-1]].cpu().numpy(), ends - 1)
         run.preemptions, run.suspensions, run.cached = schedule.preemptions, schedule.suspensions, schedule.cached
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
         return run
@@ -160,6 +173,7 @@ class Engine:
         """Runs steps until all requests have finished, or it is too late."""
         launched: deque[tuple[torch.cuda.Event | None, Step, torch.Tensor | None]] = deque()
         arrived = finished = 0
+        ended: list[int] = []
         began = 0.0
 
         def complete() -> None:
@@ -171,10 +185,16 @@ class Engine:
             if seen and sampled is not None:
                 seen.take(step.sampled, sampled.numpy())
             now = perf_counter() - begin
-            run.take_down(step, began, now)
+            ended.extend(run.take_down(step, began, now))
             began = now
 
         while finished < len(run.arrivals) and perf_counter() < deadline:
+            if schedule.unknown and ended:
+                schedule.remove(ended)
+                finished += len(ended)
+                progress(finished)
+                ended.clear()
+                continue
             now = perf_counter() - begin
             there = int(np.searchsorted(run.arrivals, now, "right"))
             schedule.waiting.extend(range(arrived, there))
@@ -210,7 +230,7 @@ class Engine:
             complete()
 
     def _take_tokens(self, prompts: list[torch.Tensor], totals: npt.NDArray[np.int64]) -> None:
-        """Lays the tokens of all requests out."""
+        """Lays the tokens of all requests out, each in so many places."""
         ends = totals.cumsum()
         if ends[-1] > len(self.tokens) - 2:
             raise ValueError(f"got {ends[-1]} tokens; this engine was made with max_tokens={len(self.tokens) - 2}")

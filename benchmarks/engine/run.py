@@ -64,14 +64,17 @@ class Run:
         end = int((self.prompts + self.outputs)[: request + 1].sum())
         return self.tokens[end - int(self.outputs[request]) : end].tolist()
 
-    def take_down(self, step: Step, begin: float, end: float) -> None:
-        """The device has done a step, which it began at the one time and ended at the other."""
-        sampled = step.sampled
+    def take_down(self, step: Step, begin: float, end: float) -> list[int]:
+        """The device has done a step, which it began at the one time and ended at the other. Returns who has all tokens
+        now; what one gets beyond these does not count."""
+        sampled = step.sampled[self.missing[step.sampled] > 0]
         self.first[sampled[self.missing[sampled] == self.outputs[sampled]]] = end
         self.missing[sampled] -= 1
-        self.finish[sampled[self.missing[sampled] == 0]] = end
+        ended = sampled[self.missing[sampled] == 0]
+        self.finish[ended] = end
         self.generated += len(sampled)
         self.step_seconds.append(end - begin)
+        return ended.tolist()  # type: ignore[no-any-return]
 
     def wants_sample(self, now: float) -> bool:
         return not self.samples or now >= self.samples[-1][0] + SAMPLE_SECONDS

@@ -54,6 +54,7 @@ class Schedule:
         kv: where K and V go.
         prompts: tokens of each prompt.
         outputs: tokens to generate for each; nothing stops earlier.
+        unknown: whether requests go on until they are removed; `outputs` then says only what there must be room for.
         max_sequences: requests that run at a time.
         chunk: tokens of prompts in a step.
         late: start a request only when a step has tokens left for its prompt, so that it finds what those before it
@@ -82,8 +83,10 @@ class Schedule:
         late: bool = False,
         ids: Callable[[int], Ids] | None = None,
         suspend: bool = False,
+        unknown: bool = False,
     ) -> None:
         self.kv = kv
+        self.unknown = unknown
         self.max_sequences = max_sequences
         self.chunk = chunk
         self.late = late
@@ -185,6 +188,8 @@ class Schedule:
         self._commit(step.prefill.tolist())
         if len(step.prefill):
             self.blocked = False  # what they were promised may lie in memory that their rows had already
+        if self.unknown:
+            return []
         finished = step.sampled[self.known[step.sampled] == self.total[step.sampled]].tolist()
         self.remove(finished)
         return finished
@@ -194,11 +199,13 @@ class Schedule:
         self.remove(np.flatnonzero(self.row >= 0).tolist())
 
     def remove(self, requests: list[int]) -> None:
-        """Ends requests that run, or are suspended."""
+        """Ends requests that have begun, wherever they are."""
         if requests:
             ended = set(requests)
             self.running = [request for request in self.running if request not in ended]
-            self._free(requests)
+            if self.unknown:  # one may have been preempted while its last token was on its way
+                self.waiting = deque(request for request in self.waiting if request not in ended)
+            self._free([request for request in requests if self.row[request] >= 0])
 
     def _commit(self, requests: list[int]) -> None:
         """Makes what requests have computed known, with prefix reuse."""

@@ -11,6 +11,9 @@ shared system prompts; requests start when a step has tokens left for them, so t
 a GPU it runs a tiny model, with lengths divided by 16, and speeds say nothing: blocks are copied together there for
 torch's attention.
 
+`--unknown` and `--busy` serve at saturation in other ways, too: as if answers ended with an EOS token, which the
+schedule learns of when it has been seen; and with a host that waits, beside a thread that keeps the interpreter busy.
+
 `--backends vmm+suspend` moves what is preempted to the host and back, if that costs less than to compute it anew;
 `preempting` in the result says what either costs a token.
 """
@@ -91,6 +94,10 @@ def main(
     wait: Annotated[
         bool | None, typer.Option(help="Of the main trace at saturation, also wait for each step's tokens.")
     ] = None,
+    unknown: Annotated[
+        bool, typer.Option("--unknown", help="Likewise, with lengths of answers that the schedule does not know.")
+    ] = False,
+    busy: Annotated[bool, typer.Option("--busy", help="Likewise, waiting, beside a busy Python thread.")] = False,
     requests: Annotated[int | None, typer.Option(min=1, help="Most requests of a trace.")] = None,
     tokens: Annotated[
         int,
@@ -179,7 +186,12 @@ def main(
         "missed": [],
     }
     try:
-        loads = [Load(), *([Load(wait=True)] if (plan.wait if wait is None else wait) else []), *map(Load, rates)]
+        ways = [
+            (plan.wait if wait is None else wait, Load(wait=True)),
+            (unknown, Load(unknown=True)),
+            (busy, Load(wait=True, busy=True)),
+        ]
+        loads = [Load(), *(load for is_asked, load in ways if is_asked), *map(Load, rates)]
         rounds = rounds or plan.rounds
         if reuse:
             measure_all(result, settings, workloads, backends, rounds)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from math import inf
+from threading import Event, Thread
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -65,15 +66,20 @@ class Load(NamedTuple):
     Attributes:
         rate: a share of the throughput of `REFERENCE` at saturation; None: all at once.
         wait: for the tokens of each step, see `Engine.run`.
+        unknown: lengths of answers, see `Engine.run`.
+        busy: beside a thread of Python code that always has something to do.
     """
 
     rate: float | None = None
     wait: bool = False
+    unknown: bool = False
+    busy: bool = False
 
     @property
     def name(self) -> str:
         load = "saturation" if self.rate is None else f"{self.rate * 100:g}% load"
-        return load + (", each step waited for" if self.wait else "")
+        ways = {"each step waited for": self.wait, "lengths unknown": self.unknown, "a busy thread beside": self.busy}
+        return ", ".join([load, *(way for way, chosen in ways.items() if chosen)])
 
 
 def serve(
@@ -152,7 +158,7 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
 
     For each size libraries choose among kernels, which are loaded when they first run: the first backend would wait.
     """
-    max_tokens = max(workload.tokens, 2 * settings.chunk)
+    max_tokens = max(workload.tokens + len(workload.requests), 2 * settings.chunk)
     name, _, beside = backend.partition("+")
     vocabulary = settings.model.config.vocab_size
     engine = Engine(
@@ -196,19 +202,40 @@ def run_load(
     if load.rate and reference:
         times = arrivals(requests, load.rate * reference.finished / reference.seconds, settings.seed).tolist()
     before = engine.kv.work()
-    run = engine.run(
-        prompts,
-        [request.output for request in requests],
-        times,
-        wait=load.wait,
-        deadline=settings.deadline,
-        progress=lambda finished: progress(finished, len(requests)),
-    )
+    with busy_thread() if load.busy else nullcontext():
+        run = engine.run(
+            prompts,
+            [request.output for request in requests],
+            times,
+            wait=load.wait,
+            unknown=load.unknown,
+            deadline=settings.deadline,
+            progress=lambda finished: progress(finished, len(requests)),
+        )
     row = figures(run) if run.running else {}
     row |= work_figures(engine.kv.work() - before, max(len(run.running), 1))
     engine.kv.give_back()
     row["idle_bytes"] = engine.kv.physical_bytes()
     return run, row
+
+
+@contextmanager
+def busy_thread() -> Iterator[None]:
+    """Around what shares the interpreter with a thread that does what servers do for their clients: it turns ids into
+    text."""
+    over = Event()
+
+    def write() -> None:
+        while not over.is_set():
+            " ".join(map(str, range(1000)))
+
+    thread = Thread(target=write, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def figures(run: Run) -> Row:
