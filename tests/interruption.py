@@ -13,8 +13,12 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import vmmkv
+from vmmkv.memory import monitor
+from vmmkv.memory.driver.limits import mappings
 
 SOURCES = str(Path(vmmkv.__file__).parent)
+MONITOR = str(monitor.__file__)
+"""What is around each operation, in parts of which a signal handler may begin one of its own."""
 
 
 class Interruption(KeyboardInterrupt):
@@ -34,8 +38,13 @@ def with_lines(path: str) -> frozenset[int]:
     return frozenset(node.lineno for node in ast.walk(tree) if isinstance(node, ast.With))
 
 
-def disturbed(operation: Callable[[], object], line: int, action: Callable[[], object]) -> int | None:
+def disturbed(
+    operation: Callable[[], object], line: int, action: Callable[[], object], sources: str = SOURCES
+) -> int | None:
     """Runs an operation, and an action at the n-th line of vmmkv that it comes to, as a signal handler does.
+
+    Args:
+        sources: how the paths begin whose lines count.
 
     Returns:
         None; of an operation that is shorter, its lines.
@@ -46,7 +55,7 @@ def disturbed(operation: Callable[[], object], line: int, action: Callable[[], o
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         nonlocal left
         path = frame.f_code.co_filename
-        if not path.startswith(SOURCES):
+        if not path.startswith(sources):
             return None
         if event == "call":
             entered[id(frame)] = set()
@@ -60,6 +69,7 @@ def disturbed(operation: Callable[[], object], line: int, action: Callable[[], o
                     action()
         return trace
 
+    mappings.check(1000)  # what else the process has is counted now and then: these lines come before
     before = sys.gettrace()
     gc.disable()  # what it collects is another's, and interrupted there for nothing
     sys.settrace(trace)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conftest import small_driver, some
 from faulty import FaultyDriver, has_memory
-from interruption import Interruption, disturbed, interrupt, interrupted, interrupted_after
+from interruption import MONITOR, SOURCES, Interruption, disturbed, interrupt, interrupted, interrupted_after
 
 import vmmkv
 from vmmkv.torch import GrowableTensor
@@ -104,6 +104,48 @@ def test_an_interruption_at_any_line(make_cache, device: str, name: str, policy:
 
     for line in some_lines(check(EVERYTHING)):
         assert check(line) is None
+
+
+@pytest.mark.parametrize("sources", [MONITOR, SOURCES], ids=["around", "within"])
+@pytest.mark.parametrize(
+    "name", ["start", "extend", "extend many", "extend a forked one that was cut", "trim", "stats"]
+)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_a_signal_handler_that_uses_the_cache_at_any_line(make_cache, device: str, name: str, sources: str) -> None:
+    """And that does not catch what refuses it: that interrupts the operation, as Ctrl-C does."""
+
+    def check(line: int) -> int | None:
+        driver = FaultyDriver(small_driver(device))
+        driver.unmaps_anything = True
+        cache = make_cache(max_sequences=8, pages=30, driver=driver, layers_per_range=2)
+        cache.free([cache.sequence(30), cache.sequence(5)])
+        kept = [cache.sequence(20), cache.sequence(2), cache.sequence()]
+        for sequence in kept:
+            sequence.k(0).fill_(sequence.length)
+        kept += [kept[0].fork(), kept[0].fork()]
+        kept[3].truncate(7)
+        try:
+            lines = disturbed(lambda: OPERATIONS[name](cache, kept), line, cache.trim, sources)
+        except (vmmkv.BusyError, vmmkv.DriverError):
+            lines = None
+        try:
+            books(cache, driver)
+            for value, sequence in zip([20, 2, 0, 20, 20], kept):
+                assert "gone" not in repr(sequence)
+                assert (sequence.k(0)[: min(value, sequence.length, 7)] == value).all()
+                sequence.extend(1)
+                assert has_memory(sequence, driver)
+            books(cache, driver)
+        except vmmkv.InterruptedChangeError:
+            assert sources == SOURCES  # nothing is half done between a call and the next
+        cache.close()
+        assert not driver.mapped
+        return lines
+
+    lines = check(EVERYTHING)
+    assert lines
+    for line in range(lines) if sources == MONITOR else some(lines, 8):
+        assert check(line + 1) is None
 
 
 @pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)

@@ -334,3 +334,24 @@ def test_a_copy_that_fails_leaves_no_secret(
         assert not is_secret(cache, driver, hers)
         skip += 1
     assert skip > 1
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_a_row_that_began_further_back_is_cleaned_from_its_new_beginning(share: bool) -> None:
+    """Its own pages were behind the ones that it gets now, and are gone."""
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = vmmkv.FramePool(32 * driver.page_size, driver=driver)
+    caches = [vmmkv.KVCache(LAYOUT, 3, 320, pool=pool, large_frames=False) for _ in range(2)]
+    short, moved = caches[1].sequence(3, tenant="bob"), caches[1].sequence(240, tenant="bob")
+    for states in (short.k(0), short.k(1), short.v(0), short.v(1)):
+        states.fill_(1.0)
+    moved.release_before(160)
+    moved.truncate(160)
+    secret = caches[0].sequence(248, tenant="alice")  # on all pages but one
+    for states in (secret.k(0), secret.k(1), secret.v(0), secret.v(1)):
+        states.fill_(7.0)
+    secret.free()
+    caches[1].reorder([short, moved], [0, 0], share=share)
+    assert (moved.k(0) == 1).all()
+    assert not (np.frombuffer(readable(caches[1], driver, moved.row), np.float32) == 7).any()
+    caches[1].check()

@@ -224,16 +224,24 @@ class BlockedDriver(FaultyDriver):
         return super()._call(name, *args)
 
 
+class Rung:
+    """A mapper that does something else when it is rung for."""
+
+    def __init__(self) -> None:
+        self.ring: Callable[[], None] = lambda: None
+
+
 @contextmanager
-def blocked(driver: BlockedDriver, growth: Callable[[], object]) -> Iterator[None]:
-    """While another thread's growth is in the middle of the driver's call, which ends behind."""
+def blocked(driver: BlockedDriver, growth: Callable[[], object], goes_on: bool = False) -> Iterator[None]:
+    """While another thread's growth is in the middle of the driver's call, which ends behind, or, if it `goes_on`, may
+    do so before."""
     driver.blocks = True
     with ThreadPoolExecutor(1) as executor:
         grown = executor.submit(growth)
         try:
             assert driver.has_come.wait(PATIENCE)
             yield
-            assert not grown.done()
+            assert goes_on or not grown.done()
         finally:
             driver.blocks = False
             driver.goes_on.set()
@@ -333,6 +341,48 @@ def test_a_finalizer_waits_for_nobody_who_waits_for_it() -> None:
                 break
     assert refused
     cache.check()
+
+
+@pytest.mark.parametrize("name", ["look", "extend many", "truncate", "free", "ring for the mapper"])
+def test_a_signal_handler_waits_for_nobody_who_waits_for_it(name: str) -> None:
+    """At any line of what maps nothing, while another thread is to go on with its growth behind the driver's call."""
+    ended: list[int | None] = []
+
+    def check(line: int) -> None:
+        driver = BlockedDriver()
+        cache = vmmkv.KVCache(LAYOUT, 8, 100, max_bytes=60 * driver.page_size, driver=driver, lookahead=8)
+        cache.pool.mapper = bell = Rung()  # type: ignore[assignment]
+        grown, other = cache.sequence(3), cache.sequence(3)
+
+        def handle() -> None:
+            driver.goes_on.set()
+            with suppress(vmmkv.BusyError):
+                cache.trim()
+
+        with blocked(driver, partial(grown.extend, 60), goes_on=True):
+            if name == "ring for the mapper":  # as `extend_in_place` does, in which no signal comes elsewhere
+                bell.ring = handle
+                assert other.extend_in_place(4)
+                assert driver.goes_on.is_set()
+                ended.append(1)
+            else:
+                operation = {
+                    "look": cache.page_uses,
+                    "extend many": partial(cache.extend, [other], 2),
+                    "truncate": partial(other.truncate, 3),
+                    "free": other.free,
+                }[name]
+                ended.append(disturbed(operation, line, handle))
+        cache.pool.mapper = None
+        cache.check()
+        assert grown.length == 63
+
+    while not ended or ended[-1] is None:
+        thread = threading.Thread(target=check, args=[line := len(ended) + 1], daemon=True)
+        thread.start()
+        thread.join(PATIENCE)
+        assert not thread.is_alive(), "somebody waits for ever"
+        assert len(ended) == line
 
 
 def test_a_signal_handler_while_the_driver_maps() -> None:

@@ -33,7 +33,7 @@ from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown, whole_number
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
-from .memory.monitor import Steps, at_once, bookkeeping, operation, stepwise
+from .memory.monitor import Steps, at_once, bookkeeping, is_own, operation, stepwise
 from .memory.owner import Owner, check_pool_alone, owners
 from .memory.pool import Account, FramePool
 from .picture import draw_cache
@@ -567,8 +567,8 @@ class KVCache(Owner):
             sequence.key = None  # who is interrupted makes nothing known under a key that may be another's
         try:
             self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share)
-        except VmmkvError:
-            for sequence, key in zip(batch, keys):
+        except VmmkvError as error:
+            for sequence, key in zip(batch, keys) if is_own(error) else ():
                 sequence.key = key
             raise
         for sequence, key in changing:
@@ -635,19 +635,18 @@ class KVCache(Owner):
         table, monitor = self._rows.table, self.pool.monitor
         index = np.array([sequence.index for sequence in batch], np.int64)
         numbers = [sequence.number for sequence in batch]
-        with monitor.lock:
-            monitor.check_outside("extend")
-            with monitor.inside:
-                lengths = table.lengths[index] + counts
-                alive = table.owners[index] == numbers
-                within = not monitor.is_dirty and bool(((lengths <= table.capacities[index]) & alive).all())
-                if within:
-                    alarming = lengths > table.alerts[index]
-                    if alarming.any():
-                        table.stirred.update(dict.fromkeys(index[alarming].tolist()))
-                        if self.pool.mapper and bool((lengths > table.wakes[index]).any()):
-                            self.pool.mapper.ring()
-                    table.lengths[index] = lengths
+        monitor.check_outside("extend")
+        with monitor.inside, monitor.lock:
+            lengths = table.lengths[index] + counts
+            alive = table.owners[index] == numbers
+            within = not monitor.is_dirty and bool(((lengths <= table.capacities[index]) & alive).all())
+            if within:
+                alarming = lengths > table.alerts[index]
+                if alarming.any():
+                    table.stirred.update(dict.fromkeys(index[alarming].tolist()))
+                    if self.pool.mapper and bool((lengths > table.wakes[index]).any()):
+                        self.pool.mapper.ring()
+                table.lengths[index] = lengths
         return within
 
     @stepwise
@@ -713,13 +712,10 @@ class KVCache(Owner):
             ValueError: a sequence is of another cache; nothing was freed.
         """
         batch = self._batch(sequences, repeated=True)
-        monitor = self.pool.monitor
-        with monitor.lock:
-            if monitor.inside.locked():
-                references = [self._references[sequence.index] for sequence in batch]
-                self._rows.abandoned.extend(reference for reference in references if reference and reference() in batch)
-                return
-        if not self._unusable:
+        if self.pool.monitor.inside.locked():  # no lock is taken: who has it may be waiting for this thread
+            references = [self._references[sequence.index] for sequence in batch]
+            self._rows.abandoned.extend(reference for reference in references if reference and reference() in batch)
+        elif not self._unusable:
             self._free(batch)
 
     @bookkeeping

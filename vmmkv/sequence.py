@@ -139,19 +139,20 @@ class Sequence:
             whether there is room. False also of a sequence that has ended.
         """
         row, table, pool = self.index, self._rows.table, self._rows.pool
-        monitor = pool.monitor
-        with monitor.lock:  # in which nothing is called but the bell: no signal handler comes between
+        monitor, wakes = pool.monitor, False
+        with monitor.lock:  # in which nothing is called: no signal handler comes between
             length = table.length[row] + tokens
             if held is not None and held + tokens != length:
                 return False
-            if length <= table.capacity[row] and table.owner[row] == self.number and not monitor.is_dirty:
-                if length > table.alert[row]:
-                    table.stirred[row] = None
-                    if pool.mapper and length > table.wake[row]:
-                        pool.mapper.ring()
-                table.length[row] = length
-                return True
-        return False
+            if length > table.capacity[row] or table.owner[row] != self.number or monitor.is_dirty:
+                return False
+            if length > table.alert[row]:
+                table.stirred[row] = None
+                wakes = length > table.wake[row]
+            table.length[row] = length
+        if wakes and pool.mapper:
+            pool.mapper.ring()
+        return True
 
     @stepwise
     def _extend(self, tokens: int) -> Steps[None]:

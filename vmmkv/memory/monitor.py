@@ -5,7 +5,8 @@ Invariants:
     is taken first. So who maps ahead, or grows, holds it alone while the driver maps, with `running`, and others go on
     meanwhile. Who maps in need holds `door` before, through which who maps ahead has to go each time: it cannot keep
     others waiting for more than what it has begun.
- 2. `inside`, of which each thread has its own, is held by an operation, and all locks are given back by the interpreter
+ 2. `inside`, of which each thread has its own, is held by an operation, before it takes `lock` without `changing`:
+    nobody may come between who waits for `changing` then. All locks are given back by the interpreter
     itself, which an interruption cannot prevent. Who finds it held comes in the middle of an operation of the same
     thread, from a finalizer, say: so it asks before it waits for anybody, who may be waiting for that operation.
  3. `is_dirty` stays set unless an operation has ended, with a result or with an error of its own, and `is_unfinished`
@@ -25,7 +26,13 @@ from typing import Concatenate, ParamSpec, Protocol, TypeVar
 from ..errors import BusyError, VmmkvError
 
 OWN_ERRORS = VmmkvError, ValueError, TypeError
-"""What operations raise themselves, with the books as before."""
+"""What operations raise themselves, with the books as before, but for `BusyError`."""
+
+
+def is_own(error: BaseException | None) -> bool:
+    """Whether it is an operation's own error. A refusal is not: a signal handler that lets it through has come at any
+    line of the operation, and interrupts that."""
+    return isinstance(error, OWN_ERRORS) and not isinstance(error, BusyError)
 
 
 class _Own(threading.local):
@@ -63,13 +70,14 @@ class Monitor:
 
     @property
     def stepping(self) -> threading.Lock:
-        """This thread's own: held while it makes a call that others need not wait for."""
+        """This thread's own: held in an operation that makes calls which others need not wait for, also between it and
+        such a call."""
         return self._own.stepping
 
     def check_outside(self, name: str, changing: bool = False) -> None:
         """Raises `BusyError` in the middle of another operation of this thread; if it is to map or unmap, and holds
         `changing`, also in the middle of a change."""
-        if self.inside.locked() or (changing and self.running.locked()):
+        if self.inside.locked() or (changing and (self.running.locked() or self.stepping.locked())):
             raise BusyError(
                 f"{name.strip('_')} was called in the middle of another operation of this thread on the same memory, "
                 "as by a finalizer or a signal handler. Leave a note there and call it later"
@@ -147,21 +155,20 @@ def stepwise(method: Method[Owner, Parameters, Steps[Result]]) -> Method[Owner, 
         monitor = self.pool.monitor
         monitor.check_outside(method.__name__)
         with monitor.door, monitor.changing:
-            steps: Steps[Result] | None = None
-            while True:
-                with monitor.lock:
-                    if steps is None:
-                        monitor.check_outside(method.__name__, changing=True)
-                    with monitor.inside:
+            monitor.check_outside(method.__name__, changing=True)
+            with monitor.stepping:
+                steps: Steps[Result] | None = None
+                while True:
+                    with monitor.lock, monitor.inside:
                         if steps is None or monitor.is_dirty:  # somebody was interrupted: it begins again
                             _recover(self)
                             self.check_usable()
                             steps = method(self, *args, **kwargs)
                         step, result = _attempt(monitor, _next, monitor, steps)
-                if step is None:
-                    return result  # type: ignore[return-value]
-                with monitor.running, monitor.stepping:
-                    step()
+                    if step is None:
+                        return result  # type: ignore[return-value]
+                    with monitor.running:
+                        step()
 
     return run
 
@@ -203,12 +210,11 @@ def bookkeeping(method: Method[Owner, Parameters, Result]) -> Method[Owner, Para
     @functools.wraps(method)
     def run(self: Owner, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         monitor = self.pool.monitor
-        with monitor.lock:
-            monitor.check_outside(method.__name__)
+        monitor.check_outside(method.__name__)
+        with monitor.inside, monitor.lock:  # in this order: who has `lock` alone must not be made to wait for others
             if not monitor.is_dirty:
-                with monitor.inside:
-                    self.check_usable()
-                    return _attempt(monitor, method, self, *args, **kwargs)
+                self.check_usable()
+                return _attempt(monitor, method, self, *args, **kwargs)
         return whole(self, *args, **kwargs)
 
     return run
@@ -222,7 +228,7 @@ def _attempt(
     try:
         result = method(*args, **kwargs)
     except OWN_ERRORS as error:
-        monitor.is_dirty = _was_interrupted(error, outside)
+        monitor.is_dirty = not is_own(error) or _was_interrupted(error, outside)
         if not monitor.is_dirty:
             monitor.verify()
         raise
@@ -235,7 +241,5 @@ def _was_interrupted(error: BaseException, outside: BaseException | None) -> boo
     """Whether an error came while another was handled that is none of our own; `outside` was there before."""
     context = error.__context__
     return (
-        context is not outside
-        and context is not None
-        and (not isinstance(context, OWN_ERRORS) or _was_interrupted(context, outside))
+        context is not outside and context is not None and (not is_own(context) or _was_interrupted(context, outside))
     )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 
 from ..errors import VmmkvError
 from .driver import are_of_one_memory
@@ -35,9 +35,12 @@ def asking(pool: FramePool) -> Iterator[Iterator[FramePool]]:
 def give_back(pool: FramePool, nbytes: int) -> int:
     """Has a pool give up to so many bytes that nobody uses there back to the system; returns how many it gave."""
     given: list[int] = []
+    mine = [each.monitor for each in living_pools() if each.monitor.inside.locked()]
 
     def trim() -> None:
-        with suppress(VmmkvError):  # it is closed, or cannot be used: it has nothing for others then
+        with suppress(VmmkvError), ExitStack() as inside:  # it is closed, or unusable: it has nothing for others then
+            for monitor in mine:  # who is waited for by this thread: what garbage collection ends here is not to wait
+                inside.enter_context(monitor.inside)
             pool.driver.enter_thread()
             given.append(pool.trim(keep=max(pool.physical * pool.page_size - nbytes, 0)))
 

@@ -72,8 +72,8 @@ class Growing:
             self._wait_for_readers(rows)
         supply = self._supply(plan)
         undo.push(self._give_back, supply)
-        undo.push(self._unmap, plan, fills)
         change = self._change(plan, supply)
+        undo.push(self._unmap, plan, fills)
         if not change.is_empty:
             yield from self._run(change, rows)
         begun = self._cleaner.begun(rows)
@@ -96,7 +96,7 @@ class Growing:
                 if end > ready or not reaches:
                     pages = max(end - (table.end[row] if reaches else first), 0)
                     large = policy.large_frames(pages, start) if is_large else 0
-                    plan.append((arena, row, first, end, pages, large, ready))
+                    plan.append((arena, row, first, end, pages, large, ready if reaches else first))
         return plan
 
     def _supply(self, plan: list[Growth]) -> Supply:

@@ -11,6 +11,7 @@ from contextlib import suppress
 
 from ..errors import DriverOutOfMemoryError, OutOfPagesError, VmmkvError
 from ..memory.frames import Supply
+from ..memory.monitor import is_own
 from ..memory.neighbours import asking, give_back
 from ..memory.pool import Account, FramePool
 from ..space.arena import free_waiting
@@ -89,8 +90,9 @@ class Reclaimer:
                             changed.append(row)
                     if reclaimed >= count:
                         break
-            except VmmkvError:
-                self._run(change, changed)
+            except VmmkvError as error:
+                if is_own(error):
+                    self._run(change, changed)
                 raise
             self._run(change, changed)
         return reclaimed

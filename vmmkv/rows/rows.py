@@ -29,7 +29,7 @@ import numpy.typing as npt
 from ..errors import BusyError, DriverError, OutOfPagesError, StreamCaptureError, UseAfterFreeError, VmmkvError
 from ..memory import debugging
 from ..memory.fence import wait_for_device
-from ..memory.monitor import Steps, at_once
+from ..memory.monitor import Steps, at_once, is_own
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, free_waiting
 from ..space.change import Undo
@@ -642,8 +642,9 @@ class Rows:
         self.table.suspended[row] = record
         try:
             self.shrink(row, 0, 0)
-        except VmmkvError:
-            del self.table.suspended[row]
+        except VmmkvError as error:
+            if is_own(error):
+                del self.table.suspended[row]
             raise
         record.place, self.table.expected[row] = Place.AWAY, 0
         if self.keeper:

@@ -20,7 +20,7 @@ from ..errors import DriverError, OutOfPagesError, VmmkvError
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, SEVERAL
-from ..memory.monitor import at_once
+from ..memory.monitor import at_once, is_own
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
 from ..space.change import Change, Undo
@@ -223,7 +223,7 @@ class Sharing:
             self.clear()
         except VmmkvError as error:
             books.duplicates += table.use(row, *left)
-            if table.ready[row] < part.end:
+            if is_own(error) and table.ready[row] < part.end:
                 error.add_note(f"Sequence {self._table.owner[row]} has ended: the driver did not map its tokens again")
                 self.lose(row)
             raise

@@ -11,14 +11,13 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypeVarTuple
 
 from ..errors import VmmkvError
 from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome
 from ..memory.frames import LARGE, Frames, Supply
-from ..memory.monitor import OWN_ERRORS
+from ..memory.monitor import is_own
 from ..memory.pool import FramePool
 from .page_table import PageTable, Run
 
@@ -163,7 +162,10 @@ class Undo:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        while isinstance(error, OWN_ERRORS) and self._steps:
-            with suppress(VmmkvError):
-                step, arguments = self._steps.pop()
+        while is_own(error) and self._steps:
+            step, arguments = self._steps.pop()
+            try:
                 step(*arguments)
+            except VmmkvError as failure:
+                if not is_own(failure):
+                    raise
