@@ -273,6 +273,20 @@ def test_several_answers_where_nothing_is_left_to_compute_before_they_fork(model
             assert [result.generated_tokens for result in served.results(3).values()] == [each.tokens] * 3
 
 
+def test_some_have_nothing_left_to_compute_before_they_fork_and_others_have(model: PreTrainedModel) -> None:
+    """transformers would look for new tokens where the batch before had them, which may be behind all of this one."""
+    several, (short,) = answers(model, Random(), 3), answers(model, Random(), 1, most=1, begin=[7])
+    rows.enable(model, pool=pool(400), max_seq_len=100)
+    by_hand = ByHand(model, num_return_sequences=3)
+    for asked in (several, [*several, short]):
+        names = {by_hand.manager.add_request(each.prompt): each for each in asked}
+        while by_hand.step():
+            pass
+        results = [by_hand.manager.get_result() for _ in range(3 * len(asked))]
+        assert all(each.generated_tokens == names[each.request_id.partition("__")[0]].tokens for each in results)
+    by_hand.end()
+
+
 def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None:
     random, own = Random(), pool(40)
     expected = answers(model, random, 3)

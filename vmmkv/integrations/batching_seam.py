@@ -453,6 +453,13 @@ class RowScheduler(Scheduler):
         if self._turn is not None:
             self._turn.end(self)
 
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any] | None, bool, int, int]:
+        """Chooses requests for a batch: see `Scheduler.schedule_batch`. Those that have no tokens in it, since all but
+        the last one is known before they fork, are left out where others have some: transformers has room for no more
+        requests than tokens, and would look for those of the batch before behind it."""
+        batch, is_decode, tokens, read = super().schedule_batch(token_budget, cache_budget)  # type: ignore[safe-super]
+        return [each for each in batch or () if each.query_length] or batch, is_decode, tokens, read
+
     def _get_waiting_candidates(self) -> list[RequestState]:
         if self._turn is not None and self._turn.is_anothers(self):
             return []
