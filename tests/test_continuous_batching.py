@@ -795,7 +795,9 @@ def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTra
     rows.enable(model, pool=pool(100), max_seq_len=100)
     manager = model.init_continuous_batching(**options)
     manager.start()
-    for wrong in ({"temperature": 0.0}, {"temperature": float("nan")}, {"top_k": 98}, {"request_id": ["name"]}):
+    sampling = {"temperature": 0.0}, {"temperature": float("nan")}, {"temperature": 1e-46}, {"top_k": 98}
+    names = {"request_id": ["name"]}, {"request_id": 7}
+    for wrong in (*sampling, *names, {"max_new_tokens": float("nan")}, {"max_new_tokens": "5"}):
         with pytest.raises(vmmkv.ArgumentError, match=f"got {next(iter(wrong))}="):
             manager.add_request(expected.prompt, **wrong)
     manager.add_request(expected.prompt, top_k=1, temperature=3.0)

@@ -267,13 +267,13 @@ class RowManager(their_api.ContinuousBatchingManager):
 
         Raises:
             SequenceTooLongError: it would be longer than rows are.
-            ArgumentError: it has no tokens, or some that the model does not know; or a name or a number for sampling
-                that would end all requests.
+            ArgumentError: it has no tokens, or some that the model does not know; or a name or a number that would end
+                all requests.
         """
         vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
         ids = token_ids(input_ids, vocabulary)
-        if not isinstance(request_id, Hashable):
-            raise ArgumentError(f"got request_id={request_id!r}; give a name")
+        if not isinstance(request_id, str | None):
+            raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
         check_sampling(vocabulary, kwargs.get("temperature"), kwargs.get("top_k"))
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         room = check_length(self.options.max_seq_len, len(ids), 1 if new is None else new)
