@@ -394,6 +394,17 @@ def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrained
         first.check(expected)
 
 
+def test_a_manager_that_is_made_while_another_one_of_its_model_stops_goes_on(model: PreTrainedModel) -> None:
+    """As where threads call `generate_batch`."""
+    expected, made = answers(model, Random(), 1), []
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    first = Served(model).manager
+    with patch.object(first, "join", lambda *asked: (type(first).join(first, *asked), made.append(Served(model)))):
+        first.stop()
+    with made[0] as second:
+        second.check(expected)
+
+
 def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
     """It runs in a thread of its own, without autocast or inference mode, and not as in training."""
     model = tiny_model("gpt2", "eager", "cpu")  # which has dropout

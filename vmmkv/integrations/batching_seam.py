@@ -15,11 +15,12 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import transformers
@@ -151,7 +152,12 @@ class RowManager(their_api.ContinuousBatchingManager):
     """Takes requests, and runs them on rows."""
 
     options: Options
-    started: ClassVar[WeakSet[RowManager]] = WeakSet()
+    _lock: ClassVar = threading.RLock()
+    """Of the two tables below: threads may make managers of one model, and end them."""
+    _users: ClassVar[WeakSet[RowManager]] = WeakSet()
+    """Those that run their model on rows, or are about to."""
+    _before: ClassVar[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
+    """How models attend that nobody runs on rows."""
 
     def __init__(
         self, model: Any, continuous_batching_config: Any, workload_hints: WorkloadHints | None = None, **kwargs: Any
@@ -161,8 +167,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             check_length(
                 self.options.max_seq_len, workload_hints.max_prompt_length, workload_hints.max_generated_length
             )
-        self._weights, self._addresses = 0, [0]
-        before, was_training = model.config._attn_implementation, model.training
+        self.model, self._weights, self._addresses = model, 0, [0]
+        was_training = model.training
         is_told = continuous_batching_config.use_cuda_graph is not None
         try:
             super().__init__(
@@ -171,7 +177,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._allow_decode(config)
             may_capture = self.groups[0].has_kernels and (is_told or can_be_captured(model, _run_token))
         except BaseException:
-            model.train(was_training).set_attn_implementation(before)
+            model.train(was_training)
+            self._give_attention_back()
             raise
         if not may_capture:
             self.continuous_batching_config.use_cuda_graph = False, False
@@ -191,10 +198,12 @@ class RowManager(their_api.ContinuousBatchingManager):
         self.continuous_batching_config.max_blocks_per_request = 1  # a row
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        before = model.config._attn_implementation
-        if before != NAME:
-            model.set_attn_implementation(NAME)
-            self._original_attn_impl = before
+        with self._lock:
+            before = model.config._attn_implementation
+            if before != NAME:
+                model.set_attn_implementation(NAME)
+                self._before[model] = before
+            self._users.add(self)
         self.groups = _groups(model, self.options.kv_dtype)
 
     def start(self) -> None:
@@ -205,7 +214,6 @@ class RowManager(their_api.ContinuousBatchingManager):
             ranks = Ranks(self.distributed_helper)
             if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
-        self.started.add(self)
         super().start()
 
     def warmup(self) -> None:
@@ -219,27 +227,29 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stops: see `ContinuousBatchingManager.stop`."""
-        self._hand_attention_on()
         super().stop(*args, **kwargs)
-        self._give_attention_back()
+        if not self.is_running():
+            self._give_attention_back()
 
     def destroy(self) -> None:
         """Ends it: see `ContinuousBatchingManager.destroy`."""
         super().destroy()
-        self._give_attention_back()
+        if not self.is_running():
+            self._give_attention_back()
 
-    def _hand_attention_on(self) -> None:
-        """Leaves it to another manager that runs the model, if there is one, to have it attend as before."""
-        for other in self.started:
-            if other is not self and other.model is self.model and other.is_running() and self._original_attn_impl:
-                other._original_attn_impl, self._original_attn_impl = self._original_attn_impl, None
+    def _run_generation_loop(self) -> None:
+        try:
+            super()._run_generation_loop()
+        finally:
+            self._give_attention_back()  # nobody may have waited for the end
 
     def _give_attention_back(self) -> None:
-        """Has the model attend as before, also where there was nothing to stop."""
-        self._hand_attention_on()
-        if self._original_attn_impl is not None and not self.is_running():
-            self.model.set_attn_implementation(self._original_attn_impl)
-            self._original_attn_impl = None
+        """Has the model attend as before, unless others run it on rows."""
+        with self._lock:
+            self._users.discard(self)
+            is_used = any(other.model is self.model for other in self._users)
+            if not is_used and (before := self._before.pop(self.model, None)):
+                self.model.set_attn_implementation(before)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -415,7 +425,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         if chosen != NAME:
             raise UnsupportedAttentionError(
                 f'{type(model).__name__} runs attn_implementation="{chosen}" under a manager whose K and V lie in '
-                "rows. Another manager of this model has stopped, or somebody chose it; stop this one first"
+                "rows. Somebody chose it; stop this manager first"
             )
         batches: Any = self.inputs_and_outputs
         batch = batches.io_pairs[batches.current_pair].host_io if self.use_async_batching else batches
