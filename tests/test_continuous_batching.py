@@ -304,6 +304,24 @@ def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None
         assert served.cache.stats().tokens == 0
 
 
+def test_a_name_that_was_cancelled_may_be_used_again_at_once(model: PreTrainedModel) -> None:
+    """Who cancels what is done already, and asks again, waits for what he has asked for."""
+    first, second = answers(model, Random(), 2)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    by_hand = ByHand(model)
+    manager = by_hand.manager
+    for expected in (first, second):
+        manager.cancel_request("chat")
+        manager.add_request(expected.prompt, "chat")
+        while by_hand.step():
+            pass
+        assert manager.get_result().generated_tokens == expected.tokens
+    manager.add_request(first.prompt, "chat")
+    manager.cancel_request("chat")
+    assert not by_hand.step()
+    by_hand.end()
+
+
 def test_nobody_is_told_of_a_request_that_was_cancelled(model: PreTrainedModel) -> None:
     """Nor is kept who was to be told, as transformers does."""
     told: list[Any] = []

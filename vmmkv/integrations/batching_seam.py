@@ -16,6 +16,7 @@ import copy
 import functools
 import inspect
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
@@ -289,6 +290,11 @@ class RowManager(their_api.ContinuousBatchingManager):
         room = check_length(self.options.max_seq_len, len(ids), 1 if new is None else new)
         return super().add_request(ids, request_id, room if new is None else new, *args, **kwargs)
 
+    def cancel_request(self, request_id: str) -> None:
+        """Cancels a request: see `ContinuousBatchingManager.cancel_request`. One of this name that is added later is
+        another."""
+        super().cancel_request(Cancelled(request_id))
+
     def _create_batch_processor(self) -> Any:
         self._addresses = addresses(self.model)
         made = functools.partial(RowCache, self.options, self.groups, self.weights)
@@ -300,6 +306,13 @@ class RowManager(their_api.ContinuousBatchingManager):
             SCHEDULER_MAPPING=SCHEDULERS,
         )
         return create(self)
+
+
+class Cancelled(str):
+    """The name of a request, and when somebody cancelled it."""
+
+    def __init__(self, name: str) -> None:
+        self.time = time.perf_counter()
 
 
 class RowProcessor(their_api.ContinuousBatchProcessor):
@@ -334,6 +347,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
 
     def prepare_next_batch(self) -> bool:
         self._let_go()
+        self.scheduler.begin_round()
         try:
             found = bool(super().prepare_next_batch())
         except RuntimeError as error:
@@ -445,6 +459,15 @@ class RowScheduler(Scheduler):
     _turn: PoolTurn | None = None
     """Among managers on one pool. Not where several processes would have to agree on it."""
 
+    def reset(self) -> None:
+        """Begins anew: see `Scheduler.reset`."""
+        super().reset()
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Requests that are added from now on are new."""
+        self._new: dict[str, RequestState] = {}
+
     def take_turns(self, turn: PoolTurn) -> None:
         """Takes turns with other managers on a pool, where each waits for the others' memory."""
         self._turn = turn
@@ -490,10 +513,18 @@ class RowScheduler(Scheduler):
                     f"got request_id={name!r}, which another request has that is not done; give another"
                 )
         super().add_waiting_request(state)
+        self._new[state.request_id] = state
 
     def _request(self, name: str) -> RequestState | None:
         """The request of a name that is not done, if there is one."""
         return self.active_requests.get(name) or self.waiting_requests.get(name)
+
+    def set_request_cancellation(self, request_id: str) -> None:
+        """Marks a request to be cancelled, unless it is a later one of its name: of what came together requests are
+        added before any is cancelled, and one that ended in between may have been meant."""
+        new = self._new.get(request_id)
+        if new is None or not isinstance(request_id, Cancelled) or new.created_time <= request_id.time:
+            super().set_request_cancellation(request_id)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled: list[RequestState] = super().clear_cancelled_requests()
