@@ -923,6 +923,13 @@ def test_passes_that_cannot_run_on_rows_are_refused(model: PreTrainedModel, opti
     assert model.config._attn_implementation == "eager"
 
 
+def test_passes_that_a_models_own_config_has_compiled_are_looked_at_too(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.config, "compile_config", transformers.CompileConfig(), raising=False)
+    test_passes_that_cannot_run_on_rows_are_refused(model, {})
+
+
 def test_models_that_cannot_run_on_rows_are_refused() -> None:
     """Layers that keep something else, and positions that nobody can say: there transformers' own is wrong."""
     keeps_states = tiny_model("qwen3-next", "eager", "cpu")

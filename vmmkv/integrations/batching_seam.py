@@ -30,7 +30,7 @@ from transformers.utils import logging
 
 from ..errors import ArgumentError, UnsupportedAttentionError, UnsupportedError
 from .attention import NOT_ABOUT_ATTENTION
-from .batching_config import block_bytes, budget, host_bytes, with_defaults
+from .batching_config import block_bytes, budget, check_compiling, host_bytes, with_defaults
 from .idle_memory import IdleMemory
 from .model_weights import adapters, addresses
 from .packed_attention import Packed
@@ -190,9 +190,11 @@ class RowManager(their_api.ContinuousBatchingManager):
         """Has decode a path of its own, compiled where `config` says so. transformers has one for its own kernels.
 
         Raises:
-            UnsupportedError: forward passes are to be compiled in several processes.
+            UnsupportedError: forward passes are to be compiled in several processes, or as they cannot be on rows.
         """
         resolve_compile_configs(config, getattr(self.model.config, "compile_config", None), False, True)
+        for each in (config.varlen_compile_config, config.decode_compile_config):
+            check_compiling(each)
         if self.distributed_helper.tp_size > 1 and (config.decode_compile_config or config.varlen_compile_config):
             raise UnsupportedError("asked for compiled forward passes under tensor parallelism; leave one of them out")
         self.continuous_batching_config.decode_compile_config = config.decode_compile_config
