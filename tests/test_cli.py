@@ -76,6 +76,14 @@ def test_plan_of_llama():
     assert schemes["vmmkv"]["waste"] < 0.01 < 0.25 < schemes["per_layer"]["waste"]
 
 
+def test_plan_of_the_longest_rows():
+    """Their lengths are too many to look at each."""
+    for tokens in (1 << 22, 700_000_000):
+        result = plan(*LLAMA_3_1_8B, "--memory", "80GiB", "--max-seq-len", str(tokens))
+        assert result["schemes"]["static"]["waste"] == 0.75
+        assert 0 < result["schemes"]["vmmkv"]["waste"] < 1e-3
+
+
 def test_plan_reads_a_config(tmp_path: Path):
     path = tmp_path / "config.json"
     text = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 64}
@@ -121,6 +129,7 @@ def test_plan_refuses_arguments_that_do_not_fit_together(args: list[str]):
         ([*LLAMA_3_1_8B, "--memory", "1MiB"], vmmkv.BudgetError),
         ([*LLAMA_3_1_8B, "--mean-tokens", "8193"], vmmkv.SequenceTooLongError),
         ([*LLAMA_3_1_8B, "--dtype", "float64"], vmmkv.DtypeError),
+        ([*LLAMA_3_1_8B, "--max-seq-len", "999999999999"], vmmkv.LayoutError),
         (["--config", __file__], vmmkv.LayoutError),
     ],
 )
@@ -204,9 +213,18 @@ def test_plan_refuses_shares_below_a_page(tmp_path: Path):
     assert isinstance(invoke("plan", "--model", path, "--model", path, "--memory", "3MiB").exception, vmmkv.BudgetError)
 
 
-def test_config_that_is_no_object_is_an_error(tmp_path: Path):
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1, 2]",
+        '{"text_config": [1]}',
+        '{"num_hidden_layers": "x", "num_attention_heads": 4, "hidden_size": 64}',
+        '{"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 64}',
+    ],
+)
+def test_config_that_is_no_models_is_an_error(text: str, tmp_path: Path):
     path = tmp_path / "config.json"
-    path.write_text("[1, 2]")
+    path.write_text(text)
     assert isinstance(invoke("plan", "--config", str(path)).exception, vmmkv.LayoutError)
 
 

@@ -273,6 +273,20 @@ def test_several_answers_where_nothing_is_left_to_compute_before_they_fork(model
             assert [result.generated_tokens for result in served.results(3).values()] == [each.tokens] * 3
 
 
+def test_some_have_nothing_left_to_compute_before_they_fork_and_others_have(model: PreTrainedModel) -> None:
+    """transformers would look for new tokens where the batch before had them, which may be behind all of this one."""
+    several, (short,) = answers(model, Random(), 3), answers(model, Random(), 1, most=1, begin=[7])
+    rows.enable(model, pool=pool(400), max_seq_len=100)
+    by_hand = ByHand(model, num_return_sequences=3)
+    for asked in (several, [*several, short]):
+        names = {by_hand.manager.add_request(each.prompt): each for each in asked}
+        while by_hand.step():
+            pass
+        results = [by_hand.manager.get_result() for _ in range(3 * len(asked))]
+        assert all(each.generated_tokens == names[each.request_id.partition("__")[0]].tokens for each in results)
+    by_hand.end()
+
+
 def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None:
     random, own = Random(), pool(40)
     expected = answers(model, random, 3)
@@ -288,6 +302,24 @@ def test_who_is_cancelled_gives_memory_to_others(model: PreTrainedModel) -> None
                 assert result.generated_tokens == served.asked[result.request_id].tokens
                 left.remove(result.request_id)
         assert served.cache.stats().tokens == 0
+
+
+def test_a_name_that_was_cancelled_may_be_used_again_at_once(model: PreTrainedModel) -> None:
+    """Who cancels what is done already, and asks again, waits for what he has asked for."""
+    first, second = answers(model, Random(), 2)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    by_hand = ByHand(model)
+    manager = by_hand.manager
+    for expected in (first, second):
+        manager.cancel_request("chat")
+        manager.add_request(expected.prompt, "chat")
+        while by_hand.step():
+            pass
+        assert manager.get_result().generated_tokens == expected.tokens
+    manager.add_request(first.prompt, "chat")
+    manager.cancel_request("chat")
+    assert not by_hand.step()
+    by_hand.end()
 
 
 def test_nobody_is_told_of_a_request_that_was_cancelled(model: PreTrainedModel) -> None:
@@ -378,6 +410,17 @@ def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrained
         first.manager.start()
         second.manager.stop()
         first.check(expected)
+
+
+def test_a_manager_that_is_made_while_another_one_of_its_model_stops_goes_on(model: PreTrainedModel) -> None:
+    """As where threads call `generate_batch`."""
+    expected, made = answers(model, Random(), 1), []
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    first = Served(model).manager
+    with patch.object(first, "join", lambda *asked: (type(first).join(first, *asked), made.append(Served(model)))):
+        first.stop()
+    with made[0] as second:
+        second.check(expected)
 
 
 def test_how_a_model_is_called_by_others_says_nothing_about_continuous_batching() -> None:
@@ -781,7 +824,9 @@ def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTra
     rows.enable(model, pool=pool(100), max_seq_len=100)
     manager = model.init_continuous_batching(**options)
     manager.start()
-    for wrong in ({"temperature": 0.0}, {"temperature": float("nan")}, {"top_k": 98}, {"request_id": ["name"]}):
+    sampling = {"temperature": 0.0}, {"temperature": float("nan")}, {"temperature": 1e-46}, {"top_k": 98}
+    names = {"request_id": ["name"]}, {"request_id": 7}
+    for wrong in (*sampling, *names, {"max_new_tokens": float("nan")}, {"max_new_tokens": "5"}):
         with pytest.raises(vmmkv.ArgumentError, match=f"got {next(iter(wrong))}="):
             manager.add_request(expected.prompt, **wrong)
     manager.add_request(expected.prompt, top_k=1, temperature=3.0)
@@ -876,6 +921,13 @@ def test_passes_that_cannot_run_on_rows_are_refused(model: PreTrainedModel, opti
     with pytest.raises(vmmkv.UnsupportedError, match=r"(forward|decode) passes"):
         model.init_continuous_batching(**config(**options))
     assert model.config._attn_implementation == "eager"
+
+
+def test_passes_that_a_models_own_config_has_compiled_are_looked_at_too(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model.config, "compile_config", transformers.CompileConfig(), raising=False)
+    test_passes_that_cannot_run_on_rows_are_refused(model, {})
 
 
 def test_models_that_cannot_run_on_rows_are_refused() -> None:

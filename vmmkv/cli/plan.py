@@ -11,13 +11,14 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
-from ..errors import BudgetError, LayoutError
+from ..errors import BudgetError, LayoutError, VmmkvError
 from ..layout import KVLayout
 from ..memory.budget import parse_bytes
 from ..memory.driver import DEFAULT_PAGE_SIZE, open_driver
 from ..model_config import MAX_SEQ_LEN, dtype_from_name, kv_dtype_from_name, layout_from_config, text_config
 from ..schemes import SCHEMES, allocated_bytes
 from ..sequence import check_length
+from ..space.arena import check_address_space
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
@@ -106,7 +107,12 @@ def plan(
 def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLayout, int | None]:
     """The layout of a model, and the longest sequence that its config names."""
     config = _read_config(path)
-    layout = layout_from_config(config, dtype=dtype_from_name(dtype) if dtype else None, scales=scales)
+    try:
+        layout = layout_from_config(config, dtype=dtype_from_name(dtype) if dtype else None, scales=scales)
+    except VmmkvError:
+        raise
+    except (AttributeError, ArithmeticError, TypeError, ValueError) as error:
+        raise LayoutError(f"{path} is no model's config: {error}") from None
     text = text_config(config)
     return layout, next((text[key] for key in MAX_SEQ_LEN if key in text), None)
 
@@ -209,9 +215,12 @@ def _print_pool(result: dict[str, Any]) -> None:
 def _plan(layout: KVLayout, memory: int, max_seq_len: int, mean_tokens: int) -> dict[str, Any]:
     check_length(mean_tokens, max_seq_len)
     page_size = DEFAULT_PAGE_SIZE
+    row_bytes = layout.pages(max_seq_len, page_size) * page_size
+    check_address_space(row_bytes, f"a row of max_seq_len={max_seq_len} tokens")
     # One length would flatter whatever it is a multiple of.
     spread = min(mean_tokens - 1, max_seq_len - mean_tokens)
-    lengths = np.arange(mean_tokens - spread, mean_tokens + spread + 1)
+    step = (spread >> 20) * 2 + 1  # a million lengths say as much as all of them
+    lengths = mean_tokens + step * np.arange(-(spread // step), spread // step + 1)
     schemes = {}
     for scheme in SCHEMES:
         nbytes = float(allocated_bytes(scheme, layout, lengths, max_seq_len).mean())
@@ -232,7 +241,7 @@ def _plan(layout: KVLayout, memory: int, max_seq_len: int, mean_tokens: int) -> 
         "page_size": page_size,
         "tokens_per_page": page_size / layout.token_bytes,
         "max_seq_len": max_seq_len,
-        "row_bytes": layout.pages(max_seq_len, page_size) * page_size,
+        "row_bytes": row_bytes,
         "int32_token_limit": layout.int32_token_limit,
         "memory_bytes": memory,
         "total_tokens": memory // page_size * page_size // layout.token_bytes,

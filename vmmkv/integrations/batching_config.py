@@ -21,8 +21,6 @@ def with_defaults(config: Any, device: torch.device) -> Any:
         UnsupportedError: it asks for what cannot be done on them.
     """
     config = copy.deepcopy(config)
-    for each in (config.varlen_compile_config, config.decode_compile_config):
-        _check_compiling(each)
     if config.use_cuda_graph is True or (isinstance(config.use_cuda_graph, tuple) and config.use_cuda_graph[0]):
         raise UnsupportedError(
             "asked for CUDA graphs of forward passes with prompts; give use_cuda_graph=(False, True), for decode, and "
@@ -38,7 +36,7 @@ def with_defaults(config: Any, device: torch.device) -> Any:
     return config
 
 
-def _check_compiling(config: Any) -> None:
+def check_compiling(config: Any) -> None:
     """Raises `UnsupportedError` where a `CompileConfig` asks for what cannot be done on rows."""
     if config is None:
         return

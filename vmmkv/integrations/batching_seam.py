@@ -15,11 +15,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import threading
+import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
 from typing import Any, ClassVar, cast
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import transformers
@@ -28,7 +30,7 @@ from transformers.utils import logging
 
 from ..errors import ArgumentError, UnsupportedAttentionError, UnsupportedError
 from .attention import NOT_ABOUT_ATTENTION
-from .batching_config import block_bytes, budget, host_bytes, with_defaults
+from .batching_config import block_bytes, budget, check_compiling, host_bytes, with_defaults
 from .idle_memory import IdleMemory
 from .model_weights import adapters, addresses
 from .packed_attention import Packed
@@ -151,7 +153,12 @@ class RowManager(their_api.ContinuousBatchingManager):
     """Takes requests, and runs them on rows."""
 
     options: Options
-    started: ClassVar[WeakSet[RowManager]] = WeakSet()
+    _lock: ClassVar = threading.RLock()
+    """Of the two tables below: threads may make managers of one model, and end them."""
+    _users: ClassVar[WeakSet[RowManager]] = WeakSet()
+    """Those that run their model on rows, or are about to."""
+    _before: ClassVar[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
+    """How models attend that nobody runs on rows."""
 
     def __init__(
         self, model: Any, continuous_batching_config: Any, workload_hints: WorkloadHints | None = None, **kwargs: Any
@@ -161,8 +168,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             check_length(
                 self.options.max_seq_len, workload_hints.max_prompt_length, workload_hints.max_generated_length
             )
-        self._weights, self._addresses = 0, [0]
-        before, was_training = model.config._attn_implementation, model.training
+        self.model, self._weights, self._addresses = model, 0, [0]
+        was_training = model.training
         is_told = continuous_batching_config.use_cuda_graph is not None
         try:
             super().__init__(
@@ -171,7 +178,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             self._allow_decode(config)
             may_capture = self.groups[0].has_kernels and (is_told or can_be_captured(model, _run_token))
         except BaseException:
-            model.train(was_training).set_attn_implementation(before)
+            model.train(was_training)
+            self._give_attention_back()
             raise
         if not may_capture:
             self.continuous_batching_config.use_cuda_graph = False, False
@@ -182,19 +190,23 @@ class RowManager(their_api.ContinuousBatchingManager):
         """Has decode a path of its own, compiled where `config` says so. transformers has one for its own kernels.
 
         Raises:
-            UnsupportedError: forward passes are to be compiled in several processes.
+            UnsupportedError: forward passes are to be compiled in several processes, or as they cannot be on rows.
         """
         resolve_compile_configs(config, getattr(self.model.config, "compile_config", None), False, True)
+        for each in (config.varlen_compile_config, config.decode_compile_config):
+            check_compiling(each)
         if self.distributed_helper.tp_size > 1 and (config.decode_compile_config or config.varlen_compile_config):
             raise UnsupportedError("asked for compiled forward passes under tensor parallelism; leave one of them out")
         self.continuous_batching_config.decode_compile_config = config.decode_compile_config
         self.continuous_batching_config.max_blocks_per_request = 1  # a row
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        before = model.config._attn_implementation
-        if before != NAME:
-            model.set_attn_implementation(NAME)
-            self._original_attn_impl = before
+        with self._lock:
+            before = model.config._attn_implementation
+            if before != NAME:
+                model.set_attn_implementation(NAME)
+                self._before[model] = before
+            self._users.add(self)
         self.groups = _groups(model, self.options.kv_dtype)
 
     def start(self) -> None:
@@ -205,7 +217,6 @@ class RowManager(their_api.ContinuousBatchingManager):
             ranks = Ranks(self.distributed_helper)
             if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
-        self.started.add(self)
         super().start()
 
     def warmup(self) -> None:
@@ -219,27 +230,29 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stops: see `ContinuousBatchingManager.stop`."""
-        self._hand_attention_on()
         super().stop(*args, **kwargs)
-        self._give_attention_back()
+        if not self.is_running():
+            self._give_attention_back()
 
     def destroy(self) -> None:
         """Ends it: see `ContinuousBatchingManager.destroy`."""
         super().destroy()
-        self._give_attention_back()
+        if not self.is_running():
+            self._give_attention_back()
 
-    def _hand_attention_on(self) -> None:
-        """Leaves it to another manager that runs the model, if there is one, to have it attend as before."""
-        for other in self.started:
-            if other is not self and other.model is self.model and other.is_running() and self._original_attn_impl:
-                other._original_attn_impl, self._original_attn_impl = self._original_attn_impl, None
+    def _run_generation_loop(self) -> None:
+        try:
+            super()._run_generation_loop()
+        finally:
+            self._give_attention_back()  # nobody may have waited for the end
 
     def _give_attention_back(self) -> None:
-        """Has the model attend as before, also where there was nothing to stop."""
-        self._hand_attention_on()
-        if self._original_attn_impl is not None and not self.is_running():
-            self.model.set_attn_implementation(self._original_attn_impl)
-            self._original_attn_impl = None
+        """Has the model attend as before, unless others run it on rows."""
+        with self._lock:
+            self._users.discard(self)
+            is_used = any(other.model is self.model for other in self._users)
+            if not is_used and (before := self._before.pop(self.model, None)):
+                self.model.set_attn_implementation(before)
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -267,17 +280,22 @@ class RowManager(their_api.ContinuousBatchingManager):
 
         Raises:
             SequenceTooLongError: it would be longer than rows are.
-            ArgumentError: it has no tokens, or some that the model does not know; or a name or a number for sampling
-                that would end all requests.
+            ArgumentError: it has no tokens, or some that the model does not know; or a name or a number that would end
+                all requests.
         """
         vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
         ids = token_ids(input_ids, vocabulary)
-        if not isinstance(request_id, Hashable):
-            raise ArgumentError(f"got request_id={request_id!r}; give a name")
+        if not isinstance(request_id, str | None):
+            raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
         check_sampling(vocabulary, kwargs.get("temperature"), kwargs.get("top_k"))
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         room = check_length(self.options.max_seq_len, len(ids), 1 if new is None else new)
         return super().add_request(ids, request_id, room if new is None else new, *args, **kwargs)
+
+    def cancel_request(self, request_id: str) -> None:
+        """Cancels a request: see `ContinuousBatchingManager.cancel_request`. One of this name that is added later is
+        another."""
+        super().cancel_request(Cancelled(request_id))
 
     def _create_batch_processor(self) -> Any:
         self._addresses = addresses(self.model)
@@ -290,6 +308,13 @@ class RowManager(their_api.ContinuousBatchingManager):
             SCHEDULER_MAPPING=SCHEDULERS,
         )
         return create(self)
+
+
+class Cancelled(str):
+    """The name of a request, and when somebody cancelled it."""
+
+    def __init__(self, name: str) -> None:
+        self.time = time.perf_counter()
 
 
 class RowProcessor(their_api.ContinuousBatchProcessor):
@@ -324,6 +349,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
 
     def prepare_next_batch(self) -> bool:
         self._let_go()
+        self.scheduler.begin_round()
         try:
             found = bool(super().prepare_next_batch())
         except RuntimeError as error:
@@ -415,7 +441,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         if chosen != NAME:
             raise UnsupportedAttentionError(
                 f'{type(model).__name__} runs attn_implementation="{chosen}" under a manager whose K and V lie in '
-                "rows. Another manager of this model has stopped, or somebody chose it; stop this one first"
+                "rows. Somebody chose it; stop this manager first"
             )
         batches: Any = self.inputs_and_outputs
         batch = batches.io_pairs[batches.current_pair].host_io if self.use_async_batching else batches
@@ -435,6 +461,15 @@ class RowScheduler(Scheduler):
     _turn: PoolTurn | None = None
     """Among managers on one pool. Not where several processes would have to agree on it."""
 
+    def reset(self) -> None:
+        """Begins anew: see `Scheduler.reset`."""
+        super().reset()
+        self.begin_round()
+
+    def begin_round(self) -> None:
+        """Requests that are added from now on are new."""
+        self._new: dict[str, RequestState] = {}
+
     def take_turns(self, turn: PoolTurn) -> None:
         """Takes turns with other managers on a pool, where each waits for the others' memory."""
         self._turn = turn
@@ -452,6 +487,13 @@ class RowScheduler(Scheduler):
         """Leaves the turn to other managers, if it had it."""
         if self._turn is not None:
             self._turn.end(self)
+
+    def schedule_batch(self, token_budget: int, cache_budget: int) -> tuple[list[Any] | None, bool, int, int]:
+        """Chooses requests for a batch: see `Scheduler.schedule_batch`. Those that have no tokens in it, since all but
+        the last one is known before they fork, are left out where others have some: transformers has room for no more
+        requests than tokens, and would look for those of the batch before behind it."""
+        batch, is_decode, tokens, read = super().schedule_batch(token_budget, cache_budget)  # type: ignore[safe-super]
+        return [each for each in batch or () if each.query_length] or batch, is_decode, tokens, read
 
     def _get_waiting_candidates(self) -> list[RequestState]:
         if self._turn is not None and self._turn.is_anothers(self):
@@ -473,10 +515,18 @@ class RowScheduler(Scheduler):
                     f"got request_id={name!r}, which another request has that is not done; give another"
                 )
         super().add_waiting_request(state)
+        self._new[state.request_id] = state
 
     def _request(self, name: str) -> RequestState | None:
         """The request of a name that is not done, if there is one."""
         return self.active_requests.get(name) or self.waiting_requests.get(name)
+
+    def set_request_cancellation(self, request_id: str) -> None:
+        """Marks a request to be cancelled, unless it is a later one of its name: of what came together requests are
+        added before any is cancelled, and one that ended in between may have been meant."""
+        new = self._new.get(request_id)
+        if new is None or not isinstance(request_id, Cancelled) or new.created_time <= request_id.time:
+            super().set_request_cancellation(request_id)
 
     def clear_cancelled_requests(self) -> list[RequestState]:
         cancelled: list[RequestState] = super().clear_cancelled_requests()

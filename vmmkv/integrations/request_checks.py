@@ -13,6 +13,9 @@ from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError
 LENGTH_MATTERS = ("dynamic", "longrope")
 """Rotary embeddings that depend on the longest request of a batch."""
 
+LEAST_TEMPERATURE = 1e-30
+"""What logits can be divided by in fp32."""
+
 
 def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
     """Raises `UnsupportedError` where a model cannot tell positions of so many tokens, or not those of requests that
@@ -38,8 +41,13 @@ def check_length(max_seq_len: int, tokens: int, new: int) -> int:
     """How many new tokens a row has room for behind so many.
 
     Raises:
+        ArgumentError: `new` is no whole number.
         SequenceTooLongError: they are fewer than `new`.
     """
+    try:
+        operator.index(new)
+    except TypeError:
+        raise ArgumentError(f"got max_new_tokens={new!r}; give a whole number") from None
     room = max_seq_len - tokens
     if room < new:
         raise SequenceTooLongError(
@@ -71,7 +79,9 @@ def token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
 def check_sampling(vocabulary: int | None, temperature: Any, top_k: Any) -> None:
     """Raises `ArgumentError` for numbers from which no token can be drawn. transformers looks at their types alone, and
     a draw that fails ends all requests."""
-    if isinstance(temperature, int | float) and not temperature > 0:
-        raise ArgumentError(f"got temperature={temperature}; it must be above 0. top_k=1 takes the most likely token")
+    if isinstance(temperature, int | float) and not temperature >= LEAST_TEMPERATURE:
+        raise ArgumentError(
+            f"got temperature={temperature}; it must be {LEAST_TEMPERATURE} or more. top_k=1 takes the likeliest token"
+        )
     if isinstance(top_k, int) and vocabulary is not None and top_k > vocabulary:
         raise ArgumentError(f"got top_k={top_k}; this model knows {vocabulary} tokens")
