@@ -119,6 +119,7 @@ PRIVATE = {
     "_generation_step",
     "_get_waiting_candidates",
     "_handle_request_error",
+    "_run_generation_loop",
     "_supports_attention_backend",
     # Numba's simulator: the context of a kernel that is to be run by threads of ours.
     "_kernel_context",
