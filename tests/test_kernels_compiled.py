@@ -103,7 +103,7 @@ def ptxas() -> str | None:
 def test_what_kernels_compile_to(family: str, few: int) -> None:
     """Parameters as they are packed, 16-byte accesses, tensor-core instructions, few spills, no double precision.
 
-    Then they come from the disk. Each run compiles some, any of them, which takes half a minute; with enough rounds all.
+    Then they come from the disk. Each run compiles some, any of them, in half a minute; with enough rounds all.
     What this machine has compiled before comes from the disk at once.
     """
     assembler = ptxas()
