@@ -116,7 +116,7 @@ def main(
             for name, prompts in make_prompts(conversations, tokens, rng).items()
         ]
     with errors.status("changing"):
-        result["changes"] = changes(prefixes, conversations, tokens, rng)
+        result["changes"] = changes(prefixes, conversations, rng)
     result["comparisons"] = compare(result)
     if json_output:
         print_result(result)
@@ -181,7 +181,7 @@ def spread(times: list[float]) -> dict[str, float]:
     return dict(zip(("p10", "median", "p90"), np.percentile(times, (10, 50, 90)).tolist()))
 
 
-def changes(prefixes: Prefixes, conversations: list[Ids], tokens: int, rng: np.random.Generator) -> dict[str, Any]:
+def changes(prefixes: Prefixes, conversations: list[Ids], rng: np.random.Generator) -> dict[str, Any]:
     """Microseconds of a turn that is added to each conversation, of lock and unlock, and of a page that is evicted."""
     tree = prefixes.tree
     longer = [np.concatenate([ids, draw(rng, TURN_TOKENS)]) for ids in conversations]

@@ -107,6 +107,7 @@ class Plans(NamedTuple):
     parts: int
     """Where they begin in that room."""
     blocks: int
+    """This and the rest as in `Groups`."""
     most_parts: int
     queries: int
 

@@ -34,6 +34,8 @@ from vmmkv.integrations import batching_seam, row_groups
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching_seam import RowProcessor
 from vmmkv.integrations.pool_turns import PoolTurn
+from vmmkv.integrations.row_admission import Admission
+from vmmkv.integrations.row_ranks import Ranks
 from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.memory.driver import open_driver
 
@@ -352,6 +354,24 @@ def test_who_waits_goes_on_when_all_others_are_cancelled(model: PreTrainedModel)
         by_hand.step()
     assert list(scheduler.active_requests) == [waiting]
     by_hand.end()
+
+
+def test_after_the_end_of_all_a_name_is_anothers() -> None:
+    """A fork has nothing of its own that others know, whatever one of its name had."""
+    ids, layout = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
+    with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
+        requests = RowRequests([cache], [0], reuse=True, has_host=False)
+        admission = Admission(requests, Ranks(SimpleNamespace(tp_size=1)), 1000, lambda: None)
+        admission.begin_known("child", ids)
+        assert admission.admit("child", 0, 40, expected=40)
+        admission.commit("child", 40, ids)
+        admission.end_all()
+        assert admission.begin_known("parent", ids[::-1]) == 0
+        assert admission.admit("parent", 0, 10, expected=10)
+        assert requests.fork("parent", ["child"]) == ["child"]
+        assert requests.make_room("child", 10, 32)
+        assert admission.commits("child", 32, is_over=False)
+        admission.end_all()
 
 
 def test_who_comes_back_from_the_host_needs_room_for_what_its_window_holds() -> None:

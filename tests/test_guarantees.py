@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROUNDS, small_driver
+from faulty import FaultyDriver
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import SimulatedDevice, Stream
 
 import vmmkv
-from vmmkv.errors import OutOfPagesError
+from vmmkv.errors import DriverError, OutOfPagesError
 from vmmkv.space.mapper import Mapper
 
 TOKENS = 8
@@ -251,6 +252,33 @@ def test_what_begins_on_whole_pages_alone_is_not_lent_either() -> None:
     assert sequence.cached_tokens == 0
     borrower.check()
     assert owner.sequence(8 * TOKENS).length == live.length
+
+
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_row_whose_beginning_cannot_be_had_is_not_found_with_what_it_has_lost(failing: bool) -> None:
+    """Behind what a sequence would begin with pages go first, which the owner is guaranteed; then it is refused."""
+    driver = FaultyDriver(small_driver("cpu"))
+    pool = vmmkv.FramePool(10 * driver.page_size, driver=driver)
+    owner = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, guaranteed=6 * driver.page_size)
+    borrower = vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, lookahead=0, large_frames=False)
+    ids, states = np.arange(3 * TOKENS + 1), torch.randn(3 * TOKENS + 1, 2, 16)
+    with borrower.sequence(token_ids=ids) as known:
+        known.k(0)[...] = states
+        known.commit(ids)
+    live = borrower.sequence(2 * TOKENS)
+    if failing:
+        live.truncate(TOKENS)  # and what it leaves is to go last
+        driver.fail("unmap", skip=1)
+    with pytest.raises(DriverError if failing else OutOfPagesError):
+        borrower.sequence(token_ids=np.append(ids[:-1], 100))
+    borrower.check()
+    live.free()
+    with owner.sequence(6 * TOKENS) as other:  # also on a page that the row has left, if it has
+        other.k(0)[...] = 7
+    again = borrower.sequence(token_ids=np.append(ids, 101), whole=False)
+    assert again.cached_tokens == (3 * TOKENS if failing else len(ids))
+    assert torch.equal(again.k(0), states[: again.cached_tokens])
+    borrower.check()
 
 
 def test_a_reordering_that_would_take_what_is_guaranteed_changes_nothing() -> None:

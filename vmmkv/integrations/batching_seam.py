@@ -661,7 +661,7 @@ class RowCache(their_cache.PagedAttentionCache):
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         with stream_context(self.stream):
-            self.requests.end_all()
+            self.admission.end_all()
             if clear_ledgers:
                 self.requests.forget_known()
 

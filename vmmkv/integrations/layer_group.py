@@ -22,7 +22,7 @@ from .pools import Pools
 from .scaled_states import ScaledStates, check_quantizable
 
 _SAVED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
-"""What is pickled of other dtypes: torch does not unpickle these."""
+"""What dtypes are pickled as that torch does not unpickle."""
 
 
 def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ class Admission:
         is_new = name not in self._requests and not self._requests.is_away(name)
         has_room = (not is_new or self._begin(name, expected)) and self._requests.make_room(name, held, tokens)
         if not has_room and not held:
-            self._requests.end(name)
+            self.end(name)
         return has_room
 
     def begin_known(self, name: str, token_ids: list[int]) -> int:
@@ -80,6 +80,11 @@ class Admission:
         """Ends a request, if there is one of this name."""
         self._requests.end(name)
         self._committed.pop(name, None)
+
+    def end_all(self) -> None:
+        """Ends all requests."""
+        self._requests.end_all()
+        self._committed.clear()
 
     def free_pages(self, relative: bool) -> float:
         """Bytes that hold no tokens of any request; or their share of all."""

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ArgumentError, InvariantError, StreamCaptureError, UnsupportedError
+from ..errors import ArgumentError, DriverError, InvariantError, StreamCaptureError, UnsupportedError
 from ..events import EventLog
 from ..events.log import check_ids
 from ..memory.fence import Fence
@@ -297,7 +297,11 @@ class Prefixes:
             self._rows.begin(row, owner, expected, stream, key.number)
             self._lay(row, hit, key, ids, tokens)
         else:
-            self._rows.afford(row, hit.tokens)
+            try:
+                self._rows.afford(row, hit.tokens)
+            except DriverError:
+                self.give_up(row)  # pages may have gone that it is said to hold
+                raise
             self._rows.adopt(row, owner, hit.tokens, expected, stream, key.number)
             self._continue(row, hit)
             self._order_behind(row)

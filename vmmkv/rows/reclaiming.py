@@ -155,7 +155,7 @@ class Reclaimer:
         """
         pool = self._pool
         if pool.has_guarantees and pool.overdraft(pool.limit) > 0:
-            self._check_allowed(count)
+            self.check_allowed(count)
             for wait in (False, True):
                 while (over := pool.overdraft(pool.limit)) > 0 and self.slacken(over, wait=wait):
                     pass
@@ -221,7 +221,7 @@ class Reclaimer:
 
         lacking = missing()
         if self._books.parked_pages < lacking:
-            self._check_allowed(count, cause)
+            self.check_allowed(count, cause)
         lent = min(lacking, self._account.guaranteed - self._account.taken)
         if lent > 0 and not cause:
             pool.reclaim_from_others(self._account, lent, wait=False)
@@ -232,7 +232,7 @@ class Reclaimer:
             if (lacking := missing()) > 0:
                 pool.reclaim_from_others(self._account, lacking, wait=wait, guaranteed=cause is not None)
 
-    def _check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
+    def check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""
         allowed = self._pool.allowed(self._account)
         if cause:

@@ -422,17 +422,20 @@ class Rows:
         others are guaranteed too much for that, what lies behind these goes first.
 
         Raises:
-            OutOfPagesError, DriverError: they cannot be had, or what lies behind them could not be unmapped.
+            OutOfPagesError: they cannot be had. Nothing has changed.
+            DriverError: what lies behind them, or behind others, could not be unmapped.
         """
         if not self.pool.has_guarantees or not self.books.has_pages(row):
             return
         self.books.claims = {row: (0, tokens)}
         try:
+            pages = sum(end for _, end in self.books.used(row))
             if self.pool.overdraft(self.pool.limit) > 0:
+                self.reclaimer.check_allowed(pages)  # before anything is lost
                 self.table.fences[row].wait()
                 self.reclaimer.unmap_surplus({row: tokens})
                 self.table.forget(row)
-            self.reclaimer.afford(sum(end for _, end in self.books.used(row)))
+            self.reclaimer.afford(pages)
         finally:
             self.books.claims = {}
 
