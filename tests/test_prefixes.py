@@ -343,6 +343,28 @@ def test_what_is_about_to_be_written_over_is_not_known_instead_of_what_is_evicte
             world.start([*ids, 4])
 
 
+@pytest.mark.parametrize("copies", [0, 1, None], ids=["none is copied", "one is copied", "both are copied"])
+def test_what_one_range_has_left_is_there_for_the_copy_of_the_next(copies: int | None) -> None:
+    """Of large frames that are known, which a sequence is cut into. Nothing keeps them from being evicted any more,
+    also where a later copy fails."""
+    layout = vmmkv.KVLayout(2, 8, 32, torch.float32, layers_per_range=1)  # 2 tokens in a page
+    world = World(Random(), 74, layout)  # two large frames in each range, and 10 pages, of which one copy takes 9
+    one = world.start([1] * 64)
+    world.commit(one)
+    one.truncate(50)
+    del world.ids[one][50:]
+    world.commit(one)
+    if copies is not None:
+        world.driver.fail("copy", copies)
+        with pytest.raises(vmmkv.DriverError):
+            one.extend(3)
+        world.check()
+    one.extend(3)
+    world.ids[one] += [3] * 3
+    world.write(one, 50)
+    world.check()
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_in_too_many_pieces_is_found_in_part(whole: bool) -> None:
     """Each prompt begins with all before it, copied from parts of their large frames, and parts of its own follow."""

@@ -193,6 +193,7 @@ class Prefixes:
             self.promotion = Promotion(self, rows.pool, rows.account, self._books)
             rows.movers.append(self.promotion)
         rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
+        rows.sharing.part = self.part
         rows.ahead.give_way = self.give_way
         weakref.finalize(self, self._held.leave_behind).atexit = False
 
@@ -571,6 +572,10 @@ class Prefixes:
         for chain in before:
             if chain and chain.node:
                 self._tree.unlock(chain.node)
+
+    def part(self, row: int) -> None:
+        """Says that a live row may have pages of its own, from some page on."""
+        self.inherit({row: row})
 
     def _place(self, row: int) -> Hashable | None:
         """Where the tail of a row is, if it can be found."""

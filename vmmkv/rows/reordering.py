@@ -99,7 +99,7 @@ class Reordering:
         fence = self._table.fence_after(self._driver, rows)
         chains, circles = _in_order(sources)
         for circle in circles:
-            self._own_circle(circle, sources, holders)
+            self._own_circle(circle, sources)
         turns = [self._turn(circle, sources) for circle in circles]
         turning = {row for circle in circles for row in circle}
         moves = self._plan(chains, sources, turning if share else turning | {*sources.values()})
@@ -134,7 +134,7 @@ class Reordering:
 
     # ------------------------------------------------------------------ what is to be done
 
-    def _own_circle(self, circle: list[int], sources: dict[int, int], holders: Holders) -> None:
+    def _own_circle(self, circle: list[int], sources: dict[int, int]) -> None:
         """Has rows that take each other's place have what they will write to for their own.
 
         Raises:
@@ -143,10 +143,7 @@ class Reordering:
         same = [min(pages) for pages in zip(*(self._common(row, sources[row]) for row in circle))]
         for row in circle:  # up to there all of them have the same frames, and behind it none of another's
             begins = [max(page, first) for page, (first, _) in zip(same, self._books.used(row))]
-            try:
-                self._sharing.make_own_from(row, begins)
-            finally:
-                holders.inherit({row: row})  # on copies, from some page on
+            self._sharing.make_own_from(row, begins)
 
     def _turn(self, circle: list[int], sources: dict[int, int]) -> list[Move]:
         """Moves of rows that take each other's place.

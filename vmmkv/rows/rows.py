@@ -552,7 +552,7 @@ class Rows:
             UseAfterFreeError, BusyError: another thread has ended one of the sequences meanwhile, or changed it.
         """
         table = self.table
-        self._make_own(rows[lengths > table.capacities[rows]].tolist())
+        self.sharing.make_own(rows[lengths > table.capacities[rows]].tolist())
         needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]  # now: some may have given pages up
         extents = np.stack([table.starts[rows] if starts is None else starts, lengths], axis=1)
         claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
@@ -570,7 +570,7 @@ class Rows:
         """`grow` for one row, without arrays."""
         grows = length > self.table.capacity[row]
         if grows:
-            self._make_own([row])
+            self.sharing.make_own([row])
             start, before, owner = self.table.start[row], self.table.length[row], self.table.owner[row]
             yield from self.growing.make_room({row: (start, length)}, [row])
             is_same = (start, before) == (self.table.start[row], self.table.length[row])
@@ -580,20 +580,6 @@ class Rows:
             self.books.refresh(row)
         else:
             self.table.stir(row)
-
-    def _make_own(self, rows: list[int]) -> None:
-        """Sees to it that rows may write behind their last tokens: see `Sharing.make_own`."""
-        shared = [[arena.table.own[row] for arena, _ in self.ranges] for row in rows] if self.keeper else []
-        try:
-            self.sharing.make_own(rows)
-            for row, before in zip(rows, shared):
-                if before != [arena.table.own[row] for arena, _ in self.ranges]:
-                    self.inherit({row: row})  # on copies, from some page on: of a large frame also what is known
-        except VmmkvError:
-            for row in rows:
-                if self.keeper and not self.table.is_live(row):  # the driver has not mapped its tokens again
-                    self.keeper.shorten(row, 0)
-            raise
 
     def shrink(self, row: int, start: int, length: int) -> None:
         """Moves a live row's start forward or its length back. Pages without tokens become surplus.
@@ -620,12 +606,9 @@ class Rows:
         """Has a live row have what it holds from a token on for its own. Raises what `Sharing.make_own` raises."""
         places = zip(self.books.records, self.books.used(row))
         pages = [max(token * record // self.books.page_size, first) for record, (first, _) in places]
-        try:
-            self.sharing.make_own_from(row, pages)
-            if self.rules.zero_tail:  # what lay behind is gone
-                at_once(self.growing.make_room({row: self.books.extent(row)}, [row]))
-        finally:
-            self.inherit({row: row})  # on copies, from some page on
+        self.sharing.make_own_from(row, pages)
+        if self.rules.zero_tail:  # what lay behind is gone
+            at_once(self.growing.make_room({row: self.books.extent(row)}, [row]))
         if self.keeper:
             self.keeper.shorten(row, token)  # what is known to be there may be written over
 

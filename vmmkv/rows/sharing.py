@@ -35,7 +35,7 @@ MAX_COPIES = 3
 
 
 def _nothing(row: int) -> None:
-    """Forgets nothing: nobody knows what rows hold."""
+    """Does nothing: nobody knows what rows hold."""
 
 
 class Sharing:
@@ -61,6 +61,8 @@ class Sharing:
         """Whose place what is there is to take."""
         self.forget: Callable[[int], None] = _nothing
         """Says that a live row holds nothing any more."""
+        self.part: Callable[[int], None] = _nothing
+        """Says that a live row may have pages of its own, from some page on."""
 
     # ------------------------------------------------------------------ having the same
 
@@ -230,6 +232,7 @@ class Sharing:
         finally:
             books.retire_front(row)
             books.refresh(row)
+            self.part(row)  # now: what it has left can give way to what other ranges, and other rows, need
 
     def _frames_of(self, arena: Arena, part: Run) -> list[int]:
         """The frames that a part begins with, and lies on."""
