@@ -74,6 +74,13 @@ def model(request: pytest.FixtureRequest) -> Iterator[PreTrainedModel]:
     assert model.config._attn_implementation == "eager"
 
 
+def check_batch(model: PreTrainedModel, expected: list[Answer], **options: Any) -> None:
+    """Looks whether `generate_batch` gives the tokens of `generate`."""
+    results = model.generate_batch([each.prompt for each in expected], **config(**options)).values()
+    assert [result.error for result in results] == [None] * len(expected)
+    assert [result.generated_tokens for result in results] == [each.tokens for each in expected]
+
+
 class Served:
     """A manager at work, and what it was asked for."""
 
@@ -149,9 +156,8 @@ def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel)
     expected = answers(model, Random(), 5)
     rows.enable(model, pool=pool(400), max_seq_len=100)
     with without_kernels() as append:
-        results = model.generate_batch([answer.prompt for answer in expected], **config())
+        check_batch(model, expected)
     assert bool(append.call_count) == (model.config.model_type not in OWN_ROTATION)
-    assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
 
 
 @pytest.mark.parametrize("model", ["llama-gqa-wide", "gemma2-wide", "gpt-oss-wide"], indirect=True)
@@ -195,10 +201,7 @@ def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monk
         assert isinstance(served.manager.batch_processor.cache, batching_seam.RowCache)
     rows.disable(model)
     monkeypatch.setattr(batching_seam.RowCache, "__init__", None)
-    results = model.generate_batch(
-        [answer.prompt for answer in expected], **config(num_blocks=50, page_size=16, max_memory_percent=0.9)
-    )
-    assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
+    check_batch(model, expected, num_blocks=50, page_size=16, max_memory_percent=0.9)
 
 
 # ---------------------------------------------------------------------- what becomes of requests
@@ -739,9 +742,7 @@ def test_compiled_forward_passes_give_the_tokens_of_generate() -> None:
     expected = answers(model, Random(), 12, most=60)
     rows.enable(model, max_bytes="1GiB", max_seq_len=300)
     try:
-        results = model.generate_batch([each.prompt for each in expected], **config(default_compile_level=1))
-        assert [result.error for result in results.values()] == [None] * len(expected)
-        assert [result.generated_tokens for result in results.values()] == [each.tokens for each in expected]
+        check_batch(model, expected, default_compile_level=1)
     finally:
         rows.disable(model)
         torch.compiler.reset()
@@ -761,9 +762,7 @@ def test_graphs_and_batches_ahead_give_the_tokens_of_generate(name: str, options
     rows.enable(model, max_bytes="1GiB", max_seq_len=200)
     try:
         for _ in range(2):
-            results = model.generate_batch([each.prompt for each in expected], **config(**options))
-            assert [result.error for result in results.values()] == [None] * len(expected)
-            assert [result.generated_tokens for result in results.values()] == [each.tokens for each in expected]
+            check_batch(model, expected, **options)
     finally:
         rows.disable(model)
 
