@@ -14,7 +14,8 @@ from ..memory.frames import Supply
 from ..memory.monitor import Steps
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
-from ..space.change import Change, Undo
+from ..space.change import Change
+from ..space.undo import Undo
 from . import policy
 from .books import Books
 from .cleaning import Cleaner, Growth

@@ -23,8 +23,9 @@ from ..memory.frames import LARGE, SEVERAL
 from ..memory.monitor import at_once, is_own
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena
-from ..space.change import Change, Undo
+from ..space.change import Change
 from ..space.page_table import Run
+from ..space.undo import Undo
 from .books import Books
 from .growing import Growing
 from .policy import Span

@@ -29,7 +29,8 @@ from ..memory.monitor import operation
 from ..memory.owner import Owner, check_pool_alone, owners
 from ..memory.pool import Account, FramePool
 from ..space.arena import Arena, check_address_space
-from ..space.change import Change, Undo
+from ..space.change import Change
+from ..space.undo import Undo
 from ..stats import MappedRange
 from ..tensors import check_dense, export_range
 
