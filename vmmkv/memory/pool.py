@@ -35,11 +35,11 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from ..stats import AccountStats, CallStats
+from ..stats import AccountStats, FramePoolStats
 from . import debugging
 from .budget import pages_within
-from .calls import Calls, LoopedCalls
-from .driver import Driver, NativeDriver, driver_for
+from .calls import Calls, make_calls
+from .driver import Driver, driver_for
 from .frames import Frames, Supply, Tenants
 from .meter import Meter
 from .monitor import Monitor, operation
@@ -145,51 +145,6 @@ class Account:
     holder: Callable[[], Holder | None] = _nobody
     name: str = ""
     origin: str = ""
-
-
-@dataclass(frozen=True)
-class FramePoolStats:
-    """A snapshot of a `FramePool`, in bytes.
-
-    Attributes:
-        limit_bytes: the most that the pool may take.
-        physical_bytes: what it takes now.
-        free_bytes: what of it belongs to nobody.
-        leased_bytes: what memory pools of torch have, or may take without asking; that is less for the others.
-        guaranteed_bytes: what is promised to accounts.
-        holders: how many have an account.
-        used_bytes: what of it holders use, so that nobody else can have it.
-        sequences: live ones, of caches.
-        tokens: theirs.
-        pages_created: pages created since the beginning.
-        pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
-        pages_cleaned: how many that were another tenant's were zeroed ahead of need, by the mapper.
-        prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
-        cached_tokens: those of them that held K and V already.
-        driver_calls: calls of the memory system by name, but for the mapper's.
-        mapper_calls: those of the mapper, which nobody waits for.
-        mapper_error: what went wrong in it last; who grew then did its work, or was told by an error of his own call.
-        accounts: what each holder has, the oldest first.
-    """
-
-    limit_bytes: int
-    physical_bytes: int
-    free_bytes: int
-    leased_bytes: int
-    guaranteed_bytes: int
-    holders: int
-    used_bytes: int
-    sequences: int
-    tokens: int
-    pages_created: int
-    pages_mapped: dict[str, int]
-    pages_cleaned: int
-    prompt_tokens: int
-    cached_tokens: int
-    driver_calls: dict[str, CallStats]
-    mapper_calls: dict[str, CallStats]
-    mapper_error: str | None
-    accounts: tuple[AccountStats, ...]
 
 
 class FramePool:
@@ -693,15 +648,6 @@ def _forget_pools() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_pools)
-
-
-def make_calls(driver: Driver, meter: Meter) -> Calls:
-    """The fastest way to make many calls of a driver."""
-    if isinstance(driver, NativeDriver):
-        from .compiled_calls import CompiledCalls  # imports Numba
-
-        return CompiledCalls(driver, meter)
-    return LoopedCalls(driver, meter)
 
 
 def _used(account: Account) -> int:

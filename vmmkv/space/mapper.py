@@ -19,9 +19,10 @@ from contextlib import contextmanager, suppress
 from typing import NamedTuple, Protocol
 
 from ..errors import DriverError, DriverOutOfMemoryError, VmmkvError
+from ..memory.calls import make_calls
 from ..memory.frames import LARGE
 from ..memory.meter import Meter
-from ..memory.pool import FramePool, make_calls
+from ..memory.pool import FramePool
 from .change import Change
 
 CHUNK = 16
