@@ -31,11 +31,12 @@ from .events import Event, EventLog
 from .events.log import check_ids
 from .invariants import check_pool, check_rows, watch
 from .layout import KVLayout, shown, whole_number
+from .memory.accounts import Account
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
 from .memory.monitor import Steps, at_once, bookkeeping, is_own, operation, stepwise
 from .memory.owner import Owner, check_pool_alone, owners
-from .memory.pool import Account, FramePool
+from .memory.pool import FramePool
 from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids

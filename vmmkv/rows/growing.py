@@ -9,10 +9,11 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..errors import DriverError, UseAfterFreeError, VmmkvError
+from ..memory.accounts import Account
 from ..memory.fence import Fence
 from ..memory.frames import Supply
 from ..memory.monitor import Steps
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.undo import Undo
