@@ -75,6 +75,7 @@ LAYERS += [
     "invariants",
     "picture",
     "sequence",
+    "arguments",
     "cache",
     "publication",
     "vmmkv",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import html
 import itertools
-import operator
 import warnings
 import weakref
-from collections.abc import Collection, Hashable, Iterable, KeysView, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -16,21 +15,20 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from .arguments import batch_of, check_shape, indices_of, lookahead_tokens, not_negative, row_number, whole_numbers
 from .errors import (
     ArgumentError,
     BusyError,
     DriverError,
-    LayoutError,
     LeakWarning,
     OutOfPagesError,
-    OutOfRangeError,
     UnsupportedError,
     VmmkvError,
 )
 from .events import Event, EventLog
 from .events.log import check_ids
 from .invariants import check_pool, check_rows, watch
-from .layout import KVLayout, shown, whole_number
+from .layout import KVLayout, shown
 from .memory.accounts import Account
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
@@ -134,12 +132,12 @@ class KVCache(Owner):
     ) -> None:
         if event_log is not None:
             check_log(event_log)
-        max_sequences, max_seq_len = _check_shape(layout, max_sequences, max_seq_len, int32_strides)
+        max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
-        overread = _not_negative("overread", overread)
+        overread = not_negative("overread", overread)
         owns_pool = pool is None
         limit: int | None = None
         if pool is None:
@@ -155,7 +153,7 @@ class KVCache(Owner):
             max_seq_len,
             scrub=scrub,
             zero_tail=zero_tail,
-            lookahead=self._lookahead(lookahead, zero_tail),
+            lookahead=lookahead_tokens(lookahead, layout, pool, zero_tail),
             overread=overread,
             large=large_frames and not zero_tail and max_tokens is None,
             poison=pool.is_debugged and layout.dtype.is_floating_point and not zero_tail,
@@ -188,19 +186,6 @@ class KVCache(Owner):
         asked = f"max_sequences={self.max_sequences} x max_seq_len={self.max_seq_len}"
         check_address_space(sum(row_bytes) * self.max_sequences, asked)
         return row_bytes
-
-    def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
-        """The lookahead to use."""
-        if tokens is None:
-            pages = 0 if zero_tail or self.device.type == "cpu" else 4
-            return -(-pages * self.page_size // min(self.layout.record_bytes))
-        tokens = _not_negative("lookahead", tokens)
-        if tokens and zero_tail:
-            raise ArgumentError(
-                f"asked for lookahead={tokens} with zero_tail; what lies behind such a row is zeros, and to replace "
-                "them waits for the GPU. Leave one of the two"
-            )
-        return tokens
 
     @operation
     def _open_rows(self, rows: Rows, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
@@ -286,7 +271,7 @@ class KVCache(Owner):
         """
         ids = None
         if row is not None:
-            row = self._check_row(row)
+            row = row_number(row, self.max_sequences)
         if token_ids is not None:
             ids = ids_of(token_ids)
             tokens = self._check_ids(ids, tokens, row)
@@ -300,17 +285,6 @@ class KVCache(Owner):
             check_ids(ids)
             check_key(self.event_log, salt, adapter, tenant)
         return self._sequence_of(ids, salt, adapter, whole, expected_tokens, tenant)
-
-    def _check_row(self, row: int) -> int:
-        """The number of a row.
-
-        Raises:
-            TypeError, OutOfRangeError: it is none.
-        """
-        row = operator.index(row)
-        if not 0 <= row < self.max_sequences:
-            raise OutOfRangeError(f"asked for row {shown(row)}; rows are 0 to {self.max_sequences - 1}")
-        return row
 
     def _check_ids(self, ids: Ids, tokens: int, row: int | None) -> int:
         """How many tokens these are, where they can be reused."""
@@ -490,7 +464,7 @@ class KVCache(Owner):
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in `Sequence.fork`.
             TypeError, ValueError: it is no sequence of this cache, or no such number.
         """
-        (parent,) = self._batch([sequence])
+        (parent,) = batch_of(self, [sequence])
         return self._fork(parent, check_tokens(count))
 
     @operation
@@ -549,15 +523,8 @@ class KVCache(Owner):
             TypeError, ValueError: they are no sequences of this cache, or one is named twice; or the indices are no
                 whole numbers, or not as many.
         """
-        batch = self._batch(sequences)
-        chosen = [operator.index(index) for index in indices]
-        if len(chosen) != len(batch):
-            raise ValueError(f"got {len(chosen)} indices for {len(batch)} sequences; give one for each")
-        if chosen and not 0 <= min(chosen) <= max(chosen) < len(batch):
-            raise OutOfRangeError(
-                f"got indices {chosen}; they are from 0 to {len(batch) - 1}, for {len(batch)} sequences"
-            )
-        self._reorder(batch, chosen, share)
+        batch = batch_of(self, sequences)
+        self._reorder(batch, indices_of(indices, len(batch)), share)
 
     @operation
     def _reorder(self, batch: list[Sequence], indices: list[int], share: bool) -> None:
@@ -587,7 +554,7 @@ class KVCache(Owner):
             TypeError, ValueError: they are no sequences of this cache, or one is named twice; or `start` is no whole
                 number, or one that a sequence ends before.
         """
-        batch, start = self._batch(sequences), check_tokens(start)
+        batch, start = batch_of(self, sequences), check_tokens(start)
         self._unshare(batch, start)
 
     @operation
@@ -623,10 +590,10 @@ class KVCache(Owner):
             ValueError: a sequence is of another cache or named twice, a number is negative, or there are not as many
                 numbers as sequences; with `starts`, a sequence holds tokens, or would begin behind its end.
         """
-        batch = self._batch(sequences)
-        counts = _whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
+        batch = batch_of(self, sequences)
+        counts = whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
         if starts is not None:
-            self._extend_from(batch, counts, _whole_numbers("starts", starts, len(batch), self.max_seq_len))
+            self._extend_from(batch, counts, whole_numbers("starts", starts, len(batch), self.max_seq_len))
             return
         if not self._grow_within(batch, counts):
             self._extend(batch, counts)
@@ -681,27 +648,6 @@ class KVCache(Owner):
             return np.array([sequence.row for sequence in batch], np.int64)
         return index
 
-    def _batch(self, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
-        """Sequences of this cache, each once; whether they may be `repeated`."""
-        if isinstance(sequences, Sequence):
-            raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
-        try:
-            each = iter(sequences)
-        except TypeError:
-            raise TypeError(f"got {sequences!r}; give a list of sequences") from None
-        batch = list(each)
-        with suppress(AttributeError):  # one look at each, where nothing is wrong
-            if len({sequence for sequence in batch if sequence.cache is self}) == len(batch):
-                return batch
-        for sequence in batch:
-            if not isinstance(sequence, Sequence):
-                raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
-            if sequence.cache is not self:
-                raise ValueError(f"{sequence!r} belongs to another cache")
-        if repeated:
-            return list(dict.fromkeys(batch))
-        raise ValueError("a sequence is named twice; name each once, and for extend() add its tokens up")
-
     def free(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences; one fence serves all of them. Those that are free already are passed over.
 
@@ -712,7 +658,7 @@ class KVCache(Owner):
                 used on; nothing was freed.
             ValueError: a sequence is of another cache; nothing was freed.
         """
-        batch = self._batch(sequences, repeated=True)
+        batch = batch_of(self, sequences, repeated=True)
         if self.pool.monitor.inside.locked():  # no lock is taken: who has it may be waiting for this thread
             references = [self._references[sequence.index] for sequence in batch]
             self._rows.abandoned.extend(reference for reference in references if reference and reference() in batch)
@@ -966,51 +912,3 @@ def _end(log: EventLog) -> None:
     """Tells that a cache is gone."""
     log.cleared()
     log.close()
-
-
-def _check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_strides: bool) -> tuple[int, int]:
-    """How many sequences there are to be, and of how many tokens; raises `ArgumentError`, or `LayoutError`, where there
-    cannot be such."""
-    if not isinstance(layout, KVLayout):
-        raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
-    max_sequences = whole_number("max_sequences", max_sequences)
-    max_seq_len = whole_number("max_seq_len", max_seq_len)
-    if max_sequences < 1 or max_seq_len < 1:
-        raise LayoutError(f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1")
-    if int32_strides and max_seq_len > layout.int32_token_limit:
-        raise LayoutError(
-            f"asked for max_seq_len={max_seq_len} with int32_strides; a token stride of {max(layout.record_bytes)} "
-            f"bytes allows {layout.int32_token_limit}. Lower max_seq_len, or lower layers_per_range in the layout"
-        )
-    return max_sequences, max_seq_len
-
-
-def _not_negative(name: str, value: object) -> int:
-    """A whole number of tokens, from 0 on."""
-    number = whole_number(name, value)
-    if number < 0:
-        raise LayoutError(f"asked for {name}={shown(number)}; it is at least 0")
-    return number
-
-
-def _whole_numbers(
-    name: str, numbers: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int, limit: int
-) -> npt.NDArray[np.int64]:
-    """`count` numbers from 0 to `limit`, of as many or of one for all."""
-    try:
-        given = np.asarray(numbers)
-    except ValueError:  # lists of several lengths
-        raise ValueError(f"got {name}={numbers!r}; give one number, or one for each of {count} sequences") from None
-    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits, and views of dictionaries
-        if isinstance(numbers, Set | Mapping) and not isinstance(numbers, KeysView):
-            raise TypeError(f"got {name}={numbers!r}; numbers in order are needed: give a list")
-        values = numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
-        each = list(values) if isinstance(values, Collection) else [values]
-        for number in each:
-            check_length(check_tokens(number), limit)
-        given = np.array(each if isinstance(values, Collection) else values, np.int64)
-    if given.shape not in ((), (count,)):
-        raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
-    check_tokens(int(given.min(initial=0)))
-    check_length(int(given.max(initial=0)), limit)
-    return np.full(count, given, np.int64)
