@@ -74,6 +74,7 @@ LAYERS = ["kernels", "errors", "events", "layout", "stats", "svg", "memory", "te
 LAYERS += [
     "invariants",
     "picture",
+    "snapshot",
     "sequence",
     "arguments",
     "cache",

@@ -45,6 +45,7 @@ from .reuse.transfer import Head, Peer
 from .rows.books import Rules
 from .rows.rows import Rows
 from .sequence import Sequence, check_length, check_tokens
+from .snapshot import mapped_ranges, snapshot
 from .space.arena import check_address_space
 from .space.mapper import Mapper
 from .stats import CacheStats, MappedRange
@@ -783,6 +784,7 @@ class KVCache(Owner):
     # ------------------------------------------------------------------ accounting
 
     @property
+    @bookkeeping
     def available_pages(self) -> int:
         """Pages of the budget that hold no tokens and can be had without waiting for the GPU.
 
@@ -790,59 +792,14 @@ class KVCache(Owner):
         had, too, but the host waits. Those of parked rows are counted: the stream that freed them adopts them at once.
         With `zero_tail` pages behind a live sequence are its own.
         """
-        return self._available_pages()
-
-    @bookkeeping
-    def _available_pages(self) -> int:
         self._rows.release_abandoned()
         return self._rows.available_pages
 
     @bookkeeping
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
-        return self._stats()
-
-    def _stats(self) -> CacheStats:
         self._rows.release_abandoned()
-        rows, pool, table = self._rows, self.pool, self._rows.table
-        size = self.page_size
-        tokens = table.tokens
-        used = rows.used_pages
-        uses = rows.page_uses + used
-        pages = {
-            "used": used,
-            "surplus": rows.surplus_pages,
-            "free": pool.frames.free_pages if self._owns_pool else 0,
-            "zero": len(rows.zero_frames),
-        }
-        calls = pool.meter.stats()
-        limit = rows.account.limit
-        prefixes = rows.keeper if isinstance(rows.keeper, Prefixes) else None
-        return CacheStats(
-            budget_bytes=(pool.limit if limit is None else limit) * size,
-            physical_bytes=sum(pages.values()) * size,
-            tokens=tokens,
-            token_bytes=tokens * self.layout.token_bytes,
-            waste=1 - rows.books.token_bytes() / (used * size) if used else 0.0,
-            pages=pages,
-            rows=table.counts(),
-            pages_created=pool.frames.made,
-            page_uses=uses,
-            reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
-            adoptions=rows.adoptions,
-            prefix_pages=prefixes.pages if prefixes else 0,
-            promoted_pages=prefixes.promotion.pages if prefixes and prefixes.promotion else 0,
-            host_bytes=self._host_tier.used if self._host_tier else 0,
-            host_prefix_pages=self._host_tier.prefixes.pages if self._host_tier else 0,
-            prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
-            cached_tokens=prefixes.cached_tokens if prefixes else 0,
-            events_dropped=self.event_log.dropped if self.event_log else 0,
-            pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
-            pages_cleaned=pool.pages_cleaned,
-            driver_calls=calls,
-            mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
-            driver_seconds=sum(call.seconds for call in calls.values()),
-        )
+        return snapshot(self._rows, self._host_tier, self.event_log)
 
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
@@ -865,13 +822,7 @@ class KVCache(Owner):
     @bookkeeping
     def mapped_ranges(self) -> list[MappedRange]:
         """Where pages are mapped now: one run for each row, and each range of the layout, that has any."""
-        table = self._rows.table
-        return [
-            arena.table.mapped_range(row, table.start[row] * record, table.length[row] * record, table.owner[row])
-            for row in range(self.max_sequences)
-            for arena, record in self._rows.ranges
-            if arena.table.pages(row)
-        ]
+        return mapped_ranges(self._rows)
 
     @operation
     def check(self) -> None:
@@ -905,7 +856,8 @@ class KVCache(Owner):
 
     @operation
     def _draw(self) -> str:
-        return draw_cache(self._rows, self._stats())
+        self._rows.release_abandoned()
+        return draw_cache(self._rows, snapshot(self._rows, self._host_tier, self.event_log))
 
 
 def _end(log: EventLog) -> None:
