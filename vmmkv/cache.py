@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import itertools
 import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterable
@@ -21,7 +20,6 @@ from .errors import (
     BusyError,
     DriverError,
     LeakWarning,
-    OutOfPagesError,
     UnsupportedError,
     VmmkvError,
 )
@@ -32,13 +30,13 @@ from .layout import KVLayout, shown
 from .memory.accounts import Account
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
-from .memory.monitor import Steps, at_once, bookkeeping, is_own, operation, stepwise
+from .memory.monitor import Steps, bookkeeping, is_own, operation, stepwise
 from .memory.owner import Owner, check_pool_alone, owners
 from .memory.pool import FramePool
 from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids
-from .reuse.prefixes import Hit, Prefixes, ids_of
+from .reuse.prefixes import ids_of
 from .reuse.states import states_of
 from .reuse.telling import Key, check_key, check_log
 from .reuse.transfer import Head, Peer
@@ -48,6 +46,7 @@ from .sequence import Sequence, check_length, check_tokens
 from .snapshot import mapped_ranges, snapshot
 from .space.arena import check_address_space
 from .space.mapper import Mapper
+from .starting import Starting
 from .stats import CacheStats, MappedRange
 from .tensors import ScaledKV, export_range, kv_views, scale_views
 
@@ -169,10 +168,7 @@ class KVCache(Owner):
         self._host_tier = (
             HostTier(self._rows, self._ranges, host_bytes, host_priority, event_log) if host_bytes else None
         )
-        self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
-        """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
-        any thread, so it takes no Python code, which could be interrupted."""
-        self._numbers = itertools.count()
+        self._starting = Starting(self._rows, self._host_tier.prefixes if self._host_tier else None, event_log)
         self._leaks: list[str] = []
         """With debugging: what lived when it was closed."""
         owners.add(self)
@@ -302,29 +298,8 @@ class KVCache(Owner):
     @stepwise
     def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None) -> Steps[Sequence]:
         self._rows.release_abandoned()
-        return (yield from self._take(tokens, expected_tokens, tenant, row))
-
-    def _take(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None = None) -> Steps[Sequence]:
-        """A sequence on a row that is free, and whose pages nobody else has."""
-        whose, stream = self.pool.tenant_number(tenant), self._driver.current_stream()
-        sequence = self._new_sequence(self._rows.pick(max(tokens, expected_tokens), stream, whose, row))
-        index, number = sequence.index, sequence.number
-        # From here on somebody will free it.
-        yield from self._rows.take(index, number, tokens, expected_tokens, stream, whose)
-        self._rows.ring()
-        return sequence
-
-    def _new_sequence(self, row: int) -> Sequence:
-        """A sequence for a picked row, which it has not yet."""
-        sequence = Sequence(self, self._rows, next(self._numbers), row)
-        key = row, sequence.number
-        self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
-        return sequence
-
-    def _abandon(self, sequences: list[Sequence]) -> None:
-        """Has the next operation end sequences that nobody was given."""
-        references = [self._references[sequence.index] for sequence in sequences]
-        self._rows.abandoned.extend(reference for reference in references if reference)
+        whose = self.pool.tenant_number(tenant)
+        return (yield from self._starting.take(self, tokens, expected_tokens, whose, row))
 
     def host_tier(self) -> HostTier:
         """Where its suspended sequences are.
@@ -336,50 +311,13 @@ class KVCache(Owner):
             raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
         return self._host_tier
 
-    def _prefixes(self) -> Prefixes:
-        """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
-        keeper = self._rows.keeper
-        if isinstance(keeper, Prefixes):
-            return keeper
-        return Prefixes(self._rows, self.event_log, self._host_tier.prefixes if self._host_tier else None)
-
     @operation
     def _sequence_of(
         self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
     ) -> Sequence:
         self._rows.release_abandoned()
-        whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
-        key = Key(salt, adapter, tenant, whose)
-        hit = prefixes.find(key, ids)
-        try:
-            return self._begin(hit, key, ids, whole, expected, tenant)
-        except OutOfPagesError:
-            if not hit.tokens:
-                raise
-        self._rows.release_abandoned()  # what is copied is there twice meanwhile; without it there may be room
-        return self._begin(hit.given_up(), key, ids, whole, expected, tenant)
-
-    def _begin(self, hit: Hit, key: Key, ids: Ids, whole: bool, expected: int, tenant: Hashable) -> Sequence:
-        """A sequence that begins with what is known, if anything is."""
-        prefixes = self._prefixes()
-        with prefixes.completed(key, ids, hit) as (known, complete):
-            tokens = len(ids) if whole else known
-            if hit.tokens:
-                stream = self._driver.current_stream()
-                sequence = self._new_sequence(self._rows.pick_empty(stream) if hit.row is None else hit.row)
-                try:
-                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, stream)
-                except VmmkvError:  # whoever holds it holds the sequence
-                    self._abandon([sequence])
-                    raise
-                self._rows.ring()
-            else:
-                sequence = at_once(self._take(tokens, expected, tenant))
-            sequence.key, sequence.cached_tokens = key, complete(sequence.index)
-            if sequence.cached_tokens < tokens and not whole:  # the host's could not be copied
-                self._rows.shrink(sequence.index, 0, sequence.cached_tokens)
-        prefixes.count(len(ids), sequence.cached_tokens)
-        return sequence
+        key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        return self._starting.begin(self, key, ids, whole, expected)
 
     def receive(
         self,
@@ -428,7 +366,7 @@ class KVCache(Owner):
                 with suppress(DriverError):  # it is there, and the other process knows; only nobody else finds it
                     sequence.commit(head.ids)
         except BaseException:
-            self._abandon([sequence])
+            self._starting.abandon([sequence])
             raise
         return sequence
 
@@ -453,7 +391,7 @@ class KVCache(Owner):
                 starts = [head.start] if head.start else None
                 self.extend([sequence], missing, starts=starts)
             except BaseException:
-                self._abandon([sequence])
+                self._starting.abandon([sequence])
                 raise
         return sequence
 
@@ -471,24 +409,7 @@ class KVCache(Owner):
     @operation
     def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
         self._rows.release_abandoned()
-        row, table, stream = parent.row, self._rows.table, self._driver.current_stream()
-        table.check_left(count)
-        children: list[Sequence] = []
-        try:
-            for _ in range(count):
-                child = self._new_sequence(self._rows.pick_empty(stream))
-                self._rows.begin(child.index, child.number, table.expected[row], stream, table.tenant[row])
-                child.key = parent.key
-                children.append(child)  # from here on somebody will free it
-            if children:
-                index = [child.index for child in children]
-                self._rows.sharing.fork(row, index)
-                self._rows.inherit(dict.fromkeys(index, row))
-        except VmmkvError:  # whoever holds it holds them
-            self._abandon(children)
-            raise
-        self._rows.ring()
-        return children
+        return self._starting.fork(self, parent, count)
 
     def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True) -> None:
         """Makes sequence i hold what sequence `indices[i]` of them held, as beams do: its row, and the address of that,
@@ -661,8 +582,7 @@ class KVCache(Owner):
         """
         batch = batch_of(self, sequences, repeated=True)
         if self.pool.monitor.inside.locked():  # no lock is taken: who has it may be waiting for this thread
-            references = [self._references[sequence.index] for sequence in batch]
-            self._rows.abandoned.extend(reference for reference in references if reference and reference() in batch)
+            self._starting.abandon(batch)
         elif not self._unusable:
             self._free(batch)
 
