@@ -294,7 +294,9 @@ class KVCache(Owner):
         for count in (tokens, expected_tokens):
             check_length(check_tokens(count), self.max_seq_len)
         if ids is None or not reuse:
-            return self._sequence(tokens if whole else 0, expected_tokens, tenant, row)
+            tokens = tokens if whole else 0
+            sequence = None if tokens or row is not None else self._sequence_at_once(expected_tokens, tenant)
+            return sequence or self._sequence(tokens, expected_tokens, tenant, row)
         if self.event_log:
             check_ids(ids)
             check_key(self.event_log, salt, adapter, tenant)
@@ -322,6 +324,18 @@ class KVCache(Owner):
                 "asked for token_ids with zero_tail, which promises zeros behind sequences; make the cache without it"
             )
         return len(ids)
+
+    @bookkeeping
+    def _sequence_at_once(self, expected_tokens: int, tenant: Hashable) -> Sequence | None:
+        """A sequence without tokens, where it can have a row as it is: then nobody waits for who maps for others."""
+        whose, stream = self.pool.tenant_number(tenant), self._driver.current_stream()
+        row = self._rows.pick_at_once(expected_tokens, stream, whose)
+        if row is None:
+            return None
+        sequence = self._new_sequence(row)
+        self._rows.begin_at_once(row, sequence.number, expected_tokens, stream, whose)
+        self._rows.ring()
+        return sequence
 
     @stepwise
     def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None) -> Steps[Sequence]:
