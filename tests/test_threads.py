@@ -228,7 +228,7 @@ class Rung:
     """A mapper that does something else when it is rung for."""
 
     def __init__(self) -> None:
-        self.ring: Callable[[], None] = lambda: None
+        self.ring = self.ring_later = lambda: None
 
 
 @contextmanager
@@ -365,7 +365,7 @@ def test_a_signal_handler_waits_for_nobody_who_waits_for_it(name: str) -> None:
 
         with blocked(driver, partial(grown.extend, 60), goes_on=True):
             if name == "ring for the mapper":  # as `extend_in_place` does, in which no signal comes elsewhere
-                bell.ring = handle
+                bell.ring_later = handle
                 assert other.extend_in_place(4)
                 assert driver.goes_on.is_set()
                 ended.append(1)

@@ -659,7 +659,7 @@ class KVCache(Owner):
                 if alarming.any():
                     table.stirred.update(dict.fromkeys(index[alarming].tolist()))
                     if self.pool.mapper and bool((lengths > table.wakes[index]).any()):
-                        self.pool.mapper.ring()
+                        self.pool.mapper.ring_later()
                 table.lengths[index] = lengths
         return within
 

@@ -112,6 +112,9 @@ class Bell(Protocol):
     def ring(self) -> None:
         """Has it look for work soon."""
 
+    def ring_later(self) -> None:
+        """`ring`, for what is needed many tokens from now."""
+
     def stop(self) -> None:
         """Ends it."""
 
