@@ -228,7 +228,7 @@ class Rung:
     """A mapper that does something else when it is rung for."""
 
     def __init__(self) -> None:
-        self.ring: Callable[[], None] = lambda: None
+        self.ring = self.ring_later = lambda: None
 
 
 @contextmanager
@@ -251,7 +251,7 @@ def blocked(driver: BlockedDriver, growth: Callable[[], object], goes_on: bool =
 @pytest.mark.parametrize("options", [{}, {"scrub": True}], ids=str)
 @pytest.mark.parametrize("kind", ["sequence", "batch", "start"])
 def test_who_needs_no_page_waits_for_nobodys(kind: str, options: dict) -> None:
-    """While the driver maps for one, others grow inside their pages, shrink, end, and look at what there is."""
+    """While the driver maps for one, others begin, grow inside their pages, shrink, end, and look at what there is."""
     driver = BlockedDriver()
     pool = vmmkv.FramePool(60 * driver.page_size, driver=driver)
     first, second = (vmmkv.KVCache(LAYOUT, 8, 100, pool=pool, **options) for _ in range(2))
@@ -269,10 +269,14 @@ def test_who_needs_no_page_waits_for_nobodys(kind: str, options: dict) -> None:
             assert sequence.length == 5
             sequence.truncate(3)
         ended.free()
+        begun = [first.sequence(expected_tokens=expected) for expected in (0, 40)]
         assert grown.length == 3
         assert first.stats().tokens == 6
         first.page_map()
     assert grown.length == (3 if kind == "start" else 63)
+    for sequence in begun:
+        sequence.extend(40)
+        assert has_memory(sequence, driver)
     first.check()
     second.check()
     assert has_memory(grown, driver)
@@ -361,7 +365,7 @@ def test_a_signal_handler_waits_for_nobody_who_waits_for_it(name: str) -> None:
 
         with blocked(driver, partial(grown.extend, 60), goes_on=True):
             if name == "ring for the mapper":  # as `extend_in_place` does, in which no signal comes elsewhere
-                bell.ring = handle
+                bell.ring_later = handle
                 assert other.extend_in_place(4)
                 assert driver.goes_on.is_set()
                 ended.append(1)

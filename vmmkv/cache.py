@@ -277,7 +277,9 @@ class KVCache(Owner):
         for count in (tokens, expected_tokens):
             check_length(check_tokens(count), self.max_seq_len)
         if ids is None or not reuse:
-            return self._sequence(tokens if whole else 0, expected_tokens, tenant, row)
+            tokens = tokens if whole else 0
+            sequence = None if tokens or row is not None else self._sequence_at_once(expected_tokens, tenant)
+            return sequence or self._sequence(tokens, expected_tokens, tenant, row)
         if self.event_log:
             check_ids(ids)
             check_key(self.event_log, salt, adapter, tenant)
@@ -294,6 +296,11 @@ class KVCache(Owner):
                 "asked for token_ids with zero_tail, which promises zeros behind sequences; make the cache without it"
             )
         return len(ids)
+
+    @bookkeeping
+    def _sequence_at_once(self, expected_tokens: int, tenant: Hashable) -> Sequence | None:
+        """A sequence without tokens, where it can have a row as it is: then nobody waits for who maps for others."""
+        return self._starting.take_at_once(self, expected_tokens, self.pool.tenant_number(tenant))
 
     @stepwise
     def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None) -> Steps[Sequence]:
@@ -535,7 +542,7 @@ class KVCache(Owner):
                 if alarming.any():
                     table.stirred.update(dict.fromkeys(index[alarming].tolist()))
                     if self.pool.mapper and bool((lengths > table.wakes[index]).any()):
-                        self.pool.mapper.ring()
+                        self.pool.mapper.ring_later()
                 table.lengths[index] = lengths
         return within
 

@@ -151,7 +151,7 @@ class Sequence:
                 wakes = length > table.wake[row]
             table.length[row] = length
         if wakes and pool.mapper:
-            pool.mapper.ring()
+            pool.mapper.ring_later()
         return True
 
     @stepwise

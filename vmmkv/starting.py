@@ -61,6 +61,17 @@ class Starting:
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
         return sequence
 
+    def take_at_once(self, cache: KVCache, expected: int, tenant: int) -> Sequence | None:
+        """A sequence without tokens, where it can have a row as it is: then nobody waits for who maps for others."""
+        stream = self._rows.pool.driver.current_stream()
+        row = self._rows.pick_at_once(expected, stream, tenant)
+        if row is None:
+            return None
+        sequence = self._new(cache, row)
+        self._rows.begin_at_once(row, sequence.number, expected, stream, tenant)
+        self._rows.ring()
+        return sequence
+
     def take(self, cache: KVCache, tokens: int, expected: int, tenant: int, row: int | None = None) -> Steps[Sequence]:
         """A sequence on a row that is free, and whose pages nobody else has."""
         stream = self._rows.pool.driver.current_stream()

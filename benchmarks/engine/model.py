@@ -51,9 +51,13 @@ MODELS = {
 }
 """Shapes by name; `tiny` is for machines without a GPU."""
 
+BEFORE = "input_norm", "qkv", "qk_norm"
+BEHIND = "o", "post_norm", "gate_up", "down"
+"""Weights of a layer that are needed before attention, and behind it."""
+
 
 class Model:
-    """A decoder.
+    """A decoder. Between attention of one layer and the next `torch.compile` joins what goes by element, on a GPU.
 
     Args:
         weights: by name as in `weight_shapes`.
@@ -66,30 +70,53 @@ class Model:
         self.dtype, self.device = weights["embed"].dtype, weights["embed"].device
         angles = torch.outer(torch.arange(max_seq_len).float(), rope_frequencies(config)).repeat(1, 2)
         self.angles = torch.stack([angles.cos(), angles.sin()]).to(weights["embed"])  # as precise as transformers'
+        between = self._finish_and_project
+        self._between = torch.compile(between) if self.device.type == "cuda" else between
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states `[tokens, hidden_size]` of tokens at positions `[tokens]`, before the last norm."""
-        c, w = self.config, self.weights
         cos, sin = self.angles[:, positions]
-        x = embedding(tokens, w["embed"])
-        for layer in range(c.num_layers):
-            y = self.norm(x, f"{layer}.input_norm")
-            qkv = linear(y, w[f"{layer}.qkv"]).unflatten(-1, (-1, c.head_dim))
-            qk, v = qkv.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), 1)
-            if c.qk_norm:
-                qk = rms_norm(qk, (c.head_dim,), eps=c.rms_norm_eps) * w[f"{layer}.qk_norm"]
-            q, k = qk.split((c.num_heads, c.num_kv_heads), 1)
-            x = x + linear(attend(layer, q, k, v, (cos, sin)).flatten(1), w[f"{layer}.o"])
-            gate, up = linear(self.norm(x, f"{layer}.post_norm"), w[f"{layer}.gate_up"]).chunk(2, -1)
-            x = x + linear(silu(gate) * up, w[f"{layer}.down"])
-        return x
+        x = embedding(tokens, self.weights["embed"])
+        states, last = self._project(x, self._weights(0, *BEFORE)), self.config.num_layers - 1
+        for layer in range(last):
+            attended = attend(layer, *states, (cos, sin))
+            x, states = self._between(x, attended, self._weights(layer, *BEHIND), self._weights(layer + 1, *BEFORE))
+        return self._finish(x, attend(last, *states, (cos, sin)), self._weights(last, *BEHIND))
+
+    def _weights(self, layer: int, *names: str) -> list[torch.Tensor]:
+        """Of a layer, as far as it has them."""
+        return [self.weights[name] for name in (f"{layer}.{name}" for name in names) if name in self.weights]
+
+    def _project(self, x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What a layer does before attention: q, k and v, not rotated."""
+        c, (norm, qkv, *qk_norm) = self.config, weights
+        states = linear(self.norm(x, norm), qkv).unflatten(-1, (-1, c.head_dim))
+        qk, v = states.split((c.num_heads + c.num_kv_heads, c.num_kv_heads), 1)
+        for weight in qk_norm:
+            qk = rms_norm(qk, (c.head_dim,), eps=c.rms_norm_eps) * weight
+        return [*qk.split((c.num_heads, c.num_kv_heads), 1), v]
+
+    def _finish(self, x: torch.Tensor, attended: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+        """What it does behind attention."""
+        o, norm, gate_up, down = weights
+        x = x + linear(attended.flatten(1), o)
+        gate, up = linear(self.norm(x, norm), gate_up).chunk(2, -1)
+        return x + linear(silu(gate) * up, down)
+
+    def _finish_and_project(
+        self, x: torch.Tensor, attended: torch.Tensor, weights: list[torch.Tensor], following: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What is done between attention of a layer and of the one that follows."""
+        x = self._finish(x, attended, weights)
+        return x, self._project(x, following)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """`[tokens, vocab_size]` from the hidden states of some tokens."""
-        return linear(self.norm(hidden, "norm"), self.weights.get("lm_head", self.weights["embed"]))
+        norm, lm_head = self.weights["norm"], self.weights.get("lm_head", self.weights["embed"])
+        return linear(self.norm(hidden, norm), lm_head)
 
-    def norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        return rms_norm(x, x.shape[-1:], self.weights[name], self.config.rms_norm_eps)
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
 
 
 def rotate(states: torch.Tensor, angles: Angles) -> torch.Tensor:

@@ -73,6 +73,9 @@ class Bell(Protocol):
     def ring(self) -> None:
         """Has it look for work soon."""
 
+    def ring_later(self) -> None:
+        """`ring`, for what is needed many tokens from now."""
+
     def forget(self) -> None:
         """In a forked child, where it is not."""
 

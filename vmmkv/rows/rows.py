@@ -16,11 +16,11 @@ Invariants, beside those of the tables:
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -330,7 +330,7 @@ class Rows:
                 self.keeper.give_up(row)
             table.pick_row(row)
         else:
-            row = table.pick(tokens, stream, tenant, functools.partial(self._fits, tokens))
+            row = table.pick(tokens, stream, tenant, partial(self._fits, tokens))
         if row is None:
             row = next(iter(table.retired), None)
             if row is None:
@@ -349,6 +349,22 @@ class Rows:
             table.forget(row)
             self.books.settle(row)
             raise
+        return row
+
+    def pick_at_once(self, tokens: int, stream: Any, tenant: int) -> int | None:
+        """Takes a row off the lists that a sequence without tokens can have as it is, for which nothing is unmapped and
+        nobody waited for; None where the row that `pick` would take is another."""
+        if self.abandoned or self.pool.has_guarantees:
+            return None
+        table = self.table
+        row = next(filter(partial(self._fits, tokens), table.fitting(tokens, stream, tenant)), None)
+        if row is None:
+            row = next(reversed(table.empty), None)
+            if row is None or not table.fences[row].passed_for(stream):
+                return None
+        elif self._beyond(row, tokens) or any(arena.table.is_changing(row) for arena, _ in self.ranges):
+            return None
+        table.pick_row(row)
         return row
 
     def _fits(self, tokens: int, row: int) -> bool:
@@ -383,6 +399,11 @@ class Rows:
         if self.pool.is_debugged:
             self.origins[row] = debugging.caller()
         self.books.refresh(row)
+
+    def begin_at_once(self, row: int, owner: int, expected: int, stream: Any, tenant: int) -> None:
+        """`begin`, of a row that `pick_at_once` has picked."""
+        self.adoptions += self.books.has_pages(row)
+        self.begin(row, owner, expected, stream, tenant)
 
     def adopt(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> None:
         """Gives a kept row to a new sequence on a stream, which has its first tokens then."""

@@ -16,6 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from time import sleep
 from typing import NamedTuple, Protocol
 
 from ..errors import DriverError, DriverOutOfMemoryError, VmmkvError
@@ -29,6 +30,8 @@ CHUNK = 16
 """Frames of one change: about half a millisecond of the driver's time, which who grows meanwhile may have to wait."""
 PATIENCE = 0.002
 """Seconds between two looks at what the device is at."""
+PAUSE = 0.001
+"""Seconds that it leaves to who needs pages many tokens from now: he launches kernels, and needs the interpreter."""
 STOCK = 1 / 32
 """Of the pages that are mapped: so many are to be free beside them, for prompts that nobody has announced."""
 
@@ -95,6 +98,8 @@ class Mapper:
         """Whether the device had no memory for a frame when it was last asked, since it was rung for."""
         self._is_waiting = False
         """Whether a mover waits for the device."""
+        self._has_time = False
+        """Whether nobody has rung but for what is needed later."""
         self._thread: threading.Thread | None = None
         weakref.finalize(pool, self.stop)  # at the end of the interpreter, too
 
@@ -104,9 +109,16 @@ class Mapper:
             thread = threading.Thread(target=_work, args=(self,), name="vmmkv-mapper", daemon=True)
             thread.start()
             self._thread = thread  # not before: nobody could wait for one that was interrupted here
+        self._has_time = False
         if self._bell.locked():
             with suppress(RuntimeError):  # somebody else was faster
                 self._bell.release()
+
+    def ring_later(self) -> None:
+        """`ring`, for what is needed many tokens from now."""
+        is_first = self._bell.locked()
+        self.ring()
+        self._has_time = is_first
 
     def stop(self) -> None:
         """Ends the thread, and waits for it."""
@@ -124,6 +136,8 @@ class Mapper:
         """Waits until it is rung for, or has to look again; False when there is nothing left to do, ever."""
         if self._bell.acquire(timeout=PATIENCE if self._is_waiting else -1):
             self._is_full = False
+            if self._has_time:
+                sleep(PAUSE)
         return not self._is_over
 
     def work(self) -> bool:

@@ -118,6 +118,10 @@ class PageTable:
         """Where the frame begins that reaches over the place before a page; the page, where one begins there."""
         return page - self._inside(row, page) if self._frames.has_large else page
 
+    def is_changing(self, row: int) -> bool:
+        """Whether something is just being mapped there, or unmapped."""
+        return any(run.row == row for run in self.doubt)
+
     def frame_end(self, row: int, page: int) -> int:
         """Where it ends."""
         inside = self._inside(row, page)
