@@ -39,7 +39,7 @@ from .errors import (
     VmmkvError,
 )
 from .layout import KVLayout, LayerLayout
-from .memory.pool import FramePool, FramePoolStats
+from .memory.pool import FramePool
 from .publication import publish, unpublish
 from .reuse.retention import Retention, RetentionConfig
 from .rows.rows import (
@@ -53,7 +53,7 @@ from .rows.rows import (
     ZERO_PAGE,
 )
 from .sequence import Sequence
-from .stats import CacheStats, CallStats
+from .stats import CacheStats, CallStats, FramePoolStats
 from .tensors import ScaledKV
 
 __version__ = "0.1.0"

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import html
-import itertools
-import operator
 import warnings
 import weakref
-from collections.abc import Collection, Hashable, Iterable, KeysView, Mapping, Set
+from collections.abc import Collection, Hashable, Iterable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -16,38 +14,39 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
+from .arguments import batch_of, check_shape, indices_of, lookahead_tokens, not_negative, row_number, whole_numbers
 from .errors import (
     ArgumentError,
     BusyError,
     DriverError,
-    LayoutError,
     LeakWarning,
-    OutOfPagesError,
-    OutOfRangeError,
     UnsupportedError,
     VmmkvError,
 )
 from .events import Event, EventLog
 from .events.log import check_ids
 from .invariants import check_pool, check_rows, watch
-from .layout import KVLayout, shown, whole_number
+from .layout import KVLayout, shown
+from .memory.accounts import Account
 from .memory.budget import budget_pages, pages_within
 from .memory.driver import Driver, driver_for
-from .memory.monitor import Steps, at_once, bookkeeping, is_own, operation, stepwise
+from .memory.monitor import Steps, bookkeeping, is_own, operation, stepwise
 from .memory.owner import Owner, check_pool_alone, owners
-from .memory.pool import Account, FramePool
+from .memory.pool import FramePool
 from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids
-from .reuse.prefixes import Hit, Prefixes, ids_of
+from .reuse.prefixes import ids_of
 from .reuse.states import states_of
 from .reuse.telling import Key, check_key, check_log
 from .reuse.transfer import Head, Peer
 from .rows.books import Rules
 from .rows.rows import Rows
 from .sequence import Sequence, check_length, check_tokens
+from .snapshot import mapped_ranges, snapshot
 from .space.arena import check_address_space
 from .space.mapper import Mapper
+from .starting import Starting
 from .stats import CacheStats, MappedRange
 from .tensors import ScaledKV, export_range, kv_views, scale_views
 
@@ -133,12 +132,12 @@ class KVCache(Owner):
     ) -> None:
         if event_log is not None:
             check_log(event_log)
-        max_sequences, max_seq_len = _check_shape(layout, max_sequences, max_seq_len, int32_strides)
+        max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
-        overread = _not_negative("overread", overread)
+        overread = not_negative("overread", overread)
         owns_pool = pool is None
         limit: int | None = None
         if pool is None:
@@ -154,7 +153,7 @@ class KVCache(Owner):
             max_seq_len,
             scrub=scrub,
             zero_tail=zero_tail,
-            lookahead=self._lookahead(lookahead, zero_tail),
+            lookahead=lookahead_tokens(lookahead, layout, pool, zero_tail),
             overread=overread,
             large=large_frames and not zero_tail and max_tokens is None,
             poison=pool.is_debugged and layout.dtype.is_floating_point and not zero_tail,
@@ -169,10 +168,7 @@ class KVCache(Owner):
         self._host_tier = (
             HostTier(self._rows, self._ranges, host_bytes, host_priority, event_log) if host_bytes else None
         )
-        self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * max_sequences
-        """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
-        any thread, so it takes no Python code, which could be interrupted."""
-        self._numbers = itertools.count()
+        self._starting = Starting(self._rows, self._host_tier.prefixes if self._host_tier else None, event_log)
         self._leaks: list[str] = []
         """With debugging: what lived when it was closed."""
         owners.add(self)
@@ -187,19 +183,6 @@ class KVCache(Owner):
         asked = f"max_sequences={self.max_sequences} x max_seq_len={self.max_seq_len}"
         check_address_space(sum(row_bytes) * self.max_sequences, asked)
         return row_bytes
-
-    def _lookahead(self, tokens: int | None, zero_tail: bool) -> int:
-        """The lookahead to use."""
-        if tokens is None:
-            pages = 0 if zero_tail or self.device.type == "cpu" else 4
-            return -(-pages * self.page_size // min(self.layout.record_bytes))
-        tokens = _not_negative("lookahead", tokens)
-        if tokens and zero_tail:
-            raise ArgumentError(
-                f"asked for lookahead={tokens} with zero_tail; what lies behind such a row is zeros, and to replace "
-                "them waits for the GPU. Leave one of the two"
-            )
-        return tokens
 
     @operation
     def _open_rows(self, rows: Rows, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
@@ -285,7 +268,7 @@ class KVCache(Owner):
         """
         ids = None
         if row is not None:
-            row = self._check_row(row)
+            row = row_number(row, self.max_sequences)
         if token_ids is not None:
             ids = ids_of(token_ids)
             tokens = self._check_ids(ids, tokens, row)
@@ -302,17 +285,6 @@ class KVCache(Owner):
             check_key(self.event_log, salt, adapter, tenant)
         return self._sequence_of(ids, salt, adapter, whole, expected_tokens, tenant)
 
-    def _check_row(self, row: int) -> int:
-        """The number of a row.
-
-        Raises:
-            TypeError, OutOfRangeError: it is none.
-        """
-        row = operator.index(row)
-        if not 0 <= row < self.max_sequences:
-            raise OutOfRangeError(f"asked for row {shown(row)}; rows are 0 to {self.max_sequences - 1}")
-        return row
-
     def _check_ids(self, ids: Ids, tokens: int, row: int | None) -> int:
         """How many tokens these are, where they can be reused."""
         if tokens:
@@ -328,41 +300,13 @@ class KVCache(Owner):
     @bookkeeping
     def _sequence_at_once(self, expected_tokens: int, tenant: Hashable) -> Sequence | None:
         """A sequence without tokens, where it can have a row as it is: then nobody waits for who maps for others."""
-        whose, stream = self.pool.tenant_number(tenant), self._driver.current_stream()
-        row = self._rows.pick_at_once(expected_tokens, stream, whose)
-        if row is None:
-            return None
-        sequence = self._new_sequence(row)
-        self._rows.begin_at_once(row, sequence.number, expected_tokens, stream, whose)
-        self._rows.ring()
-        return sequence
+        return self._starting.take_at_once(self, expected_tokens, self.pool.tenant_number(tenant))
 
     @stepwise
     def _sequence(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None) -> Steps[Sequence]:
         self._rows.release_abandoned()
-        return (yield from self._take(tokens, expected_tokens, tenant, row))
-
-    def _take(self, tokens: int, expected_tokens: int, tenant: Hashable, row: int | None = None) -> Steps[Sequence]:
-        """A sequence on a row that is free, and whose pages nobody else has."""
-        whose, stream = self.pool.tenant_number(tenant), self._driver.current_stream()
-        sequence = self._new_sequence(self._rows.pick(max(tokens, expected_tokens), stream, whose, row))
-        index, number = sequence.index, sequence.number
-        # From here on somebody will free it.
-        yield from self._rows.take(index, number, tokens, expected_tokens, stream, whose)
-        self._rows.ring()
-        return sequence
-
-    def _new_sequence(self, row: int) -> Sequence:
-        """A sequence for a picked row, which it has not yet."""
-        sequence = Sequence(self, self._rows, next(self._numbers), row)
-        key = row, sequence.number
-        self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
-        return sequence
-
-    def _abandon(self, sequences: list[Sequence]) -> None:
-        """Has the next operation end sequences that nobody was given."""
-        references = [self._references[sequence.index] for sequence in sequences]
-        self._rows.abandoned.extend(reference for reference in references if reference)
+        whose = self.pool.tenant_number(tenant)
+        return (yield from self._starting.take(self, tokens, expected_tokens, whose, row))
 
     def host_tier(self) -> HostTier:
         """Where its suspended sequences are.
@@ -374,50 +318,13 @@ class KVCache(Owner):
             raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
         return self._host_tier
 
-    def _prefixes(self) -> Prefixes:
-        """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
-        keeper = self._rows.keeper
-        if isinstance(keeper, Prefixes):
-            return keeper
-        return Prefixes(self._rows, self.event_log, self._host_tier.prefixes if self._host_tier else None)
-
     @operation
     def _sequence_of(
         self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
     ) -> Sequence:
         self._rows.release_abandoned()
-        whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
-        key = Key(salt, adapter, tenant, whose)
-        hit = prefixes.find(key, ids)
-        try:
-            return self._begin(hit, key, ids, whole, expected, tenant)
-        except OutOfPagesError:
-            if not hit.tokens:
-                raise
-        self._rows.release_abandoned()  # what is copied is there twice meanwhile; without it there may be room
-        return self._begin(hit.given_up(), key, ids, whole, expected, tenant)
-
-    def _begin(self, hit: Hit, key: Key, ids: Ids, whole: bool, expected: int, tenant: Hashable) -> Sequence:
-        """A sequence that begins with what is known, if anything is."""
-        prefixes = self._prefixes()
-        with prefixes.completed(key, ids, hit) as (known, complete):
-            tokens = len(ids) if whole else known
-            if hit.tokens:
-                stream = self._driver.current_stream()
-                sequence = self._new_sequence(self._rows.pick_empty(stream) if hit.row is None else hit.row)
-                try:
-                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, stream)
-                except VmmkvError:  # whoever holds it holds the sequence
-                    self._abandon([sequence])
-                    raise
-                self._rows.ring()
-            else:
-                sequence = at_once(self._take(tokens, expected, tenant))
-            sequence.key, sequence.cached_tokens = key, complete(sequence.index)
-            if sequence.cached_tokens < tokens and not whole:  # the host's could not be copied
-                self._rows.shrink(sequence.index, 0, sequence.cached_tokens)
-        prefixes.count(len(ids), sequence.cached_tokens)
-        return sequence
+        key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        return self._starting.begin(self, key, ids, whole, expected)
 
     def receive(
         self,
@@ -466,7 +373,7 @@ class KVCache(Owner):
                 with suppress(DriverError):  # it is there, and the other process knows; only nobody else finds it
                     sequence.commit(head.ids)
         except BaseException:
-            self._abandon([sequence])
+            self._starting.abandon([sequence])
             raise
         return sequence
 
@@ -491,7 +398,7 @@ class KVCache(Owner):
                 starts = [head.start] if head.start else None
                 self.extend([sequence], missing, starts=starts)
             except BaseException:
-                self._abandon([sequence])
+                self._starting.abandon([sequence])
                 raise
         return sequence
 
@@ -503,30 +410,13 @@ class KVCache(Owner):
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in `Sequence.fork`.
             TypeError, ValueError: it is no sequence of this cache, or no such number.
         """
-        (parent,) = self._batch([sequence])
+        (parent,) = batch_of(self, [sequence])
         return self._fork(parent, check_tokens(count))
 
     @operation
     def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
         self._rows.release_abandoned()
-        row, table, stream = parent.row, self._rows.table, self._driver.current_stream()
-        table.check_left(count)
-        children: list[Sequence] = []
-        try:
-            for _ in range(count):
-                child = self._new_sequence(self._rows.pick_empty(stream))
-                self._rows.begin(child.index, child.number, table.expected[row], stream, table.tenant[row])
-                child.key = parent.key
-                children.append(child)  # from here on somebody will free it
-            if children:
-                index = [child.index for child in children]
-                self._rows.sharing.fork(row, index)
-                self._rows.inherit(dict.fromkeys(index, row))
-        except VmmkvError:  # whoever holds it holds them
-            self._abandon(children)
-            raise
-        self._rows.ring()
-        return children
+        return self._starting.fork(self, parent, count)
 
     def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True) -> None:
         """Makes sequence i hold what sequence `indices[i]` of them held, as beams do: its row, and the address of that,
@@ -562,15 +452,8 @@ class KVCache(Owner):
             TypeError, ValueError: they are no sequences of this cache, or one is named twice; or the indices are no
                 whole numbers, or not as many.
         """
-        batch = self._batch(sequences)
-        chosen = [operator.index(index) for index in indices]
-        if len(chosen) != len(batch):
-            raise ValueError(f"got {len(chosen)} indices for {len(batch)} sequences; give one for each")
-        if chosen and not 0 <= min(chosen) <= max(chosen) < len(batch):
-            raise OutOfRangeError(
-                f"got indices {chosen}; they are from 0 to {len(batch) - 1}, for {len(batch)} sequences"
-            )
-        self._reorder(batch, chosen, share)
+        batch = batch_of(self, sequences)
+        self._reorder(batch, indices_of(indices, len(batch)), share)
 
     @operation
     def _reorder(self, batch: list[Sequence], indices: list[int], share: bool) -> None:
@@ -600,7 +483,7 @@ class KVCache(Owner):
             TypeError, ValueError: they are no sequences of this cache, or one is named twice; or `start` is no whole
                 number, or one that a sequence ends before.
         """
-        batch, start = self._batch(sequences), check_tokens(start)
+        batch, start = batch_of(self, sequences), check_tokens(start)
         self._unshare(batch, start)
 
     @operation
@@ -636,10 +519,10 @@ class KVCache(Owner):
             ValueError: a sequence is of another cache or named twice, a number is negative, or there are not as many
                 numbers as sequences; with `starts`, a sequence holds tokens, or would begin behind its end.
         """
-        batch = self._batch(sequences)
-        counts = _whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
+        batch = batch_of(self, sequences)
+        counts = whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
         if starts is not None:
-            self._extend_from(batch, counts, _whole_numbers("starts", starts, len(batch), self.max_seq_len))
+            self._extend_from(batch, counts, whole_numbers("starts", starts, len(batch), self.max_seq_len))
             return
         if not self._grow_within(batch, counts):
             self._extend(batch, counts)
@@ -694,27 +577,6 @@ class KVCache(Owner):
             return np.array([sequence.row for sequence in batch], np.int64)
         return index
 
-    def _batch(self, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
-        """Sequences of this cache, each once; whether they may be `repeated`."""
-        if isinstance(sequences, Sequence):
-            raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
-        try:
-            each = iter(sequences)
-        except TypeError:
-            raise TypeError(f"got {sequences!r}; give a list of sequences") from None
-        batch = list(each)
-        with suppress(AttributeError):  # one look at each, where nothing is wrong
-            if len({sequence for sequence in batch if sequence.cache is self}) == len(batch):
-                return batch
-        for sequence in batch:
-            if not isinstance(sequence, Sequence):
-                raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
-            if sequence.cache is not self:
-                raise ValueError(f"{sequence!r} belongs to another cache")
-        if repeated:
-            return list(dict.fromkeys(batch))
-        raise ValueError("a sequence is named twice; name each once, and for extend() add its tokens up")
-
     def free(self, sequences: Iterable[Sequence]) -> None:
         """Ends sequences; one fence serves all of them. Those that are free already are passed over.
 
@@ -725,10 +587,9 @@ class KVCache(Owner):
                 used on; nothing was freed.
             ValueError: a sequence is of another cache; nothing was freed.
         """
-        batch = self._batch(sequences, repeated=True)
+        batch = batch_of(self, sequences, repeated=True)
         if self.pool.monitor.inside.locked():  # no lock is taken: who has it may be waiting for this thread
-            references = [self._references[sequence.index] for sequence in batch]
-            self._rows.abandoned.extend(reference for reference in references if reference and reference() in batch)
+            self._starting.abandon(batch)
         elif not self._unusable:
             self._free(batch)
 
@@ -850,6 +711,7 @@ class KVCache(Owner):
     # ------------------------------------------------------------------ accounting
 
     @property
+    @bookkeeping
     def available_pages(self) -> int:
         """Pages of the budget that hold no tokens and can be had without waiting for the GPU.
 
@@ -857,59 +719,14 @@ class KVCache(Owner):
         had, too, but the host waits. Those of parked rows are counted: the stream that freed them adopts them at once.
         With `zero_tail` pages behind a live sequence are its own.
         """
-        return self._available_pages()
-
-    @bookkeeping
-    def _available_pages(self) -> int:
         self._rows.release_abandoned()
         return self._rows.available_pages
 
     @bookkeeping
     def stats(self) -> CacheStats:
         """A snapshot: bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
-        return self._stats()
-
-    def _stats(self) -> CacheStats:
         self._rows.release_abandoned()
-        rows, pool, table = self._rows, self.pool, self._rows.table
-        size = self.page_size
-        tokens = table.tokens
-        used = rows.used_pages
-        uses = rows.page_uses + used
-        pages = {
-            "used": used,
-            "surplus": rows.surplus_pages,
-            "free": pool.frames.free_pages if self._owns_pool else 0,
-            "zero": len(rows.zero_frames),
-        }
-        calls = pool.meter.stats()
-        limit = rows.account.limit
-        prefixes = rows.keeper if isinstance(rows.keeper, Prefixes) else None
-        return CacheStats(
-            budget_bytes=(pool.limit if limit is None else limit) * size,
-            physical_bytes=sum(pages.values()) * size,
-            tokens=tokens,
-            token_bytes=tokens * self.layout.token_bytes,
-            waste=1 - rows.books.token_bytes() / (used * size) if used else 0.0,
-            pages=pages,
-            rows=table.counts(),
-            pages_created=pool.frames.made,
-            page_uses=uses,
-            reuse_factor=uses / pool.frames.made if pool.frames.made else 0.0,
-            adoptions=rows.adoptions,
-            prefix_pages=prefixes.pages if prefixes else 0,
-            promoted_pages=prefixes.promotion.pages if prefixes and prefixes.promotion else 0,
-            host_bytes=self._host_tier.used if self._host_tier else 0,
-            host_prefix_pages=self._host_tier.prefixes.pages if self._host_tier else 0,
-            prompt_tokens=prefixes.prompt_tokens if prefixes else 0,
-            cached_tokens=prefixes.cached_tokens if prefixes else 0,
-            events_dropped=self.event_log.dropped if self.event_log else 0,
-            pages_mapped={"ahead": pool.mapper.pages if pool.mapper else 0, "in need": rows.growing.pages},
-            pages_cleaned=pool.pages_cleaned,
-            driver_calls=calls,
-            mapper_calls=pool.mapper.meter.stats() if pool.mapper else {},
-            driver_seconds=sum(call.seconds for call in calls.values()),
-        )
+        return snapshot(self._rows, self._host_tier, self.event_log)
 
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
@@ -932,13 +749,7 @@ class KVCache(Owner):
     @bookkeeping
     def mapped_ranges(self) -> list[MappedRange]:
         """Where pages are mapped now: one run for each row, and each range of the layout, that has any."""
-        table = self._rows.table
-        return [
-            arena.table.mapped_range(row, table.start[row] * record, table.length[row] * record, table.owner[row])
-            for row in range(self.max_sequences)
-            for arena, record in self._rows.ranges
-            if arena.table.pages(row)
-        ]
+        return mapped_ranges(self._rows)
 
     @operation
     def check(self) -> None:
@@ -972,58 +783,11 @@ class KVCache(Owner):
 
     @operation
     def _draw(self) -> str:
-        return draw_cache(self._rows, self._stats())
+        self._rows.release_abandoned()
+        return draw_cache(self._rows, snapshot(self._rows, self._host_tier, self.event_log))
 
 
 def _end(log: EventLog) -> None:
     """Tells that a cache is gone."""
     log.cleared()
     log.close()
-
-
-def _check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_strides: bool) -> tuple[int, int]:
-    """How many sequences there are to be, and of how many tokens; raises `ArgumentError`, or `LayoutError`, where there
-    cannot be such."""
-    if not isinstance(layout, KVLayout):
-        raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
-    max_sequences = whole_number("max_sequences", max_sequences)
-    max_seq_len = whole_number("max_seq_len", max_seq_len)
-    if max_sequences < 1 or max_seq_len < 1:
-        raise LayoutError(f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1")
-    if int32_strides and max_seq_len > layout.int32_token_limit:
-        raise LayoutError(
-            f"asked for max_seq_len={max_seq_len} with int32_strides; a token stride of {max(layout.record_bytes)} "
-            f"bytes allows {layout.int32_token_limit}. Lower max_seq_len, or lower layers_per_range in the layout"
-        )
-    return max_sequences, max_seq_len
-
-
-def _not_negative(name: str, value: object) -> int:
-    """A whole number of tokens, from 0 on."""
-    number = whole_number(name, value)
-    if number < 0:
-        raise LayoutError(f"asked for {name}={shown(number)}; it is at least 0")
-    return number
-
-
-def _whole_numbers(
-    name: str, numbers: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int, limit: int
-) -> npt.NDArray[np.int64]:
-    """`count` numbers from 0 to `limit`, of as many or of one for all."""
-    try:
-        given = np.asarray(numbers)
-    except ValueError:  # lists of several lengths
-        raise ValueError(f"got {name}={numbers!r}; give one number, or one for each of {count} sequences") from None
-    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits, and views of dictionaries
-        if isinstance(numbers, Set | Mapping) and not isinstance(numbers, KeysView):
-            raise TypeError(f"got {name}={numbers!r}; numbers in order are needed: give a list")
-        values = numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
-        each = list(values) if isinstance(values, Collection) else [values]
-        for number in each:
-            check_length(check_tokens(number), limit)
-        given = np.array(each if isinstance(values, Collection) else values, np.int64)
-    if given.shape not in ((), (count,)):
-        raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
-    check_tokens(int(given.min(initial=0)))
-    check_length(int(given.max(initial=0)), limit)
-    return np.full(count, given, np.int64)

@@ -18,8 +18,8 @@ from prometheus_client.registry import Collector
 from .cache import KVCache
 from .errors import VmmkvError
 from .memory.owner import owners
-from .memory.pool import FramePool, FramePoolStats, pool_stats
-from .stats import CacheStats
+from .memory.pool import FramePool, pool_stats
+from .stats import CacheStats, FramePoolStats
 
 Value = Callable[[FramePoolStats], float]
 

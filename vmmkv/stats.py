@@ -1,4 +1,4 @@
-"""What a cache says of itself: one snapshot, physical bytes only, every page counted once."""
+"""What a cache, and a pool, says of itself: one snapshot, physical bytes only, every page counted once."""
 
 from __future__ import annotations
 
@@ -34,6 +34,51 @@ class AccountStats:
     used_bytes: int
     sequences: int
     tokens: int
+
+
+@dataclass(frozen=True)
+class FramePoolStats:
+    """A snapshot of a `FramePool`, in bytes.
+
+    Attributes:
+        limit_bytes: the most that the pool may take.
+        physical_bytes: what it takes now.
+        free_bytes: what of it belongs to nobody.
+        leased_bytes: what memory pools of torch have, or may take without asking; that is less for the others.
+        guaranteed_bytes: what is promised to accounts.
+        holders: how many have an account.
+        used_bytes: what of it holders use, so that nobody else can have it.
+        sequences: live ones, of caches.
+        tokens: theirs.
+        pages_created: pages created since the beginning.
+        pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
+        pages_cleaned: how many that were another tenant's were zeroed ahead of need, by the mapper.
+        prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
+        cached_tokens: those of them that held K and V already.
+        driver_calls: calls of the memory system by name, but for the mapper's.
+        mapper_calls: those of the mapper, which nobody waits for.
+        mapper_error: what went wrong in it last; who grew then did its work, or was told by an error of his own call.
+        accounts: what each holder has, the oldest first.
+    """
+
+    limit_bytes: int
+    physical_bytes: int
+    free_bytes: int
+    leased_bytes: int
+    guaranteed_bytes: int
+    holders: int
+    used_bytes: int
+    sequences: int
+    tokens: int
+    pages_created: int
+    pages_mapped: dict[str, int]
+    pages_cleaned: int
+    prompt_tokens: int
+    cached_tokens: int
+    driver_calls: dict[str, CallStats]
+    mapper_calls: dict[str, CallStats]
+    mapper_error: str | None
+    accounts: tuple[AccountStats, ...]
 
 
 @dataclass(frozen=True)

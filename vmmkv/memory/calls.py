@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DriverError
-from .driver import Driver, Handle
+from .driver import Driver, Handle, NativeDriver
 from .meter import NAMES, Meter
 
 VACANT = -1
@@ -148,3 +148,12 @@ class LoopedCalls:
         finally:
             self.meter.add(name, done, perf_counter_ns() - start)
         return Outcome(done)
+
+
+def make_calls(driver: Driver, meter: Meter) -> Calls:
+    """The fastest way to make many calls of a driver."""
+    if isinstance(driver, NativeDriver):
+        from .compiled_calls import CompiledCalls  # imports Numba
+
+        return CompiledCalls(driver, meter)
+    return LoopedCalls(driver, meter)

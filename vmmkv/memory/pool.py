@@ -1,15 +1,9 @@
-"""The frame pool: the memory of a device that several may use, and the account of each.
+"""The frame pool: the memory of a device that several may use, each on an account.
 
-Invariants, in pages:
+Invariants, beside those of the accounts, in pages:
  1. `free + taken = existing`, and the driver holds exactly the existing ones, beside those that lessees have made.
     `existing + leased <= limit`: what is leased a holder makes and gives back itself, at any time and without a word.
- 2. What holders *use* cannot be had by others; everything else can, in their order of need: free frames, those that may
-    still be made, and what holders have mapped and do not use.
- 3. What is guaranteed to a holder is there for it: the sum, over all, of what each has *firmly* or is guaranteed,
-    whichever is more, is at most `limit`. Firm is what a holder uses, and what it may begin to use without asking, such
-    as what lies behind a live sequence. What is guaranteed, and not there yet, is lent: to whatever is mapped and not
-    firm, such as parked rows and prefixes that are kept. Its owner has it back as soon as it needs pages.
- 4. Everything follows from what the driver made, what `tables` say is mapped, and what lessees say is leased: `recover`
+ 2. Everything follows from what the driver made, what `tables` say is mapped, and what lessees say is leased: `recover`
     works it out anew.
 """
 
@@ -20,9 +14,8 @@ import itertools
 import os
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -35,11 +28,11 @@ from ..errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from ..stats import AccountStats, CallStats
-from . import debugging
+from ..stats import FramePoolStats
+from .accounts import Account, Accounts, Holder
 from .budget import pages_within
-from .calls import Calls, LoopedCalls
-from .driver import Driver, NativeDriver, driver_for
+from .calls import Calls, make_calls
+from .driver import Driver, driver_for
 from .frames import Frames, Supply, Tenants
 from .meter import Meter
 from .monitor import Monitor, operation
@@ -67,38 +60,6 @@ class Table(Protocol):
         """Makes the table right after an interruption: what may or may not be mapped is unmapped."""
 
 
-class Holder(Protocol):
-    """Who has an account."""
-
-    kind: str
-    """What users call it: `KVCache`, say."""
-
-    @property
-    def kept_pages(self) -> int:
-        """Pages that others cannot have."""
-
-    @property
-    def firm_pages(self) -> int:
-        """Those, and pages that it may begin to use without asking; as many as it is about to have."""
-
-    def reclaim(self, count: int, *, wait: bool = False, firm: bool = False) -> int:
-        """Unmaps frames of `count` pages, as far as there are any that it does not use, and gives them back; returns
-        how many pages. Takes only those that no work on the device may touch, unless it is to wait, and if `firm` only
-        those that it may begin to use without asking."""
-
-    def recover(self) -> None:
-        """Works its books out anew, after an interruption."""
-
-    def sequences(self) -> tuple[int, int]:
-        """Live sequences, and their tokens."""
-
-    def known_tenants(self) -> set[int]:
-        """Numbers of tenants that it tells from others, beside those whose bytes its frames may hold."""
-
-    def held(self) -> list[str]:
-        """What users hold of it, a line for each, and with debugging who took that."""
-
-
 class Bell(Protocol):
     """Who maps ahead of need."""
 
@@ -115,87 +76,11 @@ class Bell(Protocol):
     def ring_later(self) -> None:
         """`ring`, for what is needed many tokens from now."""
 
-    def stop(self) -> None:
-        """Ends it."""
-
     def forget(self) -> None:
         """In a forked child, where it is not."""
 
 
-def _nobody() -> None:
-    """The holder of an account before it is opened."""
-
-
-@dataclass(eq=False)
-class Account:
-    """What one holder may have, in pages.
-
-    Attributes:
-        limit: the most that it may have mapped; None is all of the pool.
-        guaranteed: what it can have at any time.
-        is_lease: whether its pages are no frames of the pool, but the holder's own: `taken` is then what is leased, and
-            `Holder.kept_pages` what of that there is.
-        taken: what it has.
-        holder: whose it is.
-        name: what the holder is, and a number that no other on the pool has had.
-        origin: with debugging, who made the holder.
-    """
-
-    limit: int | None = None
-    guaranteed: int = 0
-    is_lease: bool = False
-    taken: int = 0
-    holder: Callable[[], Holder | None] = _nobody
-    name: str = ""
-    origin: str = ""
-
-
-@dataclass(frozen=True)
-class FramePoolStats:
-    """A snapshot of a `FramePool`, in bytes.
-
-    Attributes:
-        limit_bytes: the most that the pool may take.
-        physical_bytes: what it takes now.
-        free_bytes: what of it belongs to nobody.
-        leased_bytes: what memory pools of torch have, or may take without asking; that is less for the others.
-        guaranteed_bytes: what is promised to accounts.
-        holders: how many have an account.
-        used_bytes: what of it holders use, so that nobody else can have it.
-        sequences: live ones, of caches.
-        tokens: theirs.
-        pages_created: pages created since the beginning.
-        pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
-        pages_cleaned: how many that were another tenant's were zeroed ahead of need, by the mapper.
-        prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
-        cached_tokens: those of them that held K and V already.
-        driver_calls: calls of the memory system by name, but for the mapper's.
-        mapper_calls: those of the mapper, which nobody waits for.
-        mapper_error: what went wrong in it last; who grew then did its work, or was told by an error of his own call.
-        accounts: what each holder has, the oldest first.
-    """
-
-    limit_bytes: int
-    physical_bytes: int
-    free_bytes: int
-    leased_bytes: int
-    guaranteed_bytes: int
-    holders: int
-    used_bytes: int
-    sequences: int
-    tokens: int
-    pages_created: int
-    pages_mapped: dict[str, int]
-    pages_cleaned: int
-    prompt_tokens: int
-    cached_tokens: int
-    driver_calls: dict[str, CallStats]
-    mapper_calls: dict[str, CallStats]
-    mapper_error: str | None
-    accounts: tuple[AccountStats, ...]
-
-
-class FramePool:
+class FramePool(Accounts):
     """Physical memory of one device, for several caches and growable tensors: what one does not use another can have.
 
         pool = vmmkv.FramePool("60GiB")
@@ -226,18 +111,15 @@ class FramePool:
         driver: Driver | None = None,
     ) -> None:
         self.driver = driver_for(driver, device, page_size)
-        self.limit = pages_within(self.driver, max_bytes)
-        """Pages, now."""
-        self.is_shared = True
-        """Whether it is for whoever wants to lie on it; otherwise what is free counts as its one holder's."""
-        self.is_debugged = debugging.is_on()
-        """Whether `VMMKV_DEBUG` was set when it was made."""
-        self.monitor = Monitor()
-        self.ranges = Ranges(self.driver.device)
         self.meter = Meter()
         """Calls of the driver, but for those of a mapper."""
         self.calls: Calls = make_calls(self.driver, self.meter)
-        self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.driver.page_size)
+        frames = Frames(self.calls, self.driver.memory_info()[1] // self.driver.page_size)
+        super().__init__(frames, pages_within(self.driver, max_bytes), self.driver.page_size)
+        self.is_shared = True
+        """Whether it is for whoever wants to lie on it; otherwise what is free counts as its one holder's."""
+        self.monitor = Monitor()
+        self.ranges = Ranges(self.driver.device)
         self.number = next(_numbers)
         """Among the pools of this process."""
         self.prompt_tokens = self.cached_tokens = 0
@@ -248,8 +130,6 @@ class FramePool:
         """Pages that were zeroed in the background, to be another tenant's."""
         self.tenants = Tenants()
         """Whose bytes are kept apart on this pool."""
-        self.accounts: list[Account] = []
-        self._account_numbers = itertools.count()
         self.tables: list[Table] = []
         """Of all holders, also of those that are gone while the device may still use what they had."""
         self.left_behind: deque[tuple[Table, Account, list[int]]] = deque()
@@ -272,26 +152,6 @@ class FramePool:
         """Where the memory is."""
         return self.driver.device
 
-    @property
-    def page_size(self) -> int:
-        """Bytes of a page."""
-        return self.driver.page_size
-
-    @property
-    def leased(self) -> int:
-        """Pages that lessees have made, or may make."""
-        return sum([account.taken for account in self.accounts if account.is_lease])
-
-    @property
-    def physical(self) -> int:
-        """Pages that there are: frames, and what lessees have made."""
-        return self.frames.existing + sum(_used(account) for account in self.accounts if account.is_lease)
-
-    @property
-    def room(self) -> int:
-        """Frames that may still be made."""
-        return self.limit - self.leased - self.frames.existing
-
     @operation
     def set_limit(self, max_bytes: float | str) -> None:
         """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
@@ -309,12 +169,12 @@ class FramePool:
                 f"asked for a limit of {limit} pages of {self.page_size} bytes; {guaranteed} are guaranteed to caches "
                 "on this pool. Close one, or keep a higher limit"
             )
-        if not self._make_good(limit):
+        if not self.make_good(limit):
             raise OutOfPagesError(
                 f"asked for a limit of {limit} pages of {self.page_size} bytes; tokens, and guarantees, take "
-                f"{self._promised()}. Free or truncate sequences first",
+                f"{self.promised}. Free or truncate sequences first",
                 requested=limit,
-                available=self._promised(),
+                available=self.promised,
             )
         self._shrink_to(limit - self.leased)
         if self.frames.existing + self.leased > limit:  # a lessee has made more meanwhile
@@ -347,21 +207,18 @@ class FramePool:
     def stats(self) -> FramePoolStats:
         """A snapshot."""
         self.collect()
-        size = self.page_size
-        used = [_used(account) for account in self.accounts]  # each once: lessees make pages at any time
-        lessees = sum(pages for account, pages in zip(self.accounts, used) if account.is_lease)
-        holders = [holder for account in self.accounts if (holder := account.holder()) is not None]
-        sequences, tokens = map(sum, zip((0, 0), *(holder.sequences() for holder in holders)))
+        size, accounts = self.page_size, self.account_stats()
+        lessees = [stats.used_bytes for account, stats in zip(self.accounts, accounts) if account.is_lease]
         return FramePoolStats(
             limit_bytes=self.limit * size,
-            physical_bytes=(self.frames.existing + lessees) * size,
+            physical_bytes=self.frames.existing * size + sum(lessees),
             free_bytes=self.frames.free_pages * size,
             leased_bytes=self.leased * size,
-            guaranteed_bytes=sum(account.guaranteed for account in self.accounts) * size,
-            holders=len(self.accounts),
-            used_bytes=sum(used) * size,
-            sequences=sequences,
-            tokens=tokens,
+            guaranteed_bytes=sum(account.guaranteed_bytes for account in accounts),
+            holders=len(accounts),
+            used_bytes=sum(account.used_bytes for account in accounts),
+            sequences=sum(account.sequences for account in accounts),
+            tokens=sum(account.tokens for account in accounts),
             pages_created=self.frames.made,
             pages_mapped={"ahead": self.mapper.pages if self.mapper else 0, "in need": self.pages_in_need},
             pages_cleaned=self.pages_cleaned,
@@ -370,105 +227,10 @@ class FramePool:
             driver_calls=self.meter.stats(),
             mapper_calls=self.mapper.meter.stats() if self.mapper else {},
             mapper_error=self.mapper.error if self.mapper else None,
-            accounts=tuple(map(self._account_stats, self.accounts, used)),
+            accounts=accounts,
         )
-
-    def _account_stats(self, account: Account, used: int) -> AccountStats:
-        holder, size = account.holder(), self.page_size
-        sequences, tokens = (0, 0) if holder is None else holder.sequences()
-        return AccountStats(
-            name=account.name,
-            limit_bytes=min(self.limit, self.limit if account.limit is None else account.limit) * size,
-            guaranteed_bytes=account.guaranteed * size,
-            mapped_bytes=(used if account.is_lease else account.taken) * size,
-            used_bytes=used * size,
-            sequences=sequences,
-            tokens=tokens,
-        )
-
-    def open_account(self, account: Account, holder: Holder) -> None:
-        """Opens an account for a holder that is made in full: from now on it may be asked for what it does not use, and
-        to recover. So who is interrupted before that leaves none.
-
-        Raises:
-            BudgetError: so much cannot be guaranteed beside what others are guaranteed, or use, or within the limit.
-        """
-        limit, guaranteed = account.limit, account.guaranteed
-        if limit is not None and guaranteed > limit:
-            raise BudgetError(f"asked for a guarantee of {guaranteed} pages, and for {limit} at most; ask for less")
-        with self.monitor.door, self.monitor.changing, self.monitor.lock:
-            if not self._make_good(self.limit - guaranteed):
-                raise BudgetError(
-                    f"asked for a guarantee of {guaranteed} pages of {self.page_size} bytes; of {self.limit} in the "
-                    f"pool {self._promised()} are guaranteed to others, or in use by them. Ask for less, or raise its "
-                    "limit"
-                )
-            account.name = f"{holder.kind} {next(self._account_numbers)}"
-            account.holder = weakref.ref(holder)
-            if self.is_debugged:
-                account.origin = debugging.caller()
-            self.accounts.append(account)
-
-    def close_account(self, account: Account) -> None:
-        """Ends an account. What its holder has, and could not unmap, counts until it is given back all the same."""
-        account.holder, account.guaranteed = _nobody, 0
-        if not account.taken:
-            with suppress(ValueError):
-                self.accounts.remove(account)
 
     # ------------------------------------------------------------------ for holders, inside of their operations
-
-    def allowed(self, account: Account) -> int:
-        """Pages that a holder may use in all: what others use, and what they are guaranteed, is theirs."""
-        others = sum(max(other.guaranteed, _used(other)) for other in self.accounts if other is not account)
-        return min(self.limit - others, self.limit if account.limit is None else account.limit)
-
-    def check_allowed(self, account: Account, pages: int) -> None:
-        """Raises `OutOfPagesError`, where a holder may not use so many pages in all."""
-        allowed = self.allowed(account)
-        if pages > allowed:
-            raise OutOfPagesError(
-                f"asked for {pages} pages of {self.page_size} bytes in all; {allowed} are the most that can be had of "
-                f"{self.limit}, beside what others use or are guaranteed",
-                requested=pages,
-                available=allowed,
-            )
-
-    def idle(self, account: Account) -> int:
-        """Pages that nobody has, as far as a holder may have them. Firmly it may have no more than `headroom`."""
-        idle = self.limit - self.frames.taken - self.leased
-        return idle if account.limit is None else min(idle, account.limit - account.taken)
-
-    def headroom(self, account: Account) -> int:
-        """Pages that a holder may have firmly, beside those that it has so, without anybody giving up any."""
-        return max(account.guaranteed - _firm(account), 0) - self.overdraft(self.limit)
-
-    @property
-    def has_guarantees(self) -> bool:
-        """Whether anything is guaranteed. Otherwise all that is mapped may be firm."""
-        return any(account.guaranteed for account in self.accounts)
-
-    def overdraft(self, limit: int) -> int:
-        """Pages by which what all have firmly, or are guaranteed, whichever is more, is beyond a limit; negative where
-        there is room."""
-        return sum([max(account.guaranteed, _firm(account)) for account in self.accounts]) - limit
-
-    def slacken(self, account: Account | None, limit: int, *, wait: bool) -> None:
-        """Has others give up pages that they do not use but might begin to, until nothing firm or guaranteed is beyond
-        a limit, or there are no more. A lessee has none from other lessees."""
-        for other in list(self.accounts):
-            holder = other.holder()
-            if other is account or holder is None or (account is not None and account.is_lease and other.is_lease):
-                continue
-            while (count := min(self.overdraft(limit), _firm(other) - other.guaranteed)) > 0:
-                if not holder.reclaim(count, wait=wait, firm=True):
-                    break
-
-    def make_headroom(self, account: Account, pages: int) -> None:
-        """Has others give up what is in the way of so many more pages of a holder, all of whose pages are firm."""
-        more = max(account.taken + pages - max(account.taken, account.guaranteed), 0)
-        for wait in (False, True):
-            self.slacken(account, self.limit - more, wait=wait)
 
     def take(self, account: Account, pages: int, large: int = 0) -> Supply:
         """Frames of so many pages in all, up to so many large ones among them.
@@ -477,7 +239,7 @@ class FramePool:
             OutOfPagesError: there is not as much idle; see `reclaim`.
             DriverError: the driver could not make one; those made before it are free now.
         """
-        self._check_idle(account, pages)
+        self.check_idle(account, pages)
         supply = self.frames.take(pages, large, self.limit - self.leased)
         account.taken += pages
         return supply
@@ -493,43 +255,16 @@ class FramePool:
         """Lets a lessee make so many pages more. Frames that nobody has go back to the system for them.
 
         Raises:
-            OutOfPagesError: there is not as much idle; see `reclaim_from_others`.
+            OutOfPagesError: there is not as much idle; see `make_idle`.
             DriverError: the driver could not release one; those released before it are gone.
         """
-        self._check_idle(account, pages)
+        self.check_idle(account, pages)
         self.frames.release(max(pages - self.room, 0))
         account.taken += pages
-
-    def _check_idle(self, account: Account, pages: int) -> None:
-        """Raises `OutOfPagesError`, where so much is not idle."""
-        if pages > (idle := self.idle(account)):
-            raise OutOfPagesError(
-                f"asked for {pages} pages of {self.page_size} bytes; {idle} are idle, of {self.limit} in the pool",
-                requested=pages,
-                available=idle,
-            )
 
     def give(self, account: Account, frames: Collection[int]) -> None:
         """Takes frames back that are mapped nowhere."""
         account.taken -= self.frames.give(frames)
-
-    def reclaim_from_others(self, account: Account | None, count: int, *, wait: bool, guaranteed: bool = False) -> int:
-        """Has others give back up to `count` pages that they do not use; returns how many. A lessee has none from other
-        lessees, who may need theirs at any time.
-
-        Args:
-            guaranteed: also those that they are guaranteed, which nobody can have then, but for which there is memory:
-                so none that are only leased.
-        """
-        reclaimed = 0
-        for other in list(self.accounts):
-            holder = other.holder()
-            if other.is_lease and (guaranteed or (account is not None and account.is_lease)):
-                continue
-            most = count - reclaimed if guaranteed else min(count - reclaimed, other.taken - other.guaranteed)
-            if other is not account and holder is not None and most > 0:
-                reclaimed += holder.reclaim(most, wait=wait)
-        return reclaimed
 
     def collect(self) -> None:
         """Takes back what was left behind by holders that are gone."""
@@ -615,18 +350,6 @@ class FramePool:
             holder = account.holder()
             yield from (f"  {line}" for line in (holder.held() if holder is not None else ()))
 
-    def _promised(self) -> int:
-        """Pages that are used, or guaranteed."""
-        return sum(max(account.guaranteed, _used(account)) for account in self.accounts)
-
-    def _make_good(self, limit: int) -> bool:
-        """Sees to it that what is firm, or guaranteed, is at most so much. False where what is used does not allow
-        that; then nobody has given anything, but for what a lessee has meanwhile begun to use."""
-        if self._promised() > limit:
-            return False
-        self.slacken(None, limit, wait=True)
-        return self.overdraft(limit) <= 0
-
     def _shrink_to(self, limit: int) -> None:
         """Gives frames back to the system, until at most so many are left, or all are used."""
         surplus = self.frames.existing - limit - self.frames.free_pages
@@ -696,25 +419,6 @@ def _forget_pools() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_pools)
-
-
-def make_calls(driver: Driver, meter: Meter) -> Calls:
-    """The fastest way to make many calls of a driver."""
-    if isinstance(driver, NativeDriver):
-        from .compiled_calls import CompiledCalls  # imports Numba
-
-        return CompiledCalls(driver, meter)
-    return LoopedCalls(driver, meter)
-
-
-def _used(account: Account) -> int:
-    holder = account.holder()
-    return holder.kept_pages if holder is not None else account.taken
-
-
-def _firm(account: Account) -> int:
-    holder = account.holder()
-    return holder.firm_pages if holder is not None else account.taken
 
 
 def _release_all(frames: Frames, owner: int) -> None:

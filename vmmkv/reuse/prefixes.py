@@ -30,10 +30,11 @@ import numpy.typing as npt
 from ..errors import ArgumentError, DriverError, InvariantError, StreamCaptureError, UnsupportedError
 from ..events import EventLog
 from ..events.log import check_ids
+from ..memory.accounts import Account
 from ..memory.fence import Fence
 from ..memory.frames import LARGE
 from ..memory.monitor import at_once
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
 from .host_prefixes import NOTHING, HostPrefixes

@@ -22,10 +22,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from ..memory.accounts import Account
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..rows.books import Books
 from ..rows.laying import Piece
 from ..space.arena import Arena

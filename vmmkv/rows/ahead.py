@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import chain
 
+from ..memory.accounts import Account
 from ..memory.frames import LARGE
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.mapper import CHUNK, Lack

@@ -9,12 +9,14 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ..errors import DriverError, UseAfterFreeError, VmmkvError
+from ..memory.accounts import Account
 from ..memory.fence import Fence
 from ..memory.frames import Supply
 from ..memory.monitor import Steps
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..space.arena import Arena
-from ..space.change import Change, Undo
+from ..space.change import Change
+from ..space.undo import Undo
 from . import policy
 from .books import Books
 from .cleaning import Cleaner, Growth

@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ..memory.accounts import Account
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, SEVERAL, Frames
 from ..memory.monitor import at_once
-from ..memory.pool import Account, FramePool
-from ..space.change import Change, Undo
+from ..memory.pool import FramePool
+from ..space.change import Change
 from ..space.page_table import Run
+from ..space.undo import Undo
 from .books import Books
 from .growing import Growing
 from .reclaiming import Reclaimer

@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 
 from ..errors import DriverOutOfMemoryError, OutOfPagesError, VmmkvError
+from ..memory.accounts import Account
 from ..memory.frames import Supply
 from ..memory.monitor import is_own
 from ..memory.neighbours import asking, give_back
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..space.arena import free_waiting
 from ..space.change import Change
 from . import policy

@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from ..errors import UnsupportedError, VmmkvError
+from ..memory.accounts import Account
 from ..memory.fence import Fence, wait_for_device
 from ..memory.frames import LARGE
 from ..memory.monitor import at_once
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.page_table import PageTable
 from .books import Books

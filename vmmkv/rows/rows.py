@@ -28,12 +28,13 @@ import numpy.typing as npt
 
 from ..errors import BusyError, DriverError, OutOfPagesError, StreamCaptureError, UseAfterFreeError, VmmkvError
 from ..memory import debugging
+from ..memory.accounts import Account
 from ..memory.fence import wait_for_device
 from ..memory.monitor import Steps, at_once, is_own
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..space.arena import Arena, free_waiting
-from ..space.change import Undo
 from ..space.mapper import Mover
+from ..space.undo import Undo
 from .ahead import Ahead
 from .books import Books, Rules
 from .cleaning import Cleaner

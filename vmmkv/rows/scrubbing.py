@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..memory.accounts import Account
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.mapper import CHUNK

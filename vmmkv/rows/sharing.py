@@ -17,14 +17,16 @@ from contextlib import suppress
 from itertools import accumulate
 
 from ..errors import DriverError, OutOfPagesError, VmmkvError
+from ..memory.accounts import Account
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, SEVERAL
 from ..memory.monitor import at_once, is_own
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..space.arena import Arena
-from ..space.change import Change, Undo
+from ..space.change import Change
 from ..space.page_table import Run
+from ..space.undo import Undo
 from .books import Books
 from .growing import Growing
 from .policy import Span

@@ -18,10 +18,11 @@ from itertools import chain
 from time import perf_counter_ns
 
 from ..errors import DriverError, LayoutError, VmmkvError
+from ..memory.accounts import Account
 from ..memory.calls import MAP, SET_READ_ACCESS, UNMAP, VACANT
 from ..memory.fence import wait_for_device
 from ..memory.frames import Supply
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from .change import Change
 from .page_table import PageTable, Run
 

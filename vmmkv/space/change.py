@@ -1,5 +1,4 @@
-"""A change: runs of pages that are unmapped and mapped, planned, run and committed one after another; and what undoes
-the steps of an operation that fails.
+"""A change: runs of pages that are unmapped and mapped, planned, run and committed one after another.
 
     plan    with the monitor's lock: says what will be done, and puts it in doubt
     run     makes the driver's calls and writes nothing down, so that it needs no lock
@@ -10,18 +9,11 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import TracebackType
-from typing import Self, TypeVarTuple
-
-from ..errors import VmmkvError
 from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome
 from ..memory.frames import LARGE, Frames, Supply
-from ..memory.monitor import is_own
 from ..memory.pool import FramePool
 from .page_table import PageTable, Run
 
-Arguments = TypeVarTuple("Arguments")
 Placement = tuple[PageTable, Run, list[int], int]
 """Frames that are put behind what a row has, and the page up to which the row is accessible then."""
 
@@ -137,35 +129,3 @@ class Change:
             DriverError: the call that failed; none came after it.
         """
         self._outcome.check()
-
-
-class Undo:
-    """Around steps that happen together or not at all. Each pushes what takes it back; where one fails, these run, the
-    last one first.
-
-    What the driver does not take back either stays as it is: mapped, in the books, and nobody's. Who is interrupted
-    (Ctrl-C) takes nothing back here, since books are worked out anew then.
-    """
-
-    __slots__ = ("_steps",)
-
-    def __init__(self) -> None:
-        self._steps: list[tuple[Callable[..., object], tuple[object, ...]]] = []
-
-    def push(self, step: Callable[[*Arguments], object], *arguments: *Arguments) -> None:
-        """Has a step taken back so."""
-        self._steps.append((step, arguments))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while is_own(error) and self._steps:
-            step, arguments = self._steps.pop()
-            try:
-                step(*arguments)
-            except VmmkvError as failure:
-                if not is_own(failure):
-                    raise

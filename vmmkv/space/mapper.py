@@ -20,9 +20,10 @@ from time import sleep
 from typing import NamedTuple, Protocol
 
 from ..errors import DriverError, DriverOutOfMemoryError, VmmkvError
+from ..memory.calls import make_calls
 from ..memory.frames import LARGE
 from ..memory.meter import Meter
-from ..memory.pool import FramePool, make_calls
+from ..memory.pool import FramePool
 from .change import Change
 
 CHUNK = 16

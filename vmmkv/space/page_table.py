@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import DriverError
+from ..memory.accounts import Account
 from ..memory.driver import Driver
 from ..memory.frames import LARGE, Frames
-from ..memory.pool import Account
 from ..stats import MappedRange
 
 

@@ -22,14 +22,16 @@ from ..errors import (
 )
 from ..invariants import watch
 from ..layout import shown, whole_number
+from ..memory.accounts import Account
 from ..memory.budget import pages_within
 from ..memory.driver import Driver
 from ..memory.fence import Fence, check_stream
 from ..memory.monitor import operation
 from ..memory.owner import Owner, check_pool_alone, owners
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 from ..space.arena import Arena, check_address_space
-from ..space.change import Change, Undo
+from ..space.change import Change
+from ..space.undo import Undo
 from ..stats import MappedRange
 from ..tensors import check_dense, export_range
 
@@ -277,9 +279,7 @@ class GrowableTensor(Owner):
         pool.collect()
         pool.check_allowed(self._account, end)
         pool.make_headroom(self._account, missing)
-        for wait in (False, True):
-            if missing > pool.idle(self._account):
-                pool.reclaim_from_others(self._account, missing - pool.idle(self._account), wait=wait)
+        pool.make_idle(self._account, missing)
         supply = pool.take(self._account, missing)
         change = Change(pool.calls, pool.frames)
         change.map(arena.table, 0, end, supply)

@@ -15,8 +15,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..invariants import watch
+from ..memory.accounts import Account
 from ..memory.monitor import bookkeeping, operation
-from ..memory.pool import Account, FramePool
+from ..memory.pool import FramePool
 
 if TYPE_CHECKING:
     from .allocator import Allocator
@@ -68,9 +69,7 @@ class Lease:
         wanted = pool.allowed(account) - account.taken
         pool.make_headroom(account, max(wanted, 0))
         wanted = min(wanted, pool.headroom(account))
-        for wait in (False, True):
-            if wanted > pool.idle(account):
-                pool.reclaim_from_others(account, wanted - pool.idle(account), wait=wait)
+        pool.make_idle(account, wanted)
         pool.lease(account, max(min(wanted, pool.idle(account)), 0))
         self._allocator.set_budget(account.taken)
 

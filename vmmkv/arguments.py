@@ -1,0 +1,146 @@
+"""What a cache is asked for, checked: its shape, sequences of it, and numbers, one for all or one for each."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Iterable, KeysView, Mapping, Set
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ArgumentError, LayoutError, OutOfRangeError
+from .layout import KVLayout, shown, whole_number
+from .memory.pool import FramePool
+from .sequence import Sequence, check_length, check_tokens
+
+
+def check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_strides: bool) -> tuple[int, int]:
+    """How many sequences there are to be, and of how many tokens; raises `ArgumentError`, or `LayoutError`, where there
+    cannot be such."""
+    if not isinstance(layout, KVLayout):
+        raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
+    max_sequences = whole_number("max_sequences", max_sequences)
+    max_seq_len = whole_number("max_seq_len", max_seq_len)
+    if max_sequences < 1 or max_seq_len < 1:
+        raise LayoutError(f"asked for max_sequences={max_sequences}, max_seq_len={max_seq_len}; both are at least 1")
+    if int32_strides and max_seq_len > layout.int32_token_limit:
+        raise LayoutError(
+            f"asked for max_seq_len={max_seq_len} with int32_strides; a token stride of {max(layout.record_bytes)} "
+            f"bytes allows {layout.int32_token_limit}. Lower max_seq_len, or lower layers_per_range in the layout"
+        )
+    return max_sequences, max_seq_len
+
+
+def not_negative(name: str, value: object) -> int:
+    """A whole number of tokens, from 0 on.
+
+    Raises:
+        LayoutError: it is none.
+    """
+    number = whole_number(name, value)
+    if number < 0:
+        raise LayoutError(f"asked for {name}={shown(number)}; it is at least 0")
+    return number
+
+
+def lookahead_tokens(asked: int | None, layout: KVLayout, pool: FramePool, zero_tail: bool) -> int:
+    """The lookahead to use: what was asked for, or else what suits the device.
+
+    Raises:
+        LayoutError: it is no number of tokens.
+        ArgumentError: there can be none with `zero_tail`.
+    """
+    if asked is None:
+        pages = 0 if zero_tail or pool.device.type == "cpu" else 4
+        return -(-pages * pool.page_size // min(layout.record_bytes))
+    tokens = not_negative("lookahead", asked)
+    if tokens and zero_tail:
+        raise ArgumentError(
+            f"asked for lookahead={tokens} with zero_tail; what lies behind such a row is zeros, and to replace them "
+            "waits for the GPU. Leave one of the two"
+        )
+    return tokens
+
+
+def row_number(row: int, max_sequences: int) -> int:
+    """The number of a row.
+
+    Raises:
+        TypeError, OutOfRangeError: it is none.
+    """
+    row = operator.index(row)
+    if not 0 <= row < max_sequences:
+        raise OutOfRangeError(f"asked for row {shown(row)}; rows are 0 to {max_sequences - 1}")
+    return row
+
+
+def batch_of(cache: object, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
+    """Sequences of a cache, each once.
+
+    Args:
+        repeated: whether they may be named several times.
+
+    Raises:
+        TypeError, ValueError: they are none, or another's, or one is named twice.
+    """
+    if isinstance(sequences, Sequence):
+        raise TypeError(f"got {sequences!r}; give a list of sequences, or call the sequence's own method")
+    try:
+        each = iter(sequences)
+    except TypeError:
+        raise TypeError(f"got {sequences!r}; give a list of sequences") from None
+    batch = list(each)
+    with suppress(AttributeError):  # one look at each, where nothing is wrong
+        if len({sequence for sequence in batch if sequence.cache is cache}) == len(batch):
+            return batch
+    for sequence in batch:
+        if not isinstance(sequence, Sequence):
+            raise TypeError(f"got {sequence!r} among the sequences; they are what KVCache.sequence() returns")
+        if sequence.cache is not cache:
+            raise ValueError(f"{sequence!r} belongs to another cache")
+    if repeated:
+        return list(dict.fromkeys(batch))
+    raise ValueError("a sequence is named twice; name each once, and for extend() add its tokens up")
+
+
+def indices_of(indices: Iterable[int], count: int) -> list[int]:
+    """As many indices as there are sequences, of these.
+
+    Raises:
+        TypeError, ValueError, OutOfRangeError: they are none, or not as many.
+    """
+    chosen = [operator.index(index) for index in indices]
+    if len(chosen) != count:
+        raise ValueError(f"got {len(chosen)} indices for {count} sequences; give one for each")
+    if chosen and not 0 <= min(chosen) <= max(chosen) < count:
+        raise OutOfRangeError(f"got indices {chosen}; they are from 0 to {count - 1}, for {count} sequences")
+    return chosen
+
+
+def whole_numbers(
+    name: str, numbers: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int, limit: int
+) -> npt.NDArray[np.int64]:
+    """`count` numbers from 0 to `limit`, of as many or of one for all.
+
+    Raises:
+        TypeError, ValueError, SequenceTooLongError: they are none, or not as many, or too large.
+    """
+    try:
+        given = np.asarray(numbers)
+    except ValueError:  # lists of several lengths
+        raise ValueError(f"got {name}={numbers!r}; give one number, or one for each of {count} sequences") from None
+    if given.dtype.kind not in "iu":  # also numbers of more than 64 bits, and views of dictionaries
+        if isinstance(numbers, Set | Mapping) and not isinstance(numbers, KeysView):
+            raise TypeError(f"got {name}={numbers!r}; numbers in order are needed: give a list")
+        values = numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
+        each = list(values) if isinstance(values, Collection) else [values]
+        for number in each:
+            check_length(check_tokens(number), limit)
+        given = np.array(each if isinstance(values, Collection) else values, np.int64)
+    if given.shape not in ((), (count,)):
+        raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
+    check_tokens(int(given.min(initial=0)))
+    check_length(int(given.max(initial=0)), limit)
+    return np.full(count, given, np.int64)

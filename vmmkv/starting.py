@@ -1,0 +1,135 @@
+"""How sequences of a cache start: on a row of their own, with what is known of their tokens, or as forks; and how those
+end that nobody holds any more.
+
+All but `abandon` is called in the middle of an operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from .errors import OutOfPagesError, VmmkvError
+from .events import EventLog
+from .memory.monitor import Steps, at_once
+from .reuse.host_prefixes import HostPrefixes
+from .reuse.node import Ids
+from .reuse.prefixes import Hit, Prefixes
+from .reuse.telling import Key
+from .rows.rows import Rows
+from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .cache import KVCache
+
+
+class Starting:
+    """See above. The cache is given each time: it ends when nobody holds it, and so nothing that it holds may.
+
+    Args:
+        rows: what sequences are given.
+        host: what is known of evicted pages, if anything is kept.
+        log: what is told which prefixes can be found, if anything is.
+    """
+
+    def __init__(self, rows: Rows, host: HostPrefixes | None, log: EventLog | None) -> None:
+        self._rows, self._host, self._log = rows, host, log
+        self._numbers = itertools.count()
+        self._references: list[weakref.KeyedRef[tuple[int, int], Sequence] | None] = [None] * rows.table.num_rows
+        """By row: what moves to `Rows.abandoned` when the row's sequence is collected. That may be at any moment, in
+        any thread, so it takes no Python code, which could be interrupted."""
+
+    @property
+    def prefixes(self) -> Prefixes:
+        """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
+        keeper = self._rows.keeper
+        return keeper if isinstance(keeper, Prefixes) else Prefixes(self._rows, self._log, self._host)
+
+    def abandon(self, sequences: Iterable[Sequence]) -> None:
+        """Has the next operation end sequences, as if nobody held them."""
+        for sequence in sequences:
+            reference = self._references[sequence.index]
+            if reference and reference() is sequence:
+                self._rows.abandoned.append(reference)
+
+    def _new(self, cache: KVCache, row: int) -> Sequence:
+        """A sequence for a picked row, which it has not yet."""
+        sequence = Sequence(cache, self._rows, next(self._numbers), row)
+        key = row, sequence.number
+        self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
+        return sequence
+
+    def take_at_once(self, cache: KVCache, expected: int, tenant: int) -> Sequence | None:
+        """A sequence without tokens, on a row that it can have as it is; None where there is no such row."""
+        stream = self._rows.pool.driver.current_stream()
+        row = self._rows.pick_at_once(expected, stream, tenant)
+        if row is None:
+            return None
+        sequence = self._new(cache, row)
+        self._rows.begin_at_once(row, sequence.number, expected, stream, tenant)
+        self._rows.ring()
+        return sequence
+
+    def take(self, cache: KVCache, tokens: int, expected: int, tenant: int, row: int | None = None) -> Steps[Sequence]:
+        """A sequence on a row that is free, and whose pages nobody else has."""
+        stream = self._rows.pool.driver.current_stream()
+        sequence = self._new(cache, self._rows.pick(max(tokens, expected), stream, tenant, row))
+        # From here on somebody will free it.
+        yield from self._rows.take(sequence.index, sequence.number, tokens, expected, stream, tenant)
+        self._rows.ring()
+        return sequence
+
+    def begin(self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence:
+        """A sequence of given tokens, which begins with what is known of them."""
+        hit = self.prefixes.find(key, ids)
+        try:
+            return self._begin(cache, hit, key, ids, whole, expected)
+        except OutOfPagesError:
+            if not hit.tokens:
+                raise
+        self._rows.release_abandoned()  # what is copied is there twice meanwhile; without it there may be room
+        return self._begin(cache, hit.given_up(), key, ids, whole, expected)
+
+    def _begin(self, cache: KVCache, hit: Hit, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence:
+        prefixes = self.prefixes
+        with prefixes.completed(key, ids, hit) as (known, complete):
+            tokens = len(ids) if whole else known
+            if hit.tokens:
+                stream = self._rows.pool.driver.current_stream()
+                sequence = self._new(cache, self._rows.pick_empty(stream) if hit.row is None else hit.row)
+                try:
+                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, stream)
+                except VmmkvError:  # whoever holds it holds the sequence
+                    self.abandon([sequence])
+                    raise
+                self._rows.ring()
+            else:
+                sequence = at_once(self.take(cache, tokens, expected, key.number))
+            sequence.key, sequence.cached_tokens = key, complete(sequence.index)
+            if sequence.cached_tokens < tokens and not whole:  # the host's could not be copied
+                self._rows.shrink(sequence.index, 0, sequence.cached_tokens)
+        prefixes.count(len(ids), sequence.cached_tokens)
+        return sequence
+
+    def fork(self, cache: KVCache, parent: Sequence, count: int) -> list[Sequence]:
+        """Sequences that begin with all tokens of another: all of them or none."""
+        row, table, stream = parent.row, self._rows.table, self._rows.pool.driver.current_stream()
+        table.check_left(count)
+        children: list[Sequence] = []
+        try:
+            for _ in range(count):
+                child = self._new(cache, self._rows.pick_empty(stream))
+                self._rows.begin(child.index, child.number, table.expected[row], stream, table.tenant[row])
+                child.key = parent.key
+                children.append(child)  # from here on somebody will free it
+            if children:
+                index = [child.index for child in children]
+                self._rows.sharing.fork(row, index)
+                self._rows.inherit(dict.fromkeys(index, row))
+        except VmmkvError:  # whoever holds it holds them
+            self.abandon(children)
+            raise
+        self._rows.ring()
+        return children
