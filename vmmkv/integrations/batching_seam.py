@@ -35,7 +35,7 @@ from .idle_memory import IdleMemory
 from .model_weights import adapters, addresses
 from .packed_attention import Packed
 from .pool_turns import PoolTurn, turn_at
-from .request_checks import check_length, check_sampling, token_ids
+from .request_checks import check_length, check_sampling, token_ids, vocabulary_of
 from .rotation import defer_rotation, restore_rotation
 from .row_admission import Admission
 from .row_attention import RowAttention
@@ -108,6 +108,7 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     )
     _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
+    vars(model)["generate_batch"] = MethodType(_generate_batch, model)
     defer_rotation(model, RowCache)
 
 
@@ -115,8 +116,16 @@ def take_off_rows(model: PreTrainedModel) -> None:
     """Has the next manager of a model keep K and V in blocks again."""
     if isinstance(vars(model).get(KEPT), RowManager):
         _drop_kept(model)
-    vars(model).pop("init_continuous_batching", None)
+    for name in ("init_continuous_batching", "generate_batch"):
+        vars(model).pop(name, None)
     restore_rotation(model)
+
+
+@functools.wraps(their_api.ContinuousMixin.generate_batch)
+def _generate_batch(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raises what `add_request` would: transformers logs that, and returns no results, not even the others'."""
+    ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
+    return type(model).generate_batch(model, ids, *args, **kwargs)
 
 
 def _drop_kept(model: PreTrainedModel) -> None:
@@ -283,7 +292,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             ArgumentError: it has no tokens, or some that the model does not know; or a name or a number that would end
                 all requests.
         """
-        vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
+        vocabulary = vocabulary_of(self.model)
         ids = token_ids(input_ids, vocabulary)
         if not isinstance(request_id, str | None):
             raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
