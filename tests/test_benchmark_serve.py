@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from benchmarks import tables
 from benchmarks.engine.run import Run
+from benchmarks.engine.schedule import Step
 from benchmarks.serve.__main__ import main
-from benchmarks.serve.measure import figures, middle, same_tokens
+from benchmarks.serve.measure import figures, middle, quantiles, same_tokens
 from benchmarks.serve.report import compare
 from benchmarks.serve.workloads import Limits, arrivals, make_workload, system_prompts
 from vmmkv.workload import Request
@@ -44,7 +45,7 @@ def traces(tmp_path: Path) -> list[str]:
 def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tmp_path: Path) -> None:
     files = "--json", str(tmp_path / "result.json"), "--plot", str(tmp_path / "result.png")
     sizes = "--memory", "512KiB", "--max-seq-len", "128", "--tokens", "4000", "--prompt-tokens", "64"
-    done = run_benchmark(*traces, *files, *sizes)
+    done = run_benchmark(*traces, *files, *sizes, "--rates", "0.5", "--seeds", "2")
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "result.json").read_text())
     rows = {(row["trace"], row["load"], row["backend"]): row for row in result["serving"]}
@@ -57,13 +58,20 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
             assert row["same_tokens"] >= (0.9 if trace == "main" else 0.5)  # another schedule rounds otherwise
         else:
             assert row["same_tokens"] is None
-        assert len(row["rounds"]) == (3 if (trace, load) == ("main", "saturation") else 1)
-        assert row["output_tokens_per_s"] == np.median(row["rounds"])
+        assert len(row["rounds"]) == {("main", "saturation"): 3, ("main", "50% load"): 2}.get((trace, load), 1)
+        assert [each["output_tokens_per_s"] for each in row["all_rounds"]] == row["rounds"]
+        assert [each["seed"] for each in row["all_rounds"]] == ([0, 1] if "50" in load else [0] * len(row["rounds"]))
+        assert row["output_tokens_per_s"] == sorted(row["rounds"])[(len(row["rounds"]) - 1) // 2]
         assert all(len(values) == len(row["rounds"]) for values in row["each_round"].values())
-        assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"] <= row["seconds"]
+        assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["most"] <= row["seconds"]
+        assert 0 < row["gap_s"]["p50"] <= row["gap_s"]["most"] <= row["seconds"]
+        assert row["ttft_s"]["p99"] is None  # of so few requests nobody knows it
+        assert sum(row["step_ms"]) <= 1e3 * row["seconds"] + len(row["step_ms"])
+        assert (row["offered_requests_per_s"] is None) == (load == "saturation")
         assert 0 < row["manager_us"] < row["host_us"]
         if backend == "vmm":
             assert row["pages_mapped"]["in need"] > 0 == row["pages_mapped"]["ahead"]
+            assert sum(row["driver_seconds"].values()) == pytest.approx(row["driver_us"] * row["steps"] / 1e6)
         else:
             assert row["pages_mapped"] == {}
         assert row["mapper_calls"] == {}
@@ -219,6 +227,10 @@ def test_arrivals_keep_the_pace_of_the_trace(milliseconds: list[int], rate: floa
     assert (np.diff(scaled) >= 0).all()
     if times[-1] > times[0]:
         assert scaled == pytest.approx((times - times[0]) * scaled[-1] / (times[-1] - times[0]))
+    another = arrivals(requests, rate, seed=0, number=1)
+    assert another[[0, -1]] == pytest.approx(scaled[[0, -1]])
+    if times[-1] > times[0]:
+        assert sorted(np.diff(another)) == pytest.approx(sorted(np.diff(scaled)))
 
 
 def test_workloads_are_the_first_requests_that_fit(tmp_path: Path) -> None:
@@ -248,13 +260,43 @@ def make_run() -> Run:
 def test_figures_of_a_run() -> None:
     row = figures(make_run())
     assert (row["requests"], row["finished"], row["output_tokens_per_s"]) == (3, 2, 2.0)
-    assert row["ttft_s"] == {"p50": 0.75, "p99": pytest.approx(0.995)}
+    assert row["ttft_s"] == {"p50": 0.75, "p99": None, "p99_interval": None, "most": 1.0}
     assert row["tpot_s"]["p50"] == 0.5  # two seconds for four tokens behind the first
     assert (row["peak_concurrency"], row["mean_concurrency"], row["crowded_concurrency"]) == (3, 2.0, 3.0)
     assert (row["manager_us"], row["host_us"]) == (pytest.approx(20 / 3), 30.0)
-    assert row["manager_step_us"] == {"p50": 5.0, "p99": pytest.approx(10.88)}
+    assert (row["manager_step_us"]["p50"], row["manager_step_us"]["most"]) == (5.0, 11.0)
     assert (row["peak_bytes"], row["mean_bytes"]) == (100, 87.5)
     assert row["tokens_per_s"] == (8 + 24) / 4
+
+
+def test_gaps_are_between_tokens_of_a_request() -> None:
+    rng = np.random.default_rng()
+    run = Run(np.zeros(3), np.ones(3, np.int64), np.array([1, 4, 6]))
+    ends = rng.exponential(1.0, 20).cumsum()
+    times: list[list[float]] = [[], [], []]
+    for end in ends:
+        sampled = np.flatnonzero(list(map(len, times)) < run.outputs)
+        sampled = sampled[rng.random(len(sampled)) < 0.7]
+        run.take_down(Step(sampled, sampled[:0], sampled[:0], sampled), end - 0.1, end)
+        for request in sampled:
+            times[request].append(float(end))
+    for request, those in enumerate(times):
+        if len(those) > 1:
+            assert run.longest_gap[request] == max(np.diff(those))
+        else:
+            assert np.isnan(run.longest_gap[request])
+
+
+def test_a_percentile_is_told_where_it_is_known() -> None:
+    assert quantiles(np.empty(0)) == {"p50": None, "p99": None, "p99_interval": None, "most": None}
+    assert quantiles(np.arange(367.0))["p99"] is None  # 0.99 ** 367 is more than 0.025: all may lie below it
+    assert quantiles(np.arange(368.0))["p99"] is not None
+    rng, held = np.random.default_rng(), 0
+    for values in rng.exponential(1.0, (400, 1000)):
+        low, high = quantiles(values)["p99_interval"]
+        assert low <= np.percentile(values, 99) <= high
+        held += low <= np.log(100) <= high
+    assert held > 350  # 95 % of 400, less seven standard deviations
 
 
 def test_same_tokens_looks_at_outputs_of_finished_requests() -> None:
@@ -311,7 +353,7 @@ def test_the_run_with_the_median_throughput_is_reported() -> None:
             "output_tokens_per_s": speed,
             "crowded_concurrency": None,
             "manager_us": speed,
-            "ttft_s": {"p50": 1.0},
+            "ttft_s": {"p50": 1.0, "p99": None},
             "hit_rate": 0.25,
         }
         times = {"manager_step_us": {"p99": 2 * speed}, "seconds": 100 / speed}

@@ -3,13 +3,13 @@
     python -m benchmarks.serve [--quick | --reuse] [--trace FILE]... [--json FILE] [--plot FILE]
 
 Replays a trace with `benchmarks.engine`: at saturation, all requests waiting, in several rounds of which the median is
-reported, and at shares of the throughput that the block table reached there. Then long prompts, with the fastest
-prefill kernels of rows and of blocks. `--quick` is saturation alone, of rows and blocks, in more rounds, with the host
-a step ahead of the device and with one that waits for each step's tokens. `--reuse` is saturation alone, of rows and of
-blocks with a radix tree, each with prefix reuse and without, in rounds of all traces and of random conversations behind
-shared system prompts; requests start when a step has tokens left for them, so that they find what came before. Without
-a GPU it runs a tiny model, with lengths divided by 16, and speeds say nothing: blocks are copied together there for
-torch's attention.
+reported, and at shares of the rate that the block table reached there, with several seeds. Then long prompts, with the
+fastest prefill kernels of rows and of blocks. `--quick` is saturation alone, of rows and blocks, in more rounds, with
+the host a step ahead of the device and with one that waits for each step's tokens. `--reuse` is saturation alone, of
+rows and of blocks with a radix tree, each with prefix reuse and without, in rounds of all traces and of random
+conversations behind shared system prompts; requests start when a step has tokens left for them, so that they find what
+came before. Without a GPU it runs a tiny model, with lengths divided by 16, and speeds say nothing: blocks are copied
+together there for torch's attention.
 
 `--unknown` and `--busy` serve at saturation in other ways, too: as if answers ended with an EOS token, which the
 schedule learns of when it has been seen; and with a host that waits, beside a thread that keeps the interpreter busy.
@@ -36,7 +36,7 @@ from benchmarks.attention.peers import versions
 from benchmarks.engine.engine import BACKENDS, REUSING, SUSPENDING
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
 from benchmarks.engine.suspending import PREFILL_TOKENS_PER_S, costs
-from benchmarks.environment import complete, environment
+from benchmarks.environment import complete, environment, to_json
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
 from vmmkv.memory.budget import parse_bytes
@@ -64,14 +64,17 @@ class Plan(NamedTuple):
     backends: list[str]
     rates: list[float]
     rounds: int
+    seeds: int
     requests: int
     wait: bool
     prompts: bool
 
 
-FULL = Plan(list(BACKENDS), [0.5], rounds=3, requests=300, wait=False, prompts=True)
-QUICK = Plan(["vmm", "paged"], [], rounds=5, requests=150, wait=True, prompts=False)
-SHARING = Plan(["vmm", "paged", "vmm+reuse", "paged+reuse"], [], rounds=3, requests=300, wait=False, prompts=False)
+FULL = Plan(list(BACKENDS), [0.5, 0.8], rounds=3, seeds=3, requests=300, wait=False, prompts=True)
+QUICK = Plan(["vmm", "paged"], [], rounds=5, seeds=3, requests=150, wait=True, prompts=False)
+SHARING = Plan(
+    ["vmm", "paged", "vmm+reuse", "paged+reuse"], [], rounds=3, seeds=3, requests=300, wait=False, prompts=False
+)
 LARGEST = 0.9
 """Of the budget: requests that would take more are left out."""
 
@@ -90,6 +93,9 @@ def main(
     rates: Annotated[list[float] | None, typer.Option(help="Of the main trace: shares of saturation.")] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Of the main trace at saturation; the median is reported.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="At each rate: prompts and pauses anew; the median is reported.")
     ] = None,
     wait: Annotated[
         bool | None, typer.Option(help="Of the main trace at saturation, also wait for each step's tokens.")
@@ -163,7 +169,9 @@ def main(
     positions = max(prompt, *(workload.max_seq_len for workload in workloads))
     make = random_model if name in MODELS else load_model
     weights = make(config if name in MODELS else Path(name), positions, driver.device, dtype)
-    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead, late=reuse)
+    settings = Settings(
+        weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead, late=reuse, seeds=seeds or plan.seeds
+    )
     if name in PREFILL_TOKENS_PER_S:
         settings = settings._replace(tokens_per_s=PREFILL_TOKENS_PER_S[name])
     elif any(backend.endswith(f"+{SUSPEND}") for backend in backends):
@@ -200,7 +208,7 @@ def main(
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
         if json_output:
-            json_output.write_text(json.dumps(complete(result), indent=2) + "\n")
+            json_output.write_text(to_json(complete(result)) + "\n")
         for table in tables(result):
             console.print(table)
         if plot and result["serving"]:
