@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks import tables
+from benchmarks.engine.model import MODELS, read_config
 from benchmarks.engine.run import Run
 from benchmarks.engine.schedule import Step
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.measure import figures, middle, quantiles, same_tokens
 from benchmarks.serve.report import compare
+from benchmarks.serve.vllm_peer import model_config
 from benchmarks.serve.workloads import Limits, arrivals, make_workload, system_prompts
 from vmmkv.workload import Request
 
@@ -82,7 +84,8 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
     assert rows["main", "saturation", "static"]["peak_concurrency"] == (512 << 10) // (128 * result["token_bytes"])
     assert [(row["backend"], row["kernel"]) for row in result["prefill"]] == [("vmm", "torch"), ("paged", "torch")]
     assert all(row["attention_share"] > 0 for row in result["prefill"])
-    assert {row["kernel"] for row in result["skipped"]} == {"fa3", "flashinfer"}
+    assert [row["kernel"] or row["backend"] for row in result["skipped"]] == ["fa3", "flashinfer", "vllm"]
+    assert "no module vllm" in result["skipped"][-1]["reason"]
     assert result["missed"] == []
     for words in ("main, saturation", "main, 50% load", "vmm over paged, tokens/s", "Prompts of 64 tokens", "fa3"):
         assert words in done.stdout
@@ -123,6 +126,130 @@ def test_quick_is_saturation_of_rows_and_blocks_ahead_and_waiting(traces: list[s
         assert load in tables.TABLES[name].write(result)
 
 
+VLLM = """
+import json, os, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from vllm.sampling_params import SamplingParams
+
+assert not {"vmmkv", "torch", "benchmarks"} & sys.modules.keys()
+__version__ = "0.23.0"
+
+
+class LLM:
+    def __init__(self, **options):
+        config = json.loads((Path(options["model"]) / "config.json").read_text())
+        told = options | {"config": config, "offline": os.environ["HF_HUB_OFFLINE"], "resets": 0}
+        self.path = Path(__file__).with_name(f"told-{options['enable_prefix_caching']}.json")
+        self.told, self.live = told, {}
+        self.llm_engine = self
+        self.write()
+
+    def write(self):
+        self.path.write_text(json.dumps(self.told))
+
+    def reset_prefix_cache(self):
+        self.told["resets"] += 1
+        self.write()
+
+    def answer(self, name, tokens):
+        return SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7] * tokens)])
+
+    def generate(self, prompts, params, use_tqdm):
+        assert all(prompt["prompt_token_ids"] for prompt in prompts)
+        time.sleep(0.001)
+        return [self.answer("", each.max_tokens) for each in params]
+
+    def add_request(self, name, prompt, params):
+        assert params.output_kind == "delta" and name not in self.live
+        self.live[name] = params.max_tokens
+
+    def has_unfinished_requests(self):
+        return bool(self.live)
+
+    def step(self):
+        time.sleep(0.001)
+        self.live = {name: left - 1 for name, left in self.live.items()}
+        answers = [self.answer(name, 1) for name in self.live]
+        self.live = {name: left for name, left in self.live.items() if left}
+        return answers
+"""
+"""Stands in for vLLM: it answers at once, or a token a step, and says what it was told."""
+SAMPLING = """
+from types import SimpleNamespace
+
+RequestOutputKind = SimpleNamespace(DELTA="delta")
+
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, min_tokens, ignore_eos, detokenize, output_kind="all"):
+        assert min_tokens == max_tokens and ignore_eos and not detokenize
+        self.max_tokens, self.output_kind = max_tokens, output_kind
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Path:
+    """A folder with a module of this name."""
+    folder = tmp_path / "peer" / "vllm"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(VLLM)
+    (folder / "sampling_params.py").write_text(SAMPLING)
+    return folder
+
+
+def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, traces: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    sizes = "--memory", "512KiB", "--max-seq-len", "128", "--rounds", "2", "--rates", "0.5", "--seeds", "2"
+    plan = "--quick", "--no-wait", "--backends", "vmm", "--vllm", str(vllm.parent), *sizes
+    done = run_benchmark(*traces[:2], *plan, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    rows = {(row["load"], row["backend"]): row for row in result["serving"]}
+    assert rows.keys() == {(load, name) for load in ("saturation", "50% load") for name in ("vmm", "vllm")}
+    assert result["peers"]["vllm"] == "0.23.0"
+    assert result["missed"] == result["skipped"] == []
+    for load in ("saturation", "50% load"):
+        ours, other = rows[load, "vmm"], rows[load, "vllm"]
+        for name in ("requests", "finished", "offered_requests_per_s"):
+            assert other[name] == ours[name]
+        assert other["finished"] == other["requests"]
+        assert len(other["rounds"]) == 2
+        tokens = ours["output_tokens_per_s"] * ours["seconds"]
+        assert other["output_tokens_per_s"] * other["seconds"] == pytest.approx(tokens)
+    coming = rows["50% load", "vllm"]
+    assert "ttft_s" not in rows["saturation", "vllm"]
+    assert 0 < coming["ttft_s"]["p50"] <= coming["ttft_s"]["most"] < coming["seconds"]
+    assert 0 < coming["gap_s"]["p50"] <= coming["gap_s"]["most"] < coming["seconds"]
+    told = json.loads((vllm / "told-False.json").read_text())
+    assert told["num_gpu_blocks_override"] * 16 * result["token_bytes"] == result["budget_bytes"]
+    assert (told["max_num_batched_tokens"], told["max_num_seqs"]) == (2048 + 256, 256)
+    assert (told["max_model_len"], told["offline"], told["resets"]) == (128, "1", 0)
+    assert read_config(told["config"]) == MODELS["tiny"]
+    assert {"main, saturation: vmm over vllm, tokens/s", "main, 50% load: vmm over vllm, time to first token"} <= {
+        line["what"] for line in result["comparisons"]
+    }
+    assert "vllm" in done.stdout
+
+
+def test_vllm_that_does_not_start_is_named_with_the_reason(vllm: Path, traces: list[str], tmp_path: Path) -> None:
+    (vllm / "__init__.py").write_text("raise ImportError('there are no kernels for this device')")
+    path = tmp_path / "result.json"
+    sizes = "--memory", "512KiB", "--max-seq-len", "128", "--rounds", "1", "--vllm", str(vllm.parent)
+    done = run_benchmark(*traces[:2], "--quick", "--no-wait", "--backends", "vmm", *sizes, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert [row["backend"] for row in result["serving"]] == ["vmm"]
+    ((name, reason),) = ((row["backend"], row["reason"]) for row in result["skipped"])
+    assert (name, reason) == ("vllm", "ImportError: there are no kernels for this device")
+    assert reason in done.stdout
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_are_told_in_the_words_of_their_files(name: str) -> None:
+    assert read_config(model_config(MODELS[name], 512)) == MODELS[name]
+
+
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Path:
     """Four conversations of five turns, each of which begins with all of the turn before it."""
@@ -148,6 +275,7 @@ def test_reuse_is_measured_on_rows_and_blocks_next_to_none(mooncake: Path, tmp_p
     about = {work["name"]: work for work in result["workloads"]}
     rows = {(row["trace"], row["backend"]): row for row in result["serving"]}
     backends = ("vmm", "paged", "vmm+reuse", "paged+reuse")
+    assert [row["backend"] for row in result["skipped"]] == ["vllm", "vllm+reuse"]
     assert rows.keys() == {(name, backend) for name in ("turns", "8 system prompts") for backend in backends}
     for (name, backend), row in rows.items():
         assert row["finished"] == row["requests"] == 20

@@ -14,6 +14,9 @@ together there for torch's attention.
 `--unknown` and `--busy` serve at saturation in other ways, too: as if answers ended with an EOS token, which the
 schedule learns of when it has been seen; and with a host that waits, beside a thread that keeps the interpreter busy.
 
+vLLM serves the same, where it is installed, or `--vllm` names a folder in which it is unpacked; with `--reuse` once
+without prefix caching and once with it.
+
 `--backends vmm+suspend` moves what is preempted to the host and back, if that costs less than to compute it anew;
 `preempting` in the result says what either costs a token.
 """
@@ -45,6 +48,7 @@ from vmmkv.memory.driver import open_driver
 from .measure import REUSE, SUSPEND, Load, Progress, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
+from .vllm_peer import SHARE, VLLM, Task, Vllm
 from .workloads import Limits, Usual, Workload, make_workload, system_prompts
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
@@ -54,6 +58,7 @@ CHOICES = dict.fromkeys(
 ) | {
     "vmm+fa3": "fa3_fwd_interface",
     "paged+flashinfer": "flashinfer",
+    **dict.fromkeys(VLLM, ""),
 }
 """Backends, and the module that each needs beside ours."""
 
@@ -70,10 +75,10 @@ class Plan(NamedTuple):
     prompts: bool
 
 
-FULL = Plan(list(BACKENDS), [0.5, 0.8], rounds=3, seeds=3, requests=300, wait=False, prompts=True)
+FULL = Plan([*BACKENDS, VLLM[0]], [0.5, 0.8], rounds=3, seeds=3, requests=300, wait=False, prompts=True)
 QUICK = Plan(["vmm", "paged"], [], rounds=5, seeds=3, requests=150, wait=True, prompts=False)
 SHARING = Plan(
-    ["vmm", "paged", "vmm+reuse", "paged+reuse"], [], rounds=3, seeds=3, requests=300, wait=False, prompts=False
+    ["vmm", "paged", "vmm+reuse", "paged+reuse", *VLLM], [], rounds=3, seeds=3, requests=300, wait=False, prompts=False
 )
 LARGEST = 0.9
 """Of the budget: requests that would take more are left out."""
@@ -90,6 +95,9 @@ def main(
     reuse: Annotated[bool, typer.Option("--reuse", help="With prefix reuse and without; see above.")] = False,
     shared_prompts: Annotated[int, typer.Option(min=1, help="System prompts, with --reuse.")] = 8,
     backends: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CHOICES)}.")] = None,
+    vllm: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="vLLM, unpacked; None: it may be installed.")
+    ] = None,
     rates: Annotated[list[float] | None, typer.Option(help="Of the main trace: shares of saturation.")] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Of the main trace at saturation; the median is reported.")
@@ -131,9 +139,12 @@ def main(
     if quick and reuse:
         raise typer.BadParameter("--quick and --reuse are two benchmarks")
     plan = QUICK if quick else SHARING if reuse else FULL
-    backends = backends or plan.backends
+    asked = backends or plan.backends
+    peers = [name for name in VLLM if name in asked or (vllm and name in VLLM[: 1 + reuse])]
+    peer = Vllm(peers, vllm, Path(model) if model and model not in MODELS else None)
+    backends = [name for name in asked if name not in VLLM]
     rates = sorted(set(rates or plan.rates))
-    for backend in backends:
+    for backend in asked:
         if backend not in CHOICES:
             raise typer.BadParameter(f"{backend}: backends are {', '.join(CHOICES)}")
         if CHOICES[backend] and not find_spec(CHOICES[backend]):
@@ -201,10 +212,16 @@ def main(
         ]
         loads = [Load(), *(load for is_asked, load in ways if is_asked), *map(Load, rates)]
         rounds = rounds or plan.rounds
+        ours = settings
+        if peer.names and peer.can_be_had:
+            ours = settings._replace(deadline=deadline - SHARE * budget_seconds)
         if reuse:
-            measure_all(result, settings, workloads, backends, rounds)
+            measure_all(result, ours, workloads, backends, rounds)
+            tasks = [Task(workload, [Load()], rounds) for workload in workloads]
         else:
-            measure(result, settings, workloads, backends, loads, rounds, prompt if plan.prompts else None)
+            measure(result, ours, workloads, backends, loads, rounds, prompt if plan.prompts else None)
+            tasks = [Task(workloads[0], [Load(), *map(Load, rates)], rounds)]
+        peer.serve(result, settings, tasks)
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
         if json_output:

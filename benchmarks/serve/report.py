@@ -54,6 +54,12 @@ def compare(result: dict[str, Any]) -> list[Row]:
             names, both = f"{name}: vmm over static", partial(typical, rows["vmm"], rows["static"])
             add(f"{names}, tokens/s", both("output_tokens_per_s"))
             add(f"{names}, concurrency while others wait", both("crowded_concurrency"), 3.0 if main else None)
+        for ours, other in (("vmm", "vllm"), ("vmm+reuse", "vllm+reuse")):
+            if {ours, other} <= rows.keys():
+                names, both = f"{name}: {ours} over {other}", partial(typical, rows[ours], rows[other])
+                add(f"{names}, tokens/s", both("output_tokens_per_s"), 1.0 if timed else None)
+                if "first_token_s" in rows[other]["each_round"]:
+                    add(f"{names}, time to first token", both("first_token_s"), 0.0 if on_gpu else None, at_most=1.0)
         if {"vmm+reuse", "paged+reuse"} <= rows.keys():
             names, both = (
                 f"{name}: vmm+reuse over paged+reuse",
@@ -103,7 +109,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
     if result["comparisons"]:
         columns = "what", "measured", "aim", "met"
         found.append(make_table("Comparisons", columns, map(comparison_line, result["comparisons"])))
-    missing = [(f"{row['backend']} {row['kernel']}", row["reason"]) for row in result["skipped"]]
+    missing = [(f"{row['backend']} {row['kernel']}".strip(), row["reason"]) for row in result["skipped"]]
     missing += [(name, "not reached in time") for name in result["missed"]]
     if missing:
         found.append(make_table("Not measured", ("what", "why"), missing))
@@ -206,6 +212,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(2, len(cases), squeeze=False)
     for (memory, concurrency), (name, rows) in zip(axes.T, cases):
         for backend, row in rows.items():
+            if "samples" not in row:
+                continue
             times, taken, running = zip(*row["samples"])
             memory.plot(times, [nbytes / 2**30 for nbytes in taken], label=backend)
             concurrency.plot(times, running)
