@@ -1,16 +1,19 @@
-"""How old result files are: commits since each was measured that have changed what it measures.
+"""How old result files are: which code that they measure has changed since.
 
     python -m benchmarks.ages [--check] [--json]
 
-What a benchmark measures is the library, its kernels, and the benchmark itself. A file whose commit is unknown, or
-was changed when it was measured, is as old as can be.
+What a benchmark measures is its own code, and the modules of the project that it imports. One has changed if it does
+something else than at the commit at which the file was made: comments, docstrings and layout do not count, nor does
+code that only shows figures. A file whose commit is unknown, or was changed when it was measured, is as old as can be.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -19,10 +22,14 @@ import typer
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table, print_json
 
-from .report import RESULTS, ROOT
+from .imports import Project, code
 
-MEASURED = "vmmkv", "kernels"
-"""Folders of what every benchmark measures."""
+ROOT = Path(__file__).parent.parent
+RESULTS = "benchmarks/results"
+DESCRIBING = re.compile(r"environment|cli\.(options|output)|picture|svg|tables|serve\.report")
+"""Modules that say where something was measured, or show it: no figure follows from them."""
+SHOWN = 4
+"""Modules that are named in a table; of the others the number is told."""
 
 
 class Age(NamedTuple):
@@ -31,12 +38,20 @@ class Age(NamedTuple):
     Attributes:
         name: its name.
         date: when it was measured.
-        commits: that have changed what it measures since then; None: nobody knows.
+        changed: modules that it measures, and that have changed since then; None: nobody knows.
     """
 
     name: str
     date: str
-    commits: int | None
+    changed: list[str] | None
+
+    @property
+    def line(self) -> str:
+        """What has changed, in short."""
+        if self.changed is None:
+            return "nobody knows: its commit is unknown, or was changed"
+        others = len(self.changed) - SHOWN
+        return ", ".join(self.changed[:SHOWN]) + (f" and {others} more" if others > 0 else "")
 
 
 def main(
@@ -48,25 +63,63 @@ def main(
     if json_output:
         print_json([age._asdict() for age in found])
     else:
-        rows = [(name, date, "unknown" if commits is None else str(commits)) for name, date, commits in found]
-        console.print(make_table("Results", ("file", "measured", "commits to its code since"), rows))
-    if check and any(age.commits != 0 for age in found):
+        rows = [(age.name, age.date[:10], age.line) for age in found]
+        console.print(make_table("Results", ("file", "measured", "code that has changed since"), rows))
+    if check and any(age.changed != [] for age in found):
         raise typer.Exit(1)
 
 
 def ages(root: Path) -> list[Age]:
     """Of all result files of a repository, by name."""
-    return [_age(root, path) for path in sorted((root / RESULTS).glob("*.json"))]
+    project = Project(root)
+    return [_age(project, path) for path in sorted((root / RESULTS).glob("*.json"))]
 
 
-def _age(root: Path, path: Path) -> Age:
+def _age(project: Project, path: Path) -> Age:
     facts = json.loads(path.read_text()).get("environment", {})
-    commit, command = facts.get("commit") or "unknown", facts.get("command", "")
-    benchmark = re.search(r"-m (benchmarks)\.(\w+)", command)
-    places = [*MEASURED, *(f"{benchmark[1]}/{benchmark[2]}{end}" for end in (".py", "/") if benchmark)]
-    command = ["git", "-C", str(root), "rev-list", "--count", f"{commit}..HEAD", "--", *places]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    return Age(path.name, facts.get("date", ""), int(done.stdout) if not done.returncode else None)
+    modules = project.closure(measured_by(project, facts.get("command", "")))
+    then = _files_at(project.root, facts.get("commit") or "unknown")
+    if then is None or not modules:
+        return Age(path.name, facts.get("date", ""), None)
+    changed = sorted(name for name in modules if not DESCRIBING.search(name) and _has_changed(project, name, then))
+    return Age(path.name, facts.get("date", ""), changed)
+
+
+def measured_by(project: Project, command: str) -> str:
+    """The module that a command runs."""
+    run = re.search(r"-m ((?:benchmarks|vmmkv)[.\w]*)(?: (\w+))?", command)
+    if run is None:
+        return ""
+    names = f"{run[1]}.cli.{run[2]}", f"{run[1]}.__main__", run[1]
+    return next((name for name in names if name in project.paths), "")
+
+
+def _files_at(root: Path, commit: str) -> dict[str, str] | None:
+    """The object of each file of a commit; None: there is no such commit."""
+    done = _git(root, "ls-tree", "-r", "--format=%(objectname) %(path)", commit)
+    return None if done is None else {path: name for name, path in (line.split(" ", 1) for line in done.splitlines())}
+
+
+def _has_changed(project: Project, module: str, then: dict[str, str]) -> bool:
+    """Whether a module does something else than it did at a commit with these files."""
+    path = project.paths[module]
+    before = then.get(str(path.relative_to(project.root)))
+    now = path.read_bytes()
+    if before == hashlib.sha1(b"blob %d\0" % len(now) + now, usedforsecurity=False).hexdigest():
+        return False
+    source = _blob(project.root, before) if before else None
+    return source is None or code(source) != code(now.decode())
+
+
+@cache
+def _blob(root: Path, name: str) -> str | None:
+    return _git(root, "cat-file", "blob", name)
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """What git says; None: it fails."""
+    done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=False)
+    return done.stdout if not done.returncode else None
 
 
 if __name__ == "__main__":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
@@ -40,6 +42,11 @@ def complete(result: dict[str, Any]) -> dict[str, Any]:
     if "gpus_before" in result["environment"]:
         result["environment"]["gpus_after"] = _gpus()
     return result
+
+
+def to_json(result: dict[str, Any]) -> str:
+    """A result as JSON, with lists of numbers each on one line."""
+    return re.sub(r"\[[\d\s.,eE+\-\[\]]+\]", lambda found: "".join(found[0].split()), json.dumps(result, indent=2))
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@
 
 A table stands between `<!-- table: name -->` and `<!-- /table -->`, each on a line of its own; `benchmarks.tables`
 has a function for each name. Where a result file is missing the text between them stays as it is. A plot names the
-digest of its result file and is drawn anew when that changes.
+digest of its result file and is drawn anew when that changes. Figures in prose are looked for in the result files that
+their paragraph names. What is older than the code it measures is named, and no error: it has to be measured anew, on
+its machine.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ import typer
 from vmmkv.cli.output import console, errors
 
 from . import fragmentation, idle, reuse
+from .ages import RESULTS, ROOT, ages
+from .cited import unheld
 from .serve import report as serving
 from .tables import TABLES
 
-ROOT = Path(__file__).parent.parent
-RESULTS = "benchmarks/results"
 DOCUMENTS = ("README.md", "kernels/README.md", "docs/**/*.md")
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
@@ -65,11 +67,25 @@ def fill(text: str, results: Path) -> tuple[str, set[str]]:
     return filled, missing
 
 
+def documents(root: Path) -> list[Path]:
+    """All that have tables, or may."""
+    return sorted(path for pattern in DOCUMENTS for path in root.glob(pattern))
+
+
+def uncited(root: Path) -> list[str]:
+    """Figures in prose that no file holds, and files that are named and missing, by document."""
+    return [
+        f"{path.relative_to(root)}: {what}"
+        for path in documents(root)
+        for what in unheld(path.read_text(), root / RESULTS)
+    ]
+
+
 def update(root: Path, check: bool) -> tuple[list[str], set[str]]:
     """Writes what is out of date, or only finds it; returns its paths, and the result files that are missing."""
     stale: list[str] = []
     missing: set[str] = set()
-    for path in sorted(path for pattern in DOCUMENTS for path in root.glob(pattern)):
+    for path in documents(root):
         text = path.read_text()
         filled, absent = fill(text, root / RESULTS)
         missing |= absent
@@ -102,7 +118,8 @@ def draw(plot: Callable[[dict[str, Any], Path], None], result: dict[str, Any], p
 
 def main(
     check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit with 1 where a file is out of date.")
+        bool,
+        typer.Option("--check", help="Write nothing; exit with 1 where a file is out of date, or a figure in no file."),
     ] = False,
 ) -> None:
     """Write tables and plots from the result files."""
@@ -111,7 +128,13 @@ def main(
         errors.print(f"There is no {RESULTS}/{source}: what it tells stays as it is", style="yellow")
     for path in stale:
         console.print(f"{path} is out of date: run python -m benchmarks.report" if check else f"Wrote {path}")
-    if check and stale:
+    wrong = uncited(ROOT)
+    for what in wrong:
+        console.print(what)
+    for age in ages(ROOT) if check else []:
+        if age.changed != []:
+            errors.print(f"{RESULTS}/{age.name} is older than its code: {age.line}", style="yellow")
+    if check and (stale or wrong):
         raise typer.Exit(1)
 
 

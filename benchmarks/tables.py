@@ -389,6 +389,12 @@ def serving_table(result: Result, load: str) -> str:
     return markdown((name, *backends), serving.figure_lines(backends))
 
 
+def rates_tables(result: Result) -> str:
+    """A table for each rate."""
+    cases = (case for case in serving.by_case(result["serving"]) if case[0].endswith("load"))
+    return "\n\n".join(markdown((name, *backends), serving.figure_lines(backends)) for name, backends in cases)
+
+
 def prompts_table(result: Result) -> str:
     columns = "backend, kernel", "tokens/s", "attention alone", "its share of the time"
     return markdown(columns, map(serving.prompt_line, result["prefill"]))
@@ -400,7 +406,7 @@ def comparisons_table(result: Result) -> str:
 
 for name, source in (("serve", "serve_h200.json"), ("serve-qwen3", "serve_qwen3_h200.json")):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
-    TABLES[f"{name}-load"] = Table((source,), partial(serving_table, load="load"))
+    TABLES[f"{name}-load"] = Table((source,), rates_tables)
     TABLES[f"{name}-prompts"] = Table((source,), prompts_table)
     TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
 for name, source in (("rounds", "serve_rounds_h200.json"), ("rounds-qwen3", "serve_rounds_qwen3_h200.json")):

@@ -53,8 +53,9 @@ def _reciprocal(x: float) -> Any:
 
 
 def _pick_bytes(a: int, b: int, selector: int) -> Any:
-    available = np.array([a, b], np.uint32).view(np.uint8)
-    return np.array([available[(int(selector) >> 4 * i) & 7] for i in range(4)], np.uint8).view(np.uint32)[0]
+    there, chosen = int(a) | int(b) << 32, int(selector)
+    low, second, third, high = (there >> 8 * (chosen >> place & 7) & 255 for place in (0, 4, 8, 12))
+    return np.uint32(low | second << 8 | third << 16 | high << 24)
 
 
 exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f", _exp2, pure=True)

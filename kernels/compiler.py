@@ -26,9 +26,6 @@ from numba import cuda, types
 from .context import beside_captures, driver, enter_context
 from .ptx import SIMULATED
 
-if SIMULATED:
-    from . import simulator  # noqa: F401  (gives the simulator its warps)
-
 FORMATS = {int: "q", float: "f4x", bytes: "128s"}
 """How arguments are packed: 64-bit integers (addresses, strides in bytes, counts), floats, and tensor maps, which must
 come first."""

@@ -14,6 +14,9 @@ from numba.cuda.core import config
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
 
+if SIMULATED:
+    from .simulator import device_function
+
 # What kernels convert numbers with: Numba's own do the same in the simulator, in ten times the time.
 float32: Any
 int64: Any
@@ -22,7 +25,7 @@ float32, int64, uint32 = (np.float32, np.int64, np.uint32) if SIMULATED else (ty
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-inlined: Callable[[Function], Function] = cuda.jit(device=True, inline="always")
+inlined: Callable[[Function], Function] = device_function if SIMULATED else cuda.jit(device=True, inline="always")
 """Makes a function one for kernels, put in place wherever it is called: structs that it takes or gives cost nothing.
 
 Annotations are for readers and for mypy. A local array, which stays in registers, is `Any`.

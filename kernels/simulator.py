@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import greenlet
 import numpy as np
@@ -207,28 +208,29 @@ class Cuda(kernelapi.FakeCUDAModule):  # type: ignore[misc]
         block.meeting("block", block.num_threads).attend("syncthreads", None, lambda values: values)
 
 
-_launch = kernel.FakeCUDAKernel.__call__
-_entered: dict[int, Any] = {}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_device_functions: dict[int, Callable[..., Any]] = {}
+"""One of each module."""
 
 
-def _call(function: Any, *arguments: Any) -> Any:
-    """Launches a kernel; or calls a device function, whose module sees the kernel's `cuda` until the launch has ended.
+def device_function(function: Function) -> Function:
+    """Leaves a function as it is: its module sees the kernel's `cuda` during each launch.
 
-    Numba's own enters and leaves the module at each call, which takes longer than most of the functions.
+    Numba's own enter and leave the module at each call, which takes longer than most of them.
     """
-    if kernel._kernel_context is None:
-        try:
-            return _launch(function, *arguments)
-        finally:
-            while _entered:
-                _entered.popitem()[1].__exit__(None, None, None)
-    module = function.fn.__globals__
-    if id(module) not in _entered:
-        _entered[id(module)] = kernelapi.swapped_cuda_module(function.fn, kernel._kernel_context)
-        _entered[id(module)].__enter__()
-    return function.fn(*arguments)
+    _device_functions[id(function.__globals__)] = function
+    return function
 
 
-kernel.FakeCUDAKernel.__call__ = _call
+@contextmanager
+def _swapped_modules(kernel_function: Callable[..., Any], module: Any) -> Iterator[None]:
+    with ExitStack() as stack:
+        for function in (kernel_function, *_device_functions.values()):
+            stack.enter_context(kernelapi.swapped_cuda_module(function, module))
+        yield
+
+
+kernel.swapped_cuda_module = _swapped_modules
 kernel.FakeCUDAModule = Cuda
 kernel.BlockManager = Block

@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks import tables
+from benchmarks.engine.model import MODELS, read_config
 from benchmarks.engine.run import Run
+from benchmarks.engine.schedule import Step
 from benchmarks.serve.__main__ import main
-from benchmarks.serve.measure import figures, middle, same_tokens
+from benchmarks.serve.measure import figures, middle, quantiles, same_tokens
 from benchmarks.serve.report import compare
+from benchmarks.serve.vllm_peer import model_config
 from benchmarks.serve.workloads import Limits, arrivals, make_workload, system_prompts
 from vmmkv.workload import Request
 
@@ -44,7 +47,7 @@ def traces(tmp_path: Path) -> list[str]:
 def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tmp_path: Path) -> None:
     files = "--json", str(tmp_path / "result.json"), "--plot", str(tmp_path / "result.png")
     sizes = "--memory", "512KiB", "--max-seq-len", "128", "--tokens", "4000", "--prompt-tokens", "64"
-    done = run_benchmark(*traces, *files, *sizes)
+    done = run_benchmark(*traces, *files, *sizes, "--rates", "0.5", "--seeds", "2")
     assert done.exit_code == 0, done.output
     result = json.loads((tmp_path / "result.json").read_text())
     rows = {(row["trace"], row["load"], row["backend"]): row for row in result["serving"]}
@@ -57,13 +60,20 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
             assert row["same_tokens"] >= (0.9 if trace == "main" else 0.5)  # another schedule rounds otherwise
         else:
             assert row["same_tokens"] is None
-        assert len(row["rounds"]) == (3 if (trace, load) == ("main", "saturation") else 1)
-        assert row["output_tokens_per_s"] == np.median(row["rounds"])
+        assert len(row["rounds"]) == {("main", "saturation"): 3, ("main", "50% load"): 2}.get((trace, load), 1)
+        assert [each["output_tokens_per_s"] for each in row["all_rounds"]] == row["rounds"]
+        assert [each["seed"] for each in row["all_rounds"]] == ([0, 1] if "50" in load else [0] * len(row["rounds"]))
+        assert row["output_tokens_per_s"] == sorted(row["rounds"])[(len(row["rounds"]) - 1) // 2]
         assert all(len(values) == len(row["rounds"]) for values in row["each_round"].values())
-        assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["p99"] <= row["seconds"]
+        assert 0 < row["ttft_s"]["p50"] <= row["ttft_s"]["most"] <= row["seconds"]
+        assert 0 < row["gap_s"]["p50"] <= row["gap_s"]["most"] <= row["seconds"]
+        assert row["ttft_s"]["p99"] is None  # of so few requests nobody knows it
+        assert sum(row["step_ms"]) <= 1e3 * row["seconds"] + len(row["step_ms"])
+        assert (row["offered_requests_per_s"] is None) == (load == "saturation")
         assert 0 < row["manager_us"] < row["host_us"]
         if backend == "vmm":
             assert row["pages_mapped"]["in need"] > 0 == row["pages_mapped"]["ahead"]
+            assert sum(row["driver_seconds"].values()) == pytest.approx(row["driver_us"] * row["steps"] / 1e6)
         else:
             assert row["pages_mapped"] == {}
         assert row["mapper_calls"] == {}
@@ -74,7 +84,8 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
     assert rows["main", "saturation", "static"]["peak_concurrency"] == (512 << 10) // (128 * result["token_bytes"])
     assert [(row["backend"], row["kernel"]) for row in result["prefill"]] == [("vmm", "torch"), ("paged", "torch")]
     assert all(row["attention_share"] > 0 for row in result["prefill"])
-    assert {row["kernel"] for row in result["skipped"]} == {"fa3", "flashinfer"}
+    assert [row["kernel"] or row["backend"] for row in result["skipped"]] == ["fa3", "flashinfer", "vllm"]
+    assert "no module vllm" in result["skipped"][-1]["reason"]
     assert result["missed"] == []
     for words in ("main, saturation", "main, 50% load", "vmm over paged, tokens/s", "Prompts of 64 tokens", "fa3"):
         assert words in done.stdout
@@ -115,6 +126,130 @@ def test_quick_is_saturation_of_rows_and_blocks_ahead_and_waiting(traces: list[s
         assert load in tables.TABLES[name].write(result)
 
 
+VLLM = """
+import json, os, sys, time
+from pathlib import Path
+from types import SimpleNamespace
+from vllm.sampling_params import SamplingParams
+
+assert not {"vmmkv", "torch", "benchmarks"} & sys.modules.keys()
+__version__ = "0.23.0"
+
+
+class LLM:
+    def __init__(self, **options):
+        config = json.loads((Path(options["model"]) / "config.json").read_text())
+        told = options | {"config": config, "offline": os.environ["HF_HUB_OFFLINE"], "resets": 0}
+        self.path = Path(__file__).with_name(f"told-{options['enable_prefix_caching']}.json")
+        self.told, self.live = told, {}
+        self.llm_engine = self
+        self.write()
+
+    def write(self):
+        self.path.write_text(json.dumps(self.told))
+
+    def reset_prefix_cache(self):
+        self.told["resets"] += 1
+        self.write()
+
+    def answer(self, name, tokens):
+        return SimpleNamespace(request_id=name, outputs=[SimpleNamespace(token_ids=[7] * tokens)])
+
+    def generate(self, prompts, params, use_tqdm):
+        assert all(prompt["prompt_token_ids"] for prompt in prompts)
+        time.sleep(0.001)
+        return [self.answer("", each.max_tokens) for each in params]
+
+    def add_request(self, name, prompt, params):
+        assert params.output_kind == "delta" and name not in self.live
+        self.live[name] = params.max_tokens
+
+    def has_unfinished_requests(self):
+        return bool(self.live)
+
+    def step(self):
+        time.sleep(0.001)
+        self.live = {name: left - 1 for name, left in self.live.items()}
+        answers = [self.answer(name, 1) for name in self.live]
+        self.live = {name: left for name, left in self.live.items() if left}
+        return answers
+"""
+"""Stands in for vLLM: it answers at once, or a token a step, and says what it was told."""
+SAMPLING = """
+from types import SimpleNamespace
+
+RequestOutputKind = SimpleNamespace(DELTA="delta")
+
+
+class SamplingParams:
+    def __init__(self, temperature, max_tokens, min_tokens, ignore_eos, detokenize, output_kind="all"):
+        assert min_tokens == max_tokens and ignore_eos and not detokenize
+        self.max_tokens, self.output_kind = max_tokens, output_kind
+"""
+
+
+@pytest.fixture
+def vllm(tmp_path: Path) -> Path:
+    """A folder with a module of this name."""
+    folder = tmp_path / "peer" / "vllm"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(VLLM)
+    (folder / "sampling_params.py").write_text(SAMPLING)
+    return folder
+
+
+def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, traces: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    sizes = "--memory", "512KiB", "--max-seq-len", "128", "--rounds", "2", "--rates", "0.5", "--seeds", "2"
+    plan = "--quick", "--no-wait", "--backends", "vmm", "--vllm", str(vllm.parent), *sizes
+    done = run_benchmark(*traces[:2], *plan, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    rows = {(row["load"], row["backend"]): row for row in result["serving"]}
+    assert rows.keys() == {(load, name) for load in ("saturation", "50% load") for name in ("vmm", "vllm")}
+    assert result["peers"]["vllm"] == "0.23.0"
+    assert result["missed"] == result["skipped"] == []
+    for load in ("saturation", "50% load"):
+        ours, other = rows[load, "vmm"], rows[load, "vllm"]
+        for name in ("requests", "finished", "offered_requests_per_s"):
+            assert other[name] == ours[name]
+        assert other["finished"] == other["requests"]
+        assert len(other["rounds"]) == 2
+        tokens = ours["output_tokens_per_s"] * ours["seconds"]
+        assert other["output_tokens_per_s"] * other["seconds"] == pytest.approx(tokens)
+    coming = rows["50% load", "vllm"]
+    assert "ttft_s" not in rows["saturation", "vllm"]
+    assert 0 < coming["ttft_s"]["p50"] <= coming["ttft_s"]["most"] < coming["seconds"]
+    assert 0 < coming["gap_s"]["p50"] <= coming["gap_s"]["most"] < coming["seconds"]
+    told = json.loads((vllm / "told-False.json").read_text())
+    assert told["num_gpu_blocks_override"] * 16 * result["token_bytes"] == result["budget_bytes"]
+    assert (told["max_num_batched_tokens"], told["max_num_seqs"]) == (2048 + 256, 256)
+    assert (told["max_model_len"], told["offline"], told["resets"]) == (128, "1", 0)
+    assert read_config(told["config"]) == MODELS["tiny"]
+    assert {"main, saturation: vmm over vllm, tokens/s", "main, 50% load: vmm over vllm, time to first token"} <= {
+        line["what"] for line in result["comparisons"]
+    }
+    assert "vllm" in done.stdout
+
+
+def test_vllm_that_does_not_start_is_named_with_the_reason(vllm: Path, traces: list[str], tmp_path: Path) -> None:
+    (vllm / "__init__.py").write_text("raise ImportError('there are no kernels for this device')")
+    path = tmp_path / "result.json"
+    sizes = "--memory", "512KiB", "--max-seq-len", "128", "--rounds", "1", "--vllm", str(vllm.parent)
+    done = run_benchmark(*traces[:2], "--quick", "--no-wait", "--backends", "vmm", *sizes, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert [row["backend"] for row in result["serving"]] == ["vmm"]
+    ((name, reason),) = ((row["backend"], row["reason"]) for row in result["skipped"])
+    assert (name, reason) == ("vllm", "ImportError: there are no kernels for this device")
+    assert reason in done.stdout
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_are_told_in_the_words_of_their_files(name: str) -> None:
+    assert read_config(model_config(MODELS[name], 512)) == MODELS[name]
+
+
 @pytest.fixture
 def mooncake(tmp_path: Path) -> Path:
     """Four conversations of five turns, each of which begins with all of the turn before it."""
@@ -140,6 +275,7 @@ def test_reuse_is_measured_on_rows_and_blocks_next_to_none(mooncake: Path, tmp_p
     about = {work["name"]: work for work in result["workloads"]}
     rows = {(row["trace"], row["backend"]): row for row in result["serving"]}
     backends = ("vmm", "paged", "vmm+reuse", "paged+reuse")
+    assert [row["backend"] for row in result["skipped"]] == ["vllm", "vllm+reuse"]
     assert rows.keys() == {(name, backend) for name in ("turns", "8 system prompts") for backend in backends}
     for (name, backend), row in rows.items():
         assert row["finished"] == row["requests"] == 20
@@ -219,6 +355,10 @@ def test_arrivals_keep_the_pace_of_the_trace(milliseconds: list[int], rate: floa
     assert (np.diff(scaled) >= 0).all()
     if times[-1] > times[0]:
         assert scaled == pytest.approx((times - times[0]) * scaled[-1] / (times[-1] - times[0]))
+    another = arrivals(requests, rate, seed=0, number=1)
+    assert another[[0, -1]] == pytest.approx(scaled[[0, -1]])
+    if times[-1] > times[0]:
+        assert sorted(np.diff(another)) == pytest.approx(sorted(np.diff(scaled)))
 
 
 def test_workloads_are_the_first_requests_that_fit(tmp_path: Path) -> None:
@@ -248,13 +388,43 @@ def make_run() -> Run:
 def test_figures_of_a_run() -> None:
     row = figures(make_run())
     assert (row["requests"], row["finished"], row["output_tokens_per_s"]) == (3, 2, 2.0)
-    assert row["ttft_s"] == {"p50": 0.75, "p99": pytest.approx(0.995)}
+    assert row["ttft_s"] == {"p50": 0.75, "p99": None, "p99_interval": None, "most": 1.0}
     assert row["tpot_s"]["p50"] == 0.5  # two seconds for four tokens behind the first
     assert (row["peak_concurrency"], row["mean_concurrency"], row["crowded_concurrency"]) == (3, 2.0, 3.0)
     assert (row["manager_us"], row["host_us"]) == (pytest.approx(20 / 3), 30.0)
-    assert row["manager_step_us"] == {"p50": 5.0, "p99": pytest.approx(10.88)}
+    assert (row["manager_step_us"]["p50"], row["manager_step_us"]["most"]) == (5.0, 11.0)
     assert (row["peak_bytes"], row["mean_bytes"]) == (100, 87.5)
     assert row["tokens_per_s"] == (8 + 24) / 4
+
+
+def test_gaps_are_between_tokens_of_a_request() -> None:
+    rng = np.random.default_rng()
+    run = Run(np.zeros(3), np.ones(3, np.int64), np.array([1, 4, 6]))
+    ends = rng.exponential(1.0, 20).cumsum()
+    times: list[list[float]] = [[], [], []]
+    for end in ends:
+        sampled = np.flatnonzero(list(map(len, times)) < run.outputs)
+        sampled = sampled[rng.random(len(sampled)) < 0.7]
+        run.take_down(Step(sampled, sampled[:0], sampled[:0], sampled), end - 0.1, end)
+        for request in sampled:
+            times[request].append(float(end))
+    for request, those in enumerate(times):
+        if len(those) > 1:
+            assert run.longest_gap[request] == max(np.diff(those))
+        else:
+            assert np.isnan(run.longest_gap[request])
+
+
+def test_a_percentile_is_told_where_it_is_known() -> None:
+    assert quantiles(np.empty(0)) == {"p50": None, "p99": None, "p99_interval": None, "most": None}
+    assert quantiles(np.arange(367.0))["p99"] is None  # 0.99 ** 367 is more than 0.025: all may lie below it
+    assert quantiles(np.arange(368.0))["p99"] is not None
+    rng, held = np.random.default_rng(), 0
+    for values in rng.exponential(1.0, (400, 1000)):
+        low, high = quantiles(values)["p99_interval"]
+        assert low <= np.percentile(values, 99) <= high
+        held += low <= np.log(100) <= high
+    assert held > 350  # 95 % of 400, less seven standard deviations
 
 
 def test_same_tokens_looks_at_outputs_of_finished_requests() -> None:
@@ -311,7 +481,7 @@ def test_the_run_with_the_median_throughput_is_reported() -> None:
             "output_tokens_per_s": speed,
             "crowded_concurrency": None,
             "manager_us": speed,
-            "ttft_s": {"p50": 1.0},
+            "ttft_s": {"p50": 1.0, "p99": None},
             "hit_rate": 0.25,
         }
         times = {"manager_step_us": {"p99": 2 * speed}, "seconds": 100 / speed}

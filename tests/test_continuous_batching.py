@@ -860,6 +860,17 @@ def test_a_batch_with_what_does_not_fit_a_row_is_refused(model: PreTrainedModel)
         model.generate_batch([[5] * 9, [5] * 19], **config())
 
 
+@pytest.mark.parametrize("wrong", [[], [5, VOCABULARY], [[5, 6]], "text"], ids=str)
+def test_a_batch_with_a_prompt_that_is_none_is_refused(model: PreTrainedModel, wrong: Any) -> None:
+    """Likewise. Prompts may be tensors."""
+    rows.enable(model, pool=pool(10), max_seq_len=100)
+    with pytest.raises(vmmkv.ArgumentError, match=r"got (no |)(input_ids|token)"):
+        model.generate_batch([[5] * 9, wrong], **config())
+    assert len(model.generate_batch(torch.full((2, 9), 5), **config())) == 2
+    rows.disable(model)
+    assert "generate_batch" not in vars(model)
+
+
 def test_attention_is_as_before_where_nothing_was_started(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(10))
     model.init_continuous_batching(**config()).destroy()

@@ -140,15 +140,23 @@ def one_cannot_begin(half: Half) -> None:
         assert half.dies_of(served) is (vmmkv.RankFailedError, vmmkv.BudgetError)[half.rank]
 
 
-def rows_of_several_lengths(half: Half) -> None:
-    rows.enable(half.model, max_bytes="64MiB", max_seq_len=(100, 101)[half.rank])
-    with Served(half.model) as served:
-        assert half.dies_of(served) is vmmkv.UnsupportedError
+def not_all_are_told_the_same(half: Half) -> None:
+    """Each says which of its options it is."""
+    told = {"max_seq_len": (100, 101), "kv_dtype": ("int8", "fp8")}
+    batching = {"max_requests_per_batch": (16, 8), "safety_margin": (0.0, 0.5), "allow_block_sharing": (True, False)}
+    for name, values in (told | batching).items():
+        mine = {name: values[half.rank]}
+        rows.enable(half.model, max_bytes="64MiB", **({"max_seq_len": 100} | mine if name in told else {}))
+        with Served(half.model, **(mine if name in batching else {})) as served:
+            assert half.dies_of(served) is vmmkv.UnsupportedError
+            said = str(served.manager.background_thread_status.fatal_error)
+            assert said.startswith(f"{name} is "), said
+            assert f" in process {half.rank} of 2" in said
 
 
 SCENARIOS: dict[str, list[Callable[[Half], None]]] = {
     "gemma3": [less_memory_in_one],
-    "llama-gqa": [one_forgets, one_is_refused_memory, one_fails, one_cannot_begin, rows_of_several_lengths],
+    "llama-gqa": [one_forgets, one_is_refused_memory, one_fails, one_cannot_begin, not_all_are_told_the_same],
 }
 
 

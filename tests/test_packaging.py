@@ -124,8 +124,6 @@ PRIVATE = {
     "_handle_request_error",
     "_run_generation_loop",
     "_supports_attention_backend",
-    # Numba's simulator: the context of a kernel that is to be run by threads of ours.
-    "_kernel_context",
     # Python: named tuples' public methods are called so, and the frame of a caller.
     "_fields",
     "_getframe",

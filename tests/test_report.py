@@ -6,16 +6,38 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
 from benchmarks import report
+from benchmarks.cited import unheld
 from benchmarks.tables import TABLES, Table
 
 
 def test_documents_and_plots_are_up_to_date() -> None:
     stale, _ = report.update(ROOT, check=True)
     assert not stale, "run python -m benchmarks.report"
+
+
+def test_figures_in_prose_are_in_the_files_that_it_names() -> None:
+    assert report.uncited(ROOT) == []
+
+
+def test_a_figure_that_no_file_holds_is_found(tmp_path: Path) -> None:
+    number = np.random.default_rng().uniform(0.1, 0.9)
+    (tmp_path / "some.json").write_text(json.dumps({"rows": [{"s": number}], "command": "run --tokens 8192"}))
+    page = "Words, {figure} of them (`{name}`).\n\n| 777 |\n\n```\n777\n```\n\nNo file has 777."
+
+    def told(figure: str, name: str = "some.json") -> list[str]:
+        return unheld(page.format(figure=figure, name=name), tmp_path)
+
+    for figure in (f"{number:.3f} s", f"{1e3 * number:.1f} ms", f"{1e6 * number:,.0f} µs", f"{100 * number:.1f} %"):
+        assert told(figure) == []
+    assert told("8,192 tokens") == []
+    assert told("60 or 1.5") == []
+    assert told(f"{1e3 * number + 0.2:.1f} ms") == [f"{1e3 * number + 0.2:.1f} is not in some.json"]
+    assert told("777", "other.json") == ["there is no other.json"]
 
 
 def test_every_table_has_a_place() -> None:

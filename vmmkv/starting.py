@@ -62,7 +62,7 @@ class Starting:
         return sequence
 
     def take_at_once(self, cache: KVCache, expected: int, tenant: int) -> Sequence | None:
-        """A sequence without tokens, where it can have a row as it is: then nobody waits for who maps for others."""
+        """A sequence without tokens, on a row that it can have as it is; None where there is no such row."""
         stream = self._rows.pool.driver.current_stream()
         row = self._rows.pick_at_once(expected, stream, tenant)
         if row is None:

@@ -24,12 +24,14 @@ class Work:
         mapper_seconds: in calls on the mapper's.
         mapper_calls: how many, by name.
         pages_mapped: ahead of need, and in need.
+        seconds_by_call: `driver_seconds`, by the name of the call.
     """
 
     driver_seconds: float = 0.0
     mapper_seconds: float = 0.0
     mapper_calls: Mapping[str, int] = field(default_factory=dict)
     pages_mapped: Mapping[str, int] = field(default_factory=dict)
+    seconds_by_call: Mapping[str, float] = field(default_factory=dict)
 
     def __sub__(self, before: Self) -> Work:
         """What was done since."""
@@ -38,6 +40,7 @@ class Work:
             self.mapper_seconds - before.mapper_seconds,
             {name: count - before.mapper_calls.get(name, 0) for name, count in self.mapper_calls.items()},
             {when: pages - before.pages_mapped.get(when, 0) for when, pages in self.pages_mapped.items()},
+            {name: time - before.seconds_by_call.get(name, 0.0) for name, time in self.seconds_by_call.items()},
         )
 
 

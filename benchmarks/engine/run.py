@@ -21,6 +21,7 @@ class Run:
         arrivals: when each request comes.
         prompts, outputs: its tokens.
         first, finish: when its first token, and its last one, were there.
+        longest_gap: between two of its tokens, and `latest`, when it had one last.
         tokens: prompt and output of each request, one after another; 0 where a token was not generated.
         seconds: until the last request had finished, or the run was stopped.
         generated: tokens.
@@ -36,6 +37,8 @@ class Run:
     outputs: npt.NDArray[np.int64]
     first: npt.NDArray[np.float64] = field(init=False)
     finish: npt.NDArray[np.float64] = field(init=False)
+    longest_gap: npt.NDArray[np.float64] = field(init=False)
+    latest: npt.NDArray[np.float64] = field(init=False)
     tokens: npt.NDArray[np.int64] = field(init=False)
     seconds: float = 0.0
     generated: int = 0
@@ -50,7 +53,7 @@ class Run:
     samples: list[tuple[float, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.first, self.finish = np.full((2, len(self.arrivals)), np.nan)
+        self.first, self.finish, self.longest_gap, self.latest = np.full((4, len(self.arrivals)), np.nan)
         self.cached = np.full_like(self.prompts, -1)
         self.missing = self.outputs.copy()
         """Tokens that each request still waits for."""
@@ -69,6 +72,8 @@ class Run:
         now; what one gets beyond these does not count."""
         sampled = step.sampled[self.missing[step.sampled] > 0]
         self.first[sampled[self.missing[sampled] == self.outputs[sampled]]] = end
+        self.longest_gap[sampled] = np.fmax(self.longest_gap[sampled], end - self.latest[sampled])
+        self.latest[sampled] = end
         self.missing[sampled] -= 1
         ended = sampled[self.missing[sampled] == 0]
         self.finish[ended] = end

@@ -93,6 +93,7 @@ class VmmKV:
             sum(calls.seconds for calls in stats.mapper_calls.values()),
             {name: calls.count for name, calls in stats.mapper_calls.items()},
             stats.pages_mapped,
+            {name: calls.seconds for name, calls in stats.driver_calls.items()},
         )
 
     def give_back(self) -> None:

@@ -3,16 +3,19 @@
     python -m benchmarks.serve [--quick | --reuse] [--trace FILE]... [--json FILE] [--plot FILE]
 
 Replays a trace with `benchmarks.engine`: at saturation, all requests waiting, in several rounds of which the median is
-reported, and at shares of the throughput that the block table reached there. Then long prompts, with the fastest
-prefill kernels of rows and of blocks. `--quick` is saturation alone, of rows and blocks, in more rounds, with the host
-a step ahead of the device and with one that waits for each step's tokens. `--reuse` is saturation alone, of rows and of
-blocks with a radix tree, each with prefix reuse and without, in rounds of all traces and of random conversations behind
-shared system prompts; requests start when a step has tokens left for them, so that they find what came before. Without
-a GPU it runs a tiny model, with lengths divided by 16, and speeds say nothing: blocks are copied together there for
-torch's attention.
+reported, and at shares of the rate that the block table reached there, with several seeds. Then long prompts, with the
+fastest prefill kernels of rows and of blocks. `--quick` is saturation alone, of rows and blocks, in more rounds, with
+the host a step ahead of the device and with one that waits for each step's tokens. `--reuse` is saturation alone, of
+rows and of blocks with a radix tree, each with prefix reuse and without, in rounds of all traces and of random
+conversations behind shared system prompts; requests start when a step has tokens left for them, so that they find what
+came before. Without a GPU it runs a tiny model, with lengths divided by 16, and speeds say nothing: blocks are copied
+together there for torch's attention.
 
 `--unknown` and `--busy` serve at saturation in other ways, too: as if answers ended with an EOS token, which the
 schedule learns of when it has been seen; and with a host that waits, beside a thread that keeps the interpreter busy.
+
+vLLM serves the same, where it is installed, or `--vllm` names a folder in which it is unpacked; with `--reuse` once
+without prefix caching and once with it.
 
 `--backends vmm+suspend` moves what is preempted to the host and back, if that costs less than to compute it anew;
 `preempting` in the result says what either costs a token.
@@ -36,7 +39,7 @@ from benchmarks.attention.peers import versions
 from benchmarks.engine.engine import BACKENDS, REUSING, SUSPENDING
 from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
 from benchmarks.engine.suspending import PREFILL_TOKENS_PER_S, costs
-from benchmarks.environment import complete, environment
+from benchmarks.environment import complete, environment, to_json
 from vmmkv.cli.options import Device
 from vmmkv.cli.output import check_plot, console, errors
 from vmmkv.memory.budget import parse_bytes
@@ -45,6 +48,7 @@ from vmmkv.memory.driver import open_driver
 from .measure import REUSE, SUSPEND, Load, Progress, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
+from .vllm_peer import SHARE, VLLM, Task, Vllm
 from .workloads import Limits, Usual, Workload, make_workload, system_prompts
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
@@ -54,6 +58,7 @@ CHOICES = dict.fromkeys(
 ) | {
     "vmm+fa3": "fa3_fwd_interface",
     "paged+flashinfer": "flashinfer",
+    **dict.fromkeys(VLLM, ""),
 }
 """Backends, and the module that each needs beside ours."""
 
@@ -64,14 +69,17 @@ class Plan(NamedTuple):
     backends: list[str]
     rates: list[float]
     rounds: int
+    seeds: int
     requests: int
     wait: bool
     prompts: bool
 
 
-FULL = Plan(list(BACKENDS), [0.5], rounds=3, requests=300, wait=False, prompts=True)
-QUICK = Plan(["vmm", "paged"], [], rounds=5, requests=150, wait=True, prompts=False)
-SHARING = Plan(["vmm", "paged", "vmm+reuse", "paged+reuse"], [], rounds=3, requests=300, wait=False, prompts=False)
+FULL = Plan([*BACKENDS, VLLM[0]], [0.5, 0.8], rounds=3, seeds=3, requests=300, wait=False, prompts=True)
+QUICK = Plan(["vmm", "paged"], [], rounds=5, seeds=3, requests=150, wait=True, prompts=False)
+SHARING = Plan(
+    ["vmm", "paged", "vmm+reuse", "paged+reuse", *VLLM], [], rounds=3, seeds=3, requests=300, wait=False, prompts=False
+)
 LARGEST = 0.9
 """Of the budget: requests that would take more are left out."""
 
@@ -87,9 +95,15 @@ def main(
     reuse: Annotated[bool, typer.Option("--reuse", help="With prefix reuse and without; see above.")] = False,
     shared_prompts: Annotated[int, typer.Option(min=1, help="System prompts, with --reuse.")] = 8,
     backends: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CHOICES)}.")] = None,
+    vllm: Annotated[
+        Path | None, typer.Option(exists=True, file_okay=False, help="vLLM, unpacked; None: it may be installed.")
+    ] = None,
     rates: Annotated[list[float] | None, typer.Option(help="Of the main trace: shares of saturation.")] = None,
     rounds: Annotated[
         int | None, typer.Option(min=1, help="Of the main trace at saturation; the median is reported.")
+    ] = None,
+    seeds: Annotated[
+        int | None, typer.Option(min=1, help="At each rate: prompts and pauses anew; the median is reported.")
     ] = None,
     wait: Annotated[
         bool | None, typer.Option(help="Of the main trace at saturation, also wait for each step's tokens.")
@@ -125,9 +139,12 @@ def main(
     if quick and reuse:
         raise typer.BadParameter("--quick and --reuse are two benchmarks")
     plan = QUICK if quick else SHARING if reuse else FULL
-    backends = backends or plan.backends
+    asked = backends or plan.backends
+    peers = [name for name in VLLM if name in asked or (vllm and name in VLLM[: 1 + reuse])]
+    peer = Vllm(peers, vllm, Path(model) if model and model not in MODELS else None)
+    backends = [name for name in asked if name not in VLLM]
     rates = sorted(set(rates or plan.rates))
-    for backend in backends:
+    for backend in asked:
         if backend not in CHOICES:
             raise typer.BadParameter(f"{backend}: backends are {', '.join(CHOICES)}")
         if CHOICES[backend] and not find_spec(CHOICES[backend]):
@@ -163,7 +180,9 @@ def main(
     positions = max(prompt, *(workload.max_seq_len for workload in workloads))
     make = random_model if name in MODELS else load_model
     weights = make(config if name in MODELS else Path(name), positions, driver.device, dtype)
-    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead, late=reuse)
+    settings = Settings(
+        weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead, late=reuse, seeds=seeds or plan.seeds
+    )
     if name in PREFILL_TOKENS_PER_S:
         settings = settings._replace(tokens_per_s=PREFILL_TOKENS_PER_S[name])
     elif any(backend.endswith(f"+{SUSPEND}") for backend in backends):
@@ -193,14 +212,20 @@ def main(
         ]
         loads = [Load(), *(load for is_asked, load in ways if is_asked), *map(Load, rates)]
         rounds = rounds or plan.rounds
+        ours = settings
+        if peer.names and peer.can_be_had:
+            ours = settings._replace(deadline=deadline - SHARE * budget_seconds)
         if reuse:
-            measure_all(result, settings, workloads, backends, rounds)
+            measure_all(result, ours, workloads, backends, rounds)
+            tasks = [Task(workload, [Load()], rounds) for workload in workloads]
         else:
-            measure(result, settings, workloads, backends, loads, rounds, prompt if plan.prompts else None)
+            measure(result, ours, workloads, backends, loads, rounds, prompt if plan.prompts else None)
+            tasks = [Task(workloads[0], [Load(), *map(Load, rates)], rounds)]
+        peer.serve(result, settings, tasks)
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
         if json_output:
-            json_output.write_text(json.dumps(complete(result), indent=2) + "\n")
+            json_output.write_text(to_json(complete(result)) + "\n")
         for table in tables(result):
             console.print(table)
         if plot and result["serving"]:

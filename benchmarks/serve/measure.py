@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
-from functools import partial
+from functools import partial, reduce
 from math import inf
+from operator import getitem
 from threading import Event, Thread
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ from vmmkv.cli.output import errors
 from .workloads import Workload, arrivals
 
 Row = dict[str, Any]
+Values = np.ndarray[Any, np.dtype[np.float64]]
 Progress = Callable[[str, int, int], object]
 """Told what runs, how many requests have finished, and of how many."""
 
@@ -50,6 +52,7 @@ class Settings(NamedTuple):
     pool: FramePool | None = None
     late: bool = False
     tokens_per_s: float = inf
+    seeds: int = 1
 
     def options(self, backend: str) -> dict[str, Any]:
         """Of an engine with this backend."""
@@ -93,8 +96,8 @@ def serve(
 ) -> None:
     """Adds to a result a row for each backend and load, and what the deadline left out.
 
-    Backends take turns, in one order and then in the other: at saturation `rounds` times, at other rates once. A row is
-    of the run with the median throughput.
+    Backends take turns, in one order and then in the other: at saturation `rounds` times, at other rates once for each
+    seed. A row is of the run with the median throughput, and holds those of all.
 
     Args:
         backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`, or with prefix
@@ -103,10 +106,10 @@ def serve(
     order = sorted(backends, key=lambda name: name != REFERENCE)
     plan = [
         (number, backend, load)
-        for number in range(rounds)
+        for number in range(max(rounds, settings.seeds))
         for load in loads
         for backend in (order[::-1] if number % 2 else order)
-        if load.rate is None or not number
+        if number < (rounds if load.rate is None else settings.seeds)
     ]
     found: dict[tuple[str, str], list[Row]] = {}
     engines: dict[str, Engine] = {}
@@ -120,7 +123,8 @@ def serve(
                 continue
             if backend not in engines:
                 engines[backend] = stack.enter_context(closing(make_engine(settings, workload, backend)))
-            run, row = run_load(settings, workload, engines[backend], load, reference, partial(progress, name))
+            told = partial(progress, name)
+            run, row = run_load(settings, workload, engines[backend], load, number, reference, told)
             free_memory()
             if run.finished < len(run.outputs):
                 result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
@@ -134,23 +138,30 @@ def serve(
                 found.setdefault((load.name, backend), []).append(about | row | same)
 
 
-EACH_ROUND: dict[str, Callable[[Row], float | None]] = {
-    "output_tokens_per_s": lambda row: row["output_tokens_per_s"],
-    "first_token_s": lambda row: row["ttft_s"]["p50"],
-    "crowded_concurrency": lambda row: row["crowded_concurrency"],
-    "manager_us": lambda row: row["manager_us"],
-    "manager_p99_us": lambda row: row["manager_step_us"]["p99"],
-    "hit_rate": lambda row: row["hit_rate"],
+EACH_ROUND = {
+    "output_tokens_per_s": ("output_tokens_per_s",),
+    "first_token_s": ("ttft_s", "p50"),
+    "first_token_p99_s": ("ttft_s", "p99"),
+    "gap_s": ("gap_s", "p50"),
+    "longest_gap_s": ("gap_s", "most"),
+    "crowded_concurrency": ("crowded_concurrency",),
+    "manager_us": ("manager_us",),
+    "manager_p99_us": ("manager_step_us", "p99"),
+    "hit_rate": ("hit_rate",),
 }
-"""Figures that are reported of all rounds."""
+"""Figures that are reported of all rounds, as far as a row has them, and where they stand in it."""
 
 
 def middle(rows: list[Row]) -> Row:
-    """The run with the median throughput, of those that came to their end if one did; and some figures of each."""
+    """The run with the median throughput, of those that came to their end if one did; some figures of each, and all
+    rows as they are."""
     ended = [row for row in rows if row["finished"] == row["requests"]] or rows
     ordered = sorted(ended, key=lambda row: float(row["output_tokens_per_s"]))
-    each = {name: [figure(row) for row in ended] for name, figure in EACH_ROUND.items()}
-    return ordered[(len(ordered) - 1) // 2] | {"rounds": each["output_tokens_per_s"], "each_round": each}
+    each = {
+        name: [reduce(getitem, path, row) for row in ended] for name, path in EACH_ROUND.items() if path[0] in ended[0]
+    }
+    all_rounds = {"rounds": each["output_tokens_per_s"], "each_round": each, "all_rounds": rows}
+    return ordered[(len(ordered) - 1) // 2] | all_rounds
 
 
 def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
@@ -189,18 +200,20 @@ def run_load(
     workload: Workload,
     engine: Engine,
     load: Load,
+    number: int,
     reference: Run | None,
     progress: Callable[[int, int], object],
 ) -> tuple[Run, Row]:
-    """The workload at once, or a share of it at this share of the reference's rate, which takes about as long.
+    """The workload at once, or a share of it at this share of the reference's rate, which takes about as long, with
+    prompts and pauses between requests that the number of the round draws.
 
     The engine has no memory that it can give back when it begins, and none when it has ended.
     """
     requests = workload.first(round((load.rate or 1) * len(workload.requests)))
-    prompts = workload.prompts(settings.model.config.vocab_size, settings.seed)[: len(requests)]
-    times = None
-    if load.rate and reference:
-        times = arrivals(requests, load.rate * reference.finished / reference.seconds, settings.seed).tolist()
+    seed = settings.seed + (number if load.rate else 0)
+    prompts = workload.prompts(settings.model.config.vocab_size, seed)[: len(requests)]
+    rate = load.rate * reference.finished / reference.seconds if load.rate and reference else None
+    times = arrivals(requests, rate, settings.seed, number).tolist() if rate else None
     before = engine.kv.work()
     with busy_thread() if load.busy else nullcontext():
         run = engine.run(
@@ -214,6 +227,7 @@ def run_load(
         )
     row = figures(run) if run.running else {}
     row |= work_figures(engine.kv.work() - before, max(len(run.running), 1))
+    row |= {"seed": seed, "offered_requests_per_s": rate}
     engine.kv.give_back()
     row["idle_bytes"] = engine.kv.physical_bytes()
     return run, row
@@ -241,7 +255,8 @@ def busy_thread() -> Iterator[None]:
 def figures(run: Run) -> Row:
     """What is reported of a run that had steps. Times are in seconds, host times in microseconds a step.
 
-    Mean concurrency is over time, `crowded_concurrency` over the steps in which a request waited for room.
+    Mean concurrency is over time, `crowded_concurrency` over the steps in which a request waited for room. A request's
+    gap is the longest between two of its tokens.
     """
     done = np.isfinite(run.finish)
     several = done & (run.outputs > 1)
@@ -261,6 +276,7 @@ def figures(run: Run) -> Row:
         "tokens_per_s": (run.generated + int(run.prompts[np.isfinite(run.first)].sum())) / run.seconds,
         "ttft_s": quantiles(first),
         "tpot_s": quantiles(each),
+        "gap_s": quantiles(run.longest_gap[several]),
         "steps": steps,
         "peak_concurrency": int(running.max()),
         "mean_concurrency": float(np.average(running, weights=took)),
@@ -273,6 +289,7 @@ def figures(run: Run) -> Row:
         "host_us": run.host_ns / 1e3 / steps,
         "peak_bytes": int(taken.max()),
         "mean_bytes": float(np.average((taken[1:] + taken[:-1]) / 2, weights=np.diff(seen))),
+        "step_ms": [round(seconds * 1e3, 2) for seconds in run.step_seconds],
         "samples": [[round(seconds, 3), nbytes, count] for seconds, nbytes, count in run.samples],
     }
 
@@ -281,14 +298,39 @@ def work_figures(work: Work, steps: int) -> Row:
     """What is reported of the driver's work in a run. Times are in microseconds a step."""
     return {
         "driver_us": work.driver_seconds * 1e6 / steps,
+        "driver_seconds": dict(work.seconds_by_call),
         "mapper_us": work.mapper_seconds * 1e6 / steps,
         "mapper_calls": dict(work.mapper_calls),
         "pages_mapped": dict(work.pages_mapped),
     }
 
 
-def quantiles(values: np.ndarray[Any, np.dtype[np.float64]]) -> dict[str, float | None]:
-    return {f"p{p}": float(np.percentile(values, p)) if len(values) else None for p in (50, 99)}
+def quantiles(values: Values) -> dict[str, Any]:
+    """The median, the most, and the 99th percentile with the interval that holds that of all such values at 95 %; None
+    where there are too few values for either."""
+    ordered = np.sort(values)
+    if not len(ordered):
+        return dict.fromkeys(("p50", "p99", "p99_interval", "most"))
+    low, high = percentile_ranks(len(ordered), 0.99)
+    enough = high < len(ordered)
+    return {
+        "p50": float(np.percentile(ordered, 50)),
+        "p99": float(np.percentile(ordered, 99)) if enough else None,
+        "p99_interval": [float(ordered[low]), float(ordered[high])] if enough else None,
+        "most": float(ordered[-1]),
+    }
+
+
+def percentile_ranks(count: int, share: float, level: float = 0.95) -> tuple[int, int]:
+    """Which of `count` values in ascending order, from 0, bound the quantile of what they were drawn from, whatever its
+    distribution: as many of them as a binomial variable says lie below it. `count` says that none is an upper bound."""
+    numbers = np.arange(count + 1)
+    logs = np.append(0.0, np.log(np.arange(1, count + 1)).cumsum())  # of factorials
+    chance = np.exp(
+        logs[-1] - logs - logs[::-1] + numbers * np.log(share) + (count - numbers) * np.log1p(-share)
+    ).cumsum()
+    outside = (1 - level) / 2
+    return max(int(np.searchsorted(chance, outside, "right")) - 1, 0), int(np.searchsorted(chance, 1 - outside))
 
 
 def same_tokens(run: Run, other: Run) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from math import inf
 from pathlib import Path
@@ -55,6 +54,12 @@ def compare(result: dict[str, Any]) -> list[Row]:
             names, both = f"{name}: vmm over static", partial(typical, rows["vmm"], rows["static"])
             add(f"{names}, tokens/s", both("output_tokens_per_s"))
             add(f"{names}, concurrency while others wait", both("crowded_concurrency"), 3.0 if main else None)
+        for ours, other in (("vmm", "vllm"), ("vmm+reuse", "vllm+reuse")):
+            if {ours, other} <= rows.keys():
+                names, both = f"{name}: {ours} over {other}", partial(typical, rows[ours], rows[other])
+                add(f"{names}, tokens/s", both("output_tokens_per_s"), 1.0 if timed else None)
+                if "first_token_s" in rows[other]["each_round"]:
+                    add(f"{names}, time to first token", both("first_token_s"), 0.0 if on_gpu else None, at_most=1.0)
         if {"vmm+reuse", "paged+reuse"} <= rows.keys():
             names, both = (
                 f"{name}: vmm+reuse over paged+reuse",
@@ -104,7 +109,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
     if result["comparisons"]:
         columns = "what", "measured", "aim", "met"
         found.append(make_table("Comparisons", columns, map(comparison_line, result["comparisons"])))
-    missing = [(f"{row['backend']} {row['kernel']}", row["reason"]) for row in result["skipped"]]
+    missing = [(f"{row['backend']} {row['kernel']}".strip(), row["reason"]) for row in result["skipped"]]
     missing += [(name, "not reached in time") for name in result["missed"]]
     if missing:
         found.append(make_table("Not measured", ("what", "why"), missing))
@@ -115,9 +120,18 @@ def figure_lines(rows: dict[str, Row]) -> list[tuple[str, ...]]:
     """A name, and a cell for each backend, of all figures that the result has."""
     lines = []
     for what, show in FIGURES:
-        with suppress(KeyError):  # older results lack some
-            lines.append((what, *(str(show(row)) for row in rows.values())))
+        cells = [shown(show, row) for row in rows.values()]
+        if any(cells):  # older results lack some
+            lines.append((what, *cells))
     return lines
+
+
+def shown(show: Callable[[Row], object], row: Row) -> str:
+    """A cell; empty where a row lacks the figure, as those of other engines lack some."""
+    try:
+        return str(show(row))
+    except KeyError:
+        return ""
 
 
 FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
@@ -125,10 +139,14 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("output tokens/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
     ("all rounds", lambda row: f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"),
     ("time to first token, s, p50", lambda row: number(row["ttft_s"]["p50"], 2)),
-    ("p99", lambda row: number(row["ttft_s"]["p99"], 2)),
+    ("p99", lambda row: tail_cell(row["ttft_s"], 2)),
     ("p50 of all rounds", lambda row: rounds_cell(row["each_round"]["first_token_s"], 2)),
+    ("longest gap of a request, s, p50", lambda row: number(row["gap_s"]["p50"], 3)),
+    ("p99", lambda row: tail_cell(row["gap_s"], 3)),
+    ("the longest", lambda row: number(row["gap_s"]["most"], 3)),
+    ("the longest, all rounds", lambda row: rounds_cell(row["each_round"]["longest_gap_s"], 3)),
     ("time per output token, ms, p50", lambda row: number(row["tpot_s"]["p50"], 1, 1e3)),
-    ("p99", lambda row: number(row["tpot_s"]["p99"], 1, 1e3)),
+    ("p99", lambda row: tail_cell(row["tpot_s"], 1, 1e3)),
     ("prompt tokens that were there", lambda row: f"{row['hit_rate']:.1%}"),
     ("concurrency, peak", lambda row: row["peak_concurrency"]),
     ("mean", lambda row: number(row["mean_concurrency"], 1)),
@@ -141,7 +159,7 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("mapper, driver calls, µs a step", lambda row: f"{row['mapper_us']:,.1f}"),
     ("pages mapped ahead, in need", lambda row: mapped_cell(row["pages_mapped"])),
     ("in a step, p50", lambda row: number(row["manager_step_us"]["p50"], 1)),
-    ("p99", lambda row: number(row["manager_step_us"]["p99"], 1)),
+    ("p99", lambda row: tail_cell(row["manager_step_us"], 1)),
     ("a step, all rounds", lambda row: rounds_cell(row["each_round"]["manager_us"], 1)),
     ("p99, all rounds", lambda row: rounds_cell(row["each_round"]["manager_p99_us"], 1)),
     ("memory, peak", lambda row: format_bytes(row["peak_bytes"])),
@@ -157,9 +175,19 @@ def mapped_cell(pages: dict[str, int]) -> str:
     return ", ".join(f"{pages[when]:,}" for when in ("ahead", "in need")) if pages else "-"
 
 
-def rounds_cell(values: list[float], digits: int) -> str:
-    """The least and the most of a figure of all rounds."""
-    return f"{number(min(values), digits)} to {number(max(values), digits)}"
+def rounds_cell(values: list[float | None], digits: int) -> str:
+    """The median of a figure of all rounds, the least and the most."""
+    there = [value for value in values if value is not None]
+    if not there:
+        return "-"
+    return f"{number(median(there), digits)} ({number(min(there), digits)} to {number(max(there), digits)})"
+
+
+def tail_cell(values: dict[str, Any], digits: int, scale: float = 1.0) -> str:
+    """The 99th percentile, and where it lies at 95 %, which older results do not say."""
+    cell = number(values["p99"], digits, scale)
+    low, high = values.get("p99_interval") or (None, None)
+    return cell if low is None else f"{cell} ({number(low, digits, scale)} to {number(high, digits, scale)})"
 
 
 def number(value: float | None, digits: int, scale: float = 1.0) -> str:
@@ -184,6 +212,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     axes = figure.subplots(2, len(cases), squeeze=False)
     for (memory, concurrency), (name, rows) in zip(axes.T, cases):
         for backend, row in rows.items():
+            if "samples" not in row:
+                continue
             times, taken, running = zip(*row["samples"])
             memory.plot(times, [nbytes / 2**30 for nbytes in taken], label=backend)
             concurrency.plot(times, running)

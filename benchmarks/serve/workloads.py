@@ -158,13 +158,17 @@ def _within(limits: Limits, name: str, cases: list[tuple[Request, list[Part]]]) 
     return Workload(name, [request for request, _ in taken], [parts for _, parts in taken], max_seq_len, left_out)
 
 
-def arrivals(requests: list[Request], rate: float, seed: int) -> npt.NDArray[np.float64]:
-    """Seconds after the start: the trace's own times at another pace, so that `rate` requests come in a second.
+def arrivals(requests: list[Request], rate: float, seed: int, number: int = 0) -> npt.NDArray[np.float64]:
+    """Seconds after the start: the trace's own times at another pace, so that `rate` requests come in a second. Each
+    `number` but the first has the trace's pauses in an order of its own.
 
     Without times in the trace they come at random, as a Poisson process.
     """
-    times = np.maximum.accumulate([request.arrival - requests[0].arrival for request in requests])
-    if times[-1] == 0:
-        times = np.random.default_rng(seed).exponential(1.0, len(requests)).cumsum()
-        times -= times[0]
-    return times * ((len(times) - 1) / rate / times[-1]) if len(times) > 1 else times
+    rng = np.random.default_rng([seed, number])
+    pauses = np.diff(np.maximum.accumulate([request.arrival for request in requests]))
+    if not pauses.any():
+        pauses = rng.exponential(1.0, len(pauses))
+    elif number:
+        pauses = rng.permutation(pauses)
+    times = np.append(0.0, pauses.cumsum())
+    return times * (len(pauses) / rate / times[-1]) if len(pauses) else times

@@ -35,7 +35,7 @@ from .idle_memory import IdleMemory
 from .model_weights import adapters, addresses
 from .packed_attention import Packed
 from .pool_turns import PoolTurn, turn_at
-from .request_checks import check_length, check_sampling, token_ids
+from .request_checks import check_length, check_sampling, token_ids, vocabulary_of
 from .rotation import defer_rotation, restore_rotation
 from .row_admission import Admission
 from .row_attention import RowAttention
@@ -70,6 +70,11 @@ MAX_BATCH_TOKENS = 8192
 """Of one forward pass, as transformers has it where it is told nothing."""
 WARMUP = "__warmup_"
 """What names of requests begin with that are made up, before there are any, and hold what was never computed."""
+ALIKE = (
+    "max_batch_tokens", "max_requests_per_batch", "allow_block_sharing", "scheduler_type", "safety_margin",
+    "use_async_batching", "use_cuda_graph",
+)  # fmt: skip
+"""What of a `ContinuousBatchingConfig` decides which forward passes there are, and of what shape."""
 MANY_TOKENS = 1 << 40
 """More than a forward pass can read: attention reads rows, not copies of them."""
 STUCK = "No requests can be scheduled and no requests can be offloaded."
@@ -108,6 +113,7 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     )
     _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
+    vars(model)["generate_batch"] = MethodType(_generate_batch, model)
     defer_rotation(model, RowCache)
 
 
@@ -115,8 +121,16 @@ def take_off_rows(model: PreTrainedModel) -> None:
     """Has the next manager of a model keep K and V in blocks again."""
     if isinstance(vars(model).get(KEPT), RowManager):
         _drop_kept(model)
-    vars(model).pop("init_continuous_batching", None)
+    for name in ("init_continuous_batching", "generate_batch"):
+        vars(model).pop(name, None)
     restore_rotation(model)
+
+
+@functools.wraps(their_api.ContinuousMixin.generate_batch)
+def _generate_batch(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    """Raises what `add_request` would: transformers logs that, and returns no results, not even the others'."""
+    ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
+    return type(model).generate_batch(model, ids, *args, **kwargs)
 
 
 def _drop_kept(model: PreTrainedModel) -> None:
@@ -283,7 +297,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             ArgumentError: it has no tokens, or some that the model does not know; or a name or a number that would end
                 all requests.
         """
-        vocabulary = getattr(self.model.config.get_text_config(), "vocab_size", None)
+        vocabulary = vocabulary_of(self.model)
         ids = token_ids(input_ids, vocabulary)
         if not isinstance(request_id, str | None):
             raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
@@ -588,7 +602,7 @@ class RowCache(their_cache.PagedAttentionCache):
         make_requests = functools.partial(RankedRequests, ranks) if ranks.size > 1 else RowRequests
         self.requests = make_requests(self.kv_caches, windows, reuse=self.allow_block_sharing, has_host=bool(on_host))
         self.use_prefix_sharing = self.requests.reuse
-        self._check_alike(ranks)
+        self._check_alike(options, continuous_batching_config, ranks)
         self.admission = Admission(self.requests, ranks, options.max_seq_len, weights)
         self.attention = RowAttention(groups, self.kv_caches)
         self.idle_memory = IdleMemory(options.idle_seconds, self.requests.forget_known)
@@ -620,12 +634,15 @@ class RowCache(their_cache.PagedAttentionCache):
         self.max_tokens_read, self.read_cache_limit = 0, None
         self.pool: Any = SimpleNamespace(try_to_free_sectors=_nothing)
 
-    def _check_alike(self, ranks: Ranks) -> None:
-        """Raises `UnsupportedError` where requests look otherwise in other processes."""
-        ranks.check_alike("bytes of a page", self.kv_caches[0].pool.page_size)
-        ranks.check_alike("bytes of a token", bytes_of_token(self._groups))
-        ranks.check_alike("tokens of a row", self._max_seq_len)
-        ranks.check_alike("whether blocks are shared", self.use_prefix_sharing)
+    def _check_alike(self, options: Options, config: Any, ranks: Ranks) -> None:
+        """Raises `UnsupportedError` where requests look otherwise in other processes, or would be chosen otherwise."""
+        ranks.check_alike(
+            page_size=self.kv_caches[0].pool.page_size,
+            bytes_of_a_token=bytes_of_token(self._groups),
+            kv_dtype=options.kv_dtype,
+            max_seq_len=self._max_seq_len,
+            **{name: getattr(config, name) for name in ALIKE},
+        )
 
     # ------------------------------------------------------------------ admission
 

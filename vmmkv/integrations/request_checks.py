@@ -57,6 +57,11 @@ def check_length(max_seq_len: int, tokens: int, new: int) -> int:
     return room
 
 
+def vocabulary_of(model: Any) -> int | None:
+    """How many tokens a model knows, if it says so."""
+    return getattr(model.config.get_text_config(), "vocab_size", None)
+
+
 def token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
     """The ids of a prompt. Others would end the forward pass, and with it all requests.
 

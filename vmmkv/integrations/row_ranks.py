@@ -8,6 +8,7 @@ are known to have follows from token counts, and is not asked.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Many
 from functools import partial
@@ -66,13 +67,15 @@ class Ranks:
             raise
         return here, self.least(here)
 
-    def check_alike(self, what: str, number: int) -> None:
-        """Raises `UnsupportedError` where processes have different numbers of something."""
-        least, most = self.least(number), -self.least(-number)
-        if least != most:
-            raise UnsupportedError(
-                f"{what}: from {least:g} to {most:g} in {self.size} processes; requests on rows need as many in each"
-            )
+    def check_alike(self, **options: Hashable) -> None:
+        """Raises `UnsupportedError`, in every process, where one says something else than another."""
+        for name, value in options.items():
+            said = zlib.crc32(repr(value).encode())
+            if self.least(said) != -self.least(-said):
+                raise UnsupportedError(
+                    f"{name} is {value} in process {self._helper.tp_local_rank} of {self.size}, and something else in "
+                    "another; requests on rows need it alike in all of them"
+                )
 
 
 class RankedRequests(RowRequests):

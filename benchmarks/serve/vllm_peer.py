@@ -1,0 +1,238 @@
+"""vLLM beside ours: the same requests, model's shape, bytes for K and V and tokens of a step, in a process of its own.
+
+At saturation it serves as `LLM.generate` does, whose answers come when they are whole; at other rates tokens are
+streamed, and requests come when they come to ours. Rounds follow one another when ours are over, which hold no memory
+then but weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.engine.model import Config
+from vmmkv.cli.output import errors
+
+from .measure import REUSE, Load, Row, Settings, middle, quantiles
+from .workloads import Workload, arrivals
+
+VLLM = "vllm", f"vllm+{REUSE}"
+"""Without prefix caching, and with it."""
+SHARE = 0.35
+"""Of the time: what is kept for vLLM, which starts for a minute."""
+BLOCK = 16
+"""Tokens of a block."""
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+
+
+class Task(NamedTuple):
+    """A workload, how its requests come, and how often."""
+
+    workload: Workload
+    loads: list[Load]
+    rounds: int
+
+
+@dataclass(frozen=True)
+class Vllm:
+    """vLLM, as far as it can be had.
+
+    Attributes:
+        names: of `VLLM`.
+        folder: where it is unpacked; None: it is installed, or cannot be had.
+        weights: a folder of safetensors; None: random weights, of the model's shape.
+    """
+
+    names: list[str]
+    folder: Path | None
+    weights: Path | None
+
+    @property
+    def can_be_had(self) -> bool:
+        return self.folder is not None or find_spec("vllm") is not None
+
+    def serve(self, result: Row, settings: Settings, tasks: list[Task]) -> None:
+        """Adds to a result a row for each name and load, and what cannot be had or was not reached, and why."""
+        for name in self.names:
+            if self.can_be_had:
+                self._serve(result, settings, tasks, name)
+            else:
+                reason = "there is no module vllm, and no --vllm with a folder of it"
+                result["skipped"].append({"backend": name, "kernel": "", "reason": reason})
+
+    def _serve(self, result: Row, settings: Settings, tasks: list[Task], name: str) -> None:
+        plans = [plan(result, settings, task) for task in tasks]
+        with TemporaryDirectory() as place:
+            job, results = Path(place) / "job.json", Path(place) / "results.jsonl"
+            results.touch()
+            model = self.weights or write_config(Path(place), settings)
+            options = engine_options(settings, tasks, model, self.weights is None, name == VLLM[1])
+            works = [work(settings, task, runs) for task, runs in zip(tasks, plans)]
+            job.write_text(json.dumps({"options": options, "works": works}))
+            reason = self._run(job, results, settings.deadline - perf_counter())
+            version, *rows = map(json.loads, results.read_text().splitlines() or ["null"])
+        if version is None:
+            result["skipped"].append({"backend": name, "kernel": "", "reason": reason})
+            return
+        result["peers"]["vllm"] = version["version"]
+        for number, (task, runs) in enumerate(zip(tasks, plans)):
+            found: dict[str, list[Row]] = {}
+            there = [row for row in rows if row["work"] == number]
+            for run, row in zip(runs, there):
+                about = {"trace": task.workload.name, "load": run.load.name} | run.load._asdict() | {"backend": name}
+                found.setdefault(run.load.name, []).append(about | figures(task.workload, run, row))
+            result["serving"].extend(map(middle, found.values()))
+            for run in runs[len(there) :]:
+                result["missed"].append(f"{task.workload.name}, {run.load.name}, {name}: {reason}")
+
+    def _run(self, job: Path, results: Path, seconds: float) -> str:
+        """Runs the process, and ends all that it has started; returns why it did not come to its end."""
+        paths = [str(self.folder)] if self.folder else []
+        paths += [path for path in [os.environ.get("PYTHONPATH")] if path]
+        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
+        script = Path(__file__).with_name("vllm_process.py")
+        log = job.with_name("log")
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-P", str(script), str(job), str(results)],
+                env=environment,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                if not process.wait(max(seconds, 0.0)):
+                    return ""
+            except subprocess.TimeoutExpired:
+                return "not reached in time"
+            finally:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        errors.print("\n".join(lines[-20:]), highlight=False, markup=False)
+        return lines[-1] if lines else f"it ended with {process.returncode}"
+
+
+class Run(NamedTuple):
+    """A run of a workload.
+
+    Attributes:
+        times: when requests come; None: all at once.
+        offered: requests a second.
+    """
+
+    load: Load
+    seed: int
+    times: list[float] | None
+    offered: float | None
+
+
+def plan(result: Row, settings: Settings, task: Task) -> list[Run]:
+    """The runs of a task, in the order of ours, at the rates at which requests came to ours, if any did."""
+    runs = []
+    rates = {(row["trace"], row["load"]): row["offered_requests_per_s"] for row in result["serving"]}
+    for number in range(max(task.rounds, settings.seeds)):
+        for load in task.loads:
+            rate = rates.get((task.workload.name, load.name))
+            if number >= (task.rounds if load.rate is None else settings.seeds):
+                continue
+            if load.rate is None:
+                runs.append(Run(load, settings.seed, None, None))
+            elif rate:
+                requests = task.workload.first(round(load.rate * len(task.workload.requests)))
+                times = arrivals(requests, rate, settings.seed, number).tolist()
+                runs.append(Run(load, settings.seed, times, rate))
+    return runs
+
+
+def work(settings: Settings, task: Task, runs: list[Run]) -> Row:
+    """What the process has to know of a task."""
+    prompts = task.workload.prompts(settings.model.config.vocab_size, settings.seed)
+    outputs = [request.output for request in task.workload.requests]
+    return {"prompts": [ids.tolist() for ids in prompts], "outputs": outputs, "runs": [run.times for run in runs]}
+
+
+def engine_options(settings: Settings, tasks: list[Task], model: Path, random: bool, caching: bool) -> Row:
+    """Of `vllm.LLM`. A step of ours has so many tokens of prompts, and beside them one of each other sequence."""
+    token_bytes = settings.model.config.kv_layout(settings.model.dtype).token_bytes
+    return {
+        "model": str(model),
+        "load_format": "dummy" if random else "auto",
+        "skip_tokenizer_init": True,
+        "dtype": str(settings.model.dtype).removeprefix("torch."),
+        "max_model_len": max(task.workload.max_seq_len for task in tasks),
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": settings.max_bytes // (BLOCK * token_bytes),
+        "gpu_memory_utilization": 0.6,
+        "max_num_seqs": settings.max_sequences,
+        "max_num_batched_tokens": settings.chunk + settings.max_sequences,
+        "enable_prefix_caching": caching,
+        "disable_log_stats": True,
+    }
+
+
+def write_config(folder: Path, settings: Settings) -> Path:
+    """Writes the `config.json` of a model's shape; returns its folder."""
+    config = model_config(settings.model.config, settings.model.angles.shape[1])
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def model_config(config: Config, max_seq_len: int) -> dict[str, Any]:
+    """A shape in the words of a `config.json`."""
+    kind = "qwen3" if config.qk_norm else "llama"
+    return {
+        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
+        "model_type": kind,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope["rope_theta"],
+        "max_position_embeddings": max_seq_len,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def figures(workload: Workload, run: Run, told: Row) -> Row:
+    """What is reported of a run, in the words of ours, as far as it is known."""
+    requests = workload.requests[: len(told["tokens"])]
+    outputs, tokens = np.array([request.output for request in requests]), np.array(told["tokens"])
+    seconds, finished = told["seconds"], int((tokens == outputs).sum())
+    row: Row = {
+        "requests": len(requests),
+        "finished": finished,
+        "seconds": seconds,
+        "requests_per_s": finished / seconds,
+        "output_tokens_per_s": int(tokens.sum()) / seconds,
+        "tokens_per_s": int(tokens.sum() + sum(request.prompt for request in requests)) / seconds,
+        "seed": run.seed,
+        "offered_requests_per_s": run.offered,
+    }
+    if run.times is not None:
+        first, last, gaps = (np.array(told[name]) for name in ("first", "last", "gaps"))
+        several = outputs > 1
+        row["ttft_s"] = quantiles(first - np.array(run.times))
+        row["tpot_s"] = quantiles((last - first)[several] / (outputs - 1)[several])
+        row["gap_s"] = quantiles(gaps[several])
+    return row

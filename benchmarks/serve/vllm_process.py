@@ -1,0 +1,86 @@
+"""vLLM in a process of its own, which imports nothing of ours: `python -P vllm_process.py JOB RESULTS`.
+
+The job is JSON, made by `vllm_peer`. A line of JSON is added to the results when vLLM is there, and one after each run.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from time import perf_counter, sleep
+from typing import Any
+
+
+def main() -> None:
+    """Serves all that the job says."""
+    job_path, results_path = map(Path, sys.argv[1:])
+    job = json.loads(job_path.read_text())
+    import vllm
+
+    engine = vllm.LLM(**job["options"])
+    with results_path.open("a") as results:
+        print(json.dumps({"version": vllm.__version__}), file=results, flush=True)
+        for number, work in enumerate(job["works"]):
+            prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
+            engine.generate(prompts[:8], [sampling(2)] * len(prompts[:8]), use_tqdm=False)
+            for times in work["runs"]:
+                if job["options"]["enable_prefix_caching"]:
+                    engine.reset_prefix_cache()
+                if times is None:
+                    row = serve_all(engine, prompts, work["outputs"])
+                else:
+                    row = serve_coming(engine, prompts, work["outputs"], times)
+                print(json.dumps(row | {"work": number}), file=results, flush=True)
+
+
+def sampling(tokens: int, **how: Any) -> Any:
+    """The likeliest tokens, just so many."""
+    from vllm import SamplingParams
+
+    about = {"temperature": 0, "max_tokens": tokens, "min_tokens": tokens}
+    return SamplingParams(**about, ignore_eos=True, detokenize=False, **how)
+
+
+def serve_all(engine: Any, prompts: list[Any], outputs: list[int]) -> dict[str, Any]:
+    """All requests at once, as `LLM.generate` serves them: answers come when they are whole."""
+    asked = list(map(sampling, outputs))
+    start = perf_counter()
+    answers = engine.generate(prompts, asked, use_tqdm=False)
+    seconds = perf_counter() - start
+    return {"seconds": seconds, "tokens": [len(answer.outputs[0].token_ids) for answer in answers]}
+
+
+def serve_coming(engine: Any, prompts: list[Any], outputs: list[int], times: list[float]) -> dict[str, Any]:
+    """The first requests as they come, their tokens streamed: when each had its first and its last one, and the longest
+    time between two."""
+    from vllm.sampling_params import RequestOutputKind
+
+    core = engine.llm_engine
+    asked = [sampling(tokens, output_kind=RequestOutputKind.DELTA) for tokens in outputs[: len(times)]]
+    first, last, gaps = ([0.0] * len(times) for _ in range(3))
+    tokens = [0] * len(times)
+    arrived, start = 0, perf_counter()
+    while arrived < len(times) or core.has_unfinished_requests():
+        now = perf_counter() - start
+        while arrived < len(times) and times[arrived] <= now:
+            core.add_request(f"request-{arrived}", prompts[arrived], asked[arrived])
+            arrived += 1
+        if not core.has_unfinished_requests():
+            sleep(max(times[arrived] - now, 0.0))
+            continue
+        answers = core.step()
+        now = perf_counter() - start
+        for answer in answers:
+            request, came = int(answer.request_id.split("-")[1]), len(answer.outputs[0].token_ids)
+            if came and tokens[request]:
+                gaps[request] = max(gaps[request], now - last[request])
+            elif came:
+                first[request] = now
+            last[request] = now if came else last[request]
+            tokens[request] += came
+    return {"seconds": perf_counter() - start, "tokens": tokens, "first": first, "last": last, "gaps": gaps}
+
+
+if __name__ == "__main__":
+    main()
