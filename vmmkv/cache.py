@@ -658,12 +658,7 @@ class KVCache(Owner):
 
         Waits for GPU work that still uses them.
         """
-        self._rows.release_abandoned()
-        frames = self.pool.frames
-        before = frames.existing
-        self._rows.reclaim(self.pool.limit, wait=True)  # also what costs addresses only: pages that others have, too
-        frames.release(frames.free_pages)
-        return (before - frames.existing) * self.page_size
+        return self.pool.trim_holder(self._rows)
 
     def close(self) -> None:
         """Ends all sequences and gives all memory back now, after all work on the device.

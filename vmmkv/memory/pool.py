@@ -262,6 +262,13 @@ class FramePool(Accounts):
         self.frames.release(max(pages - self.room, 0))
         account.taken += pages
 
+    def trim_holder(self, holder: Holder) -> int:
+        """Gives what a holder does not use, and what is free, back to the system; returns the bytes that went."""
+        before = self.frames.existing
+        holder.reclaim(self.limit, wait=True)  # also what costs addresses only: pages that others have, too
+        self.frames.release(self.frames.free_pages)
+        return (before - self.frames.existing) * self.page_size
+
     def give(self, account: Account, frames: Collection[int]) -> None:
         """Takes frames back that are mapped nowhere."""
         account.taken -= self.frames.give(frames)

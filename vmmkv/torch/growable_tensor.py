@@ -200,11 +200,7 @@ class GrowableTensor(Owner):
 
         Waits for GPU work that was submitted before it shrank.
         """
-        frames = self.pool.frames
-        before = frames.existing
-        self.reclaim(self.pool.limit, wait=True)
-        frames.release(frames.free_pages)
-        return (before - frames.existing) * self.pool.page_size
+        return self.pool.trim_holder(self)
 
     @property
     def kept_pages(self) -> int:
