@@ -65,32 +65,32 @@ BENCHMARKS = {
         4.4,
         "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 35 --rounds 2 --json",
     ),
-    "serve": Benchmark(Kind.GPU, 5, f"{SERVE} --trace {{conv}} --trace {{mooncake}}"),
-    "generate": Benchmark(Kind.GPU, 2.7, "-m benchmarks.generate --budget-seconds {seconds} --json"),
-    "attention": Benchmark(Kind.GPU, 2.6, "-m benchmarks.attention --trace {conv} --json"),
+    "serve": Benchmark(Kind.GPU, 4.2, f"{SERVE} --trace {{conv}} --trace {{mooncake}}"),
+    "generate": Benchmark(Kind.GPU, 2, "-m benchmarks.generate --budget-seconds {seconds} --json"),
+    "attention": Benchmark(Kind.GPU, 2.4, "-m benchmarks.attention --trace {conv} --json"),
     "allocator": Benchmark(Kind.GPU, 0.6, "-m benchmarks.allocator --rounds 50 --json"),
-    "mapper": Benchmark(
-        Kind.GPU, 2.2, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
-    ),
+    "mapper": Benchmark(Kind.GPU, 2, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"),
     "sharing": Benchmark(Kind.GPU, 1, "-m benchmarks.sharing --rounds 4 --json"),
     "prefixes": Benchmark(Kind.GPU, 0.5, "-m benchmarks.prefixes --json"),
     "pools": Benchmark(
-        Kind.GPU, 1.4, "-m benchmarks.pools --move-memory 40GiB --trace {conv} --budget-seconds {seconds} --json"
+        Kind.GPU,
+        4,
+        "-m benchmarks.pools --rounds 1 --move-memory 40GiB --trace {conv} --budget-seconds {seconds} --json",
     ),
     "serve_qwen3": Benchmark(Kind.GPU, 1.5, f"{SERVE} --model qwen3-0.6b --trace {{conv}}"),
-    "serve_rounds": Benchmark(Kind.GPU, 1.6, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
+    "serve_rounds": Benchmark(Kind.GPU, 1.4, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
     "serve_rounds_qwen3": Benchmark(
         Kind.GPU, 1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}} --model qwen3-0.6b"
     ),
     "serve_reuse": Benchmark(
         Kind.GPU,
-        1.6,
+        1.4,
         f"{SERVE} --reuse --trace {{mooncake}} --model qwen3-0.6b --memory 8GiB --shorten 16 --requests 600"
         " --tokens 200000 --max-sequences 128",
     ),
-    "attention_shapes": Benchmark(Kind.GPU, 0.8, "-m benchmarks.attention --only shapes --json"),
+    "attention_shapes": Benchmark(Kind.GPU, 0.7, "-m benchmarks.attention --only shapes --json"),
     "overread": Benchmark(Kind.GPU, 0.5, "-m benchmarks.overread --trace {conv} --json"),
-    "reuse": Benchmark(Kind.GPU, 0.8, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
+    "reuse": Benchmark(Kind.GPU, 0.6, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
     "idle": Benchmark(Kind.GPU, 0.3, "-m benchmarks.idle --device cuda --trace {conv} --json"),
     "swap": Benchmark(Kind.GPU, 0.5, "-m benchmarks.swap --json"),
     "transfer": Benchmark(Kind.GPUS, 1.5, "-m benchmarks.transfer --rounds 10 --json"),
