@@ -41,10 +41,10 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
     chance = random.Random(seed)
     pool, driver = make_pool(40)
     size = driver.page_size
-    guaranteed = chance.choice([0, 6, 12])
+    guaranteed, most = chance.choice([0, 6, 12]), chance.choice([10, 30])
     caches = [
         vmmkv.KVCache(LAYOUT, 4, 120, pool=pool, guaranteed=guaranteed * size),
-        vmmkv.KVCache(WIDE, 4, 60, pool=pool, max_bytes=chance.choice([10, 30]) * size, scrub=chance.random() < 0.5),
+        vmmkv.KVCache(WIDE, 4, 60, pool=pool, max_bytes=most * size, scrub=chance.random() < 0.5),
     ]
     tensor = GrowableTensor((10_000, 4), torch.float32, max_bytes=20 * size, pool=pool)
     live: list[tuple[vmmkv.Sequence, float]] = []
@@ -77,8 +77,9 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
             cache.check()
         stats = pool.stats()
         assert stats.physical_bytes == driver.num_pages * size <= stats.limit_bytes
-        held = sum(cache.stats().physical_bytes for cache in caches) + tensor.stats().physical_bytes
-        assert held + stats.free_bytes == stats.physical_bytes
+        each = [cache.stats() for cache in caches] + [tensor.stats()]
+        assert sum(one.physical_bytes for one in each) + stats.free_bytes == stats.physical_bytes
+        assert [one.budget_bytes for one in each] == [min(pages, pool.limit) * size for pages in (50, most, 20)]
         for sequence, value in live:
             assert has_memory(sequence, driver)
             sequence.k(0).fill_(value)

@@ -65,7 +65,7 @@ def check_pool(pool: FramePool) -> None:
     over = pool.overdraft(pool.limit)
     ensure(over <= 0, f"{pool.limit + over} pages are firm or guaranteed; the limit is {pool.limit}")
     for account in pool.accounts:
-        taken, limit = account.taken, pool.limit if account.limit is None else account.limit
+        taken, limit = account.taken, pool.limit_of(account)
         ensure(taken <= limit, f"an account of {limit} pages has {taken}")
         holder = account.holder()
         if account.is_lease and holder is not None:

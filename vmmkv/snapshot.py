@@ -11,7 +11,7 @@ from .stats import CacheStats, MappedRange
 
 def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheStats:
     """Bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
-    pool, books, account, tokens = rows.pool, rows.books, rows.account, rows.table.tokens
+    pool, books, tokens = rows.pool, rows.books, rows.table.tokens
     size, used, made, mapper = pool.page_size, rows.used_pages, pool.frames.made, pool.mapper
     pages = {
         "used": used,
@@ -22,7 +22,7 @@ def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheSt
     uses, calls = rows.page_uses + used, pool.meter.stats()
     prefixes = rows.keeper if isinstance(rows.keeper, Prefixes) else None
     return CacheStats(
-        budget_bytes=(pool.limit if account.limit is None else account.limit) * size,
+        budget_bytes=pool.limit_of(rows.account) * size,
         physical_bytes=sum(pages.values()) * size,
         tokens=tokens,
         token_bytes=tokens * sum(books.records),

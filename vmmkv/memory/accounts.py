@@ -158,7 +158,7 @@ class Accounts:
         sequences, tokens = (0, 0) if holder is None else holder.sequences()
         return AccountStats(
             name=account.name,
-            limit_bytes=min(self.limit, self.limit if account.limit is None else account.limit) * size,
+            limit_bytes=self.limit_of(account) * size,
             guaranteed_bytes=account.guaranteed * size,
             mapped_bytes=(used if account.is_lease else account.taken) * size,
             used_bytes=used * size,
@@ -195,10 +195,14 @@ class Accounts:
 
     # ------------------------------------------------------------------ what one may have
 
+    def limit_of(self, account: Account) -> int:
+        """The most pages that a holder may have mapped."""
+        return self.limit if account.limit is None else min(account.limit, self.limit)
+
     def allowed(self, account: Account) -> int:
         """Pages that a holder may use in all: what others use, and what they are guaranteed, is theirs."""
         others = sum(other.promised for other in self.accounts if other is not account)
-        return min(self.limit - others, self.limit if account.limit is None else account.limit)
+        return min(self.limit - others, self.limit_of(account))
 
     def check_allowed(self, account: Account, pages: int) -> None:
         """Raises `OutOfPagesError`, where a holder may not use so many pages in all."""

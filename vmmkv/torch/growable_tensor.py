@@ -246,10 +246,9 @@ class GrowableTensor(Owner):
     @operation
     def stats(self) -> GrowableTensorStats:
         """A snapshot: bytes."""
-        size, pool, limit = self.pool.page_size, self.pool, self._account.limit
+        pool, size = self.pool, self.pool.page_size
         physical = pool.frames.existing if self._owns_pool else self._account.taken
-        budget = pool.limit if limit is None else limit
-        return GrowableTensorStats(budget * size, physical * size, self._length * self._row_bytes)
+        return GrowableTensorStats(pool.limit_of(self._account) * size, physical * size, self._length * self._row_bytes)
 
     @operation
     def mapped_ranges(self) -> list[MappedRange]:
