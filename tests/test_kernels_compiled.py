@@ -34,7 +34,9 @@ COMPILE = """
         kernels = {
             "append": row_append.append_kernel(128, 16, 128, 16, True, 0, False),
             "append, behind": row_append.append_kernel(128, 16, 128, 16, False, 0, True),
-            "append, quantizing": row_append.append_kernel(64, 8, 80, 10, True, 0, False, None, (bf16, torch.int8)),
+            "append, quantizing": row_append.append_kernel(
+                64, 8, 80, 10, True, 0, False, (bf16, 32, 6), (bf16, torch.int8)
+            ),
             "append, paged": row_append.append_kernel(128, 16, 128, 16, True, 16, False),
             "append, rotary, 128": row_append.append_kernel(128, 16, 128, 16, True, 0, False, (bf16, 32, 6)),
             "append, rotary, 256": row_append.append_kernel(256, 64, 256, 64, True, 16, False, (torch.float32, 8, 32)),
