@@ -443,7 +443,7 @@ class FramePool:
     @property
     def has_guarantees(self) -> bool:
         """Whether anything is guaranteed. Otherwise all that is mapped may be firm."""
-        return any(account.guaranteed for account in self.accounts)
+        return sum([account.guaranteed for account in self.accounts]) > 0
 
     def overdraft(self, limit: int) -> int:
         """Pages by which what all have firmly, or are guaranteed, whichever is more, is beyond a limit; negative where
