@@ -375,6 +375,8 @@ class KVCache(Owner):
         whose, prefixes = self.pool.tenant_number(tenant), self._prefixes()
         key = Key(salt, adapter, tenant, whose)
         hit = prefixes.find(key, ids)
+        if prefixes.make_way(hit, max(len(ids) if whole else 0, expected)):
+            hit = prefixes.find(key, ids)
         try:
             return self._begin(hit, key, ids, whole, expected, tenant)
         except OutOfPagesError:
@@ -390,7 +392,7 @@ class KVCache(Owner):
             tokens = len(ids) if whole else known
             if hit.tokens:
                 stream = self._driver.current_stream()
-                sequence = self._new_sequence(self._rows.pick_empty(stream) if hit.row is None else hit.row)
+                sequence = self._new_sequence(self._row_for(hit, max(tokens, expected), stream, key.number))
                 try:
                     prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, stream)
                 except VmmkvError:  # whoever holds it holds the sequence
@@ -404,6 +406,13 @@ class KVCache(Owner):
                 self._rows.shrink(sequence.index, 0, sequence.cached_tokens)
         prefixes.count(len(ids), sequence.cached_tokens)
         return sequence
+
+    def _row_for(self, hit: Hit, tokens: int, stream: Any, tenant: int) -> int:
+        """The row of a sequence that is to have so many tokens, and begins with a hit: one without pages, where any are
+        laid there."""
+        if hit.row is not None:
+            return hit.row
+        return self._rows.pick(tokens, stream, tenant) if hit.is_copied else self._rows.pick_empty(stream)
 
     def receive(
         self,

@@ -94,7 +94,8 @@ class Laying:
     def lay(
         self, row: int, tokens: int, length: int, laid: Sequence[list[Piece]], partial: Sequence[int | None]
     ) -> None:
-        """Gives a row without pages its first tokens, from pages that are kept, and room for all of its tokens.
+        """Gives a row its first tokens, from pages that are kept, and room for all of its tokens. It has no pages, or
+        nothing is to be laid there but a copy.
 
         Args:
             tokens: so many are there.
@@ -131,6 +132,8 @@ class Laying:
         """
         pool = self._pool
         kept = [of[:-1] if of and not of[-1].frames else of for of in laid]  # the last copies lie on what grows there
+        if not any(kept):
+            return
         new = sum(piece.pages for of in kept for piece in of if not piece.frames)
         shared = [frame for of in kept for piece in of for frame in piece.frames]
         pool.frames.share(shared)  # before there is room for the copies: what is known of them may become others
@@ -141,7 +144,7 @@ class Laying:
         for (arena, _), of in zip(self._books.ranges, kept):
             end = 0
             arena.table.begin_at(row, 0)
-            arena.table.own[row] = sum(piece.pages for piece in of)
+            arena.table.lend(row, sum(piece.pages for piece in of))
             for piece in of:
                 run = Run(row, end, end + piece.pages)
                 end = run.end
