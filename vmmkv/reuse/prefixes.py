@@ -367,7 +367,10 @@ class Prefixes:
         ends = []
         for (arena, _), known in zip(self._books.ranges, node.path_pages()):
             mine = arena.table.pages_in(row, 0, len(known)).tolist()
-            ends.append(next((page for page, its in enumerate(mine) if its != known[page]), len(known) + 1))
+            if mine == known[: len(mine)]:  # at once: most are
+                ends.append(len(known) + 1)
+            else:
+                ends.append(next(page for page, its in enumerate(mine) if its != known[page]))
         own = self._tokens_before(ends)
         return Chain(key, ids, self._lock(node, own), own)
 

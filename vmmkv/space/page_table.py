@@ -32,6 +32,9 @@ from ..memory.frames import LARGE, Frames
 from ..memory.pool import Account
 from ..stats import MappedRange
 
+OF_A_FRAME = np.arange(LARGE)
+"""Pages of a large frame, from its first one."""
+
 
 @dataclass(eq=False, slots=True)  # made for each change: a named tuple takes three times as long
 class Run:
@@ -235,7 +238,11 @@ class PageTable:
         row, begin = run.row, run.begin
         if self.first[row] == self.end[row]:  # whoever had it may have left it meanwhile: see `begin_at`
             self.first[row] = self.ready[row] = begin
-        pages = frames if len(frames) == run.end - begin else self._frames.in_pages(frames)
+        pages: list[int] | npt.NDArray[np.int64] = frames
+        if len(frames) < run.end - begin:
+            is_large = self._frames.is_large.data
+            are_large = len(frames) > 1 and all(is_large[frame] for frame in frames)
+            pages = np.add.outer(frames, OF_A_FRAME).ravel() if are_large else self._frames.in_pages(frames)
         if len(pages) > LARGE:
             self.memory[row, begin : begin + len(pages)] = pages
         else:  # for few, numpy takes several times as long
