@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 from test_prefixes import LAYOUT, RANGES, World, prompt
 from test_promoting import quiet
@@ -58,6 +59,21 @@ def test_what_was_used_last_stays() -> None:
     for number in range(8):
         assert once(world, number) == len(COMMON)
         assert once(world, number) == 149
+
+
+def test_who_expects_more_begins_on_a_large_frame() -> None:
+    """A page, and a part of one, are copied: single pages under them would leave too few for a large frame behind."""
+    world = World(Random(), 200, LAYOUT, lookahead=8)
+    quiet(world.cache)
+    once(world, 2)
+    before = world.cache.stats().driver_calls["map"].count
+    ids = np.array([*COMMON, *[3] * (17 * 8 - len(COMMON))])
+    sequence = world.cache.sequence(token_ids=ids, whole=False, expected_tokens=len(ids))
+    assert sequence.length == sequence.cached_tokens == len(COMMON)
+    sequence.extend(len(ids) - len(COMMON))
+    maps = world.cache.stats().driver_calls["map"].count - before
+    assert maps <= 3  # a large frame, a page, and what is copied, where it is copied from
+    world.cache.check()
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])

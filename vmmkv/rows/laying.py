@@ -115,7 +115,7 @@ class Laying:
             with Undo() as undo:
                 self._map(row, laid, undo)
                 self._afford(row, length, undo)
-                at_once(self._growing.make_room({row: (0, length)}, [row]))
+                at_once(self._growing.make_room({row: (0, self._room(row, length))}, [row]))
                 self._copy(row, tokens, sources, laid, partial)
         finally:
             self._pool.give(self._account, sources)
@@ -165,6 +165,20 @@ class Laying:
         self._books.claims = {row: (0, length)}
         undo.push(self._books.claims.clear)
         self._reclaimer.afford(sum(end for _, end in self._books.used(row)))
+
+    def _room(self, row: int, length: int) -> int:
+        """Up to which token a row that is to have so many is mapped: the end of a large frame, where more are expected,
+        and as much is idle. That takes a call, and single pages would take one each."""
+        books, expected = self._books, self._books.table.expected[row]
+        if not books.rules.large or expected <= length:
+            return length
+        ends = [arena.table.end[row] for arena, _ in books.ranges]
+        needed = [max(last - end, 0) for end, (_, last) in zip(ends, books.spans(0, length))]
+        wanted = [end - (-pages // LARGE) * LARGE for end, pages in zip(ends, needed)]
+        tokens = min(end * books.page_size // record for end, record in zip(wanted, books.records))
+        idle = min(self._pool.idle(self._account), self._pool.headroom(self._account))
+        fits = tokens <= expected and sum(wanted) - sum(ends) <= idle
+        return max(tokens, length) if fits else length
 
     def _copy(
         self, row: int, tokens: int, sources: list[int], laid: Sequence[list[Piece]], partial: Sequence[int | None]
