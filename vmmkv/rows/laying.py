@@ -176,9 +176,11 @@ class Laying:
         needed = [max(last - end, 0) for end, (_, last) in zip(ends, books.spans(0, length))]
         wanted = [end - (-pages // LARGE) * LARGE for end, pages in zip(ends, needed)]
         tokens = min(end * books.page_size // record for end, record in zip(wanted, books.records))
-        idle = min(self._pool.idle(self._account), self._pool.headroom(self._account))
-        fits = tokens <= expected and sum(wanted) - sum(ends) <= idle
-        return max(tokens, length) if fits else length
+        tokens -= books.rules.overread
+        new = sum(wanted) - sum(ends)
+        if not length < tokens <= expected or new > self._pool.idle(self._account):
+            return length
+        return length if self._pool.has_guarantees and new > self._pool.headroom(self._account) else tokens
 
     def _copy(
         self, row: int, tokens: int, sources: list[int], laid: Sequence[list[Piece]], partial: Sequence[int | None]
