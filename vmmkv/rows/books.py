@@ -364,7 +364,7 @@ class Books:
         self.refresh(row)
         if row in table.kept:
             return
-        if all(arena.table.first[row] == 0 for arena, _ in self.ranges) and not self.is_shared(row):
+        if all(arena.table.first[row] == 0 and arena.table.have_alone(row) for arena, _ in self.ranges):
             table.retired.pop(row, None)
             table.parked.put(row, table.capacity[row])
         else:

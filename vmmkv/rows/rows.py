@@ -423,14 +423,7 @@ class Rows:
         """
         with Undo() as undo:
             undo.push(self.books.vacate, row)
-            self.afford(row, tokens)
-            adopted = self.books.has_pages(row)
-            self.begin(row, owner, expected, stream, tenant)
-            beyond = self._beyond(row, max(tokens, expected)) if adopted else []
-            if beyond and self.table.fences[row].passed():
-                for arena, page in beyond:
-                    arena.unmap_back(row, page)
-                self.books.refresh(row)
+            adopted = self.start(row, owner, tokens, expected, stream, tenant)
             if tokens and self.rules.zero_tail:
                 self._keep(row, 2 * max(tokens, expected))
             if tokens > self.table.capacity[row] or (tokens and self.rules.zero_tail):
@@ -438,6 +431,19 @@ class Rows:
         self.table.length[row] = tokens
         self.books.refresh(row)
         self.adoptions += adopted
+
+    def start(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> bool:
+        """Gives a picked row to a new sequence on a stream, which is to have so many tokens; returns whether there are
+        pages. Raises what `afford` raises."""
+        self.afford(row, tokens)
+        adopted = self.books.has_pages(row)
+        self.begin(row, owner, expected, stream, tenant)
+        beyond = self._beyond(row, max(tokens, expected)) if adopted else []
+        if beyond and self.table.fences[row].passed():
+            for arena, page in beyond:
+                arena.unmap_back(row, page)
+            self.books.refresh(row)
+        return adopted
 
     def afford(self, row: int, tokens: int) -> None:
         """Sees to it that a sequence may have what lies on a row that is nobody's, and is to hold so many tokens. Where
