@@ -1,11 +1,12 @@
 """transformers' continuous batching on rows, beside its own on blocks: the same requests, all waiting.
 
-    python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--json]
+    python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--attention NAME] [--json]
 
 Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
 stopped, and measured by what was generated until then. Then first tokens of prompts of which nine tenths are known, and
-of others. On rows forward passes run as they are, and compiled as transformers' `default_compile_level=1` has it.
-Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say nothing.
+of others. On rows forward passes run as they are, and compiled as transformers' `default_compile_level=1` has it; on
+blocks with `sdpa`, or another attention that transformers finds (`--attention flash_attention_3`). Without a GPU a tiny
+model runs, as it is, with lengths divided by 16, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vmmkv.integrations import continuous_batching as rows
 from vmmkv.memory.budget import parse_bytes
 
 Row = dict[str, Any]
-ROWS, COMPILED, BLOCKS = "rows", "rows, compiled", "blocks, sdpa"
+ROWS, COMPILED = "rows", "rows, compiled"
 BATCH_TOKENS = 2048
 """Of a forward pass."""
 KNOWN = 0.9
@@ -66,6 +67,7 @@ def main(
     memory: Annotated[str | None, typer.Option(help="For K and V.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of rows.")] = 3,
+    attention: Annotated[str, typer.Option(help="Of transformers, on blocks.")] = "sdpa",
     json_output: JsonOutput = False,
 ) -> None:
     """Measure transformers' continuous batching on rows and on blocks."""
@@ -85,8 +87,9 @@ def main(
         with manager_of(served, COMPILED, nbytes) as manager:
             warm_up(manager, workload, seconds)
             runs += [run(manager, COMPILED, workload, number, seconds) for number in range(rounds)]
-    with manager_of(served, BLOCKS, nbytes) as manager:
-        runs.append(run(manager, BLOCKS, workload, 0, seconds))
+    served.set_attn_implementation(attention)
+    with manager_of(served, blocks := f"blocks, {attention}", nbytes) as manager:
+        runs.append(run(manager, blocks, workload, 0, seconds))
     result = {
         "environment": facts,
         "model": name,
@@ -157,7 +160,7 @@ def finished_request(manager: Any) -> Any:
 def manager_of(model: Any, system: str, nbytes: int) -> Iterator[Any]:
     """A manager that is at work."""
     blocks = nbytes // (token_bytes(model.config) * 256)
-    if system != BLOCKS:
+    if system in (ROWS, COMPILED):
         rows.enable(model, max_bytes=nbytes)
     batching = ContinuousBatchingConfig(
         max_batch_tokens=BATCH_TOKENS,

@@ -2,16 +2,24 @@
 
     python -m benchmarks.pools [--device cuda] [--model NAME]... [--memory 8GiB] [--json]
 
-Bursts come in turns: while one model serves, the other has nothing to do. On one pool each finds all memory then,
-in halves never more than its own. And how long memory takes to move: one cache fills the pool and is left, and the next
-prompts come to the other. The models have random weights; the same name twice is two caches over the same weights.
-Without a GPU they are tiny, and speeds say nothing.
+Bursts come in turns: all requests of one at once, and the next when the one before has been served, as where one model
+reads what the other wrote. A model has nothing to do in the other's turn, and no turn leaves the device idle. On one
+pool each finds all memory then, in halves never more than its own. That is worth as much as a burst needs more than a
+half: one that fits in a half is served as fast there; of one that waits for memory most of the time, twice the memory
+takes twice the requests at a time, until computing takes longer than reading weights. So bursts have several sizes, and
+K and V as much memory as two models of 16 GB leave on a card of 40. What we aim at is told of the largest; `crowded`
+says for which part of the time requests waited for memory.
+
+And how long memory takes to move: one cache fills the pool and is left, and the next prompts come to the other. The
+models have random weights; the same name twice is two caches over the same weights. Without a GPU they are tiny, and
+speeds say nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -50,7 +58,11 @@ MOVED = 10 << 30
 """Bytes that the time of a move is told for."""
 
 
-GPU = Usual("llama-3.1-8b", "8GiB", 8192, 8192, shorten=1)
+SIZES = [60, 150, 240]
+"""Requests of a burst."""
+IN_TIME = 5.0
+"""Seconds in which a first token is in time."""
+GPU = Usual("llama-3.1-8b", "4GiB", 8192, 8192, shorten=1)
 HOST = Usual("tiny", "512KiB", 256, 128, shorten=16)
 
 
@@ -74,8 +86,9 @@ def serve(engines: list[Engine], settings: list[Settings], works: list[Workload]
     for engine in engines:
         engine.kv.give_back()
     free_memory()
-    tokens, seconds = (sum(row[name] for row in rows) for name in ("tokens", "seconds"))
-    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "bursts": rows}
+    tokens, in_time, seconds = (sum(row[name] for row in rows) for name in ("tokens", "tokens_in_time", "seconds"))
+    speeds = {"tokens_per_s": tokens / seconds, "tokens_in_time_per_s": in_time / seconds}
+    return {"tokens": tokens, "seconds": seconds} | speeds | {"bursts": rows}
 
 
 def serve_burst(engine: Engine, work: Workload, settings: Settings) -> Row:
@@ -88,6 +101,8 @@ def serve_burst(engine: Engine, work: Workload, settings: Settings) -> Row:
     return {name: row[name] for name in KEPT} | {
         "seconds": run.seconds,
         "tokens": run.generated,
+        "tokens_in_time": int(run.outputs[run.first <= IN_TIME].sum()),
+        "crowded": sum(took for took, waiting in zip(run.step_seconds, run.waiting) if waiting) / run.seconds,
         "unfinished": len(run.outputs) - run.finished,
         "driver_ms": done.driver_seconds * 1e3,
         "pages_mapped": dict(done.pages_mapped),
@@ -156,8 +171,10 @@ def main(
     model: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(MODELS)}; two.")] = None,
     memory: Annotated[str | None, typer.Option(help="For K and V of both.")] = None,
     trace: TraceFile = None,
-    requests: Annotated[int, typer.Option(min=1, help="Of a burst.")] = 150,
-    bursts: Annotated[int, typer.Option(min=1, help="Of each model.")] = 2,
+    requests: Annotated[
+        list[int] | None, typer.Option(min=1, help=f"Of a burst; {', '.join(map(str, SIZES))}, one after another.")
+    ] = None,
+    bursts: Annotated[int, typer.Option(min=1, help="Of each model.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Of each mode, in turns; the median is reported.")] = 3,
     max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
     chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
@@ -183,8 +200,9 @@ def main(
     layouts = [MODELS[name].kv_layout(dtype) for name in names]
     free = driver.memory_info()[0]
     nbytes, moved = parse_bytes(memory or usual.memory, free), parse_bytes(move_memory or memory or usual.memory, free)
-    works = [workload(trace, layout, nbytes // 2, requests, usual, seed) for layout in layouts]
-    longest = max(work.max_seq_len for work in works)
+    sizes = sorted(set(requests or SIZES), reverse=True)
+    works = {size: [workload(trace, layout, nbytes // 2, size, usual, seed) for layout in layouts] for size in sizes}
+    longest = max(work.max_seq_len for work in works[sizes[0]])
     models: dict[str, Model] = {}
     for name in names:
         models[name] = models.get(name) or random_model(MODELS[name], longest, driver.device, dtype)
@@ -195,8 +213,9 @@ def main(
         "models": names,
         "dtype": str(dtype).removeprefix("torch."),
         "memory_bytes": nbytes,
-        "requests": [len(work.requests) for work in works],
-        "trace": works[0].name,
+        "requests": sizes,
+        "in_time_s": IN_TIME,
+        "trace": works[sizes[0]][0].name,
         "lookahead": lookahead,
         "prompt_tokens": prompt,
         "moves": [
@@ -222,51 +241,64 @@ def workload(trace: Path | None, layout: KVLayout, half: int, requests: int, usu
 def measure(
     result: Row,
     settings: list[Settings],
-    works: list[Workload],
+    works: dict[int, list[Workload]],
     layouts: list[KVLayout],
     memory: int,
     bursts: int,
     rounds: int,
     deadline: float,
 ) -> None:
-    """Adds to a result, for each mode, the run with the median throughput, and what was not reached."""
-    found: dict[str, list[Row]] = {mode: [] for mode in MODES}
+    """Adds to a result, for each size of bursts and mode, the run with the median throughput, and what was not reached.
+
+    Args:
+        works: for each size that of each model, the largest first.
+    """
+    found: dict[tuple[int, str], list[Row]] = {(size, mode): [] for size in sorted(works) for mode in MODES}
+    largest = next(iter(works.values()))
     engines: dict[str, list[Engine]] = {}
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress, ExitStack() as stack:
-        task = progress.add_task("Serving", total=rounds * len(MODES))
-        for number in range(rounds):
+        task = progress.add_task("Serving", total=rounds * len(found))
+        for number, size in product(range(rounds), works):
             for mode in MODES[:: -1 if number % 2 else 1]:
+                name = f"bursts of {size}, {mode}, round {number + 1}"
                 if perf_counter() < deadline:
                     if mode not in engines:
                         pools = pools_of(mode, layouts, memory, settings[0].model.device)
                         each = [one._replace(pool=pool) for one, pool in zip(settings, pools)]
-                        made = [make_engine(one, work, "vmm") for one, work in zip(each, works)]
+                        made = [make_engine(one, work, "vmm") for one, work in zip(each, largest)]
                         engines[mode] = [stack.enter_context(closing(engine)) for engine in made]
-                    run = serve(engines[mode], settings, works, bursts)
+                    run = serve(engines[mode], settings, works[size], bursts)
                     if not any(burst["unfinished"] for burst in run["bursts"]):
                         speed = f"{run['tokens_per_s']:,.0f} tokens/s"
-                        errors.print(f"{mode}, round {number + 1}: {run['seconds']:.1f} s, {speed}", highlight=False)
-                        found[mode].append(run)
+                        errors.print(f"{name}: {run['seconds']:.1f} s, {speed}", highlight=False)
+                        found[size, mode].append(run)
                         progress.advance(task)
                         continue
-                result["missed"].append(f"{mode}, round {number + 1}")
-    for mode, runs in found.items():
+                result["missed"].append(name)
+    for (size, mode), runs in found.items():
         ordered = sorted(runs, key=lambda run: run["tokens_per_s"])
         if ordered:
             speeds = [run["tokens_per_s"] for run in runs]
-            result["runs"].append({"mode": mode} | ordered[(len(ordered) - 1) // 2] | {"rounds": speeds})
+            chosen = ordered[(len(ordered) - 1) // 2]
+            result["runs"].append({"requests": size, "mode": mode} | chosen | {"rounds": speeds})
 
 
 def compare(result: Row) -> list[Row]:
     """What the benchmark is for, and what we aim at; on a GPU only."""
     found: list[Row] = []
     on_gpu = "cuda_driver" in result["environment"]
-    speeds = {run["mode"]: run["tokens_per_s"] for run in result["runs"]}
-    if speeds.keys() == set(MODES):
-        value = speeds[SHARED] / speeds[HALVES]
-        found.append({"what": "tokens/s of both, one pool over fixed halves", "value": value})
-        if on_gpu:
-            found[-1] |= {"aim": ">= 1.5", "met": value >= 1.5}
+    runs = {(run["requests"], run["mode"]): run for run in result["runs"]}
+    for size in sorted(result["requests"]):
+        if {(size, mode) for mode in MODES} <= runs.keys():
+            shared, halves = (runs[size, mode] for mode in MODES)
+            value = shared["tokens_per_s"] / halves["tokens_per_s"]
+            found.append({"what": f"bursts of {size}: tokens/s of both, one pool over fixed halves", "value": value})
+            if on_gpu and size == max(result["requests"]):
+                found[-1] |= {"aim": ">= 1.5", "met": value >= 1.5}
+            if halves["tokens_in_time_per_s"]:
+                value = shared["tokens_in_time_per_s"] / halves["tokens_in_time_per_s"]
+                what = f"bursts of {size}: tokens/s of requests with a first token within {result['in_time_s']:g} s"
+                found.append({"what": what, "value": value})
     for large in (True, False):
         times = [row["ms_per_10_gib"] for row in result["moves"] if row["filled"] and row["large_frames"] == large]
         found.append({"what": f"ms until 10 GiB have moved, {frames(large)}", "value": median(times)})
@@ -278,7 +310,7 @@ def compare(result: Row) -> list[Row]:
 def show(result: Row) -> None:
     """Prints a column for each mode, and a line for each move."""
     title = f"{' and '.join(result['models'])} on {result['environment']['device']}, bursts in turns"
-    console.print(make_table(title, ("what", *(run["mode"] for run in result["runs"])), table(result)))
+    console.print(make_table(title, ("what", *columns(result)), table(result)))
     title = f"Memory that moves, prompts of {result['prompt_tokens']:,} tokens"
     console.print(make_table(title, MOVES, moves(result)))
     for row in result["comparisons"]:
@@ -287,8 +319,15 @@ def show(result: Row) -> None:
         console.print(f"not reached in time: {what}")
 
 
+def columns(result: Row) -> list[str]:
+    """The name of each run; older results have bursts of one size."""
+    return [
+        f"{run['mode']}, bursts of {run['requests']}" if "requests" in run else run["mode"] for run in result["runs"]
+    ]
+
+
 def table(result: Row) -> list[tuple[str, ...]]:
-    """What is told of each mode: a name, and a cell for each."""
+    """What is told of each run: a name, and a cell for each."""
 
     def peak(run: Row, key: str) -> float:
         return max(burst[key] for burst in run["bursts"])
@@ -296,6 +335,8 @@ def table(result: Row) -> list[tuple[str, ...]]:
     lines: dict[str, Callable[[Row], str]] = {
         "output tokens/s, both models": lambda run: f"{run['tokens_per_s']:,.0f}",
         "all rounds": lambda run: f"{min(run['rounds']):,.0f} to {max(run['rounds']):,.0f}",
+        "of requests with a first token in time": lambda run: f"{run['tokens_in_time_per_s']:,.0f}",
+        "of the time requests wait for memory": lambda run: f"{median(b['crowded'] for b in run['bursts']):.0%}",
         "requests at a time, peak": lambda run: f"{peak(run, 'peak_concurrency'):,.0f}",
         "time to first token, s, p50, slowest burst": lambda run: (
             f"{max(b['ttft_s']['p50'] for b in run['bursts']):.2f}"
@@ -304,7 +345,11 @@ def table(result: Row) -> list[tuple[str, ...]]:
         "driver calls, ms a burst": lambda run: f"{median(b['driver_ms'] for b in run['bursts']):,.0f}",
         "preemptions": lambda run: f"{sum(b['preemptions'] for b in run['bursts']):,}",
     }
-    return [(what, *map(cell, result["runs"])) for what, cell in lines.items()]
+    found = []
+    for what, cell in lines.items():
+        with suppress(KeyError):  # older results lack some
+            found.append((what, *map(cell, result["runs"])))
+    return found
 
 
 def frames(large: bool) -> str:

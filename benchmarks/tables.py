@@ -459,7 +459,7 @@ def mapper_prompts(result: Result) -> str:
 
 
 def modes_table(result: Result) -> str:
-    return markdown(("", *(run["mode"] for run in result["runs"])), pools.table(result))
+    return markdown(("", *pools.columns(result)), pools.table(result))
 
 
 def moves_table(result: Result) -> str:

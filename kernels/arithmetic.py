@@ -48,6 +48,15 @@ def _exp2(x: float) -> Any:
     return np.float32(math.exp2(x) if x < 128 else x * math.inf)
 
 
+def _log2(x: float) -> Any:
+    return np.float32(math.log2(x) if x > 0 else x * math.inf - math.inf)
+
+
+def _raising(x: float) -> tuple[Any, Any]:
+    exponent = max(int(np.float32(x).view(np.uint32)) >> 23 & 255, 15)
+    return np.float32(2.0 ** (141 - exponent)), np.float32(2.0 ** (exponent - 141))
+
+
 def _reciprocal(x: float) -> Any:
     return np.float32(1 / float(x) if x else math.copysign(math.inf, x))
 
@@ -60,6 +69,17 @@ def _pick_bytes(a: int, b: int, selector: int) -> Any:
 
 exp2 = instruction("ex2.approx.ftz.f32 $0, $1;", "f", "f", _exp2, pure=True)
 """2 to the power of x, to 2 units in the last place."""
+
+log2 = instruction("lg2.approx.ftz.f32 $0, $1;", "f", "f", _log2, pure=True)
+"""The power of 2 that x is, to 22 bits."""
+
+raising = instruction(
+    "{ .reg .b32 t; mov.b32 t, $2; and.b32 t, t, 0x7f800000; max.u32 t, t, 0x07800000; sub.u32 t, 0x86000000, t; "
+    "mov.b32 $0, t; sub.u32 t, 0x7f000000, t; mov.b32 $1, t; }",
+    "ff", "f", _raising, pure=True,
+)  # fmt: skip
+"""The power of 2 that brings a number into f16's highest but one, from 2**14 on (or nearer to it, from below 2**-112),
+and the power that takes it back."""
 
 reciprocal = instruction("rcp.approx.ftz.f32 $0, $1;", "f", "f", _reciprocal, pure=True)
 """1 / x, to one unit in the last place."""

@@ -9,10 +9,11 @@ The dims are summed in the first product and label the rows of the second, so th
 takes 16 bytes of K and of V as they lie. No shared memory, and no waiting for other warps, while tokens stream past.
 P comes out of the first product as the second wants it but for a transposition in registers.
 
-K and V of 8 bits become 16 on the way from register to product, without loss, and so without their scales: a scale of K
-multiplies its token's scores, and one of V its token's weights. Those of e4m3 are raw (see `eight_bits`): half of the
-exponent that they are short of is given to the queries, or to the weights, so that no product is too small, and half to
-the scores, or to the sums. (Queries from 2**67 on, or scales from 2**68 on, become infinite by that.)
+K and V of 8 bits become f16 on the way from register to product, without loss, and so without their scales: a scale of
+K multiplies its token's scores, and one of V its token's weights. What they are multiplied with has to be f16 as well,
+so it is brought to where f16 has most digits: each query by a power of two, which its scores give back; weights by what
+they are relative to, which is not the greatest score but the greatest weight with its scale. (As if no scale were below
+2**-80, so that the sum of the weights without their scales stays finite.)
 
 For shares of the work see `decode_shares`, for what becomes of the sums `decode_parts`.
 """
@@ -27,15 +28,21 @@ from numba import cuda
 
 from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of, scales_of
 from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
-from .arithmetic import HALVES, clamp, exp2, fma, if_within, maximum, pick_bytes, tanh
+from .arithmetic import HALVES, clamp, exp2, fma, if_within, log2, maximum, pick_bytes, raising, reciprocal, tanh
 from .decode_parts import make_settle, results_of
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
 from .eight_bits import EIGHT_BITS
 from .memory import load_16_cached, load_16_once, load_f32
 from .ptx import float32, inlined, uint32
 from .softmax import Softmax, Visible, begin_softmax
-from .warp import any_lane, shuffle_xor, transpose
+from .warp import any_lane, shuffle, shuffle_xor, transpose
 from .warp import multiply as multiplications
+
+HEADROOM = 15
+"""Weights with scales are up to this power of two: so f16 has the small ones as well."""
+
+LEAST_SCALE = 2.0**-80
+"""Of V, in what weights are relative to."""
 
 
 class Octet(NamedTuple):
@@ -65,23 +72,37 @@ def blocks_per_sm(variant: Variant) -> int:
     return 4 if variant.kv_dtype and variant.head_dim <= 128 else 2
 
 
-def half_exponent(kv_dtype: torch.dtype | None) -> float:
-    """The power of two that makes up for half of what raw numbers are short of."""
-    return 2.0 ** (EIGHT_BITS[kv_dtype].exponent // 2) if kv_dtype else 1.0
+def multiplied_dtype(variant: Variant) -> torch.dtype:
+    """What tensor cores are given."""
+    return torch.float16 if variant.kv_dtype else variant.dtype
 
 
 def make_load_queries(variant: Variant, queries: Queries) -> Any:
-    """A function for kernels that loads a lane's part of an octet: its dims of each chunk, of query `lane // 4`, in the
-    order in which `make_pairs` gives those of K."""
+    """A function for kernels that loads a lane's part of an octet: its dims of each chunk, of query `lane // 4`."""
     head_dim, vectors, scaled = variant.head_dim, vectors_of(variant), variant.kv_dtype is not None
     group, per_head = queries.group, queries.per_head
-    half = HALVES[variant.dtype]
-    pack, low, high, lift = half.pack, half.low, half.high, float32(half_exponent(variant.kv_dtype))
+    low, high, pack = HALVES[variant.dtype].low, HALVES[variant.dtype].high, HALVES[torch.float16].pack
     chunks, _ = chunks_of(head_dim, vectors)
+    num_words = 4 * chunks * vectors
 
     @inlined
-    def load_queries(words: Any, octet: Octet, q: int, strides: Strides, lane: int) -> None:
-        """From the address of the sequence's first query. What there is none of is 0."""
+    def to_f16(words: Any, lane: int) -> tuple[float, float]:
+        """Brings a lane's query to where f16 has most digits; what takes its own two columns' scores back."""
+        top = float32(0)
+        for i in range(num_words):
+            top = maximum(top, maximum(abs(low(words[i])), abs(high(words[i]))))
+        top = maximum(top, shuffle_xor(top, 1))
+        top = maximum(top, shuffle_xor(top, 2))
+        raised, lowered = raising(top)
+        for i in range(num_words):
+            words[i] = pack(low(words[i]) * raised, high(words[i]) * raised)
+        column = (lane & 3) * 8
+        return shuffle(lowered, column), shuffle(lowered, column + 4)
+
+    @inlined
+    def load_queries(words: Any, octet: Octet, q: int, strides: Strides, lane: int) -> tuple[float, float]:
+        """From the address of the sequence's first query. What there is none of is 0. What the scores of a lane's
+        columns are to be multiplied by."""
         number = octet.column + (lane >> 2)
         query = min(number, per_head - 1)
         source = q + query // group * strides.q_token + (octet.kv_head * group + query % group) * strides.q_head
@@ -91,19 +112,18 @@ def make_load_queries(variant: Variant, queries: Queries) -> Any:
                 inside = number < per_head and offset < head_dim * 2
                 loaded = load_16_cached(source + (offset if inside else 0))
                 for i in range(4):
-                    word = loaded[i]
-                    if scaled:
-                        a, b = loaded[i // 2 * 2], loaded[i // 2 * 2 + 1]
-                        word = pack(high(a) * lift, high(b) * lift) if i % 2 else pack(low(a) * lift, low(b) * lift)
-                    words[(c * vectors + x) * 4 + i] = word if inside else uint32(0)
+                    words[(c * vectors + x) * 4 + i] = loaded[i] if inside else uint32(0)
+        if scaled:
+            return to_f16(words, lane)
+        return float32(1), float32(1)
 
     return load_queries
 
 
 def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
     """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; those outside of the live ones
-    repeat one. Scales make up for half of what raw numbers are short of."""
-    head_dim, vectors, lift = variant.head_dim, vectors_of(variant), float32(half_exponent(variant.kv_dtype))
+    repeat one."""
+    head_dim, vectors = variant.head_dim, vectors_of(variant)
     _, address_of = make_addressing(variant.block_size)
     k_chunks, v_chunks = chunks_of(head_dim, vectors)
     head_bytes = head_dim * 2 // vectors
@@ -142,7 +162,7 @@ def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
         """Of the tokens whose scores a lane has: `lane // 4` and the 8th after that."""
         first = clamp(token + (lane >> 2), piece.first, piece.last)
         second = clamp(token + (lane >> 2) + 8, piece.first, piece.last)
-        return load_f32(address_of(first, home, scales)) * lift, load_f32(address_of(second, home, scales)) * lift
+        return load_f32(address_of(first, home, scales)), load_f32(address_of(second, home, scales))
 
     return load_k, load_v, load_scales
 
@@ -152,7 +172,7 @@ def make_pairs(kv_dtype: torch.dtype | None) -> tuple[Any, Any]:
 
     @inlined
     def k_pair(words: Any, first: int, pair: int) -> int:
-        """Dims `2 * pair` and the next of what a lane loaded of a token; of 8 bits, every other of four."""
+        """Dims `2 * pair` and the next of what a lane loaded of a token."""
         return words[first + pair]
 
     @inlined
@@ -162,31 +182,31 @@ def make_pairs(kv_dtype: torch.dtype | None) -> tuple[Any, Any]:
 
     if kv_dtype is None:
         return k_pair, v_pair
-    eight_bits = EIGHT_BITS[kv_dtype]
-    even, odd, raw_pair = eight_bits.even, eight_bits.odd, eight_bits.raw_pair
+    lower, upper = EIGHT_BITS[kv_dtype].lower, EIGHT_BITS[kv_dtype].upper
 
     @inlined
     def k_pair_of_8_bits(words: Any, first: int, pair: int) -> int:
         word = words[first + pair // 2]
-        return odd(word) if pair % 2 else even(word)
+        return upper(word) if pair % 2 else lower(word)
 
     @inlined
     def v_pair_of_8_bits(a: int, b: int, pair: int, second: int) -> int:
-        return raw_pair(a, b, 0x4400 + (pair % 2 * 2 + second) * 0x1111)
+        both = pick_bytes(a, b, 0x5140 + pair % 2 * 0x2222)
+        return upper(both) if second else lower(both)
 
     return k_pair_of_8_bits, v_pair_of_8_bits
 
 
 def make_products(variant: Variant) -> tuple[Any, Any]:
     """Functions for kernels: the two products."""
-    multiply, scaled, softcapped = multiplications[variant.dtype], variant.kv_dtype is not None, variant.softcapped
-    vectors = vectors_of(variant)
+    multiply, vectors = multiplications[multiplied_dtype(variant)], vectors_of(variant)
+    scaled, softcapped = variant.kv_dtype is not None, variant.softcapped
     k_chunks, v_chunks = chunks_of(variant.head_dim, vectors)
     k_pair, v_pair = make_pairs(variant.kv_dtype)
 
     @inlined
     def score(
-        k_words: Any, q_words: Any, scale0: float, scale1: float, inner: float
+        k_words: Any, q_words: Any, scale0: float, scale1: float, lift0: float, lift1: float, inner: float
     ) -> tuple[float, float, float, float]:
         """Of 16 tokens and 8 queries: a lane has tokens `lane // 4` and the 8th after, for each of two queries."""
         d = (float32(0), float32(0), float32(0), float32(0))
@@ -202,7 +222,7 @@ def make_products(variant: Variant) -> tuple[Any, Any]:
                     q_words[q], q_words[q + 1],
                 )  # fmt: skip
         if scaled:
-            d = (d[0] * scale0, d[1] * scale0, d[2] * scale1, d[3] * scale1)
+            d = (d[0] * lift0 * scale0, d[1] * lift1 * scale0, d[2] * lift0 * scale1, d[3] * lift1 * scale1)
         if softcapped:
             return tanh(d[0] * inner), tanh(d[1] * inner), tanh(d[2] * inner), tanh(d[3] * inner)
         return d
@@ -232,7 +252,7 @@ def make_products(variant: Variant) -> tuple[Any, Any]:
 
 def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
     """Functions for kernels: what a lane's two queries see of a piece, and an octet's attention to a warp's tokens."""
-    pack, windowed, scaled = HALVES[variant.dtype].pack, variant.windowed, variant.kv_dtype is not None
+    pack, windowed, scaled = HALVES[multiplied_dtype(variant)].pack, variant.windowed, variant.kv_dtype is not None
     group, q_len = queries.group, queries.q_len
     vectors = vectors_of(variant)
     k_chunks, v_chunks = chunks_of(variant.head_dim, vectors)
@@ -253,9 +273,14 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
         return Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
 
     @inlined
+    def score_of_scale(scale: float, outer: float) -> float:
+        """What a token's scores gain by its scale of V. That may be a NaN, which is for the weights to show."""
+        return (log2(maximum(float32(LEAST_SCALE), scale)) - float32(HEADROOM)) * reciprocal(outer)
+
+    @inlined
     def attend(
-        sums: Any, q_fragment: Any, k: Tokens, v: Tokens, k_scales: Tokens, v_scales: Tokens, row: Row, piece: Piece,
-        token: int, visible: Visible, scoring: Scoring, lane: int,
+        sums: Any, q_fragment: Any, lift0: float, lift1: float, k: Tokens, v: Tokens, k_scales: Tokens,
+        v_scales: Tokens, row: Row, piece: Piece, token: int, visible: Visible, scoring: Scoring, lane: int,
     ) -> Softmax:  # fmt: skip
         """From a token on; other warps have those in between. The softmax is this lane's."""
         k_fragment = cuda.local.array(k_words, uint32)
@@ -273,7 +298,7 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
                 v0, v1 = load_scales(v_scales, token, home, piece, lane)
             home = home_of(min(token + stride, piece.last), row)
         while token < piece.token_end:
-            s0, s1, s2, s3 = score(k_fragment, q_fragment, k0, k1, scoring.inner)
+            s0, s1, s2, s3 = score(k_fragment, q_fragment, k0, k1, lift0, lift1, scoring.inner)
             t = token + (lane >> 2)
             s0 = if_within(s0, t, visible.low0, visible.high0)
             s1 = if_within(s1, t, visible.low1, visible.high1)
@@ -285,8 +310,13 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
                 load_k(k_fragment, k, token, home, piece, lane)
                 if scaled:
                     k0, k1 = load_scales(k_scales, token, home, piece, lane)
-            n0 = maximum(m0, maximum(s0, s2))
-            n1 = maximum(m1, maximum(s1, s3))
+            if scaled:
+                g0, g1 = score_of_scale(v0, scoring.outer), score_of_scale(v1, scoring.outer)
+                n0 = maximum(m0, maximum(s0 + g0, s2 + g1))
+                n1 = maximum(m1, maximum(s1 + g0, s3 + g1))
+            else:
+                n0 = maximum(m0, maximum(s0, s2))
+                n1 = maximum(m1, maximum(s1, s3))
             for step in range(3):
                 n0 = maximum(n0, shuffle_xor(n0, 4 << step))
                 n1 = maximum(n1, shuffle_xor(n1, 4 << step))
@@ -319,7 +349,7 @@ def make_attend(variant: Variant, queries: Queries) -> tuple[Any, Any]:
 
 def make_put_results(variant: Variant, queries: Queries) -> Any:
     """A function for kernels that leaves a warp's sums, maxima and weights in shared memory."""
-    head_dim, vectors, lift = variant.head_dim, vectors_of(variant), float32(half_exponent(variant.kv_dtype))
+    head_dim, vectors = variant.head_dim, vectors_of(variant)
     results, per_octet = results_of(queries, head_dim), queries.per_octet
     _, chunks = chunks_of(head_dim, vectors)
     dims = 8 * vectors  # of a lane and chunk
@@ -342,7 +372,7 @@ def make_put_results(variant: Variant, queries: Queries) -> Any:
                     if dim < head_dim:
                         to = results.sums + column * head_dim + dim
                         for w in range(dims):
-                            shared[to + w] = sums[(c * dims + w) // 2 * 4 + w % 2 * 2 + i] * lift
+                            shared[to + w] = sums[(c * dims + w) // 2 * 4 + w % 2 * 2 + i]
 
     return put_results
 
@@ -386,9 +416,9 @@ def make_decode(variant: Variant) -> Any:
             k_scales, v_scales = scales_of(octet.kv_head, at, strides)
             visible = keys_of_lane(piece, octet.column + 2 * (lane & 3), scoring.window)
             q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token)
-            load_queries(q_fragment, octet, q, strides, lane)
+            lift0, lift1 = load_queries(q_fragment, octet, q, strides, lane)
             softmax = attend(
-                sums, q_fragment, k, v, k_scales, v_scales, row, piece, token, visible, scoring, lane
+                sums, q_fragment, lift0, lift1, k, v, k_scales, v_scales, row, piece, token, visible, scoring, lane
             )  # fmt: skip
             put_results(shared, sums, softmax, warp, lane)
             settle(shared, piece, share.size, bundles, at, sizes, strides, groups, scoring.outer, thread)

@@ -1,9 +1,9 @@
 """Numbers of 8 bits, four in a word: how they get out of it, and into it.
 
-Every one of them is a bf16 as well, so out of a word they come without loss. Bits are shifted to where a wider format
-has them, which leaves the exponent of e4m3 short of 120, also in numbers below its normal ones. A product puts that
-right, of each number or, at less cost, of what is made of many: numbers that are short of it are *raw*. e4m3's own
-NaN, which `quantize` never makes, is 480 or -480 that way.
+Every one of them is a bf16 and a f16 as well, so out of a word they come without loss. To f16 Hopper converts e4m3 by
+itself. Elsewhere bits are shifted to where the wider format has them, which leaves the exponent of e4m3 short of a
+constant, also in numbers below its normal ones, and a product puts that right. e4m3's own NaN, which `quantize` never
+makes, is 480 or -480 that way.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ def _e4m3_value(code: int) -> float:
     exponent, fraction = code >> 3 & 15, code & 7
     size = math.ldexp(8 + fraction, exponent - 10) if exponent else math.ldexp(fraction, -9)
     return math.copysign(size, -(code >> 7))
+
+
+def _e4m3_or_nan(code: int) -> float:
+    return math.nan if code & 127 == 127 else _e4m3_value(code)
 
 
 def _int8_value(code: int) -> float:
@@ -44,9 +48,8 @@ def _number(value_of: Callable[[int], float], index: int) -> Any:
     return lambda word: table[int(word) >> 8 * index & 255]
 
 
-def _pair(value_of: Callable[[int], float], exponent: int = 0) -> Any:
-    values = [math.ldexp(value_of(code), -exponent) for code in range(256)]
-    table = [int(np.float32(value).view(np.uint32)) >> 16 for value in values]
+def _pair(value_of: Callable[[int], float]) -> Any:
+    table = [int(np.float32(value_of(code)).view(np.uint32)) >> 16 for code in range(256)]
 
     def pair(a: int, b: int, selector: int) -> Any:
         there, chosen = int(a) | int(b) << 32, int(selector)
@@ -56,24 +59,32 @@ def _pair(value_of: Callable[[int], float], exponent: int = 0) -> Any:
     return pair
 
 
-def _half_of_word(value_of: Callable[[int], float], exponent: int, selector: int) -> Any:
-    pair = _pair(value_of, exponent)
-    return lambda word: pair(word, word, selector)
+def _half_of_word(value_of: Callable[[int], float], shift: int) -> Any:
+    table = [int(np.float16(value_of(code)).view(np.uint16)) for code in range(256)]
+    return lambda word: np.uint32(table[int(word) >> shift & 255] | table[int(word) >> shift + 8 & 255] << 16)
 
 
 def _pack_bytes(*codes: int) -> Any:
     return np.uint32(sum((int(code) & 255) << 8 * index for index, code in enumerate(codes)))
 
 
-# 128 + the lower 7 bits, less 128, or 256 where the sign is set: all of them whole numbers in bf16.
-_INT8_BITS = (
-    "lop3.b32 m, {0}, 0x007f007f, 0x43004300, 0xea; lop3.b32 s, {0}, 0x00800080, 0x43004300, 0xea; "
-    "mov.b32 n, 0xbf80bf80; fma.rn.bf16x2 $0, s, n, m;"
-)
-_int8_pair = instruction(
-    f"{{ .reg .b32 p, m, s, n; prmt.b32 p, $1, $2, $3; {_INT8_BITS.format('p')} }}",
-    "r", "rrr", _pair(_int8_value), pure=True,
-)  # fmt: skip
+def _e4m3_half(index: int) -> Any:
+    """Two of a word's numbers as f16; 0: the lower, 1: the upper."""
+    return instruction(
+        f"{{ .reg .b16 l, h; mov.b32 {{l, h}}, $1; cvt.rn.f16x2.e4m3x2 $0, {'lh'[index]}; }}",
+        "r", "r", _half_of_word(_e4m3_or_nan, 16 * index), pure=True,
+        before_hopper=f"{{ .reg .b32 p, m, s; prmt.b32 p, $1, 0, {('0x1404', '0x3424')[index]}; shr.u32 m, p, 1; "
+        "and.b32 m, m, 0x3f803f80; lop3.b32 m, p, 0x80008000, m, 0xea; mov.b32 s, 0x5c005c00; mul.rn.f16x2 $0, m, s; }",
+    )  # fmt: skip
+
+
+def _int8_half(index: int) -> Any:
+    """1024 + 128 + the number, as f16 has it with its bits below those of 1024, less 1152."""
+    return instruction(
+        "{ .reg .b32 p, s; xor.b32 p, $1, 0x80808080; mov.b32 s, 0x64646464; "
+        f"prmt.b32 p, p, s, {('0x4140', '0x4342')[index]}; mov.b32 s, 0x64806480; sub.rn.f16x2 $0, p, s; }}",
+        "r", "r", _half_of_word(_int8_value, 16 * index), pure=True,
+    )  # fmt: skip
 
 
 class EightBits(NamedTuple):
@@ -84,14 +95,10 @@ class EightBits(NamedTuple):
     pair: Any
     """Two numbers, out of the eight of two words, as two bf16 in a word. Of the selector's hexadecimal digits the lower
     two say which is the first, and the higher two, which is the second."""
-    even: Any
-    """A word's numbers 0 and 2, raw, as two bf16 in a word: fewer instructions than of any two."""
-    odd: Any
-    """Its numbers 1 and 3."""
-    raw_pair: Any
-    """As `pair`, raw."""
-    exponent: int
-    """Of the power of two that raw numbers are to be multiplied by; even."""
+    lower: Any
+    """A word's numbers 0 and 1 as two f16 in a word: fewer instructions than to bf16."""
+    upper: Any
+    """Its numbers 2 and 3."""
     code: Any
     """A float as the lowest byte of a word, rounded to nearest even, not beyond the greatest number. Of NaN: any."""
 
@@ -112,21 +119,8 @@ EIGHT_BITS = {
             "fma.rn.bf16x2 $0, m, s, z; }",
             "r", "rrr", _pair(_e4m3_value), pure=True,
         ),
-        instruction(
-            "{ .reg .b32 s, m; shl.b32 s, $1, 8; shl.b32 m, $1, 4; and.b32 m, m, 0x07f007f0; "
-            "lop3.b32 $0, s, 0x80008000, m, 0xea; }",
-            "r", "r", _half_of_word(_e4m3_value, 120, 0x2200), pure=True,
-        ),
-        instruction(
-            "{ .reg .b32 m; shr.u32 m, $1, 4; and.b32 m, m, 0x07f007f0; lop3.b32 $0, $1, 0x80008000, m, 0xea; }",
-            "r", "r", _half_of_word(_e4m3_value, 120, 0x3311), pure=True,
-        ),
-        instruction(
-            "{ .reg .b32 p, m; prmt.b32 p, $1, $2, $3; shr.u32 m, p, 4; and.b32 m, m, 0x07f007f0; "
-            "lop3.b32 $0, p, 0x80008000, m, 0xea; }",
-            "r", "rrr", _pair(_e4m3_value, 120), pure=True,
-        ),
-        120,
+        _e4m3_half(0),
+        _e4m3_half(1),
         # Normal numbers are rounded as integers; those below as multiples of a step, by adding what has that step.
         instruction(
             "{ .reg .f32 a, t; .reg .b32 n, l, d, s; .reg .pred p; abs.f32 a, $1; min.f32 a, a, 0f43E00000; "
@@ -145,17 +139,14 @@ EIGHT_BITS = {
             )
             for index in range(4)
         ),
-        _int8_pair,
+        # 128 + the lower 7 bits, less 128, or 256 where the sign is set: all of them whole numbers in bf16.
         instruction(
-            f"{{ .reg .b32 m, s, n; {_INT8_BITS.format('$1')} }}",
-            "r", "r", _half_of_word(_int8_value, 0, 0x2200), pure=True,
+            "{ .reg .b32 p, m, s, n; prmt.b32 p, $1, $2, $3; lop3.b32 m, p, 0x007f007f, 0x43004300, 0xea; "
+            "lop3.b32 s, p, 0x00800080, 0x43004300, 0xea; mov.b32 n, 0xbf80bf80; fma.rn.bf16x2 $0, s, n, m; }",
+            "r", "rrr", _pair(_int8_value), pure=True,
         ),
-        instruction(
-            f"{{ .reg .b32 p, m, s, n; shr.u32 p, $1, 8; {_INT8_BITS.format('p')} }}",
-            "r", "r", _half_of_word(_int8_value, 0, 0x3311), pure=True,
-        ),
-        _int8_pair,
-        0,
+        _int8_half(0),
+        _int8_half(1),
         instruction(
             "{ .reg .f32 t; max.f32 t, $1, 0fC2FE0000; min.f32 t, t, 0f42FE0000; cvt.rni.s32.f32 $0, t; }",
             "r", "f", _int8_code, pure=True,

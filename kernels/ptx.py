@@ -44,6 +44,7 @@ def instruction(
     pure: bool = False,
     reads_only: bool = False,
     convergent: bool = False,
+    before_hopper: str | None = None,
 ) -> Any:
     """A function for kernels that is one PTX instruction.
 
@@ -55,10 +56,12 @@ def instruction(
         pure: its outputs follow from its inputs; the compiler may move it, merge it or leave it out.
         reads_only: it stays, in order with other instructions, but ordinary memory accesses may pass it.
         convergent: threads execute it together; the compiler must not move it into a branch.
+        before_hopper: what it is where the compute capability is below 9.0; None: the same.
     """
     if SIMULATED:
         return meaning
     from llvmlite import ir
+    from numba.cuda.core import targetconfig
 
     llvm = _llvm_registers()
     results = [llvm[kind] for kind in outputs]
@@ -74,7 +77,8 @@ def instruction(
 
     def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         kind = ir.FunctionType(result, [llvm[register] for register in inputs])
-        assembly = ir.InlineAsm(kind, asm, constraints, side_effect=not pure)
+        older = before_hopper and targetconfig.ConfigStack().top().compute_capability < (9, 0)
+        assembly = ir.InlineAsm(kind, before_hopper if older else asm, constraints, side_effect=not pure)
         value = builder.call(assembly, list(arguments), attrs=("convergent",) if convergent else ())
         if not outputs:
             return context.get_dummy_value()

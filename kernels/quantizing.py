@@ -1,4 +1,7 @@
-"""Writing the heads of one token as 8-bit numbers and their scales: a warp for each head. See `quantized`."""
+"""Writing the heads of one token as 8-bit numbers and their scales, rotated before: a warp for each head.
+
+See `quantized` for what is written, and `rotary` for how it is rotated.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from .eight_bits import EIGHT_BITS, pack_bytes
 from .memory import load_8, load_16, store_4, store_f32
 from .ptx import float32, inlined, instruction
 from .quantized import LARGEST, LEAST
+from .rotary import make_turn
 from .vectors import THREADS
 from .warp import shuffle_xor
 
@@ -36,46 +40,65 @@ exact_reciprocal = instruction(
 """1 / x, rounded to nearest."""
 
 
-def make_load_four(dtype: torch.dtype) -> Any:
-    """A function for kernels that loads four numbers to a place in a local array."""
-    low, high = FORMATS[dtype].low, FORMATS[dtype].high
+def make_load_four(dtype: torch.dtype, half: int) -> Any:
+    """A function for kernels that loads four numbers of a head to a place in a local array.
+
+    Args:
+        half: of a head's first elements so many turn with as many behind them; 0: none do. What they become is rounded.
+    """
+    low, high, turn = FORMATS[dtype].low, FORMATS[dtype].high, make_turn(dtype)
+    words, load = (4, load_16) if dtype.itemsize == 4 else (2, load_8)
+    half_fours, four_bytes = half // 4, 4 * dtype.itemsize
 
     @inlined
-    def load_four_of_4_bytes(numbers: Any, place: int, source: int) -> None:
-        loaded = load_16(source)
-        for i in range(4):
-            numbers[place + i] = low(loaded[i])
+    def put(numbers: Any, place: int, i: int, word: int) -> None:
+        if words == 4:
+            numbers[place + i] = low(word)
+        else:
+            numbers[place + 2 * i] = low(word)
+            numbers[place + 2 * i + 1] = high(word)
 
     @inlined
-    def load_four_of_2_bytes(numbers: Any, place: int, source: int) -> None:
-        loaded = load_8(source)
-        for i in range(2):
-            numbers[place + 2 * i] = low(loaded[i])
-            numbers[place + 2 * i + 1] = high(loaded[i])
+    def load_four(numbers: Any, place: int, source: int, four: int, cos: int, sin: int) -> None:
+        """From the address of a head."""
+        x = load(source + four * four_bytes)
+        if four < 2 * half_fours:
+            first = four < half_fours
+            y = load(source + (four + half_fours if first else four - half_fours) * four_bytes)
+            c, s = load(cos + four * four_bytes), load(sin + four * four_bytes)
+            for i in range(words):
+                put(numbers, place, i, turn(x[i], y[i], c[i], s[i], float32(-1) if first else float32(1)))
+        else:
+            for i in range(words):
+                put(numbers, place, i, x[i])
 
-    return load_four_of_4_bytes if dtype.itemsize == 4 else load_four_of_2_bytes
+    return load_four
 
 
-def make_quantize_heads(num_heads: int, head_dim: int, dtype: torch.dtype, to: torch.dtype) -> Any:
-    """A function for kernels that writes one token's heads as 8-bit numbers; called by all threads."""
-    load_four, code = make_load_four(dtype), EIGHT_BITS[to].code
-    fours, four_bytes = head_dim // 4, 4 * dtype.itemsize
+def make_quantize_heads(num_heads: int, head_dim: int, dtype: torch.dtype, to: torch.dtype, half: int = 0) -> Any:
+    """A function for kernels that writes one token's heads as 8-bit numbers; called by all threads.
+
+    Args:
+        half: half of what is rotated of a head, in elements.
+    """
+    load_four, code = make_load_four(dtype, half), EIGHT_BITS[to].code
+    fours = head_dim // 4
     owned = -(-fours // 32)
     num_numbers = 4 * owned
     largest, step = LARGEST[to], 1 / LARGEST[to]
 
     @inlined
     def quantize_heads(
-        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int
+        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
     ) -> None:
-        """From address `source` to `target` and `scales`; bytes from one head to the next."""
+        """From address `source` to `target` and `scales`; bytes from one head to the next; the token's angles."""
         lane = cuda.threadIdx.x & 31
         head = cuda.threadIdx.x >> 5
         numbers = cuda.local.array(num_numbers, float32)
         while head < num_heads:
             top = float32(0)
             for i in range(owned):  # a lane behind the last takes that as well
-                load_four(numbers, 4 * i, source + head * source_head + min(i * 32 + lane, fours - 1) * four_bytes)
+                load_four(numbers, 4 * i, source + head * source_head, min(i * 32 + lane, fours - 1), cos, sin)
                 for j in range(4):
                     top = greater(top, numbers[4 * i + j])
             for turn in range(5):

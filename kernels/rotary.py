@@ -53,15 +53,10 @@ class Rotation(NamedTuple):
     sin_token: int
 
 
-def make_rotate(dtype: torch.dtype, heads: int, head_vectors: int, half_vectors: int) -> Any:
-    """A function for kernels that rotates one token's heads.
-
-    Args:
-        head_vectors, half_vectors: 16-byte vectors of a head, and of half of what is rotated of it.
-    """
+def make_turn(dtype: torch.dtype) -> Any:
+    """A function for kernels that rotates the numbers in a word, with their counterparts in another and a sign."""
     number = FORMATS[dtype]
     pack, low, high = number.pack, number.low, number.high
-    half, passed_vectors = half_vectors * 16, head_vectors - 2 * half_vectors
 
     @inlined
     def turn_single(x: int, y: int, cos: int, sin: int, sign: float) -> int:
@@ -73,7 +68,16 @@ def make_rotate(dtype: torch.dtype, heads: int, head_vectors: int, half_vectors:
             fma(low(x), low(cos), sign * low(y) * low(sin)), fma(high(x), high(cos), sign * high(y) * high(sin))
         )
 
-    turn = turn_single if number.per_word == 1 else turn_pair
+    return turn_single if number.per_word == 1 else turn_pair
+
+
+def make_rotate(dtype: torch.dtype, heads: int, head_vectors: int, half_vectors: int) -> Any:
+    """A function for kernels that rotates one token's heads.
+
+    Args:
+        head_vectors, half_vectors: 16-byte vectors of a head, and of half of what is rotated of it.
+    """
+    turn, half, passed_vectors = make_turn(dtype), half_vectors * 16, head_vectors - 2 * half_vectors
 
     @inlined
     def rotate_vectors(source: int, target: int, cos: int, sin: int) -> None:

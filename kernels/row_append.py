@@ -2,7 +2,7 @@
 
 One block of threads per token, and another one for its queries. With a block table only the token's address differs.
 Where lengths are data on the device, a block that writes its sequence's only new token counts it as well. Into a cache
-of 8 bits it quantizes on the way.
+of 8 bits it quantizes on the way, what is rotated as well.
 """
 
 from __future__ import annotations
@@ -103,11 +103,10 @@ def append(
         cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; those behind the last are
             left out; None: one token each.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens.
-        rotary: rotates K on its way, and queries beside it, in the same launch; None: K is written as it is. Not
-            into a cache of 8 bits.
+        rotary: rotates K on its way, and queries beside it, in the same launch; None: K is written as it is.
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
             strides, where the scales of K go: `k_cache` is of e4m3fn or int8 then, and what is written are the bits of
-            `quantized.quantize`. So a head that holds a NaN or an infinity becomes NaN.
+            `quantized.quantize`, of K rotated if it is. So a head that holds a NaN or an infinity becomes NaN.
         v_scales: likewise for V.
 
     Raises:
@@ -237,20 +236,18 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
         check_indices(k.device, (1,), limit=limit)
     if rotary:
         check_rotation(k, *rotary)
-        if k_scales:
-            raise TypeError("got rotary and k_scales; K must be rotated before it is written to 8 bits")
     heads, size = k.shape[1], k_cache.dtype.itemsize
     k_head, v_head = k.shape[2] * size // 16, v.shape[2] * size // 16
     block_size = 0 if block_table is None else k_cache.shape[1]
     dtypes = (k.dtype, k_cache.dtype) if k_scales else None
-    rotation = (k.dtype, rotary[0].shape[1], rotary[2].shape[1] * size // 32) if rotary else None
+    rotation = (k.dtype, rotary[0].shape[1], rotary[2].shape[1] * k.dtype.itemsize // 32) if rotary else None
     facts = cu_seqlens is not None, block_size, limit is not None, rotation, dtypes
     kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts)
     table_stride = block_table.strides[0] * 4 if block_table else 0
     new = [stride * k.dtype.itemsize for stride in (*k.strides[:2], *v.strides[:2])]
     cached = [stride * size for stride in (*k_cache.strides[:3], *v_cache.strides[:3])]
     scales = [stride * 4 for each in (k_scales, v_scales) for stride in (each.strides if each else (0, 0, 0))]
-    turning = tuple(stride * size for tensor in rotary for stride in tensor.strides[:-1])
+    turning = tuple(stride * k.dtype.itemsize for tensor in rotary for stride in tensor.strides[:-1])
     return kernel, AppendShape(batch, table_stride, *new, *cached, *scales), turning
 
 
@@ -308,33 +305,26 @@ def make_append(
 
     home_of, address_of = make_addressing(block_size)
     load_start = load_counter if limited else load_i32
-    write_k, write_v = (
-        make_quantize_heads(vectors // head_vectors, head_vectors * 16, *dtypes)
-        if dtypes
-        else make_copy_heads(vectors, head_vectors)
-        for vectors, head_vectors in ((k_vectors, k_head_vectors), (v_vectors, v_head_vectors))
-    )
-
-    move_k = write_k
-
-    @inlined
-    def write_k_unturned(
-        source: int, target: int, scales: int, source_head: int, target_head: int, scales_head: int, cos: int, sin: int
-    ) -> None:
-        move_k(source, target, scales, source_head, target_head, scales_head)
+    heads, half = k_vectors // k_head_vectors, 0
+    if rotation:
+        dtype, query_heads, half_vectors = rotation
+        head_vectors = k_head_vectors * dtype.itemsize if dtypes else k_head_vectors
+        half = half_vectors * 16 // dtype.itemsize
+        rotate_k = make_rotate(dtype, heads, head_vectors, half_vectors)
+        rotate_query = make_rotate(dtype, query_heads, head_vectors, half_vectors)
 
     @inlined
-    def write_k_turned(
+    def write_turned(
         source: int, target: int, scales: int, source_head: int, target_head: int, scales_head: int, cos: int, sin: int
     ) -> None:
         rotate_k(source, target, source_head, target_head, cos, sin)
 
-    write_k = write_k_unturned
-    if rotation:
-        dtype, query_heads, half_vectors = rotation
-        rotate_k = make_rotate(dtype, k_vectors // k_head_vectors, k_head_vectors, half_vectors)
-        rotate_query = make_rotate(dtype, query_heads, k_head_vectors, half_vectors)
-        write_k = write_k_turned
+    if dtypes:
+        write_k = make_quantize_heads(heads, k_head_vectors * 16, *dtypes, half)
+        write_v = make_quantize_heads(heads, v_head_vectors * 16, *dtypes)
+    else:
+        write_k = write_turned if rotation else make_copy_heads(k_vectors, k_head_vectors)
+        write_v = make_copy_heads(v_vectors, v_head_vectors)
 
     @inlined
     def write(token: int, at: AppendAddresses, shape: AppendShape, cos: int, sin: int) -> None:
@@ -358,7 +348,7 @@ def make_append(
         v_from = at.v + token * shape.v_token
 
         write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache_head, shape.k_scales_head, cos, sin)
-        write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head)
+        write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head, 0, 0)
         if limited and not ragged:
             cuda.syncthreads()  # all threads know the position
             if cuda.threadIdx.x == 0:

@@ -19,11 +19,12 @@ APP.command()(batching.main)
 def test_it_measures_rows_and_blocks(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     done = CliRunner().invoke(
-        APP, ["--requests", "4", "--rounds", "1", "--seconds", "600", "--memory", "8MiB", "--json"]
+        APP,
+        ["--requests", "4", "--rounds", "1", "--seconds", "600", "--memory", "8MiB", "--attention", "eager", "--json"],
     )
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert [(row["system"], row["round"]) for row in result["served"]] == [(batching.ROWS, 0), (batching.BLOCKS, 0)]
+    assert [(row["system"], row["round"]) for row in result["served"]] == [("rows", 0), ("blocks, eager", 0)]
     for row in result["served"]:
         assert row["finished"] == result["requests"] == 4
         assert row["tokens_per_s"] * row["seconds"] == pytest.approx(result["output_tokens"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from typing import Any
 
 import pytest
@@ -24,10 +25,10 @@ def run(*args: str) -> Result:
 
 def test_it_measures_one_pool_and_fixed_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UPS", 1)
-    done = run("--requests", "4", "--bursts", "1", "--rounds", "1", "--lookahead", "32", "--json")
+    done = run("--requests", "2", "--requests", "6", "--rounds", "1", "--lookahead", "32", "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
-    assert [row["mode"] for row in result["runs"]] == list(pools.MODES)
+    assert [(row["requests"], row["mode"]) for row in result["runs"]] == list(product((2, 6), pools.MODES))
     assert result["missed"] == []
     for row in result["runs"]:
         assert [burst["model"] for burst in row["bursts"]] == [0, 1]
@@ -35,11 +36,14 @@ def test_it_measures_one_pool_and_fixed_halves(monkeypatch: pytest.MonkeyPatch) 
         assert row["tokens_per_s"] == row["tokens"] / row["seconds"] == row["rounds"][0]
         limit = result["memory_bytes"] // (1 if row["mode"] == pools.SHARED else 2)
         assert all(0 < burst["peak_bytes"] <= limit for burst in row["bursts"])
-        assert any(burst["pages_mapped"]["ahead"] for burst in row["bursts"])
-    shared, halves = result["runs"]
-    assert shared["tokens"] == halves["tokens"]
-    (value,) = (row["value"] for row in result["comparisons"] if "tokens/s" in row["what"])
-    assert value == shared["tokens_per_s"] / halves["tokens_per_s"]
+        assert 0 <= row["tokens_in_time_per_s"] <= row["tokens_per_s"]
+        assert all(0 <= burst["crowded"] <= 1 for burst in row["bursts"])
+    assert any(burst["pages_mapped"]["ahead"] for row in result["runs"] for burst in row["bursts"])
+    values = {row["what"]: row["value"] for row in result["comparisons"]}
+    for size, (shared, halves) in zip((2, 6), (result["runs"][:2], result["runs"][2:])):
+        assert shared["tokens"] == halves["tokens"]
+        value = values[f"bursts of {size}: tokens/s of both, one pool over fixed halves"]
+        assert value == shared["tokens_per_s"] / halves["tokens_per_s"]
     assert not any("met" in row for row in result["comparisons"])  # there are no aims without a GPU
     pools.show(result)
     for write in ("pools", "pool-moves", "pool-comparisons"):
@@ -64,11 +68,11 @@ def test_all_memory_moves_from_one_cache_to_the_other(names: list[str], large: b
 
 
 def test_it_says_what_it_did_not_reach() -> None:
-    done = run("--rounds", "2", "--budget-seconds", "0", "--json")
+    done = run("--rounds", "2", "--requests", "9", "--budget-seconds", "0", "--json")
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     assert result["runs"] == []
-    assert sorted(result["missed"]) == sorted(f"{mode}, round {n}" for mode in pools.MODES for n in (1, 2))
+    assert sorted(result["missed"]) == sorted(f"bursts of 9, {mode}, round {n}" for mode in pools.MODES for n in (1, 2))
     pools.show(result)
 
 
@@ -80,10 +84,16 @@ def test_two_known_models_are_needed(names: list[str]) -> None:
 def test_aims_are_for_gpus() -> None:
     result: dict[str, Any] = {
         "environment": {"cuda_driver": "13.0"},
-        "runs": [{"mode": mode, "tokens_per_s": speed} for mode, speed in zip(pools.MODES, (151.0, 100.0))],
+        "requests": [60, 240],
+        "in_time_s": 5.0,
+        "runs": [
+            {"requests": size, "mode": mode, "tokens_per_s": speed, "tokens_in_time_per_s": 0.0}
+            for size, speeds in ((60, (100.0, 100.0)), (240, (151.0, 100.0)))
+            for mode, speed in zip(pools.MODES, speeds)
+        ],
         "moves": [
             {"filled": filled, "ms_per_10_gib": ms, "large_frames": large}
             for filled, ms, large in ((False, 1e6, True), (True, 90, True), (True, 120, True), (True, 50, False))
         ],
     }
-    assert [row.get("met") for row in pools.compare(result)] == [True, False, None]
+    assert [row.get("met") for row in pools.compare(result)] == [None, True, False, None]

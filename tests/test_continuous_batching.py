@@ -998,14 +998,10 @@ def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:
             rows.enable(model, max_seq_len=limit + 1)
 
 
-@pytest.mark.parametrize("parallel", [False, True], ids=["device_map", "pipeline"])
-def test_models_whose_layers_are_on_several_devices_are_refused(parallel: bool) -> None:
+def test_models_whose_layers_are_in_several_processes_are_refused() -> None:
     model = copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu"))
-    if parallel:
-        model.config.distributed_config = DistributedConfig(pp_size=2)
-    else:
-        model.hf_device_map = {"model.embed_tokens": "cpu", "model.layers.0": 0, "model.layers.1": 1}
-    with pytest.raises(vmmkv.UnsupportedError, match="layers on several devices"):
+    model.config.distributed_config = DistributedConfig(pp_size=2)
+    with pytest.raises(vmmkv.UnsupportedError, match="layers in several processes"):
         rows.enable(model)
 
 

@@ -34,7 +34,9 @@ COMPILE = """
         kernels = {
             "append": row_append.append_kernel(128, 16, 128, 16, True, 0, False),
             "append, behind": row_append.append_kernel(128, 16, 128, 16, False, 0, True),
-            "append, quantizing": row_append.append_kernel(64, 8, 80, 10, True, 0, False, None, (bf16, torch.int8)),
+            "append, quantizing": row_append.append_kernel(
+                64, 8, 80, 10, True, 0, False, (bf16, 32, 6), (bf16, torch.int8)
+            ),
             "append, paged": row_append.append_kernel(128, 16, 128, 16, True, 16, False),
             "append, rotary, 128": row_append.append_kernel(128, 16, 128, 16, True, 0, False, (bf16, 32, 6)),
             "append, rotary, 256": row_append.append_kernel(256, 64, 256, 64, True, 16, False, (torch.float32, 8, 32)),
@@ -79,8 +81,9 @@ COMPILE = """
     for name, kernel in kernels.items():
         ptx = kernel.ptx((9, 0))
         assemble(name, kernel, (9, 0), ptx)
-        if not kernel.hopper:  # instructions are the same, registers are not; compiling all of them twice is slow
-            assemble(name, kernel, (8, 0), ptx.replace(".target sm_90", ".target sm_80"))
+        if not kernel.hopper:  # of most the instructions are the same, registers are not; to compile all twice is slow
+            older = ptx.replace(".target sm_90", ".target sm_80")
+            assemble(name, kernel, (8, 0), kernel.ptx((8, 0)) if name == "decode, mma, 8 bits" else older)
             if "decode" not in name and "128" not in name and "256" not in name:
                 assert instructions(kernel.ptx((8, 0))) == instructions(ptx), name
     compiler.to_ptx = None  # from now on only the disk can help

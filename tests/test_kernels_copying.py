@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import vmmkv
 from vmmkv.kernels import RotateHalf, append, copy_tokens
-from vmmkv.kernels.quantized import LARGEST, quantize
+from vmmkv.kernels.quantized import LARGEST, dequantize, quantize
 from vmmkv.kernels.row_append import append_behind, bind_append
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
@@ -214,6 +214,51 @@ def test_append_rotates(lengths, heads, dims, dtype, way, in_place, data) -> Non
     assert equal(fused, before)
 
 
+@settings(max_examples=8)
+@given(
+    starts=st.lists(st.integers(0, 9), min_size=1, max_size=2),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 1)]),
+    dims=st.sampled_from([(64, 64), (80, 32), (192, 64)]),
+    dtypes=st.tuples(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.sampled_from(list(LARGEST))),
+    way=st.sampled_from(["in rows", "in blocks", "one each"]),
+    data=st.data(),
+)
+def test_append_rotates_into_8_bits(starts, heads, dims, dtypes, way, data) -> None:
+    """K is as exact as the format; its bits are those of what is rotated into a whole cache, and then quantized. V and
+    queries are as without the other, and nothing else changes."""
+    (query_heads, kv_heads), (width, rotary_dim), (new, held) = heads, dims, dtypes
+    counts = [1 if way == "one each" else data.draw(st.integers(0, 2)) for _ in starts]
+    total, rows = sum(counts), data.draw(st.permutations(range(len(starts))))
+    query, (k, v) = random(total, query_heads, width, dtype=new), strange(2, total, kv_heads, width, dtype=new)
+    cos, sin = random(2, total, rotary_dim, dtype=new)
+    shape = len(starts), 16, kv_heads, width
+    whole, numbers = random(2, *shape, dtype=new), random(2, *shape, dtype=held)
+    scales = random(2, *shape[:3], dtype=torch.float32)
+    expected = numbers.clone(), scales.clone()
+    blocks = data.draw(st.permutations(rows)) if way == "in blocks" else range(len(rows))
+    block_table = int32(blocks)[:, None] if way == "in blocks" else None
+    cu_seqlens = None if way == "one each" else int32([sum(counts[:index]) for index in range(len(counts) + 1)])
+    places = int32(rows), int32(starts), cu_seqlens, block_table
+    rotated, alone = torch.empty_like(query), torch.empty_like(query)
+    append(k, v, *whole, *places, RotateHalf(query, alone, cos, sin))
+    append(k, v, *numbers, *places, RotateHalf(query, rotated, cos, sin), *scales)
+    assert equal(rotated, alone)
+    token = 0
+    for row, start, count in zip(rows, starts, counts):
+        there = slice(None), blocks[row], slice(start, start + count)
+        for into, states in zip(expected, quantize(whole[there], held)):
+            into[there] = states
+        exact = rotate_half(*(each[token : token + count].double() for each in (k, cos, sin)))
+        found = dequantize(numbers[there][0], scales[there][0], torch.float64)
+        lost, info = 1 / 254 if held == torch.int8 else 1 / 16, torch.finfo(new)
+        top = exact.abs().amax(-1, keepdim=True)
+        near = (found - exact).abs() <= lost * top + info.eps * (top + info.smallest_normal)
+        assert (near | ~exact.isfinite().all(-1, keepdim=True)).all()
+        token += count
+    assert equal(numbers, expected[0])
+    assert equal(scales, expected[1])
+
+
 @settings(max_examples=25)
 @given(
     heads=st.sampled_from([1, 3]),
@@ -299,9 +344,6 @@ def test_8_bits_without_their_scales_are_refused() -> None:
     for caches in ((whole, whole), (cache.view(torch.float8_e5m2), cache), (cache, cache.view(torch.float8_e4m3fn))):
         with pytest.raises(TypeError, match="must be"):
             append(k, k, *caches, rows, starts, None, None, None, scales, scales)
-    angles = random(2, 64, dtype=torch.bfloat16)
-    with pytest.raises(TypeError, match="got rotary and k_scales"):
-        append(k, k, cache, cache, rows, starts, None, None, RotateHalf(k, k, angles, angles), scales, scales)
     assert equal(cache, before)
     assert equal(scales, ones)
 

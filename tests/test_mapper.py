@@ -107,6 +107,25 @@ def test_a_lookahead_gives_way_before_parked_rows_do() -> None:
     assert cache.sequence().capacity == 10 * PAGE_TOKENS
 
 
+@pytest.mark.usefixtures("undebugged")
+def test_what_lies_far_behind_a_sequence_makes_way_ahead_of_pressure() -> None:
+    """A short sequence has adopted a long row: what it does not expect to need is mapped where somebody does."""
+    cache, driver, mapper = make(pages=16)
+    others = cache.sequence(2 * PAGE_TOKENS)
+    cache.sequence(12 * PAGE_TOKENS).free()
+    short = cache.sequence(1)
+    assert short.capacity == 12 * PAGE_TOKENS
+    late = cache.sequence(expected_tokens=9 * PAGE_TOKENS)
+    work(mapper)
+    cache.check()
+    assert short.capacity >= 1 + LOOKAHEAD
+    changes = driver.changes
+    late.extend(9 * PAGE_TOKENS)
+    short.extend(LOOKAHEAD)
+    assert driver.changes == changes
+    assert all(has_memory(sequence, driver) for sequence in (others, short, late))
+
+
 def test_parked_pages_make_way_ahead_of_pressure() -> None:
     cache, driver, mapper = make(pages=20)
     parked, growing = cache.sequence(12 * PAGE_TOKENS), cache.sequence(8 * PAGE_TOKENS)

@@ -15,8 +15,10 @@ from nbclient import NotebookClient
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WITH_TRANSFORMERS = [path for path in NOTEBOOKS if "from transformers import" in path.read_text()]
-"""One after another in one kernel, in which names are forgotten in between: most of their time is that import."""
-RUNS = [[path] for path in NOTEBOOKS if path not in WITH_TRANSFORMERS] + [WITH_TRANSFORMERS]
+OTHERS = [path for path in NOTEBOOKS if path not in WITH_TRANSFORMERS]
+OTHERS.sort(key=lambda path: "NUMBA_ENABLE_CUDASIM" not in path.read_text())  # that is set before Numba is imported
+RUNS = [OTHERS, WITH_TRANSFORMERS]
+"""One after another in one kernel, in which names are forgotten in between: most of their time is imports."""
 
 
 def name(path: Path) -> str:

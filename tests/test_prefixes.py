@@ -67,7 +67,7 @@ class World:
         self.cache.check()
         pages = self.cache.stats().pages
         assert sum(pages.values()) == self.driver.num_pages
-        surplus = np.isin(self.cache.page_map(), (vmmkv.SURPLUS_PAGE, vmmkv.KEPT_PAGE))
+        surplus = np.isin(self.cache.page_map(), (vmmkv.SURPLUS_PAGE, vmmkv.KEPT_PAGE, vmmkv.LOOKAHEAD_PAGE))
         assert surplus.sum() == pages["surplus"]
         for sequence, ids in self.ids.items():
             self.read(sequence, len(ids))

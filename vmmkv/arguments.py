@@ -93,7 +93,7 @@ def batch_of(cache: object, sequences: Iterable[Sequence], repeated: bool = Fals
         raise TypeError(f"got {sequences!r}; give a list of sequences") from None
     batch = list(each)
     with suppress(AttributeError):  # one look at each, where nothing is wrong
-        if len({sequence for sequence in batch if sequence.cache is cache}) == len(batch):
+        if {sequence.cache for sequence in batch} <= {cache} and len({*batch}) == len(batch):
             return batch
     for sequence in batch:
         if not isinstance(sequence, Sequence):
@@ -127,6 +127,9 @@ def whole_numbers(
     Raises:
         TypeError, ValueError, SequenceTooLongError: they are none, or not as many, or too large.
     """
+    if type(numbers) is int:  # in each step of a decode loop
+        check_length(check_tokens(numbers), limit)
+        return np.full(count, numbers, np.int64)
     try:
         given = np.asarray(numbers)
     except ValueError:  # lists of several lengths

@@ -50,6 +50,8 @@ from .starting import Starting
 from .stats import CacheStats, MappedRange
 from .tensors import ScaledKV, export_range, kv_views, scale_views
 
+Ints = npt.NDArray[np.int64]
+
 
 class KVCache(Owner):
     """K and V of many sequences, each in one contiguous row of virtual memory.
@@ -524,14 +526,13 @@ class KVCache(Owner):
         if starts is not None:
             self._extend_from(batch, counts, whole_numbers("starts", starts, len(batch), self.max_seq_len))
             return
-        if not self._grow_within(batch, counts):
-            self._extend(batch, counts)
+        index, numbers = _rows_of(batch)
+        if not self._grow_within(index, numbers, counts):
+            self._extend(batch, index, numbers, counts)
 
-    def _grow_within(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> bool:
-        """Writes down new lengths, if none needs a page and all sequences are alive."""
+    def _grow_within(self, index: Ints, numbers: Ints, counts: Ints) -> bool:
+        """Writes down new lengths of rows, if none needs a page and all are those of sequences with these numbers."""
         table, monitor = self._rows.table, self.pool.monitor
-        index = np.array([sequence.index for sequence in batch], np.int64)
-        numbers = [sequence.number for sequence in batch]
         monitor.check_outside("extend")
         with monitor.inside, monitor.lock:
             lengths = table.lengths[index] + counts
@@ -547,20 +548,18 @@ class KVCache(Owner):
         return within
 
     @stepwise
-    def _extend(self, batch: list[Sequence], counts: npt.NDArray[np.int64]) -> Steps[None]:
+    def _extend(self, batch: list[Sequence], index: Ints, numbers: Ints, counts: Ints) -> Steps[None]:
         self._rows.release_abandoned()
-        index = self._index(batch)
+        index = self._live(batch, index, numbers)
         lengths = self._rows.table.lengths[index] + counts
         check_length(int(lengths.max(initial=0)), self.max_seq_len)
         yield from self._rows.grow(index, lengths)
         self._rows.ring()
 
     @stepwise
-    def _extend_from(
-        self, batch: list[Sequence], counts: npt.NDArray[np.int64], starts: npt.NDArray[np.int64]
-    ) -> Steps[None]:
+    def _extend_from(self, batch: list[Sequence], counts: Ints, starts: Ints) -> Steps[None]:
         self._rows.release_abandoned()
-        index = self._index(batch)
+        index = self._live(batch, *_rows_of(batch))
         if self._rows.table.lengths[index].any() or (starts > counts).any():
             raise ValueError(
                 f"asked for starts={starts.tolist()} of tokens={counts.tolist()}; they are for sequences without "
@@ -569,11 +568,10 @@ class KVCache(Owner):
         yield from self._rows.grow(index, counts, starts)
         self._rows.ring()
 
-    def _index(self, batch: list[Sequence]) -> npt.NDArray[np.int64]:
-        """The rows of live sequences; raises what forbids the use of one."""
+    def _live(self, batch: list[Sequence], index: Ints, numbers: Ints) -> Ints:
+        """The rows of live sequences, which have these rows and numbers; raises what forbids the use of one."""
         table = self._rows.table
-        index = np.array([sequence.index for sequence in batch], np.int64)
-        if table.suspended or (table.owners[index] != [sequence.number for sequence in batch]).any():
+        if table.suspended or (table.owners[index] != numbers).any():
             return np.array([sequence.row for sequence in batch], np.int64)
         return index
 
@@ -786,3 +784,9 @@ def _end(log: EventLog) -> None:
     """Tells that a cache is gone."""
     log.cleared()
     log.close()
+
+
+def _rows_of(batch: list[Sequence]) -> tuple[Ints, Ints]:
+    """The rows that sequences were given, and their numbers."""
+    index = np.array([sequence.index for sequence in batch], np.int64)
+    return index, np.array([sequence.number for sequence in batch], np.int64)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .errors import OutOfPagesError, VmmkvError
 from .events import EventLog
@@ -83,7 +83,10 @@ class Starting:
 
     def begin(self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence:
         """A sequence of given tokens, which begins with what is known of them."""
-        hit = self.prefixes.find(key, ids)
+        prefixes = self.prefixes
+        hit = prefixes.find(key, ids)
+        if prefixes.make_way(hit, max(len(ids) if whole else 0, expected)):
+            hit = prefixes.find(key, ids)
         try:
             return self._begin(cache, hit, key, ids, whole, expected)
         except OutOfPagesError:
@@ -98,7 +101,7 @@ class Starting:
             tokens = len(ids) if whole else known
             if hit.tokens:
                 stream = self._rows.pool.driver.current_stream()
-                sequence = self._new(cache, self._rows.pick_empty(stream) if hit.row is None else hit.row)
+                sequence = self._new(cache, self._row_for(hit, max(tokens, expected), stream, key.number))
                 try:
                     prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, stream)
                 except VmmkvError:  # whoever holds it holds the sequence
@@ -112,6 +115,13 @@ class Starting:
                 self._rows.shrink(sequence.index, 0, sequence.cached_tokens)
         prefixes.count(len(ids), sequence.cached_tokens)
         return sequence
+
+    def _row_for(self, hit: Hit, tokens: int, stream: Any, tenant: int) -> int:
+        """The row of a sequence that is to have so many tokens, and begins with a hit: one without pages, where any are
+        laid there."""
+        if hit.row is not None:
+            return hit.row
+        return self._rows.pick(tokens, stream, tenant) if hit.is_copied else self._rows.pick_empty(stream)
 
     def fork(self, cache: KVCache, parent: Sequence, count: int) -> list[Sequence]:
         """Sequences that begin with all tokens of another: all of them or none."""

@@ -192,6 +192,7 @@ class Schedule:
             return []
         finished = step.sampled[self.known[step.sampled] == self.total[step.sampled]].tolist()
         self.remove(finished)
+        self._admit()  # while the device is at work: what they expect is mapped meanwhile
         return finished
 
     def remove_all(self) -> None:

@@ -13,7 +13,6 @@ from transformers import Cache, ContinuousBatchingConfig, GenerationConfig, PreT
 
 import vmmkv
 from vmmkv.integrations import continuous_batching, packed_attention, row_attention
-from vmmkv.integrations.packed_attention import Kept
 from vmmkv.integrations.rotation import Rotation
 
 from . import reference_kernels
@@ -62,8 +61,8 @@ def config(**options: Any) -> dict[str, Any]:
 def without_kernels() -> Iterator[Mock]:
     """In plain PyTorch, also what rotates: that is counted by the mock that this gives."""
 
-    def can_rotate(rotation: Rotation, value: torch.Tensor, kept: Kept) -> bool:
-        return kept.k_scales is None and packed_attention.in_vectors(rotation)
+    def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
+        return packed_attention.in_vectors(rotation)
 
     with (
         patch.object(packed_attention, "kernels_take", return_value=False),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from vmmkv.kernels import RotateHalf
+from vmmkv.kernels import RotateHalf, quantize
 from vmmkv.kernels.checks import Geometry, check_attention, check_indices, check_rotation, check_sinks, keys
 
 
@@ -21,16 +21,22 @@ def append(
     cu_seqlens: torch.Tensor,
     *,
     rotary: RotateHalf,
+    k_scales: torch.Tensor | None,
+    v_scales: torch.Tensor | None,
 ) -> None:
     """`vmmkv.kernels.append` that rotates. Its angles turn pairs, one number of which is real, the other imaginary."""
     like_k, *turning, like_rows, like_starts = (Geometry(*key) for key in keys((k, *rotary, rows, starts)) if key)
     check_rotation(like_k, *turning)
     check_indices(k.device, (len(rows),), rows=like_rows, starts=like_starts)
     bounds = cu_seqlens.tolist()
-    keys_of = _turn(k, rotary.cos, rotary.sin)
+    turned = _turn(k, rotary.cos, rotary.sin)
     for row, start, begin, end in zip(rows.tolist(), starts.tolist(), bounds, bounds[1:]):
-        k_cache[row, start : start + end - begin] = keys_of[begin:end]
-        v_cache[row, start : start + end - begin] = v[begin:end]
+        there = slice(start, start + end - begin)
+        for states, cache, scales in ((turned, k_cache, k_scales), (v, v_cache, v_scales)):
+            if scales is None:
+                cache[row, there] = states[begin:end]
+            else:
+                cache[row, there], scales[row, there] = quantize(states[begin:end], cache.dtype)
     rotary.rotated.copy_(_turn(rotary.query, rotary.cos, rotary.sin))
 
 

@@ -40,9 +40,10 @@ from .rotation import defer_rotation, restore_rotation
 from .row_admission import Admission
 from .row_attention import RowAttention
 from .row_caches import Options, bytes_of_token, make_caches
-from .row_groups import Group, Probe, can_be_captured, layer_groups, not_for_rows
+from .row_groups import Group, Probe, can_be_captured, check_pool, devices_of, layer_groups, not_for_rows
 from .row_ranks import RankedRequests, Ranks
 from .row_requests import RowRequests
+from .row_stages import Requests, StagedRequests, staged
 from .with_names import with_names
 
 NAME = "vmmkv_rows"
@@ -190,7 +191,8 @@ class RowManager(their_api.ContinuousBatchingManager):
                 model=model.eval(), continuous_batching_config=config, workload_hints=workload_hints, **kwargs
             )
             self._allow_decode(config)
-            may_capture = self.groups[0].has_kernels and (is_told or can_be_captured(model, _run_token))
+            may_capture = self.groups[0].has_kernels and len(devices_of(self.groups)) == 1
+            may_capture = may_capture and (is_told or can_be_captured(model, _run_token))
         except BaseException:
             model.train(was_training)
             self._give_attention_back()
@@ -209,8 +211,9 @@ class RowManager(their_api.ContinuousBatchingManager):
         resolve_compile_configs(config, getattr(self.model.config, "compile_config", None), False, True)
         for each in (config.varlen_compile_config, config.decode_compile_config):
             check_compiling(each)
-        if self.distributed_helper.tp_size > 1 and (config.decode_compile_config or config.varlen_compile_config):
-            raise UnsupportedError("asked for compiled forward passes under tensor parallelism; leave one of them out")
+        is_compiled = config.decode_compile_config or config.varlen_compile_config
+        if is_compiled and (self.distributed_helper.tp_size > 1 or len(devices_of(self.groups)) > 1):
+            raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
         self.continuous_batching_config.decode_compile_config = config.decode_compile_config
         self.continuous_batching_config.max_blocks_per_request = 1  # a row
 
@@ -222,6 +225,7 @@ class RowManager(their_api.ContinuousBatchingManager):
                 self._before[model] = before
             self._users.add(self)
         self.groups = _groups(model, self.options.kv_dtype)
+        check_pool(self.options.pool, self.groups)
 
     def start(self) -> None:
         """Starts taking requests: see `ContinuousBatchingManager.start`."""
@@ -357,9 +361,8 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         """Waits until the device's inputs and outputs are as new. transformers zeroes them on this thread's current
         stream, and waits for others alone: on a busy GPU the first batch would be copied there before that, and lost.
         """
-        device = self.cache.kv_caches[0].device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        if self.model_device.type == "cuda":
+            torch.cuda.current_stream(self.model_device).synchronize()
 
     def prepare_next_batch(self) -> bool:
         self._let_go()
@@ -462,6 +465,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         lengths = [request.query_length for request in batch.requests_in_batch]
         if any(lengths):
             self.cache.batch_size, self.cache.max_prompts = len(lengths), sum(length > 1 for length in lengths)
+            self.cache.begin_batch([request.state.request_id for request in batch.requests_in_batch])
             super()._generation_step(model)
         else:  # there is nothing to compute before all of them fork
             batches.retrieve_device_outputs()
@@ -595,41 +599,52 @@ class RowCache(their_cache.PagedAttentionCache):
         self.batch_size = self.max_prompts = continuous_batching_config.max_requests_per_batch or MAX_BATCH_TOKENS
         """Sequences of the next forward pass, and how many of them have more than one new token."""
         self._groups, self._max_seq_len = groups, options.max_seq_len
-        on_host, ranks = host_bytes(continuous_batching_config), Ranks(distributed_helper)
-        pages = self._make_caches(options, continuous_batching_config, on_host, ranks)
-        self._tell_sizes(continuous_batching_config, pages)
-        windows = [group.window for group in groups]
-        make_requests = functools.partial(RankedRequests, ranks) if ranks.size > 1 else RowRequests
-        self.requests = make_requests(self.kv_caches, windows, reuse=self.allow_block_sharing, has_host=bool(on_host))
+        ranks = Ranks(distributed_helper)
+        self._make_caches(options, continuous_batching_config, ranks)
+        self._rows: list[list[int]] | None = None
+        """Of the next forward pass, where layers are on several devices: of each request the rows that it has."""
+        self.requests = self._make_requests(continuous_batching_config, ranks)
+        self._tell_sizes(continuous_batching_config)
         self.use_prefix_sharing = self.requests.reuse
         self._check_alike(options, continuous_batching_config, ranks)
         self.admission = Admission(self.requests, ranks, options.max_seq_len, weights)
         self.attention = RowAttention(groups, self.kv_caches)
         self.idle_memory = IdleMemory(options.idle_seconds, self.requests.forget_known)
         self.cache_allocators: dict[str, Any] = {
-            group.name: GroupRows(self.requests, index, group.name) for index, group in enumerate(groups)
+            name: GroupRows(self.admission, index, name)
+            for index, name in enumerate(dict.fromkeys(group.name for group in groups))
         }
 
-    def _make_caches(self, options: Options, config: Any, on_host: int, ranks: Ranks) -> int:
-        """Makes the rows of each layer group; returns the pages that they may take, in every process."""
-        limit, requests = budget(config, bytes_of_token(self._groups)), 2 * config.max_requests_per_batch
+    def _make_caches(self, options: Options, config: Any, ranks: Ranks) -> None:
+        """Makes the rows of each layer group, which may take as much in every process."""
+        limit, requests = functools.partial(budget, config), 2 * config.max_requests_per_batch
 
         def make() -> int:
-            device = torch.device(self.device)
-            self.kv_caches = make_caches(options, self._groups, limit, requests, on_host, device)
+            self.kv_caches = make_caches(options, self._groups, limit, requests, host_bytes(config))
             return self.kv_caches[0].pool.limit
 
         pages = int(ranks.attempt(make)[1])
         pool = self.kv_caches[0].pool
         if options.pool is None and pages < pool.limit:
             pool.set_limit(pages * pool.page_size)
-        return pages
 
-    def _tell_sizes(self, config: Any, pages: int) -> None:
+    def _make_requests(self, config: Any, ranks: Ranks) -> Requests:
+        """Makes the requests of each device."""
+        make = functools.partial(RankedRequests, ranks) if ranks.size > 1 else RowRequests
+        stages = []
+        for device in devices_of(self._groups):
+            pairs = [pair for pair in zip(self.kv_caches, self._groups) if pair[1].device == device]
+            caches, windows = [cache for cache, _ in pairs], [group.window for _, group in pairs]
+            stages.append(make(caches, windows, reuse=config.allow_block_sharing, has_host=bool(host_bytes(config))))
+        return staged(stages)
+
+    def _tell_sizes(self, config: Any) -> None:
         """Sets what transformers reads from a cache."""
         self.allow_block_sharing = config.allow_block_sharing
         self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
-        self.num_blocks = pages * self.kv_caches[0].pool.page_size // block_bytes(config, bytes_of_token(self._groups))
+        stages = self.requests.stages
+        pools = {stage.caches[0].pool: sum(cache.layout.token_bytes for cache in stage.caches) for stage in stages}
+        self.num_blocks = min(pool.limit * pool.page_size // block_bytes(config, size) for pool, size in pools.items())
         self.max_blocks_per_request, self.max_decode_fast_path_length = 1, self._max_seq_len
         self.max_tokens_read, self.read_cache_limit = 0, None
         self.pool: Any = SimpleNamespace(try_to_free_sectors=_nothing)
@@ -660,8 +675,8 @@ class RowCache(their_cache.PagedAttentionCache):
         with stream_context(self.stream):
             return self.admission.admit(name, held, tokens, expected=len(state.initial_tokens))
 
-    def count_storable_requests(self, list_blocks_needed: list[dict[str, int]]) -> int:
-        return self.admission.count_that_fit(sum(needed.values()) for needed in list_blocks_needed)
+    def count_storable_requests(self, list_blocks_needed: list[dict[str, Any]]) -> int:
+        return self.admission.count_that_fit(next(iter(needed.values())) for needed in list_blocks_needed)
 
     def compute_free_capacity(self, relative: bool = True) -> int | float:
         return self.admission.free_pages(relative)
@@ -712,7 +727,7 @@ class RowCache(their_cache.PagedAttentionCache):
     # ------------------------------------------------------------------ forward passes
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
-        rows = self.requests.rows(request_id)
+        rows = self.requests.rows(request_id)[: block_table.shape[0]]
         if block_table.is_cpu:  # each request of each step comes by here
             block_table.numpy()[:, 0] = rows
         else:
@@ -732,6 +747,11 @@ class RowCache(their_cache.PagedAttentionCache):
     def update(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedAttentionError(f'K and V in rows are read by attn_implementation="{NAME}" alone')
 
+    def begin_batch(self, names: list[str]) -> None:
+        """Takes the requests of the next forward pass. What transformers' tensors hold of rows is for one device."""
+        if isinstance(self.requests, StagedRequests):
+            self._rows = [self.requests.rows(name) for name in names]
+
     def attend(
         self,
         layer: int,
@@ -747,8 +767,9 @@ class RowCache(their_cache.PagedAttentionCache):
         what transformers tells a forward pass."""
         index = self.attention.begins(layer)
         if index is not None:
-            packed = _packed(index, self._groups[index].name, told, self.batch_size, self.max_prompts)
-            self.attention.begin(index, packed)
+            kind = self.cache_allocators[self._groups[index].name]
+            rows = None if self._rows is None else [rows[index] for rows in self._rows]
+            self.attention.begin(index, _packed(kind, told, self.batch_size, self.max_prompts, rows))
         window = told.get("sliding_window")
         return self.attention.attend(layer, query, key, value, window=window, scale=scale, softcap=softcap, sinks=sinks)
 
@@ -758,17 +779,17 @@ class GroupRows:
 
     write_trash_index = read_trash_index = 0
 
-    def __init__(self, requests: RowRequests, index: int, layer_type: str) -> None:
-        self._requests, self.index, self.layer_type = requests, index, layer_type
+    def __init__(self, admission: Admission, index: int, layer_type: str) -> None:
+        self._admission, self.index, self.layer_type = admission, index, layer_type
         self.block_table: dict[str, list[int]] = {}
 
     def get_seqlen_k(self, past_length: int, query_length: int) -> int:
         """Tokens that a row holds after a forward pass."""
         return past_length + query_length
 
-    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> int:
-        """Pages that a request lacks, in all groups: the first one says it for all."""
-        return 0 if self.index else self._requests.pages_missing(request_id, past_length + query_length)
+    def needs_new_blocks(self, request_id: str, past_length: int, query_length: int) -> list[int]:
+        """Pages that a request lacks on each device, in all groups."""
+        return self._admission.pages_missing(request_id, past_length + query_length)
 
 
 class RowOffloading(OffloadingManager):
@@ -800,18 +821,22 @@ class RowOffloading(OffloadingManager):
 # ---------------------------------------------------------------------- attention
 
 
-def _packed(index: int, name: str, told: dict[str, Any], batch_size: int, max_prompts: int) -> Packed:
-    """Where the tokens of a forward pass are, in a layer group. Batches are padded by sequences without tokens."""
-    cu_seqlens, cu_lengths = told["cu_seq_lens_q"], told["cu_seq_lens_k"][name]
+def _packed(kind: GroupRows, told: dict[str, Any], batch_size: int, max_prompts: int, rows: list[int] | None) -> Packed:
+    """Where the tokens of a forward pass are, in layers of a kind; `rows` are theirs, if transformers was told others.
+    Batches are padded by sequences without tokens."""
+    cu_seqlens, cu_lengths = told["cu_seq_lens_q"], told["cu_seq_lens_k"][kind.layer_type]
     if told["block_table"] is None:
         cu_seqlens, cu_lengths = cu_seqlens[: batch_size + 1], cu_lengths[: batch_size + 1]
     lengths = cu_lengths.diff()
     starts = lengths - cu_seqlens.diff()
+    max_prompts = max(max_prompts, 1) if told["block_table"] is None else 0
+    if rows is not None:
+        return Packed(cu_seqlens, lengths.new_tensor(rows), starts, lengths, max_prompts)
     if told["block_table"] is not None:
-        return Packed(cu_seqlens, told["block_table"][index, :, 0].contiguous(), starts, lengths, max_prompts=0)
-    homes = told["write_index"][index]
-    rows = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
-    return Packed(cu_seqlens, rows, starts, lengths, max_prompts=max(max_prompts, 1))
+        return Packed(cu_seqlens, told["block_table"][kind.index, :, 0].contiguous(), starts, lengths, max_prompts)
+    homes = told["write_index"][kind.index]
+    homes = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
+    return Packed(cu_seqlens, homes, starts, lengths, max_prompts)
 
 
 def attend_rows(

@@ -68,8 +68,8 @@ def enable(
         raise not_for_rows(model, "no position_ids, so that it cannot tell requests apart that lie in one batch")
     if not can_attend(model):
         raise not_for_rows(model, "an attention of its own, or does more with masks, K or V than to hand them to it")
-    if _is_split_by_layers(model):
-        raise not_for_rows(model, "layers on several devices, and rows lie on one; tensor parallelism splits heads")
+    if (getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1) > 1:
+        raise not_for_rows(model, "layers in several processes; tensor parallelism splits heads")
     if pool is not None and max_bytes is not None:
         raise ArgumentError(f"got max_bytes={max_bytes!r} beside a pool, which has a limit; give it to the FramePool")
     if max_bytes is not None:
@@ -89,10 +89,3 @@ def enable(
 def disable(model: PreTrainedModel) -> None:
     """Has a model's continuous batching keep K and V in blocks again, from the next manager on."""
     take_off_rows(model)
-
-
-def _is_split_by_layers(model: PreTrainedModel) -> bool:
-    """Whether layers run on several devices: of this process (`device_map`), or of others (pipeline parallelism)."""
-    placed = {place for place in getattr(model, "hf_device_map", {}).values() if place not in ("cpu", "disk")}
-    parallel = getattr(model.config, "distributed_config", None)
-    return len(placed) > 1 or (getattr(parallel, "pp_size", None) or 1) > 1

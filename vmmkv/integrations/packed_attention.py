@@ -68,14 +68,14 @@ def write(
     Returns:
         the queries, `[tokens, num_heads, head_dim]`, which are rotated likewise.
     """
+    places = kept.k, kept.v, batch.rows, batch.starts, batch.cu_seqlens
+    scales = {"k_scales": kept.k_scales, "v_scales": kept.v_scales}
     if angles is not None:
         rotated = torch.empty_like(query)  # a model may still have use for the others
-        rotary = RotateHalf(query, rotated, *angles)
-        append(key, value, kept.k, kept.v, batch.rows, batch.starts, batch.cu_seqlens, rotary=rotary)
+        append(key, value, *places, rotary=RotateHalf(query, rotated, *angles), **scales)
         return rotated
     if kernels_take(key, value):
-        scales = {"k_scales": kept.k_scales, "v_scales": kept.v_scales}
-        append(key, value, kept.k, kept.v, batch.rows, batch.starts, batch.cu_seqlens, **scales)
+        append(key, value, *places, **scales)
         return query
     for row, first, begin, end in zip(batch.rows.tolist(), batch.starts.tolist(), *_bounds(batch)):
         there = slice(first, first + end - begin)
@@ -87,9 +87,9 @@ def write(
     return query
 
 
-def can_rotate(rotation: Rotation, value: torch.Tensor, kept: Kept) -> bool:
+def can_rotate(rotation: Rotation, value: torch.Tensor) -> bool:
     """Whether there is a kernel that rotates, for queries, keys and angles as they lie, on the way into rows."""
-    return kept.k_scales is None and kernels_take(rotation.key, value) and in_vectors(rotation)
+    return kernels_take(rotation.key, value) and in_vectors(rotation)
 
 
 def in_vectors(rotation: Rotation) -> bool:

@@ -1,4 +1,5 @@
-"""Admission of requests to rows: which there is room for, in all processes of a group, and what each begins with."""
+"""Admission of requests to rows: which there is room for, in all processes of a group and on all devices, and what each
+begins with."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from contextlib import suppress
 
 from ..errors import OutOfPagesError
 from .row_ranks import Ranks
-from .row_requests import NO_ROOM, RowRequests
+from .row_requests import NO_ROOM
+from .row_stages import Requests
 
 
 class Admission:
@@ -20,23 +22,30 @@ class Admission:
         weights: says what K and V depend on beside tokens.
     """
 
-    def __init__(self, requests: RowRequests, ranks: Ranks, max_seq_len: int, weights: Callable[[], Hashable]) -> None:
+    def __init__(self, requests: Requests, ranks: Ranks, max_seq_len: int, weights: Callable[[], Hashable]) -> None:
         self._requests, self._ranks, self._max_seq_len, self._weights = requests, ranks, max_seq_len, weights
-        self._pool = requests.caches[0].pool
         self._committed: dict[str, int] = {}
         """By request: tokens that others may begin with."""
 
     def fits(self, name: str, tokens: int) -> bool:
         """Whether there is room for a request to grow to so many tokens."""
-        fits = self._requests.pages_missing(name, tokens) <= self._ranks.least(self._requests.available_pages)
-        return fits and tokens <= self._max_seq_len
+        fits = [needed <= there for needed, there in zip(self.pages_missing(name, tokens), self._available_pages())]
+        return all(fits) and tokens <= self._max_seq_len
 
-    def count_that_fit(self, pages: Iterable[int]) -> int:
-        """How many requests there is room for, from the first on, of which each needs so many pages."""
-        left, count = self._ranks.least(self._requests.available_pages), 0
+    def pages_missing(self, name: str, tokens: int) -> list[int]:
+        """Pages that a request lacks for so many tokens, on each device."""
+        return [stage.pages_missing(name, tokens) for stage in self._requests.stages]
+
+    def _available_pages(self) -> list[float]:
+        """Pages that hold no tokens, on each device, in every process."""
+        return [self._ranks.least(stage.available_pages) for stage in self._requests.stages]
+
+    def count_that_fit(self, pages: Iterable[list[int]]) -> int:
+        """How many requests there is room for, from the first on, of which each needs so many pages on each device."""
+        left, count = self._available_pages(), 0
         for needed in pages:
-            left -= needed
-            if left < 0:
+            left = [there - taken for there, taken in zip(left, needed)]
+            if min(left) < 0:
                 break
             count += 1
         return count
@@ -87,22 +96,32 @@ class Admission:
         self._committed.clear()
 
     def free_pages(self, relative: bool) -> float:
-        """Bytes that hold no tokens of any request; or their share of all."""
-        pages = self._requests.available_pages
-        return self._ranks.least(pages / self._pool.limit if relative else pages * self._pool.page_size)
+        """Bytes that hold no tokens of any request; or their share of all. Of several devices where it is the least."""
+        free = []
+        for stage in self._requests.stages:
+            pages, pool = stage.available_pages, stage.caches[0].pool
+            free.append(pages / pool.limit if relative else pages * pool.page_size)
+        return self._ranks.least(min(free))
 
     def others_hold_memory(self) -> bool:
         """Whether others on the pool, in any process, use some of it."""
-        stats, caches = self._pool.stats(), self._requests.caches
-        used = sum(cache.stats().pages["used"] for cache in caches) * self._pool.page_size
-        return self._ranks.least(-max(stats.used_bytes - used, stats.leased_bytes)) < 0
+        most = 0
+        for stage in self._requests.stages:
+            pool = stage.caches[0].pool
+            stats, own = pool.stats(), sum(cache.stats().pages["used"] for cache in stage.caches) * pool.page_size
+            most = max(most, stats.used_bytes - own, stats.leased_bytes)
+        return self._ranks.least(-most) < 0
 
     def no_room_for(self, name: str, tokens: int) -> OutOfPagesError:
         """Why a request of so many tokens ends, for which there is no memory though nobody else has any."""
-        needed, limit = self._requests.pages_of(tokens), self._pool.limit
+        stages = self._requests.stages
+        needed, limit, pool = max(
+            ((stage.pages_of(tokens), stage.caches[0].pool.limit, stage.caches[0].pool) for stage in stages),
+            key=lambda each: each[0] / each[1],
+        )
         return OutOfPagesError(
-            f"asked for {needed} pages, of {tokens} tokens, for request {name} alone; the limit is {limit} pages. A "
-            "larger max_bytes helps",
+            f"asked for {needed} pages on {pool.device}, of {tokens} tokens, for request {name} alone; the limit is "
+            f"{limit} pages. A larger max_bytes helps",
             requested=needed,
             available=limit,
         )

@@ -64,7 +64,7 @@ class RowAttention:
                 f"layer {layer} attends to {window} tokens, and its config says {group.window or 'all'} of them"
             )
         batch, rotation, angles = self._batches[index], rotation_of(query, key), None
-        if rotation is not None and can_rotate(rotation, value, kept):
+        if rotation is not None and can_rotate(rotation, value):
             query, key, angles = rotation.query, rotation.key, (rotation.cos.squeeze(0), rotation.sin.squeeze(0))
         query, key, value = (as_rotated(each).squeeze(0).transpose(0, 1) for each in (query, key, value))
         query = write(query, key, value, kept, batch, angles)

@@ -1,10 +1,11 @@
 """The caches of continuous batching on rows, one for each layer group: what they may take, and how many rows there are.
 
-All lie on one pool, and tokens on the host are shared out by what each group keeps of one.
+All of a device lie on one pool, and tokens on the host are shared out by what each group keeps of one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from ..cache import KVCache
 from ..memory.pool import FramePool
 from ..space.arena import ADDRESS_LIMIT
-from .row_groups import Group
+from .row_groups import Group, devices_of
 
 
 @dataclass(frozen=True)
@@ -27,18 +28,21 @@ class Options:
 
 
 def make_caches(
-    options: Options, groups: list[Group], budget: float | str, requests: int, host_bytes: int, device: torch.device
+    options: Options, groups: list[Group], budget: Callable[[int], float | str], requests: int, host_bytes: int
 ) -> list[KVCache]:
     """Makes the caches of all groups.
 
     Args:
-        budget: the most that they may take, where nobody has said it.
+        budget: the most that they may take on a device where a token has so many bytes, where nobody has said it.
         requests: how many should have a row at a time.
         host_bytes: what may be moved to the host.
     """
-    pool = options.pool
-    if pool is None:
-        pool = FramePool(budget if options.max_bytes is None else options.max_bytes, device=device)
+    pools: dict[torch.device, FramePool] = {}
+    for device in devices_of(groups):
+        limit = options.max_bytes
+        if limit is None:
+            limit = budget(bytes_of_token([group for group in groups if group.device == device]))
+        pools[device] = options.pool or FramePool(limit, device=device)
     token_bytes = bytes_of_token(groups)
     rows = _num_rows(options.max_seq_len * token_bytes, requests)
     has_windows = any(group.window for group in groups)
@@ -47,7 +51,7 @@ def make_caches(
             group.layout,
             rows,
             options.max_seq_len,
-            pool=pool,
+            pool=pools[group.device],
             large_frames=not group.window,
             host_bytes=host_bytes * group.layout.token_bytes // token_bytes,
             host_priority=None if has_windows else 30,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -9,8 +10,9 @@ import torch
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..errors import UnsupportedError
+from ..errors import DeviceError, UnsupportedError
 from ..layout import KVLayout
+from ..memory.pool import FramePool
 from .attention import kernels_take
 from .scaled_states import check_quantizable
 
@@ -18,14 +20,15 @@ logger = logging.get_logger(__name__)
 
 
 class Group(NamedTuple):
-    """Layers that attend to as many tokens: their numbers, the window (0: all), what they keep of a token, and whether
-    there are kernels for all layers of the model."""
+    """Layers on a device that attend to as many tokens: their numbers, the window (0: all), what they keep of a token,
+    whether there are kernels for all layers of the model, and where they are."""
 
     name: str
     layers: list[int]
     window: int
     layout: KVLayout
     has_kernels: bool
+    device: torch.device
 
 
 class Probe:
@@ -34,6 +37,7 @@ class Probe:
     def __init__(self) -> None:
         self.shapes: dict[int, tuple[int, int, int]] = {}
         """By layer: KV heads, the width of K, and of V."""
+        self.devices: dict[int, torch.device] = {}
         self.dtypes: set[torch.dtype] = set()
         self.has_kernels = True
         """Whether there are kernels for all layers."""
@@ -41,6 +45,7 @@ class Probe:
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
         """Takes a layer's K and V, `[1, heads, tokens, head_dim]`; attends to nothing."""
         self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
+        self.devices[layer] = key.device
         self.dtypes |= {key.dtype, value.dtype}
         self.has_kernels &= kernels_take(key, value)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
@@ -57,7 +62,7 @@ def layer_groups(
     run: Run,
     kv_dtype: torch.dtype | None,
 ) -> list[Group]:
-    """The layer groups of a model, by what it hands to attention for one token.
+    """The layer groups of a model, those of a device one behind the other, by what it hands to attention for one token.
 
     Args:
         kinds: its layers, by a name for each kind.
@@ -79,11 +84,27 @@ def layer_groups(
         check_quantizable(dtype, kv_dtype)
     kept, scales = (kv_dtype, "token_head") if kv_dtype else (dtype, None)
     groups = []
-    for name, layers in kinds.items():
-        heads, k_widths, v_widths = zip(*(probe.shapes[layer] for layer in layers))
-        layout = KVLayout(len(layers), heads, k_widths, kept, v_widths, scales=scales)
-        groups.append(Group(name, list(layers), windows.get(name, 0), layout, probe.has_kernels))
+    for device, (name, all_layers) in itertools.product(dict.fromkeys(probe.devices.values()), kinds.items()):
+        if layers := [layer for layer in all_layers if probe.devices[layer] == device]:
+            heads, k_widths, v_widths = zip(*(probe.shapes[layer] for layer in layers))
+            layout = KVLayout(len(layers), heads, k_widths, kept, v_widths, scales=scales)
+            groups.append(Group(name, layers, windows.get(name, 0), layout, probe.has_kernels, device))
     return groups
+
+
+def devices_of(groups: list[Group]) -> list[torch.device]:
+    """The devices that layers are on, each once."""
+    return list(dict.fromkeys(group.device for group in groups))
+
+
+def check_pool(pool: FramePool | None, groups: list[Group]) -> None:
+    """Raises `DeviceError` where layers are on other devices than the pool that they are to lie on."""
+    devices = devices_of(groups)
+    if pool is not None and devices != [pool.device]:
+        raise DeviceError(
+            f"got a pool on {pool.device}, and layers on {', '.join(map(str, devices))}. Give a pool that is there or, "
+            "for a model on several devices, max_bytes, of which each has a pool of so many"
+        )
 
 
 def can_be_captured(model: PreTrainedModel, run: Run) -> bool:

@@ -29,6 +29,8 @@ class RowRequests:
 
     def __init__(self, caches: Many[KVCache], windows: Many[int], *, reuse: bool, has_host: bool) -> None:
         self.caches, self.windows, self._has_host = caches, windows, has_host
+        self.stages: list[RowRequests] = [self]
+        """Requests of each device, where layers are on several; here on one."""
         self._page_size = caches[0].page_size
         self._record_bytes = {record for cache in caches for record in cache.layout.record_bytes}
         self.reuse = reuse and not any(windows)

@@ -101,8 +101,8 @@ def serve(
 
 
 def _device() -> list[str]:
-    """Where a model runs if nobody says it: on several GPUs transformers would share out its layers, and rows are on
-    one."""
+    """Where a model runs if nobody says it: transformers would share its layers out to all GPUs, which would wait for
+    each other."""
     return ["--device", "cuda:0"] if torch.cuda.device_count() > 1 else []
 
 

@@ -191,7 +191,7 @@ class Accounts:
     @property
     def has_guarantees(self) -> bool:
         """Whether anything is guaranteed. Otherwise all that is mapped may be firm."""
-        return any(account.guaranteed for account in self.accounts)
+        return sum([account.guaranteed for account in self.accounts]) > 0
 
     # ------------------------------------------------------------------ what one may have
 

@@ -77,7 +77,8 @@ class Monitor:
     def check_outside(self, name: str, changing: bool = False) -> None:
         """Raises `BusyError` in the middle of another operation of this thread; if it is to map or unmap, and holds
         `changing`, also in the middle of a change."""
-        if self.inside.locked() or (changing and (self.running.locked() or self.stepping.locked())):
+        own = self._own
+        if own.inside.locked() or (changing and (self.running.locked() or own.stepping.locked())):
             raise BusyError(
                 f"{name.strip('_')} was called in the middle of another operation of this thread on the same memory, "
                 "as by a finalizer or a signal handler. Leave a note there and call it later"
@@ -156,10 +157,10 @@ def stepwise(method: Method[Owner, Parameters, Steps[Result]]) -> Method[Owner, 
         monitor.check_outside(method.__name__)
         with monitor.door, monitor.changing:
             monitor.check_outside(method.__name__, changing=True)
+            inside, steps = monitor.inside, None
             with monitor.stepping:
-                steps: Steps[Result] | None = None
                 while True:
-                    with monitor.lock, monitor.inside:
+                    with monitor.lock, inside:
                         if steps is None or monitor.is_dirty:  # somebody was interrupted: it begins again
                             _recover(self)
                             self.check_usable()

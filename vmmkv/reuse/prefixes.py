@@ -37,6 +37,7 @@ from ..memory.monitor import at_once
 from ..memory.pool import FramePool
 from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
+from ..space.mapper import stock
 from .host_prefixes import NOTHING, HostPrefixes
 from .lookup import token_ids
 from .node import Ids, Node, Root, common
@@ -82,6 +83,11 @@ class Hit(NamedTuple):
         """How many frames are mapped for it, where it is laid. To compute a token takes about as long as to map one."""
         return sum(len(piece.frames) for of in self.laid for piece in of)
 
+    @property
+    def is_copied(self) -> bool:
+        """Whether all of it is one copy in each range, as any row can begin with that has its pages for its own."""
+        return all(not of or (len(of) == 1 and not of[0].frames) for of in self.laid)
+
     def given_up(self) -> Hit:
         """Nothing, instead."""
         return self._replace(tokens=0, source=None)
@@ -117,10 +123,10 @@ class Held:
     def hold(self, pages: Iterable[int]) -> None:
         """Holds the frames of pages that have become known."""
         frames, held, new = self._pool.frames, self._pages, list[int]()
-        for frame in frames.frames_of(pages):
-            count = held.get(frame, 0)
-            held[frame] = count + 1
-            if not count:
+        for frame, count in Counter(frames.frames_of(pages)).items():
+            before = held.get(frame, 0)
+            held[frame] = before + count
+            if not before:
                 new.append(frame)
         frames.share(new)
 
@@ -128,8 +134,8 @@ class Held:
         """Gives up the frames of pages that are known no more, if they were the last ones there. Returns how many pages
         these still have on rows that do not use them."""
         frames, held, gone = self._pool.frames, self._pages, list[int]()
-        for frame in frames.frames_of(pages):
-            held[frame] -= 1
+        for frame, count in Counter(frames.frames_of(pages)).items():
+            held[frame] -= count
             if not held[frame]:
                 del held[frame]
                 gone.append(frame)
@@ -296,8 +302,9 @@ class Prefixes:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is to be released.
         """
         if hit.row is None:
-            self._rows.begin(row, owner, expected, stream, key.number)
+            adopted = self._rows.start(row, owner, tokens, expected, stream, key.number)
             self._lay(row, hit, key, ids, tokens)
+            self._rows.adoptions += adopted
         else:
             try:
                 self._rows.afford(row, hit.tokens)
@@ -361,7 +368,10 @@ class Prefixes:
         ends = []
         for (arena, _), known in zip(self._books.ranges, node.path_pages()):
             mine = arena.table.pages_in(row, 0, len(known)).tolist()
-            ends.append(next((page for page, its in enumerate(mine) if its != known[page]), len(known) + 1))
+            if mine == known[: len(mine)]:  # at once: most are
+                ends.append(len(known) + 1)
+            else:
+                ends.append(next(page for page, its in enumerate(mine) if its != known[page]))
         own = self._tokens_before(ends)
         return Chain(key, ids, self._lock(node, own), own)
 
@@ -633,14 +643,16 @@ class Prefixes:
             self._rows.reclaimer.unmap_surplus({row: len(self._chains[row].ids)})
         return row not in self._roomy
 
-    def _least_needed(self, pages: int, leaving: Callable[[Node], None] | None = None) -> tuple[list[Page], list[int]]:
+    def _least_needed(
+        self, pages: int, leaving: Callable[[Node], None] | None = None, whole: bool = False
+    ) -> tuple[list[Page], list[int]]:
         """Has the tree give up so many pages, as far as they are less needed than any tail; or else names the kept row
         that has the least needed tail, if there is one."""
         now = self._tree.now()
         tail = self._tails.order.first(now)
         if tail is None:
-            return self._tree.evict(pages, leaving=leaving), []
-        gone = self._tree.evict(pages, tail.priority_at(now), tail.used, leaving)
+            return self._tree.evict(pages, leaving=leaving, whole=whole), []
+        gone = self._tree.evict(pages, tail.priority_at(now), tail.used, leaving, whole)
         return gone, [] if gone else [tail.row]
 
     def least_needed(self) -> int:
@@ -687,6 +699,41 @@ class Prefixes:
             assert isinstance(top.parent, Root)
             self._host.keep(top.parent.key, leaf, self.written)
 
+    def make_way(self, hit: Hit, tokens: int) -> bool:
+        """Has kept rows be parked ahead of need, least needed first, where memory is full and a new sequence that is to
+        have so many tokens can adopt one: to unmap their pages and to map them elsewhere costs more than all else.
+        Returns whether anything was given up, and what was found is to be found again."""
+        if (
+            hit.row is not None
+            or not hit.is_copied
+            or self._host
+            or not self._table.kept
+            or not self._books.rules.lookahead
+        ):
+            return False
+        parked = max(map(self._table.capacity.__getitem__, self._table.parked), default=0)
+        pages, there = (sum(end for _, end in self._books.spans(0, each)) for each in (tokens, parked))
+        missing = pages + stock(self._pool) - self._pool.idle(self._rows.account) - there
+        if missing <= 0:
+            return False
+        if hit.tokens:
+            self._tree.unlock(self._tree.lock(hit.node, hit.locked))  # goes last
+        given_up: list[int] = []
+        while missing > 0:
+            leaf = self._tree.order.first(self._tree.now())
+            if leaf is None or leaf.num_pages > 2 * pages:  # most of that would be given up for nothing
+                break
+            gone, rows = self._least_needed(1, whole=True)
+            for row in rows:
+                self.give_up(row)
+            given_up += rows
+            missing -= len(gone)
+            given_up += self._drop(gone)[0]
+        for row in given_up:
+            if row in self._table.retired:
+                self._books.settle(row)
+        return True
+
     def give_way(self, pages: int) -> None:
         """Gives up so many pages that are known, least needed first, before somebody needs them. Those that lie on no
         row are free then; the rows of the others are nobody's."""
@@ -721,9 +768,10 @@ class Prefixes:
     def _drop(self, gone: Sequence[Page]) -> tuple[list[int], int]:
         """Drops pages that the tree knows no more, where they are held. Returns the kept rows that they lie in, which
         are given up, and how many are left on rows that do not use them."""
+        left = self._held.drop(page.number for page in gone)  # before: a row that has all for its own can be adopted
         # Of a kept row the last page goes first, in the first arena; what others hold behind it is beside that.
-        rows = [row for arena, _, number in gone if arena == 0 for row in self._lose_place(number)]
-        return rows, self._held.drop(page.number for page in gone)
+        places = self._tails.places(number for arena, _, number in gone if arena == 0)
+        return [row for place in places for row in self._lose_place(place)], left
 
     def _lose_place(self, number: int) -> list[int]:
         """Says that the tree does not know a page by its number any more. Returns the kept rows that nobody could find
@@ -757,8 +805,8 @@ class Prefixes:
         if not self._tree.renumber(self.path(pages.key, pages.ids), arena, first, old, numbers):
             return False
         self._held.hold(numbers)
-        for number in old if not arena else ():
-            self._lose_place(number)
+        for place in self._tails.places(old) if not arena else ():
+            self._lose_place(place)
         self._disown(Page(arena, page, number) for page, number in enumerate(old, first))
         self._held.drop(old)
         return True

@@ -15,7 +15,7 @@ however many there are.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -79,14 +79,14 @@ class Tails:
         """By row."""
         self.order: EvictionOrder[Tail] = EvictionOrder()
         """Of kept rows that hold any token beside what the tree knows."""
-        self._at: dict[tuple[Hashable, bool], list[tuple[bytes, int]]] = {}
-        """By place, and whether the rows are kept: ids and rows, in order."""
+        self._at: dict[Hashable, tuple[list[tuple[bytes, int]], list[tuple[bytes, int]]]] = {}
+        """By place: ids and rows, in order, of live rows and of kept ones."""
 
     def put(self, tail: Tail, now: float) -> None:
         """Has a row hold this, and nothing that it held before."""
         self.pop(tail.row)
         self.of[tail.row] = tail
-        insort(self._at.setdefault((tail.place, tail.kept), []), (tail.ids, tail.row))
+        insort(self._at.setdefault(tail.place, ([], []))[tail.kept], (tail.ids, tail.row))
         self.use(tail, now)
 
     def use(self, tail: Tail, now: float) -> None:
@@ -98,22 +98,26 @@ class Tails:
         """Has a row hold nothing; returns what it held."""
         tail = self.of.pop(row, None)
         if tail:
-            where = tail.place, tail.kept
-            entries = self._at[where]
+            at = self._at[tail.place]
+            entries = at[tail.kept]
             del entries[bisect_left(entries, (tail.ids, row))]
-            if not entries:
-                del self._at[where]
+            if not any(at):
+                del self._at[tail.place]
             tail.kept = False  # the order passes over it
         return tail
 
     def rows(self, place: Hashable) -> list[int]:
         """Those that hold something at a place."""
-        return [row for kept in (False, True) for _, row in self._at.get((place, kept), ())]
+        return [row for entries in self._at.get(place, ()) for _, row in entries]
+
+    def places(self, numbers: Iterable[int]) -> list[int]:
+        """Of pages those that are places, in their order."""
+        return [number for number in numbers if number in self._at]
 
     def longest(self, place: Hashable, ids: Ids, kept: bool) -> Found | None:
         """The tail of a live or a kept row at a place that has most in common with these ids; of several the one that
         has nothing else, if there is one."""
-        entries = self._at.get((place, kept))
+        entries = self._at.get(place, ([], []))[kept]
         if not entries:
             return None
         asked = ids.tobytes()

@@ -303,6 +303,7 @@ class PrefixTree:
         priority: int = MAX_PRIORITY,
         used: float = inf,
         leaving: Callable[[Node], None] | None = None,
+        whole: bool = False,
     ) -> list[Page]:
         """Gives up pages that nobody uses: those of the lowest priority first, of these the least recently used, each
         after all that follow it.
@@ -312,6 +313,7 @@ class PrefixTree:
             priority: the highest that goes.
             used: the last use up to which what has this priority goes.
             leaving: is told of each leaf before it loses pages.
+            whole: no leaf keeps any.
         """
         gone: list[Page] = []
         now = self.now()
@@ -321,7 +323,7 @@ class PrefixTree:
                 break
             if leaving:
                 leaving(leaf)
-            end = self._end_without(leaf, pages - len(gone))
+            end = leaf.begin if whole else self._end_without(leaf, pages - len(gone))
             if self.teller:
                 self.teller.removed(leaf, end)
             self._drop(leaf, end, gone)

@@ -1,8 +1,8 @@
 """Ahead of need: what a mapper may do for rows while they are used.
 
-It takes frames that are free, for pages behind live rows, and unmaps the pages of rows that nobody has and nothing may
-touch; where there are none, what is kept for sequences to come gives way. What is free and was another tenant's is
-zeroed before.
+It takes frames that are free, for pages behind live rows. It unmaps tails, which lie behind sequences that began on
+longer rows than they need, and the pages of rows that nobody has and nothing may touch; where there are none, what is
+kept for sequences to come gives way. What is free and was another tenant's is zeroed before.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Ahead:
     def __init__(self, pool: FramePool, account: Account, books: Books, scrubbing: Scrubbing) -> None:
         self._pool, self._account, self._books, self._table = pool, account, books, books.table
         self._scrubbing = scrubbing
+        self._ahead = sum(end for _, end in books.spans(0, self.lookahead)) + len(books.ranges)
+        """Pages of a lookahead, at most."""
         self.give_way: Callable[[int], None] = _nothing
         """Gives up so many pages of what is only kept for sequences to come; where they lie in rows, these are retired
         then, or parked."""
@@ -56,13 +58,14 @@ class Ahead:
         self._scrubbing.wishes.clear()
         lack_large = lack_single = 0
         firm = self._pool.headroom(self._account) - change.pages  # which are another's: they are in no books yet
+        tails = self._tail_pages()
         for arena, row, begin, end in self._needs():
             room = frames - change.frames - lack_large - lack_single - self._scrubbing.wished
-            if room <= 0:
+            if room <= 0 or firm + tails <= 0:
                 break
-            pages = min(end - begin, firm)
-            if pages <= 0:
-                break
+            pages = max(min(end - begin, firm), 0)
+            behind = min(end - begin - pages, max(tails, 0))
+            lack_single, tails = lack_single + min(behind, room), tails - behind
             wanted = policy.large_frames(pages, self._table.start[row]) if self._books.rules.large else 0
             large, single = self._available(pages, wanted, room)
             lack_large += min(wanted, room) - large
@@ -114,13 +117,14 @@ class Ahead:
         change.map(table, row, table.end[row] + large * LARGE + single, supply, large)
 
     def plan_release(self, change: Change, pages: int) -> int:
-        """Plans to unmap up to so many pages of rows that nobody has and nothing may touch, retired ones before parked
-        ones, oldest first; returns how many. Where there are no such rows, what is kept gives way, and what of it lay
-        on no row is free at once."""
-        before = self._pool.frames.taken
-        if not self._table.parked and not self._table.retired:
+        """Plans to unmap up to so many pages that nothing may touch: of tails, then of rows that nobody has, retired
+        ones before parked ones, oldest first; returns how many. Where there are no such rows, what is kept gives way,
+        and what of it lay on no row is free at once."""
+        planned = self._plan_tails(change, pages)
+        if not planned and not self._table.parked and not self._table.retired:
+            before = self._pool.frames.taken
             self.give_way(pages)
-        planned = before - self._pool.frames.taken
+            planned = before - self._pool.frames.taken
         for row in chain(self._table.retired, self._table.parked):
             if planned < pages and self._table.fences[row].passed():
                 for arena, _ in self._books.ranges:
@@ -128,6 +132,29 @@ class Ahead:
             elif planned:
                 break
         return planned
+
+    def _plan_tails(self, change: Change, pages: int) -> int:
+        """Plans to unmap up to so many pages of tails; returns how many."""
+        planned = 0
+        for row in self._tails():
+            if planned < pages and self._table.fences[row].passed() and not self._books.shares_surplus(row):
+                for (arena, _), (_, end) in zip(self._books.ranges, self._books.wanted(row)):
+                    planned += arena.plan_back(change, row, end, pages - planned)
+                self._books.refresh(row)  # nobody is to grow there meanwhile
+        return planned
+
+    def _tail_pages(self) -> int:
+        """Pages of tails."""
+        return sum(self._table.spare.size(row) - self._ahead for row in self._tails())
+
+    def _tails(self) -> Iterator[int]:
+        """Live rows with more behind them than they expect to need, and than a lookahead."""
+        table = self._table
+        for row in [] if self._books.rules.zero_tail else table.spare.largest():
+            if table.spare.size(row) <= self._ahead:
+                return
+            if table.length[row] or table.expected[row]:
+                yield row
 
     def commit_ahead(self, change: Change) -> None:
         """Brings the books of rows up to what a change has done."""

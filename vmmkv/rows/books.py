@@ -12,8 +12,6 @@ Nothing here maps, unmaps or touches memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -166,7 +164,7 @@ class Books:
 
     def shares_surplus(self, row: int) -> bool:
         """Whether surplus pages of a row may lie in others, too."""
-        return any(
+        return self._frames.has_shared and any(
             arena.table.own[row] > end or arena.table.first[row] < min(first, arena.table.own[row])
             for (arena, _), (first, end) in zip(self.ranges, self.used(row))
         )
@@ -315,26 +313,26 @@ class Books:
     def refresh(self, row: int) -> None:
         """Works out a row's capacity: the tokens that it can grow to without a look at its pages."""
         rows, rules, size = self.table, self.rules, self.page_size
-        live, (start, length) = rows.is_live(row), self.extent(row)
-        capacity = rules.max_seq_len
-        whole = True
+        live, capacity = rows.is_live(row), rules.max_seq_len
+        start, length = self.extent(row)
         for arena, record in self.ranges:
             table = arena.table
-            end = table.ready[row]
-            # Pages that do not reach its first token are what a growth has left that did not happen.
-            whole &= table.reaches(row, start * record // size)
-            whole &= not (rules.zero_tail and table.has_hole(row))
-            if table.first[row] and not live:
-                end = 0  # nobody can adopt it
-            elif rules.cleans and live:
-                used = length + rules.overread if length else 0
-                end = min(end, -(-used * record // size))  # behind are another's bytes
-            whole &= table.own[row] <= max(length * record // size, table.first[row])  # it may be written behind it
-            room = end * size // record - rules.overread
+            first, ready = table.first[row], table.ready[row]
+            if live:
+                # Pages that do not reach its first token are what a growth has left that did not happen.
+                whole = first <= start * record // size <= table.end[row]
+                whole &= table.own[row] <= max(length * record // size, first)  # it may be written behind it
+                if not whole or (rules.zero_tail and table.has_hole(row)):
+                    capacity = length  # so that the next growth repairs it
+                    break
+                if rules.cleans:
+                    used = length + rules.overread if length else 0
+                    ready = min(ready, -(-used * record // size))  # behind are another's bytes
+            elif first:
+                ready = 0  # nobody can adopt it
+            room = ready * size // record - rules.overread
             if room < capacity:
                 capacity = max(room, 0)
-        if live and not whole:
-            capacity = length  # so that the next growth repairs it
         rows.capacity[row] = capacity
         rows.wake[row] = rows.alert[row] = capacity - rules.lookahead // 2 if live else capacity
         if row in rows.suspended:
@@ -366,7 +364,7 @@ class Books:
         self.refresh(row)
         if row in table.kept:
             return
-        if all(arena.table.first[row] == 0 for arena, _ in self.ranges) and not self.is_shared(row):
+        if all(arena.table.first[row] == 0 and arena.table.have_alone(row) for arena, _ in self.ranges):
             table.retired.pop(row, None)
             table.parked.put(row, table.capacity[row])
         else:
@@ -390,14 +388,16 @@ class Books:
         claimed = [self._look(row, *extent)[0].open - self._counts[row].open for row, extent in self.claims.items()]
         return kept + self._open + sum(claimed) + self.under_way
 
-    @contextmanager
-    def claims_under_way(self) -> Iterator[None]:
-        """Around a change for what rows claim, while others go on: nobody but who grows is to know of the claims, but
-        where anything is guaranteed, the pages that they make firm count. (Who is interrupted has the books worked out
-        anew.)"""
+    def hide_claims(self) -> dict[int, tuple[int, int]]:
+        """Begins a change for what rows claim, while others go on: nobody but who grows is to know of the claims, which
+        are returned, but where anything is guaranteed, the pages that they make firm count. (Who is interrupted has the
+        books worked out anew.)"""
         claims, guaranteed = self.claims, self.ranges[0][0].pool.has_guarantees
         firm = self.firm_pages if guaranteed else 0
         self.claims = {}
         self.under_way = firm - self.firm_pages if guaranteed else 0
-        yield
+        return claims
+
+    def show_claims(self, claims: dict[int, tuple[int, int]]) -> None:
+        """Ends it."""
         self.claims, self.under_way = claims, 0

@@ -60,7 +60,7 @@ class Growing:
         if plan or self._books.rules.cleans:
             with Undo() as undo, self._pool.ranges.growth:
                 undo.push(self._look_again, needing)
-                self._reclaimer.afford(sum(pages for *_, pages, _, _ in plan))
+                self._reclaimer.afford(sum([pages for _, _, _, _, pages, _, _ in plan]))
                 yield from self._map(needing, plan, undo)
         self._books.claims = {}
         for row in needing:
@@ -104,7 +104,7 @@ class Growing:
     def _supply(self, plan: list[Growth]) -> Supply:
         """Frames for a plan. Raises what `Reclaimer.supply` raises."""
         missing = large = 0
-        for *_, pages, large_frames, _ in plan:
+        for _, _, _, _, pages, large_frames, _ in plan:
             missing, large = missing + pages, large + large_frames
         if not missing:
             return Supply([], [])
@@ -133,8 +133,9 @@ class Growing:
             UseAfterFreeError: a sequence has ended meanwhile.
         """
         owners = [self._table.owner[row] for row in rows]
-        with self._books.claims_under_way():
-            yield change.run
+        claims = self._books.hide_claims()
+        yield change.run
+        self._books.show_claims(claims)
         change.commit(self._pool)
         change.check()
         if owners != [self._table.owner[row] for row in rows]:

@@ -96,7 +96,8 @@ class Laying:
     def lay(
         self, row: int, tokens: int, length: int, laid: Sequence[list[Piece]], partial: Sequence[int | None]
     ) -> None:
-        """Gives a row without pages its first tokens, from pages that are kept, and room for all of its tokens.
+        """Gives a row its first tokens, from pages that are kept, and room for all of its tokens. It has no pages, or
+        nothing is to be laid there but a copy.
 
         Args:
             tokens: so many are there.
@@ -116,7 +117,7 @@ class Laying:
             with Undo() as undo:
                 self._map(row, laid, undo)
                 self._afford(row, length, undo)
-                at_once(self._growing.make_room({row: (0, length)}, [row]))
+                at_once(self._growing.make_room({row: (0, self._room(row, length))}, [row]))
                 self._copy(row, tokens, sources, laid, partial)
         finally:
             self._pool.give(self._account, sources)
@@ -133,6 +134,8 @@ class Laying:
         """
         pool = self._pool
         kept = [of[:-1] if of and not of[-1].frames else of for of in laid]  # the last copies lie on what grows there
+        if not any(kept):
+            return
         new = sum(piece.pages for of in kept for piece in of if not piece.frames)
         shared = [frame for of in kept for piece in of for frame in piece.frames]
         pool.frames.share(shared)  # before there is room for the copies: what is known of them may become others
@@ -143,7 +146,7 @@ class Laying:
         for (arena, _), of in zip(self._books.ranges, kept):
             end = 0
             arena.table.begin_at(row, 0)
-            arena.table.own[row] = sum(piece.pages for piece in of)
+            arena.table.lend(row, sum(piece.pages for piece in of))
             for piece in of:
                 run = Run(row, end, end + piece.pages)
                 end = run.end
@@ -164,6 +167,22 @@ class Laying:
         self._books.claims = {row: (0, length)}
         undo.push(self._books.claims.clear)
         self._reclaimer.afford(sum(end for _, end in self._books.used(row)))
+
+    def _room(self, row: int, length: int) -> int:
+        """Up to which token a row that is to have so many is mapped: the end of a large frame, where more are expected,
+        and as much is idle. That takes a call, and single pages would take one each."""
+        books, expected = self._books, self._books.table.expected[row]
+        if not books.rules.large or expected <= length:
+            return length
+        ends = [arena.table.end[row] for arena, _ in books.ranges]
+        needed = [max(last - end, 0) for end, (_, last) in zip(ends, books.spans(0, length))]
+        wanted = [end - (-pages // LARGE) * LARGE for end, pages in zip(ends, needed)]
+        tokens = min(end * books.page_size // record for end, record in zip(wanted, books.records))
+        tokens -= books.rules.overread
+        new = sum(wanted) - sum(ends)
+        if not length < tokens <= expected or new > self._pool.idle(self._account):
+            return length
+        return length if self._pool.has_guarantees and new > self._pool.headroom(self._account) else tokens
 
     def _copy(
         self, row: int, tokens: int, sources: list[int], laid: Sequence[list[Piece]], partial: Sequence[int | None]

@@ -226,12 +226,14 @@ class Reclaimer:
         lent = min(lacking, self._account.guaranteed - self._account.taken)
         if lent > 0 and not cause:
             pool.reclaim_from_others(self._account, lent, wait=False)
+            lacking = missing()
         for wait in (False, True):
-            if (lacking := missing()) <= 0:
-                return
-            self.reclaim(lacking + (0 if wait else self.spare), wait=wait)
-            if (lacking := missing()) > 0:
+            if lacking > 0:
+                self.reclaim(lacking + (0 if wait else self.spare), wait=wait)
+                lacking = missing()
+            if lacking > 0:
                 pool.reclaim_from_others(self._account, lacking, wait=wait, guaranteed=cause is not None)
+                lacking = missing()
 
     def check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""

@@ -423,14 +423,7 @@ class Rows:
         """
         with Undo() as undo:
             undo.push(self.books.vacate, row)
-            self.afford(row, tokens)
-            adopted = self.books.has_pages(row)
-            self.begin(row, owner, expected, stream, tenant)
-            beyond = self._beyond(row, max(tokens, expected)) if adopted else []
-            if beyond and self.table.fences[row].passed():
-                for arena, page in beyond:
-                    arena.unmap_back(row, page)
-                self.books.refresh(row)
+            adopted = self.start(row, owner, tokens, expected, stream, tenant)
             if tokens and self.rules.zero_tail:
                 self._keep(row, 2 * max(tokens, expected))
             if tokens > self.table.capacity[row] or (tokens and self.rules.zero_tail):
@@ -438,6 +431,19 @@ class Rows:
         self.table.length[row] = tokens
         self.books.refresh(row)
         self.adoptions += adopted
+
+    def start(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> bool:
+        """Gives a picked row to a new sequence on a stream, which is to have so many tokens; returns whether there are
+        pages. Raises what `afford` raises."""
+        self.afford(row, tokens)
+        adopted = self.books.has_pages(row)
+        self.begin(row, owner, expected, stream, tenant)
+        beyond = self._beyond(row, max(tokens, expected)) if adopted else []
+        if beyond and self.table.fences[row].passed():
+            for arena, page in beyond:
+                arena.unmap_back(row, page)
+            self.books.refresh(row)
+        return adopted
 
     def afford(self, row: int, tokens: int) -> None:
         """Sees to it that a sequence may have what lies on a row that is nobody's, and is to hold so many tokens. Where
@@ -574,16 +580,21 @@ class Rows:
             UseAfterFreeError, BusyError: another thread has ended one of the sequences meanwhile, or changed it.
         """
         table = self.table
-        self.sharing.make_own(rows[lengths > table.capacities[rows]].tolist())
-        needing = rows[lengths > (table.capacities[rows] if starts is None else 0)]  # now: some may have given pages up
-        extents = np.stack([table.starts[rows] if starts is None else starts, lengths], axis=1)
-        claims = dict(zip(rows.tolist(), map(tuple, extents.tolist())))
+        if self.pool.frames.has_shared:
+            self.sharing.make_own(rows[lengths > table.capacities[rows]].tolist())
+        capacities = table.capacities[rows] if starts is None else 0  # now: some may have given pages up
+        needing = rows[lengths > capacities].tolist()
         before, owners = table.extents[rows], table.owners[rows]
-        yield from self.growing.make_room(claims, needing.tolist())
-        _check_same(np.array_equal(owners, table.owners[rows]), np.array_equal(before, table.extents[rows]))
+        extents = before.copy()
+        extents[:, 1] = lengths
+        if starts is not None:
+            extents[:, 0] = starts
+        claims = dict(zip(rows.tolist(), zip(*extents.T.tolist())))
+        yield from self.growing.make_room(claims, needing)
+        _check_same((owners == table.owners[rows]).all(), (before == table.extents[rows]).all())
         table.extents[rows] = extents
         table.stirred.update(dict.fromkeys(rows[lengths > table.alerts[rows]].tolist()))
-        for row in needing.tolist():
+        for row in needing:
             if starts is not None:  # what the row had in front of them is nobody's
                 self.books.retire_front(row)
             self.books.refresh(row)
@@ -700,7 +711,7 @@ class Rows:
             self.pool.mapper.ring()
 
 
-def _check_same(are_theirs: bool, are_as_long: bool) -> None:
+def _check_same(are_theirs: bool | np.bool_, are_as_long: bool | np.bool_) -> None:
     """Raises what forbids to write down lengths, where rows are other sequences' now, or hold something else than when
     their growth began."""
     if not are_theirs:

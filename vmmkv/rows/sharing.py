@@ -128,7 +128,7 @@ class Sharing:
                 if not table.pages(child):
                     table.begin_at(child, first)
                 if (begin := table.end[child]) < split:
-                    table.own[child] = split
+                    table.lend(child, split)
                     frames = table.frames_in(row, begin, split)
                     self._pool.frames.share(frames)
                     change.place(table, Run(child, begin, split), frames, split, kind=SET_READ_ACCESS)

@@ -82,23 +82,23 @@ class Change:
 
     def commit(self, pool: FramePool) -> int:
         """Writes down what was done, and gives frames back that lie nowhere now; returns the pages that were mapped."""
-        done = self._outcome.done
-        for table, run in self._unmaps[:done]:
-            pool.give(table.account, table.take_off(run))
-        done -= len(self._unmaps)
-        pages = 0
-        for table, run, frames, _ in self._placements:
-            if done > 0:
-                pages += table.put(run, frames[:done])
-            if done < len(frames):
-                pool.give(table.account, frames[max(done, 0) :])
-            done -= len(frames)
-        for table, run, _, ready in self._placements:
-            if done > 0:
-                table.ready[run.row] = ready
-            done -= 1
-            table.doubt.remove(run)
+        pages, unmapped = 0, self._outcome.done
+        mapped = unmapped - len(self._unmaps)
+        accessible = mapped - self.frames
         for table, run in self._unmaps:
+            if unmapped > 0:
+                pool.give(table.account, table.take_off(run))
+            unmapped -= 1
+            table.doubt.remove(run)
+        for table, run, frames, ready in self._placements:
+            if mapped > 0:
+                pages += table.put(run, frames[:mapped])
+            if mapped < len(frames):
+                pool.give(table.account, frames[max(mapped, 0) :])
+            if accessible > 0:
+                table.ready[run.row] = ready
+            mapped -= len(frames)
+            accessible -= 1
             table.doubt.remove(run)
         return pages
 

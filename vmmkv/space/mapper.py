@@ -4,8 +4,8 @@ It asks holders of a pool what they will soon need and makes one small change af
 lock, run without it, committed with it. Holders whose growth comes first do the work themselves, as if there were none.
 
 Invariants:
- 1. It takes only what is idle: it never has a live row give up a page, and never makes `OutOfPagesError` more likely,
-    for what it maps is surplus until tokens come.
+ 1. It takes only what is idle: of a live row no page that it holds, that it expects to need, or that is its lookahead.
+    It never makes `OutOfPagesError` more likely, for what it maps is surplus until tokens come.
  2. It ends with its pool, before the interpreter, and is not there in a forked child.
  3. What goes wrong in it changes nothing: it is kept in `error`, and it rests until it is rung for again.
 """
@@ -185,7 +185,7 @@ class Mapper:
             return has_freed or self._move(pool)  # freed: what was kept, and lay on no row
         self._run(pool, holders, change)
         has_more = any(lack) or change.frames in (0, CHUNK) or any(mover.is_waiting for mover in movers(pool))
-        return has_more or pool.frames.free_pages < _stock(pool) // 2
+        return has_more or pool.frames.free_pages < stock(pool) // 2
 
     def _move(self, pool: FramePool) -> bool:
         """Makes a change of a mover's; returns whether there was any."""
@@ -263,11 +263,11 @@ def _must_break_up(pool: FramePool, lack: Lack) -> bool:
 
 def _plan_frames(pool: FramePool, lack: Lack) -> tuple[list[int], int]:
     """Frames to be made now, and of how many pages: those that lack, and the stock, where half of it is gone."""
-    frames, stock = pool.frames, _stock(pool)
+    frames, wanted = pool.frames, stock(pool)
     room = pool.room
     for missing, most, free, pages in (
-        (lack.large, stock // LARGE if frames.has_large else 0, len(frames.free_large), LARGE),
-        (lack.single, min(stock, 2 * CHUNK), len(frames.free), 1),
+        (lack.large, wanted // LARGE if frames.has_large else 0, len(frames.free_large), LARGE),
+        (lack.single, min(wanted, 2 * CHUNK), len(frames.free), 1),
     ):
         count = min(missing + most - free, room // pages, CHUNK)
         if count > 0 and free < missing + -(-most // 2):
@@ -275,14 +275,14 @@ def _plan_frames(pool: FramePool, lack: Lack) -> tuple[list[int], int]:
     return [], 1
 
 
-def _stock(pool: FramePool) -> int:
+def stock(pool: FramePool) -> int:
     """Pages that are to be free for what nobody has announced."""
     return int(STOCK * pool.frames.taken)
 
 
 def _plan_release(pool: FramePool, holders: list[Grower], change: Change, lack: Lack) -> None:
     """Plans to have parked rows give up what lacks, and the stock."""
-    missing = lack.large * LARGE + lack.single + _stock(pool) - pool.frames.free_pages
+    missing = lack.large * LARGE + lack.single + stock(pool) - pool.frames.free_pages
     missing = min(missing, CHUNK)
     for grower in holders:
         if missing > 0:

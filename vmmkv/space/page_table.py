@@ -9,7 +9,8 @@ Invariants:
     is the number of what lies there. Only `[first, ready)` may be accessed; `ready` is `end` except after a failure
     that could not be undone. A large frame is mapped whole: all three lie between frames.
  2. Pages `[first, own)` of a row may lie in others, too, and are read-only there but in one at most: who is to write to
-    one has to have it for its own. All others lie here alone. `own` lies between frames.
+    one has to have it for its own. All others lie here alone, and so do those before `own` that nobody shares any
+    more. Behind `guest` all can be written here. Both lie between frames.
  3. A row's tail is one shared page, mapped read-only from page `tail` to the row's end. It may be read from
     `tail_ready` on, which is `tail` except after a failure that could not be undone.
  4. The arrays say what the driver has mapped, except for `doubt`: ranges that are just being mapped or unmapped. Who
@@ -30,6 +31,9 @@ from ..memory.accounts import Account
 from ..memory.driver import Driver
 from ..memory.frames import LARGE, Frames
 from ..stats import MappedRange
+
+OF_A_FRAME = np.arange(LARGE)
+"""Pages of a large frame, from its first one."""
 
 
 @dataclass(eq=False, slots=True)  # made for each change: a named tuple takes three times as long
@@ -74,9 +78,11 @@ class PageTable:
         self.memory: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
         """By row and page, where something is mapped: the number of the page of physical memory."""
         self._places = self.memory.reshape(-1).data
-        columns = np.zeros((6, num_rows), np.int64)
-        columns[4:] = limit
-        self.first, self.end, self.ready, self.own, self.tail, self.tail_ready = (column.data for column in columns)
+        columns = np.zeros((7, num_rows), np.int64)
+        columns[4:6] = limit
+        self.first, self.end, self.ready, self.own, self.tail, self.tail_ready, self.guest = (
+            column.data for column in columns
+        )
         self.firsts, self.ends, self.owns = columns[0], columns[1], columns[3]
         """`first`, `end` and `own`, for many rows at once."""
         self.doubt: list[Run] = []
@@ -104,6 +110,18 @@ class PageTable:
     def is_shared(self, row: int) -> bool:
         """Whether pages of a row may lie in others, too."""
         return self.own[row] > self.first[row]
+
+    def lend(self, row: int, end: int) -> None:
+        """Writes down that pages of a row up to `end` are about to be mapped there, read-only, which lie in others."""
+        self.own[row] = self.guest[row] = end
+
+    def have_alone(self, row: int) -> bool:
+        """Writes down that no page of a row lies in others, if none does and all can be written; returns whether."""
+        first, own = self.first[row], self.own[row]
+        if own > first and (self.guest[row] > first or self._frames.shares[self.frames_in(row, first, own)].any()):
+            return False
+        self.own[row] = 0
+        return True
 
     def has_hole(self, row: int) -> bool:
         """Whether there are pages from `first` to the row's end that may not be read."""
@@ -224,7 +242,11 @@ class PageTable:
         row, begin = run.row, run.begin
         if self.first[row] == self.end[row]:  # whoever had it may have left it meanwhile: see `begin_at`
             self.first[row] = self.ready[row] = begin
-        pages = frames if len(frames) == run.end - begin else self._frames.in_pages(frames)
+        pages: list[int] | npt.NDArray[np.int64] = frames
+        if len(frames) < run.end - begin:
+            is_large = self._frames.is_large.data
+            are_large = len(frames) > 1 and all(is_large[frame] for frame in frames)
+            pages = np.add.outer(frames, OF_A_FRAME).ravel() if are_large else self._frames.in_pages(frames)
         if len(pages) > LARGE:
             self.memory[row, begin : begin + len(pages)] = pages
         else:  # for few, numpy takes several times as long
@@ -244,13 +266,14 @@ class PageTable:
         else:
             self.end[row] = max(min(begin, self.end[row]), self.first[row])
             self.own[row] = min(self.own[row], self.end[row])
+            self.guest[row] = min(self.guest[row], self.end[row])
         self.ready[row] = max(min(self.ready[row], self.end[row]), self.first[row])
         return frames
 
     def begin_at(self, row: int, page: int) -> None:
         """Makes a row without pages begin at a page."""
         self.first[row] = self.end[row] = self.ready[row] = page
-        self.own[row] = 0
+        self.own[row] = self.guest[row] = 0
 
     def settle(self) -> None:
         """Makes the table right after an interruption.

@@ -1,0 +1,201 @@
+"""All benchmarks that one kind of machine runs, one after another, with their results where the report reads them.
+
+    python -m benchmarks.all [--kind gpu|gpus|host] [--traces DIR] [--only NAME]... [--skip NAME]... [--list]
+
+Each ends when its minutes are over, and the next begins whatever has become of it; what failed is named at the end.
+Those of one GPU take half an hour at most together. A result takes the place of the old one when it is whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, NamedTuple
+
+import torch
+import typer
+
+from vmmkv.cli.output import console, errors, make_table
+
+from .ages import RESULTS, ROOT
+
+
+class Kind(StrEnum):
+    """Of a machine: with one GPU, with two, or none."""
+
+    GPU = "gpu"
+    GPUS = "gpus"
+    HOST = "host"
+
+
+class Benchmark(NamedTuple):
+    """A command of Python.
+
+    Attributes:
+        kind: of the machine that it is for.
+        minutes: after which it is stopped.
+        command: behind `python`. It prints JSON, or writes it to {json}; {conv}, {mooncake} are traces, {seconds} is
+            a part of the minutes, in which it stops by itself and says what is missing.
+    """
+
+    kind: Kind
+    minutes: float
+    command: str
+
+
+TRACES = {"conv": "azure_llm_2023_conv.csv", "mooncake": "mooncake_conversation.jsonl"}
+ENDING = 0.85
+"""The part of its minutes in which a benchmark that knows a budget begins nothing new."""
+SERVE = "-m benchmarks.serve --budget-seconds {seconds} --json {json}"
+BENCHMARKS = {
+    # What the README says comes first: a machine may be lost.
+    "demo_azure": Benchmark(
+        Kind.GPU, 0.9, "-m vmmkv demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
+    ),
+    "batching": Benchmark(
+        Kind.GPU,
+        4.4,
+        "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 35 --rounds 2 --json",
+    ),
+    "serve": Benchmark(Kind.GPU, 4.2, f"{SERVE} --trace {{conv}} --trace {{mooncake}}"),
+    "generate": Benchmark(Kind.GPU, 2, "-m benchmarks.generate --budget-seconds {seconds} --json"),
+    "attention": Benchmark(Kind.GPU, 2.4, "-m benchmarks.attention --trace {conv} --json"),
+    "allocator": Benchmark(Kind.GPU, 0.6, "-m benchmarks.allocator --rounds 50 --json"),
+    "mapper": Benchmark(Kind.GPU, 2, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"),
+    "sharing": Benchmark(Kind.GPU, 1, "-m benchmarks.sharing --rounds 4 --json"),
+    "prefixes": Benchmark(Kind.GPU, 0.5, "-m benchmarks.prefixes --json"),
+    "pools": Benchmark(
+        Kind.GPU,
+        4,
+        "-m benchmarks.pools --rounds 1 --move-memory 40GiB --trace {conv} --budget-seconds {seconds} --json",
+    ),
+    "serve_qwen3": Benchmark(Kind.GPU, 1.5, f"{SERVE} --model qwen3-0.6b --trace {{conv}}"),
+    "serve_rounds": Benchmark(Kind.GPU, 1.4, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
+    "serve_rounds_qwen3": Benchmark(
+        Kind.GPU, 1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}} --model qwen3-0.6b"
+    ),
+    "serve_reuse": Benchmark(
+        Kind.GPU,
+        1.4,
+        f"{SERVE} --reuse --trace {{mooncake}} --model qwen3-0.6b --memory 8GiB --shorten 16 --requests 600"
+        " --tokens 200000 --max-sequences 128",
+    ),
+    "attention_shapes": Benchmark(Kind.GPU, 0.7, "-m benchmarks.attention --only shapes --json"),
+    "overread": Benchmark(Kind.GPU, 0.5, "-m benchmarks.overread --trace {conv} --json"),
+    "reuse": Benchmark(Kind.GPU, 0.6, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
+    "idle": Benchmark(Kind.GPU, 0.3, "-m benchmarks.idle --device cuda --trace {conv} --json"),
+    "swap": Benchmark(Kind.GPU, 0.5, "-m benchmarks.swap --json"),
+    "transfer": Benchmark(Kind.GPUS, 1.5, "-m benchmarks.transfer --rounds 10 --json"),
+    "batching_ranks": Benchmark(
+        Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 100 --rounds 2 --seconds 25 --json"
+    ),
+    "scale": Benchmark(Kind.HOST, 15, "-m benchmarks.scale --json"),
+    "prefix_tree": Benchmark(Kind.HOST, 5, "-m benchmarks.prefix_tree --json"),
+    "prefix_trace": Benchmark(Kind.HOST, 20, "-m benchmarks.prefix_trace --trace {mooncake} --json"),
+    "eight_bits": Benchmark(Kind.HOST, 15, "-m benchmarks.eight_bits --json"),
+    "fragmentation_ahead": Benchmark(Kind.HOST, 40, "-m benchmarks.fragmentation --trace {conv} --ahead --json"),
+    "fragmentation": Benchmark(Kind.HOST, 90, "-m benchmarks.fragmentation --trace {conv} --json"),
+}
+"""By the name of their result, without the machine's: in the order in which they run."""
+
+
+def main(
+    kind: Annotated[Kind | None, typer.Option(help="Of this machine; gpu where there is one.")] = None,
+    traces: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Where traces are.")] = Path(),
+    only: Annotated[list[str] | None, typer.Option(help="Run these.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Run all but these.")] = None,
+    vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="For benchmarks.serve.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="Say what would run, and for how long at most.")] = False,
+) -> None:
+    """Run all benchmarks of a kind of machine."""
+    kind = kind or (Kind.GPU if torch.cuda.is_available() else Kind.HOST)
+    unknown = {*(only or []), *(skip or [])} - BENCHMARKS.keys()
+    if unknown:
+        raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    chosen = {
+        name: benchmark
+        for name, benchmark in BENCHMARKS.items()
+        if (name in only if only else benchmark.kind == kind) and name not in (skip or [])
+    }
+    if show:
+        rows = [
+            (name, benchmark.kind, f"{benchmark.minutes:g}", benchmark.command) for name, benchmark in chosen.items()
+        ]
+        rows.append(("all", "", f"{sum(benchmark.minutes for benchmark in chosen.values()):g}", ""))
+        console.print(make_table("Benchmarks", ("name", "machine", "minutes", "python"), rows))
+        return
+    outcomes = []
+    for name, benchmark in chosen.items():
+        start = perf_counter()
+        reason = run(name, benchmark, traces.absolute(), vllm.absolute() if vllm else None)
+        outcomes.append((name, f"{perf_counter() - start:.0f}", reason or "written"))
+        errors.print(": ".join(outcomes[-1]), highlight=False, markup=False)
+    console.print(make_table("Benchmarks", ("name", "seconds", ""), outcomes))
+    if any(reason != "written" for *_, reason in outcomes):
+        raise typer.Exit(1)
+
+
+def run(name: str, benchmark: Benchmark, traces: Path, vllm: Path | None) -> str:
+    """Runs a benchmark, and puts its result in the place of the old one; returns why it could not, if so."""
+    path = ROOT / RESULTS / f"{name}{suffix(benchmark.kind)}.json"
+    partial = path.with_suffix(".partial")
+    missing = [
+        file for key, file in TRACES.items() if f"{{{key}}}" in benchmark.command and not (traces / file).exists()
+    ]
+    if missing:
+        return f"there is no {', '.join(missing)} in {traces}"
+    places = {key: str(traces / file) for key, file in TRACES.items()}
+    seconds = str(round(benchmark.minutes * 60 * ENDING))
+    words = [word.format(json=partial, seconds=seconds, **places) for word in shlex.split(benchmark.command)]
+    if vllm and "benchmarks.serve" in words:
+        words += ["--vllm", str(vllm)]
+    writes = "{json}" in benchmark.command
+    try:
+        with open(os.devnull if writes else partial, "w") as output:
+            reason = wait([sys.executable, *words], output.fileno(), benchmark.minutes * 60)
+        if not reason:
+            reason = unreadable(partial)
+        if not reason:
+            partial.replace(path)
+        return reason
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def wait(command: list[str], output: int, seconds: float) -> str:
+    """Runs a command for so long at most, and ends all that it has started; returns what went wrong."""
+    process = subprocess.Popen(command, cwd=ROOT, stdout=output, start_new_session=True)
+    try:
+        code = process.wait(seconds)
+        return f"it ended with {code}" if code else ""
+    except subprocess.TimeoutExpired:
+        return f"stopped after {seconds / 60:g} minutes"
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def unreadable(path: Path) -> str:
+    """Why a file is no result, if so."""
+    try:
+        return "" if "environment" in json.loads(path.read_text()) else "its result does not say how it was made"
+    except (OSError, ValueError) as error:
+        return f"it wrote no result: {error}"
+
+
+def suffix(kind: Kind) -> str:
+    """Of results of this machine: none of those that need no GPU."""
+    return "" if kind == Kind.HOST else f"_{torch.cuda.get_device_name().split()[1].lower()}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

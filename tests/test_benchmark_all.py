@@ -1,0 +1,102 @@
+"""The command that runs all benchmarks: that its commands are such, and that it goes on past one that fails."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+from conftest import ROOT
+from typer.main import get_command
+from typer.testing import CliRunner
+
+from benchmarks import all as every
+from benchmarks.report import PLOTS
+from benchmarks.tables import TABLES
+from vmmkv.cli.app import app
+
+APP = typer.Typer()
+APP.command()(every.main)
+BY_HAND = {"ncu_h200.json"}
+"""Made by a profiler."""
+
+
+def test_it_makes_all_that_the_report_reads() -> None:
+    read = {source for table in TABLES.values() for source in table.sources} | {source for source, _ in PLOTS.values()}
+    made = {
+        f"{name}{'' if benchmark.kind == every.Kind.HOST else '_h200'}.json"
+        for name, benchmark in every.BENCHMARKS.items()
+    }
+    assert made == read - BY_HAND
+    assert sum(benchmark.minutes for benchmark in every.BENCHMARKS.values() if benchmark.kind == every.Kind.GPU) <= 30
+
+
+@pytest.mark.parametrize("name", every.BENCHMARKS)
+def test_its_commands_are_understood(name: str, tmp_path: Path) -> None:
+    words = shlex.split(every.BENCHMARKS[name].command)
+    places = {key: str(tmp_path / file) for key, file in every.TRACES.items()}
+    for place in places.values():
+        Path(place).touch()
+    minus_m, module, *words = (word.format(json=tmp_path / "json", seconds="60", **places) for word in words)
+    assert minus_m == "-m"
+    if module == "vmmkv":
+        command = get_command(app).commands[words.pop(0)]  # type: ignore[attr-defined]
+    else:
+        package = ROOT / module.replace(".", "/")
+        module = f"{module}.__main__" if package.is_dir() else module
+        tool = typer.Typer()
+        tool.command()(import_module(module).main)
+        command = get_command(tool)
+    with command.make_context(name, words):
+        pass
+
+
+@pytest.fixture
+def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where results go, one of which is there."""
+    folder = tmp_path / every.RESULTS
+    folder.mkdir(parents=True)
+    (folder / "fails.json").write_text("old")
+    commands = {
+        "fails": "-c \"print(1); raise SystemExit('no')\"",
+        "hangs": '-c "import time; print({{}}); time.sleep(1000)"',
+        "lies": '-c "print({{}})"',
+        "lacks": "-c pass {conv}",
+        "prints": '-c "print(\'{{\\"environment\\": 1}}\')"',
+        "writes": "-c \"open('{json}', 'w').write('{{\\\"environment\\\": 2}}')\"",
+    }
+    limited = {
+        name: every.Benchmark(every.Kind.HOST, 0.01 if name == "hangs" else 10, command)
+        for name, command in commands.items()
+    }
+    monkeypatch.setattr(every, "BENCHMARKS", limited)
+    monkeypatch.setattr(every, "ROOT", tmp_path)
+    return folder
+
+
+def test_it_goes_on_past_those_that_fail_and_names_them(results: Path, tmp_path: Path) -> None:
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--kind", "host", "--traces", str(tmp_path)])
+    assert done.exit_code == 1
+    for words in ("it ended with 1", "stopped after 0.01 minutes", "does not say how", "there is no azure"):
+        assert words in done.stdout
+    assert done.stdout.count("written") == 2
+    assert {path.name for path in results.iterdir()} == {"fails.json", "prints.json", "writes.json"}
+    assert (results / "fails.json").read_text() == "old"
+    assert json.loads((results / "prints.json").read_text()) == {"environment": 1}
+    assert json.loads((results / "writes.json").read_text()) == {"environment": 2}
+
+
+def test_what_runs_can_be_chosen(results: Path) -> None:
+    def invoke(*words: str) -> str:
+        done = CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--kind", "host", *words])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    assert "written" in invoke("--only", "prints")
+    listed = invoke("--list", "--skip", "prints")
+    assert "hangs" in listed
+    assert "prints" not in listed
+    assert CliRunner().invoke(APP, ["--only", "nothing"]).exit_code == 2
