@@ -41,9 +41,8 @@ from .row_admission import Admission
 from .row_attention import RowAttention
 from .row_caches import Options, bytes_of_token, make_caches
 from .row_groups import Group, Probe, can_be_captured, check_pool, devices_of, layer_groups, not_for_rows
-from .row_ranks import RankedRequests, Ranks
-from .row_requests import RowRequests
-from .row_stages import Requests, StagedRequests, staged
+from .row_ranks import Ranks
+from .row_stages import StagedRequests, make_requests
 from .with_names import with_names
 
 NAME = "vmmkv_rows"
@@ -603,7 +602,8 @@ class RowCache(their_cache.PagedAttentionCache):
         self._make_caches(options, continuous_batching_config, ranks)
         self._rows: list[list[int]] | None = None
         """Of the next forward pass, where layers are on several devices: of each request the rows that it has."""
-        self.requests = self._make_requests(continuous_batching_config, ranks)
+        has_host, reuse = host_bytes(continuous_batching_config) > 0, continuous_batching_config.allow_block_sharing
+        self.requests = make_requests(groups, self.kv_caches, ranks, reuse=reuse, has_host=has_host)
         self._tell_sizes(continuous_batching_config)
         self.use_prefix_sharing = self.requests.reuse
         self._check_alike(options, continuous_batching_config, ranks)
@@ -627,16 +627,6 @@ class RowCache(their_cache.PagedAttentionCache):
         pool = self.kv_caches[0].pool
         if options.pool is None and pages < pool.limit:
             pool.set_limit(pages * pool.page_size)
-
-    def _make_requests(self, config: Any, ranks: Ranks) -> Requests:
-        """Makes the requests of each device."""
-        make = functools.partial(RankedRequests, ranks) if ranks.size > 1 else RowRequests
-        stages = []
-        for device in devices_of(self._groups):
-            pairs = [pair for pair in zip(self.kv_caches, self._groups) if pair[1].device == device]
-            caches, windows = [cache for cache, _ in pairs], [group.window for _, group in pairs]
-            stages.append(make(caches, windows, reuse=config.allow_block_sharing, has_host=bool(host_bytes(config))))
-        return staged(stages)
 
     def _tell_sizes(self, config: Any) -> None:
         """Sets what transformers reads from a cache."""
