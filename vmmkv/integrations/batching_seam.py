@@ -113,7 +113,7 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     )
     _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
-    vars(model)["generate_batch"] = MethodType(_generate_batch, model)
+    vars(model)["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
     defer_rotation(model, RowCache)
 
 
@@ -126,11 +126,26 @@ def take_off_rows(model: PreTrainedModel) -> None:
     restore_rotation(model)
 
 
-@functools.wraps(their_api.ContinuousMixin.generate_batch)
-def _generate_batch(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raises what `add_request` would: transformers logs that, and returns no results, not even the others'."""
-    ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
-    return type(model).generate_batch(model, ids, *args, **kwargs)
+def _checked(max_seq_len: int) -> Callable[..., Any]:
+    """`generate_batch` that raises what `add_request` would: transformers' logs it, and gives no results of anybody."""
+
+    @functools.wraps(their_api.ContinuousMixin.generate_batch)
+    def generate_batch(
+        model: Any,
+        inputs: Any,
+        generation_config: Any = None,
+        *args: Any,
+        max_new_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
+        new = (
+            (generation_config or model.generation_config).max_new_tokens if max_new_tokens is None else max_new_tokens
+        )
+        check_length(max_seq_len, max(map(len, ids), default=0), 1 if new is None else new)
+        return type(model).generate_batch(model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs)
+
+    return generate_batch
 
 
 def _drop_kept(model: PreTrainedModel) -> None:
@@ -178,10 +193,6 @@ class RowManager(their_api.ContinuousBatchingManager):
         self, model: Any, continuous_batching_config: Any, workload_hints: WorkloadHints | None = None, **kwargs: Any
     ) -> None:
         config = with_defaults(continuous_batching_config, model.device)
-        if workload_hints is not None:  # now, since `generate_batch` has no results where a request is refused later
-            check_length(
-                self.options.max_seq_len, workload_hints.max_prompt_length, workload_hints.max_generated_length
-            )
         self.model, self._weights, self._addresses = model, 0, [0]
         was_training = model.training
         is_told = continuous_batching_config.use_cuda_graph is not None
