@@ -856,8 +856,10 @@ def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTra
 def test_a_batch_with_what_does_not_fit_a_row_is_refused(model: PreTrainedModel) -> None:
     """Not answered with nothing, as transformers does where a request is refused later."""
     rows.enable(model, pool=pool(10), max_seq_len=30)
-    with pytest.raises(vmmkv.SequenceTooLongError, match="19 tokens and 12 new ones"):
-        model.generate_batch([[5] * 9, [5] * 19], **config())
+    for _ in range(2):
+        with pytest.raises(vmmkv.SequenceTooLongError, match="19 tokens and 12 new ones"):
+            model.generate_batch([[5] * 9, [5] * 19], **config())
+        model.generate_batch([[5] * 9], persistent_manager=True, **config())  # who is there already refuses it, too
 
 
 @pytest.mark.parametrize("wrong", [[], [5, VOCABULARY], [[5, 6]], "text"], ids=str)

@@ -41,9 +41,8 @@ from .row_admission import Admission
 from .row_attention import RowAttention
 from .row_caches import Options, bytes_of_token, make_caches
 from .row_groups import Group, Probe, can_be_captured, check_pool, devices_of, layer_groups, not_for_rows
-from .row_ranks import RankedRequests, Ranks
-from .row_requests import RowRequests
-from .row_stages import Requests, StagedRequests, staged
+from .row_ranks import Ranks
+from .row_stages import StagedRequests, make_requests
 from .with_names import with_names
 
 NAME = "vmmkv_rows"
@@ -114,7 +113,7 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     )
     _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
-    vars(model)["generate_batch"] = MethodType(_generate_batch, model)
+    vars(model)["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
     defer_rotation(model, RowCache)
 
 
@@ -127,11 +126,26 @@ def take_off_rows(model: PreTrainedModel) -> None:
     restore_rotation(model)
 
 
-@functools.wraps(their_api.ContinuousMixin.generate_batch)
-def _generate_batch(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raises what `add_request` would: transformers logs that, and returns no results, not even the others'."""
-    ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
-    return type(model).generate_batch(model, ids, *args, **kwargs)
+def _checked(max_seq_len: int) -> Callable[..., Any]:
+    """`generate_batch` that raises what `add_request` would: transformers' logs it, and gives no results of anybody."""
+
+    @functools.wraps(their_api.ContinuousMixin.generate_batch)
+    def generate_batch(
+        model: Any,
+        inputs: Any,
+        generation_config: Any = None,
+        *args: Any,
+        max_new_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
+        new = (
+            (generation_config or model.generation_config).max_new_tokens if max_new_tokens is None else max_new_tokens
+        )
+        check_length(max_seq_len, max(map(len, ids), default=0), 1 if new is None else new)
+        return type(model).generate_batch(model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs)
+
+    return generate_batch
 
 
 def _drop_kept(model: PreTrainedModel) -> None:
@@ -179,10 +193,6 @@ class RowManager(their_api.ContinuousBatchingManager):
         self, model: Any, continuous_batching_config: Any, workload_hints: WorkloadHints | None = None, **kwargs: Any
     ) -> None:
         config = with_defaults(continuous_batching_config, model.device)
-        if workload_hints is not None:  # now, since `generate_batch` has no results where a request is refused later
-            check_length(
-                self.options.max_seq_len, workload_hints.max_prompt_length, workload_hints.max_generated_length
-            )
         self.model, self._weights, self._addresses = model, 0, [0]
         was_training = model.training
         is_told = continuous_batching_config.use_cuda_graph is not None
@@ -603,7 +613,8 @@ class RowCache(their_cache.PagedAttentionCache):
         self._make_caches(options, continuous_batching_config, ranks)
         self._rows: list[list[int]] | None = None
         """Of the next forward pass, where layers are on several devices: of each request the rows that it has."""
-        self.requests = self._make_requests(continuous_batching_config, ranks)
+        has_host, reuse = host_bytes(continuous_batching_config) > 0, continuous_batching_config.allow_block_sharing
+        self.requests = make_requests(groups, self.kv_caches, ranks, reuse=reuse, has_host=has_host)
         self._tell_sizes(continuous_batching_config)
         self.use_prefix_sharing = self.requests.reuse
         self._check_alike(options, continuous_batching_config, ranks)
@@ -627,16 +638,6 @@ class RowCache(their_cache.PagedAttentionCache):
         pool = self.kv_caches[0].pool
         if options.pool is None and pages < pool.limit:
             pool.set_limit(pages * pool.page_size)
-
-    def _make_requests(self, config: Any, ranks: Ranks) -> Requests:
-        """Makes the requests of each device."""
-        make = functools.partial(RankedRequests, ranks) if ranks.size > 1 else RowRequests
-        stages = []
-        for device in devices_of(self._groups):
-            pairs = [pair for pair in zip(self.kv_caches, self._groups) if pair[1].device == device]
-            caches, windows = [cache for cache, _ in pairs], [group.window for _, group in pairs]
-            stages.append(make(caches, windows, reuse=config.allow_block_sharing, has_host=bool(host_bytes(config))))
-        return staged(stages)
 
     def _tell_sizes(self, config: Any) -> None:
         """Sets what transformers reads from a cache."""

@@ -38,12 +38,12 @@ def enable(
     Of a `ContinuousBatchingConfig` these mean something else then: `cpu_offload_space` is taken when sequences go
     there, and `allow_block_sharing` shares pages. `page_size` and `num_blocks` are a budget of so many tokens, which
     `max_bytes` overrides; `max_memory_percent` is of the memory that is free. Refused are CUDA graphs of forward passes
-    that hold prompts, and compiled ones that capture graphs of their own, are one graph, or run in several processes.
+    that hold prompts, and compiled ones that capture graphs of their own, are one graph, or run on several devices.
 
     Args:
         model: a decoder whose layers attend to all tokens, or to a window.
         max_bytes: the most that K and V may take: bytes, `"20GiB"`, or a share of the memory that is free. None is what
-            the `ContinuousBatchingConfig` says, 80 % where it says nothing.
+            the `ContinuousBatchingConfig` says, 80 % where it says nothing. Of a model on several devices, on each.
         pool: to lie on, with other models, instead of a limit.
         max_seq_len: tokens of the longest request, new ones included. Addresses only. None is the model's
             `max_position_embeddings`.

@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from collections.abc import Sequence as Many
+from functools import partial
 
+from ..cache import KVCache
+from .row_groups import Group, devices_of
+from .row_ranks import RankedRequests, Ranks
 from .row_requests import NO_ROOM, RowRequests
 
 
@@ -95,6 +99,12 @@ class StagedRequests:
 Requests = RowRequests | StagedRequests
 
 
-def staged(stages: Many[RowRequests]) -> Requests:
-    """Requests on one device, or on several."""
+def make_requests(groups: list[Group], caches: list[KVCache], ranks: Ranks, *, reuse: bool, has_host: bool) -> Requests:
+    """Requests on the devices that layer groups are on, each with its cache, in one process or as one of several; the
+    others as in `RowRequests`."""
+    make = partial(RankedRequests, ranks) if ranks.size > 1 else RowRequests
+    stages = []
+    for device in devices_of(groups):
+        there = [(cache, group.window) for cache, group in zip(caches, groups) if group.device == device]
+        stages.append(make(*zip(*there), reuse=reuse, has_host=has_host))
     return StagedRequests(stages) if len(stages) > 1 else stages[0]
