@@ -172,7 +172,7 @@ def main(
     memory: Annotated[str | None, typer.Option(help="For K and V of both.")] = None,
     trace: TraceFile = None,
     requests: Annotated[
-        list[int] | None, typer.Option(min=1, help=f"Of a burst; {', '.join(map(str, SIZES))}, one after another.")
+        list[int] | None, typer.Option(min=1, help=f"Of a burst, in turn; {', '.join(map(str, SIZES))} on a GPU.")
     ] = None,
     bursts: Annotated[int, typer.Option(min=1, help="Of each model.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Of each mode, in turns; the median is reported.")] = 3,
@@ -200,7 +200,7 @@ def main(
     layouts = [MODELS[name].kv_layout(dtype) for name in names]
     free = driver.memory_info()[0]
     nbytes, moved = parse_bytes(memory or usual.memory, free), parse_bytes(move_memory or memory or usual.memory, free)
-    sizes = sorted(set(requests or SIZES), reverse=True)
+    sizes = sorted(set(requests or (SIZES if usual is GPU else SIZES[:1])), reverse=True)
     works = {size: [workload(trace, layout, nbytes // 2, size, usual, seed) for layout in layouts] for size in sizes}
     longest = max(work.max_seq_len for work in works[sizes[0]])
     models: dict[str, Model] = {}

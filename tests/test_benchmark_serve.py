@@ -52,7 +52,13 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
     result = json.loads((tmp_path / "result.json").read_text())
     rows = {(row["trace"], row["load"], row["backend"]): row for row in result["serving"]}
     loads = [("main", "saturation"), ("main", "50% load"), ("other", "saturation")]
-    assert rows.keys() == {(*load, backend) for load in loads for backend in ("vmm", "paged", "static")}
+    slots = "static", "static+longest"
+    assert rows.keys() == {
+        (*load, backend)
+        for load in loads
+        for backend in ("vmm", "paged", *slots)
+        if "50" not in load[1] or backend not in slots
+    }
     assert [(work["requests"], work["left_out"]) for work in result["workloads"]] == [(24, 0), (2, 1)]
     for (trace, load, backend), row in rows.items():
         assert row["finished"] == row["requests"] == {"main": 12 if "50" in load else 24, "other": 2}[trace]
@@ -60,7 +66,8 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
             assert row["same_tokens"] >= (0.9 if trace == "main" else 0.5)  # another schedule rounds otherwise
         else:
             assert row["same_tokens"] is None
-        assert len(row["rounds"]) == {("main", "saturation"): 3, ("main", "50% load"): 2}.get((trace, load), 1)
+        rounds = {("main", "saturation"): 3, ("main", "50% load"): 2}.get((trace, load), 1)
+        assert len(row["rounds"]) == (1 if backend in slots else rounds)
         assert [each["output_tokens_per_s"] for each in row["all_rounds"]] == row["rounds"]
         assert [each["seed"] for each in row["all_rounds"]] == ([0, 1] if "50" in load else [0] * len(row["rounds"]))
         assert row["output_tokens_per_s"] == sorted(row["rounds"])[(len(row["rounds"]) - 1) // 2]
@@ -81,7 +88,10 @@ def test_it_measures_all_backends_and_writes_what_it_found(traces: list[str], tm
         budget = result["budget_bytes"] + (32 << 10)  # of the block table
         assert row["mean_bytes"] <= row["peak_bytes"] <= budget
         assert row["idle_bytes"] == (0 if backend == "vmm" else row["peak_bytes"])
-    assert rows["main", "saturation", "static"]["peak_concurrency"] == (512 << 10) // (128 * result["token_bytes"])
+    (longest,) = (work["longest"] for work in result["workloads"] if work["name"] == "main")
+    for backend, length in (("static", 128), ("static+longest", longest)):
+        concurrency = rows["main", "saturation", backend]["peak_concurrency"]
+        assert concurrency == min((512 << 10) // (length * result["token_bytes"]), 24)
     assert [(row["backend"], row["kernel"]) for row in result["prefill"]] == [("vmm", "torch"), ("paged", "torch")]
     assert all(row["attention_share"] > 0 for row in result["prefill"])
     assert [row["kernel"] or row["backend"] for row in result["skipped"]] == ["fa3", "flashinfer", "vllm"]

@@ -45,7 +45,7 @@ from vmmkv.cli.output import check_plot, console, errors
 from vmmkv.memory.budget import parse_bytes
 from vmmkv.memory.driver import open_driver
 
-from .measure import REUSE, SUSPEND, Load, Progress, Settings, free_memory, serve
+from .measure import LONGEST, REUSE, SUSPEND, Load, Progress, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
 from .vllm_peer import SHARE, VLLM, Task, Vllm
@@ -58,7 +58,7 @@ CHOICES = dict.fromkeys(
 ) | {
     "vmm+fa3": "fa3_fwd_interface",
     "paged+flashinfer": "flashinfer",
-    **dict.fromkeys(VLLM, ""),
+    **dict.fromkeys([f"static+{LONGEST}", *VLLM], ""),
 }
 """Backends, and the module that each needs beside ours."""
 
@@ -75,7 +75,9 @@ class Plan(NamedTuple):
     prompts: bool
 
 
-FULL = Plan([*BACKENDS, VLLM[0]], [0.5, 0.8], rounds=3, seeds=3, requests=300, wait=False, prompts=True)
+FULL = Plan(
+    [*BACKENDS, f"static+{LONGEST}", VLLM[0]], [0.5, 0.8], rounds=3, seeds=3, requests=300, wait=False, prompts=True
+)
 QUICK = Plan(["vmm", "paged"], [], rounds=5, seeds=3, requests=150, wait=True, prompts=False)
 SHARING = Plan(
     ["vmm", "paged", "vmm+reuse", "paged+reuse", *VLLM], [], rounds=3, seeds=3, requests=300, wait=False, prompts=False
@@ -251,6 +253,7 @@ def describe(workload: Workload) -> dict[str, Any]:
         "known_tokens": workload.known_tokens(),
         "output_tokens": sum(request.output for request in workload.requests),
         "max_seq_len": workload.max_seq_len,
+        "longest": workload.longest,
         "left_out": workload.left_out,
     }
 

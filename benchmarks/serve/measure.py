@@ -32,8 +32,9 @@ Progress = Callable[[str, int, int], object]
 REFERENCE = "paged"
 """Whose throughput at saturation the other arrival rates are shares of; the first backend where it is not measured."""
 
-REUSE, SUSPEND = "reuse", "suspend"
-"""What is behind the `+` of a backend that reuses prefixes, and of one that suspends preempted requests."""
+REUSE, SUSPEND, LONGEST = "reuse", "suspend", "longest"
+"""What is behind the `+` of a backend that reuses prefixes, of one that suspends preempted requests, and of slots that
+are no longer than the longest request, which a server does not know beforehand."""
 
 WARM_UPS = 16
 """Sizes of prompts that an engine serves before it is measured, up to a whole chunk."""
@@ -96,8 +97,8 @@ def serve(
 ) -> None:
     """Adds to a result a row for each backend and load, and what the deadline left out.
 
-    Backends take turns, in one order and then in the other: at saturation `rounds` times, at other rates once for each
-    seed. A row is of the run with the median throughput, and holds those of all.
+    Backends take turns, in one order and then in the other. A row is of the run with the median throughput, and holds
+    those of all.
 
     Args:
         backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`, or with prefix
@@ -109,7 +110,7 @@ def serve(
         for number in range(max(rounds, settings.seeds))
         for load in loads
         for backend in (order[::-1] if number % 2 else order)
-        if number < (rounds if load.rate is None else settings.seeds)
+        if number < repeats(backend, load, rounds, settings.seeds)
     ]
     found: dict[tuple[str, str], list[Row]] = {}
     engines: dict[str, Engine] = {}
@@ -136,6 +137,14 @@ def serve(
                 about = {"trace": workload.name, "load": load.name} | load._asdict() | {"backend": backend}
                 same = {"same_tokens": same_tokens(run, reference) if load.rate is None else None}
                 found.setdefault((load.name, backend), []).append(about | row | same)
+
+
+def repeats(backend: str, load: Load, rounds: int, seeds: int) -> int:
+    """How often it is measured: at saturation `rounds` times, at other rates once for each seed; static slots once, and
+    at saturation alone, of which most rates are far above theirs."""
+    if backend.startswith("static"):
+        return int(load.rate is None)
+    return rounds if load.rate is None else seeds
 
 
 EACH_ROUND = {
@@ -171,22 +180,23 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
     """
     max_tokens = max(workload.tokens + len(workload.requests), 2 * settings.chunk)
     name, _, beside = backend.partition("+")
+    max_seq_len = workload.longest if beside == LONGEST else workload.max_seq_len
     vocabulary = settings.model.config.vocab_size
     engine = Engine(
         settings.model,
         name,
         settings.max_bytes,
         settings.max_sequences,
-        workload.max_seq_len,
+        max_seq_len,
         max_tokens,
         chunk=settings.chunk,
-        prefill=None if beside in (REUSE, SUSPEND) else beside or None,
+        prefill=None if beside in (REUSE, SUSPEND, LONGEST) else beside or None,
         reuse=beside == REUSE,
         suspend=beside == SUSPEND,
         late=settings.late,
         options=settings.options(backend),
     )
-    longest = min(settings.chunk, workload.max_seq_len - 2)
+    longest = min(settings.chunk, max_seq_len - 2)
     for prompt in range(longest, 0, -max(longest // WARM_UPS, 1)):
         engine.run([torch.full((prompt,), prompt % vocabulary)], [2])
     # One decodes beside the end of the other's prompt, which no longer fits the first step.

@@ -50,10 +50,11 @@ def compare(result: dict[str, Any]) -> list[Row]:
             add(f"{names}, in the slowest hundredth", both("manager_p99_us"), **at_most)
             idle = rows["vmm"]["idle_bytes"], rows["paged"]["idle_bytes"]
             add(f"{names}, memory when idle", idle, 0.0 if main else None, at_most=0.01)
-        if {"vmm", "static"} <= rows.keys():
-            names, both = f"{name}: vmm over static", partial(typical, rows["vmm"], rows["static"])
-            add(f"{names}, tokens/s", both("output_tokens_per_s"))
-            add(f"{names}, concurrency while others wait", both("crowded_concurrency"), 3.0 if main else None)
+        for slots, aim in (("static", 3.0), ("static+longest", None)):
+            if {"vmm", slots} <= rows.keys():
+                names, both = f"{name}: vmm over {slots}", partial(typical, rows["vmm"], rows[slots])
+                add(f"{names}, tokens/s", both("output_tokens_per_s"))
+                add(f"{names}, concurrency while others wait", both("crowded_concurrency"), aim if main else None)
         for ours, other in (("vmm", "vllm"), ("vmm+reuse", "vllm+reuse")):
             if {ours, other} <= rows.keys():
                 names, both = f"{name}: {ours} over {other}", partial(typical, rows[ours], rows[other])

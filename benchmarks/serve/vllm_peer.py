@@ -25,7 +25,7 @@ import numpy as np
 from benchmarks.engine.model import Config
 from vmmkv.cli.output import errors
 
-from .measure import REUSE, Load, Row, Settings, middle, quantiles
+from .measure import REUSE, Load, Row, Settings, free_memory, middle, quantiles
 from .workloads import Workload, arrivals
 
 VLLM = "vllm", f"vllm+{REUSE}"
@@ -65,6 +65,7 @@ class Vllm:
 
     def serve(self, result: Row, settings: Settings, tasks: list[Task]) -> None:
         """Adds to a result a row for each name and load, and what cannot be had or was not reached, and why."""
+        free_memory()
         for name in self.names:
             if self.can_be_had:
                 self._serve(result, settings, tasks, name)

@@ -42,6 +42,11 @@ class Workload:
     def tokens(self) -> int:
         return sum(request.total for request in self.requests)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        return max(request.total for request in self.requests)
+
     def first(self, count: int) -> list[Request]:
         return self.requests[: max(count, 1)]
 
