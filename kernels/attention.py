@@ -47,7 +47,8 @@ class Plan(NamedTuple):
     """What a geometry comes to: a kernel, its grid and workspace, and the arguments that are always the same."""
 
     kernel: Kernel
-    device: torch.device
+    device_index: int
+    """Of the CUDA device; -1: the simulator."""
     blocks: tuple[int, int]
     partial_bytes: int
     counters: int
@@ -117,7 +118,7 @@ def make_plan(
     table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
     return Plan(
         kernel,
-        q.device,
+        q.device.index if q.device.type == "cuda" else -1,
         blocks,
         partial_bytes,
         counters,
@@ -138,9 +139,8 @@ def make_room(plan: Plan) -> tuple[int, int]:
     """Addresses of room for parts and of counters, until the current stream is given other work."""
     if not plan.counters:
         return 0, 0
-    index = _index(plan)
-    stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
-    return workspace(plan.device, stream, plan.partial_bytes, plan.counters)
+    stream = torch._C._cuda_getCurrentRawStream(plan.device_index) if plan.device_index >= 0 else 0
+    return workspace(plan.device_index, stream, plan.partial_bytes, plan.counters)
 
 
 def launch_in(
@@ -164,9 +164,4 @@ def launch_in(
     maps = tensor_maps(k, v, keys[1], keys[2], plan.box_tokens) if plan.box_tokens else ()
     scoring = window, scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
     arguments = (*maps, *pointers, *room, *plan.sizes, *plan.strides, *scoring, *groups)
-    plan.kernel.launch(plan.blocks, _index(plan), arguments)
-
-
-def _index(plan: Plan) -> int:
-    """Of the CUDA device; -1: the simulator."""
-    return plan.device.index if plan.device.type == "cuda" else -1
+    plan.kernel.launch(plan.blocks, plan.device_index, arguments)

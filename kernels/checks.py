@@ -5,6 +5,8 @@ All but the addresses is checked once for each geometry: looking at tensors cost
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import NamedTuple
 
 import torch
@@ -45,10 +47,7 @@ def check_device(device: torch.device) -> None:
 
 def check_alignment(*pointers: int) -> None:
     """Raises `ValueError` unless addresses are multiples of 16 bytes."""
-    together = 0
-    for pointer in pointers:
-        together |= pointer
-    if together % ALIGNMENT:
+    if functools.reduce(operator.or_, pointers) % ALIGNMENT:
         got = ", ".join(map(hex, pointers))
         raise ValueError(f"got tensors at {got}; their addresses must be multiples of {ALIGNMENT} bytes")
 

@@ -30,6 +30,7 @@ from .checks import (
 )
 from .compiler import Kernel
 from .memory import load_counter, load_i32, store_4, trap
+from .plans import Plans
 from .ptx import inlined
 from .quantized import LARGEST
 from .quantizing import make_quantize_heads
@@ -174,7 +175,7 @@ NO_ROTATION = None, None, None, None
 
 def _launch(tensors: tuple[torch.Tensor | None, ...], rotary: tuple[torch.Tensor | None, ...] = NO_ROTATION) -> None:
     """Launches the kernel for the tensors of `AppendAddresses`."""
-    kernel, shape, strides = _plan(*keys((*tensors, *rotary)))
+    (kernel, shape, strides), _ = _plans.find((*tensors, *rotary))
     addresses = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
     angles = [tensor.data_ptr() for tensor in rotary if tensor is not None]
     check_alignment(*addresses[:4], *angles)
@@ -198,7 +199,7 @@ def bind_append(
         caches, the rows and the scales by address alone: keep them.
     """
     kernel, shape, _ = _plan(
-        *keys((k, v, k_cache, v_cache, rows, rows, None, None, None, k_scales, v_scales, *NO_ROTATION))
+        keys((k, v, k_cache, v_cache, rows, rows, None, None, None, k_scales, v_scales, *NO_ROTATION))
     )
     caches = k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*caches)
@@ -213,7 +214,7 @@ def bind_append(
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
+def _plan(geometry: tuple[Key | None, ...]) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
     """Checks a call's geometry; its kernel, the shape that this takes, and the strides of a `Rotation`."""
     k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
     others = [Geometry._make(key) if key else None for key in geometry[6:11]]
@@ -249,6 +250,9 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
     scales = [stride * 4 for each in (k_scales, v_scales) for stride in (each.strides if each else (0, 0, 0))]
     turning = tuple(stride * k.dtype.itemsize for tensor in rotary for stride in tensor.strides[:-1])
     return kernel, AppendShape(batch, table_stride, *new, *cached, *scales), turning
+
+
+_plans = Plans(_plan)
 
 
 def _check_cache(name: str, cache: Geometry, new: Geometry, scales_name: str, scales: Geometry | None) -> None:

@@ -9,10 +9,11 @@ import torch
 from . import attention, decode_mma, decode_shares, plain
 from .arguments import Variant
 from .attention import Geometries, Plan
-from .checks import Key, keys
+from .checks import Key
 from .compiler import Kernel
 from .decode_parts import part_bytes
 from .decode_shares import Queries
+from .plans import Plans
 from .workspace import multiprocessors
 
 MAX_QUERIES = 8
@@ -100,8 +101,7 @@ def _decode(
     kernel: str,
 ) -> None:
     tensors = (q, k, v, out, None, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
-    geometry = keys(tensors)
-    plan = choose_plan(window > 0, softcap > 0, kernel, geometry)
+    plan, geometry = _plans.find(tensors, window > 0, softcap > 0, kernel)
     attention.launch(plan, tensors, geometry, scale, window, softcap)
 
 
@@ -118,6 +118,9 @@ def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key
         batch, q_len, num_heads, _ = given.q.shape
         return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
     return make_plan(given, variant)
+
+
+_plans = Plans(choose_plan)
 
 
 def check(geometry: tuple[Key | None, ...]) -> Geometries:

@@ -26,21 +26,21 @@ _taking = threading.Lock()
 """Two streams must not be given the same counters."""
 
 
-def workspace(device: torch.device, stream: int, partial_bytes: int, counters: int) -> tuple[int, int]:
-    """Addresses of room for parts, and of that many 32-bit counters which are 0 and are left 0 by each launch."""
-    index = device.index if device.type == "cuda" else -1
+def workspace(index: int, stream: int, partial_bytes: int, counters: int) -> tuple[int, int]:
+    """Addresses of room for parts, and of that many 32-bit counters which are 0 and are left 0 by each launch; `index`
+    is the CUDA device's, or -1."""
     capture = _capture_of(index, stream) if index >= 0 else 0
     where, many = _counters.get((index, stream, capture), (0, 0))
     if many < counters:
         with _taking:
             taken = _take_counters(index, counters, capturing=bool(capture))
         if taken is None:  # then zeros are part of the graph
-            zeros = torch.zeros(counters, dtype=torch.int32, device=device)
-            return torch.empty(partial_bytes, dtype=torch.uint8, device=device).data_ptr(), zeros.data_ptr()
+            zeros = torch.zeros(counters, dtype=torch.int32, device=index)
+            return torch.empty(partial_bytes, dtype=torch.uint8, device=index).data_ptr(), zeros.data_ptr()
         where = taken
         _counters[index, stream, capture] = where, counters
     if capture:
-        return torch.empty(partial_bytes, dtype=torch.uint8, device=device).data_ptr(), where
+        return torch.empty(partial_bytes, dtype=torch.uint8, device=index).data_ptr(), where
     room, have = _rooms.get((index, stream), (0, 0))
     if have < partial_bytes:
         have = 1 << (partial_bytes - 1).bit_length()

@@ -1,0 +1,64 @@
+"""Plans of kernels' calls: what is found at a look is what would be made."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from vmmkv.kernels.checks import keys
+from vmmkv.kernels.plans import Plans
+
+MAKE = (
+    lambda: torch.empty(4, 3, 8),
+    lambda: torch.empty(4, 3, 8, dtype=torch.float16),
+    lambda: torch.empty(4, 3, 8, device="meta"),
+    lambda: torch.empty(3, 4, 8).transpose(0, 1),
+    lambda: torch.empty(4, 6, 8)[:, ::2],
+    lambda: torch.empty(4, 1, 8).expand(4, 3, 8),
+    lambda: torch.empty(5, 3, 8)[:4],
+    lambda: torch.empty(5, 3, 8),
+    lambda: torch.empty(4, 24),
+    lambda: torch.nn.Parameter(torch.empty(4, 3, 8)),
+    lambda: None,
+)
+
+
+def test_any_calls_in_any_order() -> None:
+    """Whatever differs makes another plan: shapes, strides, dtypes, devices, what is missing, options."""
+    made: list[Any] = []
+
+    def make(*given: Any) -> Any:
+        made.append(given)
+        return given
+
+    plans: Plans[Any] = Plans(make)
+    kinds = random.sample(MAKE, 4)  # few, so that calls come again
+    for _ in range(300):
+        tensors = tuple(random.choice(kinds)() for _ in range(2))
+        option, mode = random.random() < 0.1, random.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
+        with mode():
+            assert plans.find(tensors, option) == ((option, keys(tensors)), keys(tensors))
+    assert len(made) < 300, "nothing was found"
+
+
+def test_what_comes_again_is_found() -> None:
+    """Other tensors that look alike, also in turns; an error is one each time."""
+    calls = 0
+
+    def make(fails: bool, geometry: Any) -> int:
+        nonlocal calls
+        calls += 1
+        if fails:
+            raise ValueError("these do not fit")
+        return calls
+
+    plans = Plans(make)
+    for _ in range(5):
+        assert [plans.find((torch.empty(2, width), None), False)[0] for width in (3, 4)] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="do not fit"):
+            plans.find((torch.empty(2, 3), None), True)
+    assert calls == 4
