@@ -34,6 +34,9 @@ settings.register_profile("long", CALM, max_examples=2500, stateful_step_count=1
 
 if not torch.cuda.is_available():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # kernels run in Numba's simulator, on host memory
+    # torch believes what the processor says of vectors: to compile a program for each kind of them, and run it, takes
+    # longer than all that the tests have compiled.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
 
