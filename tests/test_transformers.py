@@ -17,7 +17,7 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
-from conftest import soon
+from conftest import ROUNDS, soon
 from faulty import FaultyDriver
 from generation import (
     LENGTHS,
@@ -44,10 +44,11 @@ pytestmark = [  # what transformers itself calls
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
 ]
 
-ATTENTIONS = ["eager", "sdpa", "flex_attention", "vmmkv"]
+FLEX = pytest.param("flex_attention", marks=pytest.mark.few(3))  # its masks take most of the time
+ATTENTIONS = ["eager", "sdpa", FLEX, "vmmkv"]
 SEQ2SEQ = ["bart", "t5"]
 INTEGRATIONS = str(Path(vmmkv.integrations.__file__).parent)
-INTERRUPTS = 25
+INTERRUPTS = 10 * ROUNDS
 """How often an operation is interrupted, each time somewhere else."""
 
 

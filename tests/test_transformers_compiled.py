@@ -77,9 +77,11 @@ def check_one_graph() -> None:
 
 # ---------------------------------------------------------------------- the same tokens
 
+ATTENTIONS = ["eager", "sdpa", "vmmkv"]
+
 
 @pytest.mark.usefixtures("_uncompiled")
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "vmmkv"])
+@pytest.mark.parametrize("attention", [pytest.param(name, marks=pytest.mark.few(6, name)) for name in ATTENTIONS])
 @pytest.mark.parametrize("name", MODELS)
 def test_uncompiled(name: str, attention: str, device: str) -> None:
     """Attention that reads whole rows, zeros behind the last token, behind left padding."""
