@@ -30,6 +30,7 @@ from transformers import (
     CompileConfig,
     DynamicCache,
     LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 
@@ -434,8 +435,10 @@ def test_one_graph_serves_every_length(name: str, attention: str, device: str) -
 
 
 def test_no_compiler_copies_rows(device: str) -> None:
-    """They are far more than there is memory."""
-    model = tiny_model("llama-gqa-wide", "vmmkv" if device == "cuda" else "sdpa", device)
+    """They are far more than there is memory. One layer: each kernel takes a second or two to compile."""
+    config = LlamaConfig(**{**WIDE_MODELS["llama-gqa-wide"][2], "num_hidden_layers": 1})
+    config._attn_implementation = "vmmkv" if device == "cuda" else "sdpa"
+    model = LlamaForCausalLM(config).to(device).eval()
     max_seq_len, rows = (8_000_000, 256) if device == "cuda" else (2000, 100_000)
     tokens = random_tokens(model, 1, 5)
     cache = vmm_cache(model.config, device, max_seq_len, max_batch_size=rows, compile=True)
