@@ -34,8 +34,8 @@ settings.register_profile("long", CALM, max_examples=2500, stateful_step_count=1
 
 if not torch.cuda.is_available():
     os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # kernels run in Numba's simulator, on host memory
-    # torch believes what the processor says of vectors: to compile a program for each of its kinds, and to run it,
-    # takes longer than all that the tests have compiled.
+    # torch believes what the processor says of vectors: to compile a program for each kind of them, and run it, takes
+    # longer than all that the tests have compiled.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
@@ -71,8 +71,16 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.freeze()
 
 
-@pytest.hookimpl(tryfirst=True)  # before `-m gpu` chooses
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
+    mark_by_device(items)  # before `-m gpu` chooses
+    result = yield
+    if not torch.cuda.is_available():
+        leave_out(config, items)
+    return result
+
+
+def mark_by_device(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
@@ -86,6 +94,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(
                 pytest.mark.skip(reason="needs kernels on host memory: where there is a GPU they run there")
             )
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of what is marked `few` all but so many, others in each run. All processes of a run leave out the same."""
+    random = Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
+    groups: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if (mark := item.get_closest_marker("few")) and "gpu" not in item.keywords:
+            groups.setdefault((item.nodeid.split("[")[0], mark.args), []).append(item)
+    left_out: set[pytest.Item] = set()
+    for (_, (few, *_)), group in groups.items():
+        left_out.update(random.sample(group, max(0, len(group) - few * ROUNDS)))
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=[*left_out])
 
 
 @pytest.hookimpl(optionalhook=True)

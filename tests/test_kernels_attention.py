@@ -7,7 +7,7 @@ output before the call.
 from __future__ import annotations
 
 import random as python_random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -194,10 +194,16 @@ DECODE_8_BITS = [
     Case(bf16, 192, 2, 1, q_len=1, block_size=32, kv=e4m3, kernel="plain"),
     Case(fp16, 96, 4, 2, q_len=2, window=20, kv=int8),
 ]
-DECODE = DECODE_PLAIN + DECODE_FAST + DECODE_8_BITS
 
 
-@pytest.mark.parametrize("case", DECODE, ids=str)
+def few(number: int, group: str, cases: list[Case]) -> list[Any]:
+    """Of these cases the simulator runs so many."""
+    return [pytest.param(case, marks=pytest.mark.few(number, group), id=str(case)) for case in cases]
+
+
+@pytest.mark.parametrize(
+    "case", few(2, "plain", DECODE_PLAIN) + few(6, "fast", DECODE_FAST) + few(2, "8 bits", DECODE_8_BITS)
+)
 def test_decode(case: Case) -> None:
     """A sequence that is cut into shares, or not, among shorter ones."""
     longest = python_random.choice([70, 300 if DEVICE == "cpu" else 3000])
@@ -241,14 +247,15 @@ PREFILL_8_BITS = [
     Case(bf16, 80, 2, 1, block_size=16, window=20, sinks=True, kv=int8),
     Case(bf16, 256, 2, 2, softcap=3.0, starts=True, kv=e4m3),
 ]
-PREFILL = (
-    PREFILL_8_BITS
-    + PREFILL_PLAIN
-    + [case._replace(kernel=kernel) for case in PREFILL_FAST for kernel in ("mma", "wgmma")]
+
+
+@pytest.mark.parametrize(
+    "case",
+    few(2, "8 bits", PREFILL_8_BITS)
+    + few(1, "plain", PREFILL_PLAIN)
+    + few(4, "mma", [case._replace(kernel="mma") for case in PREFILL_FAST])
+    + few(4, "wgmma", [case._replace(kernel="wgmma") for case in PREFILL_FAST]),
 )
-
-
-@pytest.mark.parametrize("case", PREFILL, ids=str)
 def test_prefill(case: Case) -> None:
     """Of a prompt without a cache, one token, and a chunk behind earlier ones, two; on a GPU all of them."""
     most = 500 if DEVICE == "cuda" else 24 if case.kernel.endswith("mma") else 4  # "plain" does one token at a time
@@ -268,15 +275,12 @@ def test_prefill(case: Case) -> None:
     check(case, inputs, out)
 
 
-MIXED = [case for case in PREFILL_FAST if case.causal]
+MIXED = few(1, "8 bits", [Case(bf16, 64, 1, 1, block_size=16, kv=int8)])
+MIXED += few(2, "16 bits", [case for case in PREFILL_FAST if case.causal])
+MIXED += [pytest.param(PREFILL_PLAIN[0], marks=pytest.mark.gpu, id=str(PREFILL_PLAIN[0]))]
 
 
-EIGHT_BITS = Case(bf16, 64, 1, 1, block_size=16, kv=int8)
-
-
-@pytest.mark.parametrize(
-    "case", [EIGHT_BITS, *([PREFILL_PLAIN[0], *MIXED] if DEVICE == "cuda" else MIXED[:8:3])], ids=str
-)
+@pytest.mark.parametrize("case", MIXED)
 def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
     """Single tokens behind long and short beginnings, chunks of prompts, and sequences that have nothing new."""
     most = 500 if DEVICE == "cuda" else 20

@@ -30,6 +30,7 @@ from transformers import (
     CompileConfig,
     DynamicCache,
     LlamaConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
 )
 
@@ -77,9 +78,11 @@ def check_one_graph() -> None:
 
 # ---------------------------------------------------------------------- the same tokens
 
+ATTENTIONS = ["eager", "sdpa", "vmmkv"]
+
 
 @pytest.mark.usefixtures("_uncompiled")
-@pytest.mark.parametrize("attention", ["eager", "sdpa", "vmmkv"])
+@pytest.mark.parametrize("attention", [pytest.param(name, marks=pytest.mark.few(6, name)) for name in ATTENTIONS])
 @pytest.mark.parametrize("name", MODELS)
 def test_uncompiled(name: str, attention: str, device: str) -> None:
     """Attention that reads whole rows, zeros behind the last token, behind left padding."""
@@ -432,8 +435,10 @@ def test_one_graph_serves_every_length(name: str, attention: str, device: str) -
 
 
 def test_no_compiler_copies_rows(device: str) -> None:
-    """They are far more than there is memory."""
-    model = tiny_model("llama-gqa-wide", "vmmkv" if device == "cuda" else "sdpa", device)
+    """They are far more than there is memory. One layer: each kernel takes a second or two to compile."""
+    config = LlamaConfig(**{**WIDE_MODELS["llama-gqa-wide"][2], "num_hidden_layers": 1})
+    config._attn_implementation = "vmmkv" if device == "cuda" else "sdpa"
+    model = LlamaForCausalLM(config).to(device).eval()
     max_seq_len, rows = (8_000_000, 256) if device == "cuda" else (2000, 100_000)
     tokens = random_tokens(model, 1, 5)
     cache = vmm_cache(model.config, device, max_seq_len, max_batch_size=rows, compile=True)
