@@ -217,17 +217,18 @@ class PageTable:
 
     def put(self, run: Run, frames: list[int]) -> int:
         """Writes down that frames lie behind what a row has, all of a run or its first ones; returns their pages."""
-        row, begin = run.row, run.begin
+        row, end, is_large = run.row, run.begin, self._frames.is_large.data
         if self.first[row] == self.end[row]:  # whoever had it may have left it meanwhile: see `begin_at`
-            self.first[row] = self.ready[row] = begin
-        pages = frames if len(frames) == run.end - begin else self._frames.in_pages(frames)
-        if len(pages) > LARGE:
-            self.memory[row, begin : begin + len(pages)] = pages
-        else:  # for few, numpy takes several times as long
-            for place, page in enumerate(pages, row * self.limit + begin):
-                self._places[place] = page
-        self.end[row] = begin + len(pages)
-        return len(pages)
+            self.first[row] = self.ready[row] = end
+        for frame in frames:
+            if is_large[frame]:
+                self.memory[row, end : end + LARGE] = np.arange(frame, frame + LARGE)
+                end += LARGE
+            else:
+                self._places[row * self.limit + end] = frame
+                end += 1
+        self.end[row] = end
+        return end - run.begin
 
     def take_off(self, run: Run) -> list[int]:
         """Writes down that the front or the back of a row is mapped no more; returns its frames."""
