@@ -20,7 +20,7 @@ from interruption import interrupted
 
 import vmmkv
 from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError
-from vmmkv.space.mapper import Mapper
+from vmmkv.space.mapper import PAUSES, Mapper
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 PAGE_TOKENS = 8
@@ -462,3 +462,26 @@ def test_a_finalizer_in_its_thread_changes_nothing_in_between() -> None:
     assert seen
     cache.check()
     sequence.extend(LOOKAHEAD)
+
+
+@pytest.mark.parametrize("growths", [0, 3, 100])
+def test_it_rests_while_others_map_in_need(growths: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One after another: it maps nothing before they are done, or have gone on for too long."""
+    cache = vmmkv.KVCache(LAYOUT, 2, 1000, max_bytes="4MiB", device="cpu", page_size=4096, lookahead=LOOKAHEAD)
+    mapper = cache.pool.mapper
+    assert isinstance(mapper, Mapper)
+    ring, mapper.ring = mapper.ring, lambda: None  # type: ignore[method-assign]
+    sequence, mapped = cache.sequence(PAGE_TOKENS), list[int]()
+
+    def grow(_: float) -> None:
+        mapped.append(mapper.pages)
+        if len(mapped) <= growths:
+            sequence.extend(PAGE_TOKENS)
+
+    monkeypatch.setattr("vmmkv.space.mapper.sleep", grow)
+    ring()
+    soon(lambda: mapper.pages)
+    rests = min(growths + 1, PAUSES)
+    assert mapped[:rests] == [0] * rests
+    mapper.stop()
+    assert len(mapped) == rests or growths > PAUSES

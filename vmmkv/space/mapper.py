@@ -30,8 +30,10 @@ CHUNK = 16
 """Frames of one change: about half a millisecond of the driver's time, which who grows meanwhile may have to wait."""
 PATIENCE = 0.002
 """Seconds between two looks at what the device is at."""
-PAUSE = 0.001
+DELAY = 0.001
 """Seconds that it leaves to who needs pages many tokens from now: he launches kernels, and needs the interpreter."""
+PAUSE, PAUSES = 0.0005, 8
+"""Seconds that it rests when somebody has just mapped in need, and how often in a row: then it works all the same."""
 STOCK = 1 / 32
 """Of the pages that are mapped: so many are to be free beside them, for prompts that nobody has announced."""
 
@@ -100,6 +102,8 @@ class Mapper:
         """Whether a mover waits for the device."""
         self._has_time = False
         """Whether nobody has rung but for what is needed later."""
+        self._seen = 0
+        """Pages that others had mapped in need when it last looked."""
         self._thread: threading.Thread | None = None
         weakref.finalize(pool, self.stop)  # at the end of the interpreter, too
 
@@ -137,8 +141,22 @@ class Mapper:
         if self._bell.acquire(timeout=PATIENCE if self._is_waiting else -1):
             self._is_full = False
             if self._has_time:
-                sleep(PAUSE)
+                sleep(DELAY)
         return not self._is_over
+
+    def rest(self) -> bool:
+        """Waits while others map in need, one after another, as where many sequences start at once: what it would make
+        and map meanwhile they would have to wait for. False when there is nothing left to do, ever."""
+        for _ in range(PAUSES):
+            pool = self._pool()
+            if pool is None or self._is_over:
+                return False
+            before, self._seen = self._seen, pool.pages_in_need
+            del pool  # which may end meanwhile
+            if self._seen == before:
+                break
+            sleep(PAUSE)
+        return True
 
     def work(self) -> bool:
         """Makes one change; returns whether there may be another to make."""
@@ -304,7 +322,7 @@ def _work(mapper: Mapper) -> None:
     """The thread."""
     while mapper.wait():
         try:
-            while mapper.work():
+            while mapper.rest() and mapper.work():
                 pass
         except (DriverError, VmmkvError) as error:
             mapper.error = str(error)
