@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROUNDS
+from simulated_device import SimulatedDevice
 from test_prefixes import World
 from test_tiers import Late
 
@@ -218,6 +219,23 @@ def test_where_no_row_is_left_the_least_needed_tail_gives_its_row_up() -> None:
     assert world.start([3] * 51).cached_tokens == 50
     assert world.start([2] * 51).cached_tokens == 0
     world.check()
+
+
+def test_what_is_being_copied_need_not_be_mapped_for_another_copy() -> None:
+    device, common = SimulatedDevice(Random()), [1] * 20
+    cache = vmmkv.KVCache(FEW, 6, 200, max_bytes=100 * device.page_size, driver=device, large_frames=False)
+    holder = cache.sequence(token_ids=array([1] * 40))
+    holder.commit(array([1] * 40))
+    device.finish()
+    maps, live = [cache.stats().driver_calls["map"].count], [holder]
+    for other in (2, 3, 4):
+        live.append(cache.sequence(token_ids=array([*common, *[other] * 10])))
+        assert live[-1].cached_tokens == len(common)
+        maps.append(cache.stats().driver_calls["map"].count)
+    assert np.diff(maps).tolist() == [2, 1, 1]  # its own page, and what it is copied from
+    cache.check()
+    device.finish()
+    cache.close()
 
 
 def test_rows_that_are_kept_hold_on_to_no_page_behind_their_tokens() -> None:

@@ -336,23 +336,35 @@ class Sharing:
         return self.staging
 
     def show(self, frames: list[int]) -> dict[int, int]:
-        """Maps frames in the staging row, read-only; returns by frame the address. Who copies from there adds to
-        `staged` when that is done.
+        """Maps frames in the staging row, read-only, but for those that are there already; returns by frame the
+        address. Who copies from there adds to `staged` when that is done.
 
         Raises:
             DriverError: a call failed.
         """
-        if not frames:
-            return {}
-        pages = [LARGE if self._pool.frames.is_large[frame] else 1 for frame in frames]
-        staging, change = self._stage(sum(pages)), Change(self._pool.calls, self._pool.frames)
-        begin, *ends = accumulate(pages, initial=staging.table.end[0])
-        self._pool.frames.share(frames)
-        change.place(staging.table, Run(0, begin, ends[-1]), frames, ends[-1], kind=SET_READ_ACCESS)
+        shown = self._shown()
+        if all(frame in shown for frame in frames):
+            return shown
+        staging = self._stage(len(self._pool.frames.in_pages(frames)))
+        shown = self._shown()  # less, where there was no room
+        new, change = [frame for frame in frames if frame not in shown], Change(self._pool.calls, self._pool.frames)
+        begin = staging.table.end[0]
+        end = begin + len(self._pool.frames.in_pages(new))
+        self._pool.frames.share(new)
+        change.place(staging.table, Run(0, begin, end), new, end, kind=SET_READ_ACCESS)
         change.run()
         change.commit(self._pool)
         change.check()
-        return {frame: staging.address + at * self._books.page_size for frame, at in zip(frames, [begin, *ends])}
+        return self._shown()
+
+    def _shown(self) -> dict[int, int]:
+        """By frame in the staging row, which can be read there, the address."""
+        if not self.staging:
+            return {}
+        table = self.staging.table
+        frames = table.frames_in(0, 0, table.ready[0])
+        pages = accumulate([LARGE if self._pool.frames.is_large[frame] else 1 for frame in frames], initial=0)
+        return {frame: self.staging.address + page * self._books.page_size for frame, page in zip(frames, pages)}
 
     @property
     def may_be_staged(self) -> bool:
