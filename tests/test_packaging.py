@@ -96,7 +96,8 @@ UPWARDS = {("sequence", "cache"), ("starting", "cache")}
 PRIVATE = {
     # torch: what has no public name. The streams and captures that Python's own functions are too slow, or too
     # strict, to tell; the allocator of a memory pool; a check on the device in a compiled graph; tensors that only
-    # stand for one; what an operation writes to; the ways of a storage to another process, which are refused.
+    # stand for one; what an operation writes to; the ways of a storage to another process, which are refused; the
+    # comparison of tensors with those of an earlier call.
     "_C",
     "_assert_async",
     "_cuda_customAllocator",
