@@ -88,6 +88,7 @@ MODES = {
 }
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3", "qwen3-next", *SEQ2SEQ])
 def test_modes(name: str, mode: str, device: str) -> None:
