@@ -61,6 +61,30 @@ def test_the_zero_page_counts_once_and_stays(make_cache) -> None:
     assert (cache.page_map() == vmmkv.ZERO_PAGE).sum() == 1
 
 
+@pytest.mark.parametrize("how", ["start", "one", "batch", "resume"])
+def test_what_one_range_has_too_much_another_may_lack(make_cache, how: str) -> None:
+    """A row without tokens has lost pages of one range: there is room, if those behind its claim in others go."""
+    cache = make_cache(pages=16, layers_per_range=1, zero_tail=True, host_bytes=1 << 20)
+    tokens = cache.page_size // cache.layout.record_bytes[0]
+    first = cache.sequence(5 * tokens, row=0)
+    if how == "resume":
+        first.truncate(4 * tokens)
+        first.suspend()
+    else:
+        first.free()
+    other = cache.sequence(tokens, row=1)
+    assert cache.available_pages == 4 * 3
+    if how == "resume":
+        first.resume()
+    elif how == "start":
+        first = cache.sequence(4 * tokens, row=0)
+    else:
+        first = cache.sequence(row=0)
+        first.extend(4 * tokens) if how == "one" else cache.extend([other, first], [0, 4 * tokens])
+    cache.check()
+    assert first.length == 4 * tokens
+
+
 def test_tokens_of_the_budget_fit_beside_the_zero_page() -> None:
     driver = small_driver("cpu")
     layout = vmmkv.KVLayout(3, 2, 16, dtype=torch.float32)

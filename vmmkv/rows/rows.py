@@ -178,6 +178,7 @@ class Rows:
         self.reclaimer = Reclaimer(self.pool, account, self.books, self.scrubbing)
         self._cleaner = Cleaner(self.pool, self.books)
         self.growing = Growing(self.pool, account, self.books, self.reclaimer, self._cleaner)
+        self._make_room = self._make_room_to_the_end if self.rules.zero_tail else self.growing.make_room
         self.sharing = Sharing(self.pool, account, self.books, self.reclaimer, self.growing)
         self.laying = Laying(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
         self.reordering = Reordering(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
@@ -427,7 +428,7 @@ class Rows:
             if tokens and self.rules.zero_tail:
                 self._keep(row, 2 * max(tokens, expected))
             if tokens > self.table.capacity[row] or (tokens and self.rules.zero_tail):
-                yield from self._make_first_room(row, tokens)
+                yield from self._make_room({row: (0, tokens)}, [row])
         self.table.length[row] = tokens
         self.books.refresh(row)
         self.adoptions += adopted
@@ -467,15 +468,18 @@ class Rows:
         finally:
             self.books.claims = {}
 
-    def _make_first_room(self, row: int, tokens: int) -> Steps[None]:
-        """Maps the pages that a new sequence's tokens lie in. Raises what `Growing.make_room` raises."""
+    def _make_room_to_the_end(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> Steps[None]:
+        """`Growing.make_room`. Of rows that are to be read to their very end, and hold nothing yet, what one range has
+        behind their claims may be what another lacks."""
         try:
-            yield from self.growing.make_room({row: (0, tokens)}, [row])
+            yield from self.growing.make_room(claims, needing)
         except OutOfPagesError:
-            if not self.rules.zero_tail:
+            empty = [row for row in needing if not self.table.length[row]]
+            if not empty:
                 raise
-            self._keep(row, tokens)  # what one range has behind them may be what another lacks
-            yield from self.growing.make_room({row: (0, tokens)}, [row])
+            for row in empty:
+                self._keep(row, claims[row][1])
+            yield from self.growing.make_room(claims, needing)
 
     def _keep(self, row: int, tokens: int) -> None:
         """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""
@@ -590,7 +594,7 @@ class Rows:
         if starts is not None:
             extents[:, 0] = starts
         claims = dict(zip(rows.tolist(), zip(*extents.T.tolist())))
-        yield from self.growing.make_room(claims, needing)
+        yield from self._make_room(claims, needing)
         _check_same((owners == table.owners[rows]).all(), (before == table.extents[rows]).all())
         table.extents[rows] = extents
         table.stirred.update(dict.fromkeys(rows[lengths > table.alerts[rows]].tolist()))
@@ -605,7 +609,7 @@ class Rows:
         if grows:
             self.sharing.make_own([row])
             start, before, owner = self.table.start[row], self.table.length[row], self.table.owner[row]
-            yield from self.growing.make_room({row: (start, length)}, [row])
+            yield from self._make_room({row: (start, length)}, [row])
             is_same = (start, before) == (self.table.start[row], self.table.length[row])
             _check_same(self.table.owner[row] == owner, is_same)
         self.table.length[row] = length
