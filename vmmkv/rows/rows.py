@@ -178,7 +178,6 @@ class Rows:
         self.reclaimer = Reclaimer(self.pool, account, self.books, self.scrubbing)
         self._cleaner = Cleaner(self.pool, self.books)
         self.growing = Growing(self.pool, account, self.books, self.reclaimer, self._cleaner)
-        self._make_room = self._make_room_to_the_end if self.rules.zero_tail else self.growing.make_room
         self.sharing = Sharing(self.pool, account, self.books, self.reclaimer, self.growing)
         self.laying = Laying(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
         self.reordering = Reordering(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
@@ -467,6 +466,11 @@ class Rows:
             self.reclaimer.afford(pages)
         finally:
             self.books.claims = {}
+
+    def _make_room(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> Steps[None]:
+        """Maps what rows claim. Raises what `Growing.make_room` raises."""
+        make_room = self._make_room_to_the_end if self.rules.zero_tail else self.growing.make_room
+        return make_room(claims, needing)
 
     def _make_room_to_the_end(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> Steps[None]:
         """`Growing.make_room`. Of rows that are to be read to their very end, and hold nothing yet, what one range has
