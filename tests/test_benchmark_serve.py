@@ -143,7 +143,8 @@ def test_it_serves_beside_a_busy_thread(traces: list[str], tmp_path: Path) -> No
     assert run_benchmark(*traces[:2], *few, "--busy", "--json", str(path)).exit_code == 0
     _, beside = json.loads(path.read_text())["serving"]
     assert beside["load"] == "saturation, each step waited for, a busy thread beside"
-    assert (beside["busy"], beside["finished"], threading.active_count()) == (True, 2, threads)
+    assert (beside["busy"], beside["finished"]) == (True, 2)
+    assert threading.active_count() <= threads
 
 
 VLLM = """
