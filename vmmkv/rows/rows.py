@@ -362,8 +362,10 @@ class Rows:
             row = next(reversed(table.empty), None)
             if row is None or not table.fences[row].passed_for(stream):
                 return None
-        elif self._beyond(row, tokens) or any(arena.table.is_changing(row) for arena, _ in self.ranges):
+        elif self._beyond(row, tokens):
             return None
+        if any(arena.table.is_changing(row) for arena, _ in self.ranges):
+            return None  # also in a row that is empty: what is being mapped there was meant for who has just left it
         table.pick_row(row)
         return row
 
