@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from interruption import interrupted
 from simulated_device import SimulatedDevice
 
 import vmmkv
-from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError
+from vmmkv.errors import BusyError, DriverError, OutOfPagesError, OutOfRowsError, UseAfterFreeError
 from vmmkv.space.mapper import Mapper
 from vmmkv.torch import GrowableTensor
 
@@ -127,6 +128,36 @@ def test_what_has_left_a_tenant_is_cleaned_and_mapped_ahead(layout: vmmkv.KVLayo
     stats = cache.stats()
     assert 0 < stats.pages_cleaned == cache.pool.stats().pages_cleaned
     assert stats.pages_mapped["ahead"] > 0
+
+
+@pytest.mark.parametrize("grows", [False, True])
+def test_who_begins_where_pages_are_being_mapped_for_who_has_just_ended(grows: bool) -> None:
+    """In another thread, between any two calls of the driver that the mapper, or who grows, makes."""
+    for call in range(6):
+        driver, cache, mapper = planted(40)
+        mine, others = cache.sequence(tenant="alice", expected_tokens=40), list[vmmkv.Sequence]()
+        calls = count()
+
+        def meanwhile(name: str) -> None:
+            if next(calls) == call:  # noqa: B023
+                mine.free()  # noqa: B023
+                with suppress(BusyError):  # in another thread it would wait
+                    others.append(cache.sequence(tenant="bob"))  # noqa: B023
+            assert not any(readable(cache, driver, other.row) for other in others)  # noqa: B023
+
+        driver.meet = meanwhile  # type: ignore[method-assign]
+        with suppress(UseAfterFreeError):
+            if grows:
+                mine.extend(40)
+            while mapper.work():
+                pass
+        assert next(calls) > call
+        driver.meet = lambda name: None  # type: ignore[method-assign]
+        cache.check()
+        for other in others or [cache.sequence(tenant="bob")]:
+            other.extend(8)
+            driver.finish()
+            assert not is_secret(cache, driver, other)
 
 
 def test_what_is_being_cleaned_gives_way() -> None:

@@ -255,7 +255,7 @@ def test_who_needs_no_page_waits_for_nobodys(kind: str, options: dict) -> None:
     driver = BlockedDriver()
     pool = vmmkv.FramePool(60 * driver.page_size, driver=driver)
     first, second = (vmmkv.KVCache(LAYOUT, 8, 100, pool=pool, **options) for _ in range(2))
-    grown, beside, ended = first.sequence(3), first.sequence(3), first.sequence(30)
+    grown, beside, ended, left = (first.sequence(tokens) for tokens in (3, 3, 30, 20))
     elsewhere = second.sequence(3)
     growth = {
         "sequence": partial(grown.extend, 60),
@@ -269,7 +269,9 @@ def test_who_needs_no_page_waits_for_nobodys(kind: str, options: dict) -> None:
             assert sequence.length == 5
             sequence.truncate(3)
         ended.free()
+        del ended, left  # which nobody frees
         begun = [first.sequence(expected_tokens=expected) for expected in (0, 40)]
+        assert {sequence.row for sequence in begun} == {2, 3}
         assert grown.length == 3
         assert first.stats().tokens == 6
         first.page_map()

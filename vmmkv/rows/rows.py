@@ -354,16 +354,19 @@ class Rows:
     def pick_at_once(self, tokens: int, stream: Any, tenant: int) -> int | None:
         """Takes a row off the lists that a sequence without tokens can have as it is, for which nothing is unmapped and
         nobody waited for; None where the row that `pick` would take is another."""
-        if self.abandoned or self.pool.has_guarantees:
+        if self.pool.has_guarantees:
             return None
+        self.release_collected()
         table = self.table
         row = next(filter(partial(self._fits, tokens), table.fitting(tokens, stream, tenant)), None)
         if row is None:
             row = next(reversed(table.empty), None)
             if row is None or not table.fences[row].passed_for(stream):
                 return None
-        elif self._beyond(row, tokens) or any(arena.table.is_changing(row) for arena, _ in self.ranges):
+        elif self._beyond(row, tokens):
             return None
+        if any(arena.table.is_changing(row) for arena, _ in self.ranges):
+            return None  # also in a row that is empty: what is being mapped there was meant for who has just left it
         table.pick_row(row)
         return row
 
@@ -523,6 +526,10 @@ class Rows:
                 self.sharing.clear(wait=False)  # of what was copied, or a failure has left
         if len(self.table.stirred) >= MANY:
             self.books.catch_up()
+        self.release_collected()
+
+    def release_collected(self) -> None:
+        """Frees the rows of sequences that were garbage-collected, for which nothing is mapped or unmapped."""
         if not self.abandoned:
             return
         references = list(self.abandoned)
