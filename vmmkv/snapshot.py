@@ -10,7 +10,7 @@ from .stats import CacheStats, MappedRange
 
 
 def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheStats:
-    """Bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
+    """Counts bytes, tokens, waste, pages and rows by state, reuse, driver calls; `host` and `log` where there are."""
     pool, books, tokens = rows.pool, rows.books, rows.table.tokens
     size, used, made, mapper = pool.page_size, rows.used_pages, pool.frames.made, pool.mapper
     pages = {
@@ -49,7 +49,7 @@ def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheSt
 
 
 def mapped_ranges(rows: Rows) -> list[MappedRange]:
-    """Where pages are mapped: one run for each row, and each range of the layout, that has any."""
+    """Finds where pages are mapped: one run for each row, and each range of the layout, that has any."""
     table = rows.table
     return [
         arena.table.mapped_range(row, table.start[row] * record, table.length[row] * record, table.owner[row])

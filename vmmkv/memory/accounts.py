@@ -102,7 +102,7 @@ class Account:
 
 
 class Accounts:
-    """See above.
+    """See above. Who opens or closes an account, or has others give up pages, is in the middle of an operation.
 
     Args:
         frames: those that are had.

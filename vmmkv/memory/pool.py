@@ -236,7 +236,7 @@ class FramePool(Accounts):
         """Frames of so many pages in all, up to so many large ones among them.
 
         Raises:
-            OutOfPagesError: there is not as much idle; see `reclaim`.
+            OutOfPagesError: there is not as much idle; see `make_idle`.
             DriverError: the driver could not make one; those made before it are free now.
         """
         self.check_idle(account, pages)

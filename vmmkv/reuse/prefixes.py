@@ -646,8 +646,8 @@ class Prefixes:
     def _least_needed(
         self, pages: int, leaving: Callable[[Node], None] | None = None, whole: bool = False
     ) -> tuple[list[Page], list[int]]:
-        """Has the tree give up so many pages, as far as they are less needed than any tail; or else names the kept row
-        that has the least needed tail, if there is one."""
+        """Has the tree give up so many pages, as far as they are less needed than any tail, and if `whole` all of each
+        leaf that loses some; or else names the kept row that has the least needed tail, if there is one."""
         now = self._tree.now()
         tail = self._tails.order.first(now)
         if tail is None:

@@ -41,8 +41,8 @@ class Ahead:
     def __init__(self, pool: FramePool, account: Account, books: Books, scrubbing: Scrubbing) -> None:
         self._pool, self._account, self._books, self._table = pool, account, books, books.table
         self._scrubbing = scrubbing
-        self._ahead = sum(end for _, end in books.spans(0, self.lookahead)) + len(books.ranges)
-        """Pages of a lookahead, at most."""
+        self._lookahead_pages = sum(end for _, end in books.spans(0, self.lookahead)) + len(books.ranges)
+        """At most."""
         self.give_way: Callable[[int], None] = _nothing
         """Gives up so many pages of what is only kept for sequences to come; where they lie in rows, these are retired
         then, or parked."""
@@ -64,7 +64,7 @@ class Ahead:
             if room <= 0 or firm + tails <= 0:
                 break
             pages = max(min(end - begin, firm), 0)
-            behind = min(end - begin - pages, max(tails, 0))
+            behind = min(end - begin - pages, max(tails, 0))  # tails are firm: what goes of them is headroom
             lack_single, tails = lack_single + min(behind, room), tails - behind
             wanted = policy.large_frames(pages, self._table.start[row]) if self._books.rules.large else 0
             large, single = self._available(pages, wanted, room)
@@ -145,13 +145,13 @@ class Ahead:
 
     def _tail_pages(self) -> int:
         """Pages of tails."""
-        return sum(self._table.spare.size(row) - self._ahead for row in self._tails())
+        return sum(self._table.spare.size(row) - self._lookahead_pages for row in self._tails())
 
     def _tails(self) -> Iterator[int]:
         """Live rows with more behind them than they expect to need, and than a lookahead."""
         table = self._table
         for row in [] if self._books.rules.zero_tail else table.spare.largest():
-            if table.spare.size(row) <= self._ahead:
+            if table.spare.size(row) <= self._lookahead_pages:
                 return
             if table.length[row] or table.expected[row]:
                 yield row
