@@ -22,7 +22,7 @@ def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheSt
     uses, calls = rows.page_uses + used, pool.meter.stats()
     prefixes = rows.keeper if isinstance(rows.keeper, Prefixes) else None
     return CacheStats(
-        budget_bytes=pool.limit_of(rows.account) * size,
+        budget_bytes=pool.accounts.limit_of(rows.account) * size,
         physical_bytes=sum(pages.values()) * size,
         tokens=tokens,
         token_bytes=tokens * sum(books.records),

@@ -714,7 +714,7 @@ class Prefixes:
         parked = max(map(self._table.capacity.__getitem__, self._table.parked), default=0)  # the longest one
         pages, there = (sum(end for _, end in self._books.spans(0, each)) for each in (tokens, parked))
         wanted = 2 * pages + stock(self._pool)  # so that there are some to choose from, of which one may be long enough
-        missing = wanted - self._pool.idle(self._rows.account) - there
+        missing = wanted - self._pool.accounts.idle(self._rows.account) - there
         if missing <= 0:
             return False
         if hit.tokens:

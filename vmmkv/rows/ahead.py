@@ -57,7 +57,8 @@ class Ahead:
         self._books.catch_up()
         self._scrubbing.wishes.clear()
         lack_large = lack_single = 0
-        firm = self._pool.headroom(self._account) - change.pages  # which are another's: they are in no books yet
+        firm = self._pool.accounts.headroom(self._account)
+        firm -= change.pages  # which are another's: they are in no books yet
         tails = self._tail_pages()
         for arena, row, begin, end in self._needs():
             room = frames - change.frames - lack_large - lack_single - self._scrubbing.wished
@@ -91,16 +92,16 @@ class Ahead:
         what is idle stays free for prompts."""
         books, live = self._books, len(self._table.live)
         pages = live * sum(end for _, end in policy.spans(0, self.lookahead, books.records, books.page_size))
-        idle = self._pool.idle(self._account)
+        idle = self._pool.accounts.idle(self._account)
         is_tight = idle < pages and idle + books.parked_pages < pages
-        is_tight |= self._pool.headroom(self._account) < pages
+        is_tight |= self._pool.accounts.headroom(self._account) < pages
         return min(-(-books.page_tokens // 4), self.lookahead) if is_tight else self.lookahead
 
     def _available(self, pages: int, wanted: int, frames: int) -> tuple[int, int]:
         """Large frames, and single ones behind them, for up to so many pages, of those that are free."""
-        free, idle = self._pool.frames, max(self._pool.idle(self._account), 0)
+        free, idle = self._pool.frames, max(self._pool.accounts.idle(self._account), 0)
         large = min(wanted, len(free.free_large), frames, idle // LARGE)
-        if large < wanted and min(idle, self._pool.room) >= LARGE:
+        if large < wanted and min(idle, self._pool.accounts.room) >= LARGE:
             return large, 0  # more will be made
         return large, min(pages - large * LARGE, len(free.free), frames - large, idle - large * LARGE)
 
