@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -120,11 +121,11 @@ def test_the_mapper_maps_ahead_where_it_is_wanted(traces: list[str], tmp_path: P
 def test_quick_is_saturation_of_rows_and_blocks_ahead_and_waiting(traces: list[str], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     sizes = "--memory", "512KiB", "--max-seq-len", "128", "--rounds", "2"
-    done = run_benchmark(*traces[:2], "--quick", "--unknown", "--busy", *sizes, "--json", str(path))
+    done = run_benchmark(*traces[:2], "--quick", "--unknown", *sizes, "--json", str(path))
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
     waiting, unknown = "saturation, each step waited for", "saturation, lengths unknown"
-    loads = ("saturation", False), (waiting, True), (unknown, False), (f"{waiting}, a busy thread beside", True)
+    loads = ("saturation", False), (waiting, True), (unknown, False)
     found = {(row["load"], row["wait"], row["backend"]): row for row in result["serving"]}
     assert found.keys() == {(*load, backend) for load in loads for backend in ("vmm", "paged")}
     assert all(len(row["rounds"]) == 2 and row["finished"] == row["requests"] == 24 for row in found.values())
@@ -134,6 +135,16 @@ def test_quick_is_saturation_of_rows_and_blocks_ahead_and_waiting(traces: list[s
     assert set(whats) == {f"main, {name}" for name, _ in loads}
     for name, load in (("rounds-ahead", "| main, saturation |"), ("rounds-waiting", "each step waited for |")):
         assert load in tables.TABLES[name].write(result)
+
+
+def test_it_serves_beside_a_busy_thread(traces: list[str], tmp_path: Path) -> None:
+    path, threads = tmp_path / "result.json", threading.active_count()
+    few = "--quick", "--no-wait", "--rounds", "1", "--requests", "2", "--backends", "vmm", "--memory", "512KiB"
+    assert run_benchmark(*traces[:2], *few, "--busy", "--json", str(path)).exit_code == 0
+    _, beside = json.loads(path.read_text())["serving"]
+    assert beside["load"] == "saturation, each step waited for, a busy thread beside"
+    assert (beside["busy"], beside["finished"]) == (True, 2)
+    assert threading.active_count() <= threads
 
 
 VLLM = """

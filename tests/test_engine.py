@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.engine.attention import Batch, numba_attention
 from benchmarks.engine.engine import BACKENDS, REUSING, Engine
-from benchmarks.engine.model import Angles, Config, Model, load_model, random_model, rotate
+from benchmarks.engine.model import Angles, Config, Model, compiled, load_model, random_model, rotate
 from benchmarks.engine.paged import PagedKV
 from benchmarks.engine.reusing_blocks import ReusingPagedKV
 from benchmarks.engine.reusing_rows import ReusingVmmKV
@@ -416,6 +418,24 @@ def test_our_kernels_serve_padded_batches() -> None:
         engine = Engine(model, backend, 1 << 17, 4, 32, 100, attention="numba")
         engine.graphs = {4: SimpleNamespace(replay=lambda engine=engine: engine._decode(4))}
         check_greedy(logits_without_cache(model), prompts, engine.run(prompts, outputs))
+
+
+def test_one_program_serves_any_number_of_tokens() -> None:
+    """To compile takes longer than many a run."""
+    programs = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        programs.append(module)
+        return module.forward
+
+    def function(x: torch.Tensor, attended: torch.Tensor, weights: list[torch.Tensor]) -> torch.Tensor:
+        return torch.relu(x @ weights[0]) + attended
+
+    run, weights = compiled(function, backend), [torch.randn(8, 8)]
+    for tokens in random.sample(range(2, 100), 5):
+        x, attended = torch.randn(2, tokens, 8)
+        torch.testing.assert_close(run(x, attended, weights), function(x, attended, weights))
+    assert len(programs) == 1
 
 
 @pytest.mark.gpu

@@ -349,8 +349,11 @@ class Engine:
         return min((graph for graph in self.graphs if graph >= size), default=size) if size else 0
 
     def _capture(self) -> None:
-        """A graph for each of some batch sizes, made with padding only: what it does depends on its inputs."""
-        sizes = {1, 2, 4, 8, *range(16, self.max_sequences, 16), self.max_sequences}
+        """A graph for each of some batch sizes, made with padding only: what it does depends on its inputs.
+
+        The least size is 2: one token alone would be compiled apart.
+        """
+        sizes = {2, 4, 8, *range(16, self.max_sequences, 16), self.max_sequences}
         pool = None
         for size in sorted(sizes, reverse=True):
             self.inputs.zero_()

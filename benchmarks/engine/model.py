@@ -71,7 +71,7 @@ class Model:
         angles = torch.outer(torch.arange(max_seq_len).float(), rope_frequencies(config)).repeat(1, 2)
         self.angles = torch.stack([angles.cos(), angles.sin()]).to(weights["embed"])  # as precise as transformers'
         between = self._finish_and_project
-        self._between = torch.compile(between) if self.device.type == "cuda" else between
+        self._between = compiled(between) if self.device.type == "cuda" else between
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor, attend: Attend) -> torch.Tensor:
         """Hidden states `[tokens, hidden_size]` of tokens at positions `[tokens]`, before the last norm."""
@@ -117,6 +117,19 @@ class Model:
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, x.shape[-1:], weight, self.config.rms_norm_eps)
+
+
+def compiled(function: Callable[..., Any], backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """One program of a function of two tensors of tokens, and of weights, for any number of tokens but one: that would
+    take a program of its own, and so would the first number, if nobody said that there will be others."""
+    program = torch.compile(function, backend=backend)
+
+    def run(x: torch.Tensor, attended: torch.Tensor, *weights: list[torch.Tensor]) -> Any:
+        for tokens in (x, attended):
+            torch._dynamo.maybe_mark_dynamic(tokens, 0)
+        return program(x, attended, *weights)
+
+    return run
 
 
 def rotate(states: torch.Tensor, angles: Angles) -> torch.Tensor:
