@@ -1,6 +1,6 @@
 """Numbers of 8 bits, four in a word: how they get out of it, and into it.
 
-Every one of them is a bf16 and a f16 as well, so out of a word they come without loss. To f16 Hopper converts e4m3 by
+Every one of them is a bf16 and an f16 as well, so out of a word they come without loss. To f16 Hopper converts e4m3 by
 itself. Elsewhere bits are shifted to where the wider format has them, which leaves the exponent of e4m3 short of a
 constant, also in numbers below its normal ones, and a product puts that right. e4m3's own NaN, which `quantize` never
 makes, is 480 or -480 that way.

@@ -177,7 +177,7 @@ def test_plan_keeps_what_is_guaranteed(tmp_path: Path):
     caches = [vmmkv.KVCache(layout, 1, 1, pool=pool, guaranteed=nbytes) for nbytes in wanted]
     for of, cache, account in zip(result["models"], caches, pool.accounts):
         assert of["guaranteed_bytes"] == account.guaranteed * pool.page_size
-        assert of["pool"]["total_tokens"] == pool.allowed(account) * pool.page_size // of["token_bytes"]
+        assert of["pool"]["total_tokens"] == pool.accounts.allowed(account) * pool.page_size // of["token_bytes"]
         assert of["guaranteed"]["total_tokens"] == of["guaranteed_bytes"] // of["token_bytes"]
         assert cache.page_size == result["page_size"]
     count, costs = result["sequences_of_each"], [64 * of["token_bytes"] for of in result["models"]]

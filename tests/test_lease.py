@@ -86,8 +86,8 @@ class Device:
         taken = sum(account.taken for account in pool.accounts)
         assert stats.physical_bytes - stats.free_bytes <= taken * PAGE
         assert taken == stats.leased_bytes // PAGE + pool.frames.taken
-        assert pool.physical == pool.frames.existing + self.functions.allocator.physical
-        assert pool.leased == self.functions.allocator.budget
+        assert pool.accounts.physical == pool.frames.existing + self.functions.allocator.physical
+        assert pool.accounts.leased == self.functions.allocator.budget
 
     def end(self, lease: Lease) -> None:
         """Everything goes back, and nothing of the lease is left."""
@@ -223,7 +223,7 @@ def test_what_is_still_on_its_way_back_is_not_leased(compiled, monkeypatch: pyte
     assert lease.reclaim(5) == 5
     cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=device.pool)
     assert cache.sequence(8 * 8).length == 64
-    assert device.pool.room >= 0
+    assert device.pool.accounts.room >= 0
     device.pool.frames.give(frames)
     cache.close()
     device.end(lease)

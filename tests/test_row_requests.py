@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from random import Random
 
 import pytest
@@ -97,6 +98,17 @@ def begins(requests: StagedRequests, name: str) -> bool:
         return requests.begin(name, 9) == 0
     except NO_ROOM:
         return False
+
+
+def test_requests_end_with_who_holds_them() -> None:
+    """Not when the garbage collector comes: they hold caches."""
+    layout = vmmkv.KVLayout(1, 1, 64, torch.float32)
+    cache = vmmkv.KVCache(layout, 1, 10, max_bytes=10 * PAGE_SIZE, device="cpu", page_size=PAGE_SIZE)
+    requests = RowRequests([cache], [0], reuse=True, has_host=False)
+    assert requests.stages == [requests]
+    reference = weakref.ref(requests)
+    del requests
+    assert reference() is None
 
 
 class Clock:

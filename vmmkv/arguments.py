@@ -17,8 +17,11 @@ from .sequence import Sequence, check_length, check_tokens
 
 
 def check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_strides: bool) -> tuple[int, int]:
-    """How many sequences there are to be, and of how many tokens; raises `ArgumentError`, or `LayoutError`, where there
-    cannot be such."""
+    """Returns how many sequences there are to be, and of how many tokens.
+
+    Raises:
+        ArgumentError, LayoutError: there cannot be such.
+    """
     if not isinstance(layout, KVLayout):
         raise ArgumentError(f"got layout={layout!r}; it must be a vmmkv.KVLayout")
     max_sequences = whole_number("max_sequences", max_sequences)
@@ -34,7 +37,7 @@ def check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_st
 
 
 def not_negative(name: str, value: object) -> int:
-    """A whole number of tokens, from 0 on.
+    """Returns a whole number of tokens, from 0 on.
 
     Raises:
         LayoutError: it is none.
@@ -46,7 +49,7 @@ def not_negative(name: str, value: object) -> int:
 
 
 def lookahead_tokens(asked: int | None, layout: KVLayout, pool: FramePool, zero_tail: bool) -> int:
-    """The lookahead to use: what was asked for, or else what suits the device.
+    """Returns the tokens to map ahead: what was asked for, or else what suits the device.
 
     Raises:
         LayoutError: it is no number of tokens.
@@ -65,7 +68,7 @@ def lookahead_tokens(asked: int | None, layout: KVLayout, pool: FramePool, zero_
 
 
 def row_number(row: int, max_sequences: int) -> int:
-    """The number of a row.
+    """Returns the number of a row.
 
     Raises:
         TypeError, OutOfRangeError: it is none.
@@ -77,7 +80,7 @@ def row_number(row: int, max_sequences: int) -> int:
 
 
 def batch_of(cache: object, sequences: Iterable[Sequence], repeated: bool = False) -> list[Sequence]:
-    """Sequences of a cache, each once.
+    """Returns sequences of a cache, each once.
 
     Args:
         repeated: whether they may be named several times.
@@ -106,7 +109,7 @@ def batch_of(cache: object, sequences: Iterable[Sequence], repeated: bool = Fals
 
 
 def indices_of(indices: Iterable[int], count: int) -> list[int]:
-    """As many indices as there are sequences, of these.
+    """Returns as many indices as there are sequences, of these.
 
     Raises:
         TypeError, ValueError, OutOfRangeError: they are none, or not as many.
@@ -122,7 +125,7 @@ def indices_of(indices: Iterable[int], count: int) -> list[int]:
 def whole_numbers(
     name: str, numbers: int | Collection[int] | npt.NDArray[np.integer[Any]], count: int, limit: int
 ) -> npt.NDArray[np.int64]:
-    """`count` numbers from 0 to `limit`, of as many or of one for all.
+    """Returns `[count]` numbers from 0 to `limit`, of as many or of one for all.
 
     Raises:
         TypeError, ValueError, SequenceTooLongError: they are none, or not as many, or too large.

@@ -176,7 +176,7 @@ class KVCache(Owner):
         owners.add(self)
         if event_log:
             on_host = self._host_tier.limit if self._host_tier and host_priority is not None else 0
-            self._begin_telling(event_log, pool.limit_of(self._rows.account), on_host)
+            self._begin_telling(event_log, pool.accounts.limit_of(self._rows.account), on_host)
 
     def _row_bytes(self, overread: int) -> list[int]:
         """Of a row in each range. Raises `LayoutError` where all rows together take too many addresses."""

@@ -48,7 +48,8 @@ def check_pool(pool: FramePool) -> None:
     mapped = Counter(page for table in pool.tables for page in table.mapped_pages())
     exist = set(np.flatnonzero(frames.handles >= 0).tolist())
     free = set(frames.in_pages([*frames.free, *frames.free_large]))
-    ensure(pool.room >= 0, f"{frames.existing} pages exist and {pool.leased} are leased; the limit is {pool.limit}")
+    room, leased = pool.accounts.room, pool.accounts.leased
+    ensure(room >= 0, f"{frames.existing} pages exist and {leased} are leased; the limit is {pool.limit}")
     for page, count in mapped.items():
         first = page // LARGE * LARGE if frames.is_large[page] else page
         ensure(
@@ -62,10 +63,10 @@ def check_pool(pool: FramePool) -> None:
     ensure(frames.taken == len(mapped), f"{frames.taken} pages are taken, {len(mapped)} mapped")
     for table in pool.tables:
         ensure(not table.doubt, "nobody knows what is mapped")
-    over = pool.overdraft(pool.limit)
+    over = pool.accounts.overdraft(pool.limit)
     ensure(over <= 0, f"{pool.limit + over} pages are firm or guaranteed; the limit is {pool.limit}")
     for account in pool.accounts:
-        taken, limit = account.taken, pool.limit_of(account)
+        taken, limit = account.taken, pool.accounts.limit_of(account)
         ensure(taken <= limit, f"an account of {limit} pages has {taken}")
         holder = account.holder()
         if account.is_lease and holder is not None:

@@ -10,7 +10,7 @@ from .stats import CacheStats, MappedRange
 
 
 def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheStats:
-    """Bytes, tokens, waste, pages and rows by state, reuse, driver calls."""
+    """Counts bytes, tokens, waste, pages and rows by state, reuse, driver calls; `host` and `log` where there are."""
     pool, books, tokens = rows.pool, rows.books, rows.table.tokens
     size, used, made, mapper = pool.page_size, rows.used_pages, pool.frames.made, pool.mapper
     pages = {
@@ -22,7 +22,7 @@ def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheSt
     uses, calls = rows.page_uses + used, pool.meter.stats()
     prefixes = rows.keeper if isinstance(rows.keeper, Prefixes) else None
     return CacheStats(
-        budget_bytes=pool.limit_of(rows.account) * size,
+        budget_bytes=pool.accounts.limit_of(rows.account) * size,
         physical_bytes=sum(pages.values()) * size,
         tokens=tokens,
         token_bytes=tokens * sum(books.records),
@@ -49,7 +49,7 @@ def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheSt
 
 
 def mapped_ranges(rows: Rows) -> list[MappedRange]:
-    """Where pages are mapped: one run for each row, and each range of the layout, that has any."""
+    """Finds where pages are mapped: one run for each row, and each range of the layout, that has any."""
     table = rows.table
     return [
         arena.table.mapped_range(row, table.start[row] * record, table.length[row] * record, table.owner[row])

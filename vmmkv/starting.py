@@ -55,14 +55,14 @@ class Starting:
                 self._rows.abandoned.append(reference)
 
     def _new(self, cache: KVCache, row: int) -> Sequence:
-        """A sequence for a picked row, which it has not yet."""
+        """Makes a sequence for a picked row, which it has not yet."""
         sequence = Sequence(cache, self._rows, next(self._numbers), row)
         key = row, sequence.number
         self._references[row] = weakref.KeyedRef(sequence, self._rows.abandoned.append, key)
         return sequence
 
     def take_at_once(self, cache: KVCache, expected: int, tenant: int) -> Sequence | None:
-        """A sequence without tokens, on a row that it can have as it is; None where there is no such row."""
+        """Starts a sequence without tokens, on a row that it can have as it is; None where there is no such row."""
         stream = self._rows.pool.driver.current_stream()
         row = self._rows.pick_at_once(expected, stream, tenant)
         if row is None:
@@ -73,7 +73,8 @@ class Starting:
         return sequence
 
     def take(self, cache: KVCache, tokens: int, expected: int, tenant: int, row: int | None = None) -> Steps[Sequence]:
-        """A sequence on a row that is free, and whose pages nobody else has."""
+        """Starts a sequence on a row that is free, and whose pages nobody else has; `row` names one. Raises what
+        `Rows.pick` and `Rows.take` raise."""
         stream = self._rows.pool.driver.current_stream()
         sequence = self._new(cache, self._rows.pick(max(tokens, expected), stream, tenant, row))
         # From here on somebody will free it.
@@ -82,7 +83,8 @@ class Starting:
         return sequence
 
     def begin(self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence:
-        """A sequence of given tokens, which begins with what is known of them."""
+        """Starts a sequence of given tokens, which begins with what is known of them; `whole`: it has the others, too.
+        Raises what `take` and `Prefixes.begin` raise."""
         prefixes = self.prefixes
         hit = prefixes.find(key, ids)
         if prefixes.make_way(hit, max(len(ids) if whole else 0, expected)):
@@ -117,14 +119,15 @@ class Starting:
         return sequence
 
     def _row_for(self, hit: Hit, tokens: int, stream: Any, tenant: int) -> int:
-        """The row of a sequence that is to have so many tokens, and begins with a hit: one without pages, where any are
-        laid there."""
+        """Picks the row of a sequence that is to have so many tokens, and begins with a hit: one without pages, where
+        any are laid there."""
         if hit.row is not None:
             return hit.row
         return self._rows.pick(tokens, stream, tenant) if hit.is_copied else self._rows.pick_empty(stream)
 
     def fork(self, cache: KVCache, parent: Sequence, count: int) -> list[Sequence]:
-        """Sequences that begin with all tokens of another: all of them or none."""
+        """Starts sequences that begin with all tokens of another: all of them or none. Raises what `Sequence.fork`
+        does."""
         row, table, stream = parent.row, self._rows.table, self._rows.pool.driver.current_stream()
         table.check_left(count)
         children: list[Sequence] = []

@@ -139,9 +139,9 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
         **kwargs: Any,
     ) -> Any:
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
-        new = (
-            (generation_config or model.generation_config).max_new_tokens if max_new_tokens is None else max_new_tokens
-        )
+        new = max_new_tokens
+        if new is None:
+            new = (generation_config or model.generation_config).max_new_tokens
         check_length(max_seq_len, max(map(len, ids), default=0), 1 if new is None else new)
         return type(model).generate_batch(model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs)
 

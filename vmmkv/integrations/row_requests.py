@@ -29,8 +29,6 @@ class RowRequests:
 
     def __init__(self, caches: Many[KVCache], windows: Many[int], *, reuse: bool, has_host: bool) -> None:
         self.caches, self.windows, self._has_host = caches, windows, has_host
-        self.stages: list[RowRequests] = [self]
-        """Requests of each device, where layers are on several; here on one."""
         self._page_size = caches[0].page_size
         self._record_bytes = {record for cache in caches for record in cache.layout.record_bytes}
         self.reuse = reuse and not any(windows)
@@ -41,6 +39,12 @@ class RowRequests:
         """By request that was moved there, of each group the first token that it held."""
         self._is_refused = False
         """Whether the driver has refused pages that the limit allows, since a request gave some back."""
+
+    @property
+    def stages(self) -> list[RowRequests]:
+        """Requests of each device, where layers are on several; here on one. Not kept: who names himself stays until
+        the garbage collector comes, and with him the caches."""
+        return [self]
 
     def __contains__(self, name: str) -> bool:
         return name in self._requests

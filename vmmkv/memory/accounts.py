@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
@@ -102,7 +102,7 @@ class Account:
 
 
 class Accounts:
-    """See above.
+    """See above. Who opens or closes an account, or has others give up pages, is in the middle of an operation.
 
     Args:
         frames: those that are had.
@@ -111,17 +111,21 @@ class Accounts:
     """
 
     def __init__(self, frames: Frames, limit: int, page_size: int) -> None:
-        self.frames = frames
+        self._frames, self._page_size = frames, page_size
         self.limit = limit
         """Pages, now."""
-        self.page_size = page_size
-        """Bytes of a page."""
-        self.accounts: list[Account] = []
-        self.is_debugged = debugging.is_on()
-        """Whether `VMMKV_DEBUG` was set when it was made."""
+        self._accounts: list[Account] = []
+        self._is_debugged = debugging.is_on()
         self._numbers = itertools.count()
 
-    def open_account(self, account: Account, holder: Holder) -> None:
+    def __iter__(self) -> Iterator[Account]:
+        """Gives the accounts, the oldest first; they may be closed meanwhile."""
+        return iter(self._accounts.copy())
+
+    def __len__(self) -> int:
+        return len(self._accounts)
+
+    def open(self, account: Account, holder: Holder) -> None:
         """Opens an account for a holder that is made in full: from now on it may be asked for what it does not use, and
         to recover. So who is interrupted before that leaves none.
 
@@ -133,28 +137,28 @@ class Accounts:
             raise BudgetError(f"asked for a guarantee of {guaranteed} pages, and for {limit} at most; ask for less")
         if not self.make_good(self.limit - guaranteed):
             raise BudgetError(
-                f"asked for a guarantee of {guaranteed} pages of {self.page_size} bytes; of {self.limit} in the pool "
+                f"asked for a guarantee of {guaranteed} pages of {self._page_size} bytes; of {self.limit} in the pool "
                 f"{self.promised} are guaranteed to others, or in use by them. Ask for less, or raise its limit"
             )
         account.name = f"{holder.kind} {next(self._numbers)}"
         account.holder = weakref.ref(holder)
-        if self.is_debugged:
+        if self._is_debugged:
             account.origin = debugging.caller()
-        self.accounts.append(account)
+        self._accounts.append(account)
 
-    def close_account(self, account: Account) -> None:
+    def close(self, account: Account) -> None:
         """Ends an account. What its holder has, and could not unmap, counts until it is given back all the same."""
         account.holder, account.guaranteed = _nobody, 0
         if not account.taken:
             with suppress(ValueError):
-                self.accounts.remove(account)
+                self._accounts.remove(account)
 
-    def account_stats(self) -> tuple[AccountStats, ...]:
+    def stats(self) -> tuple[AccountStats, ...]:
         """A snapshot of each."""
-        return tuple(map(self._stats, self.accounts))
+        return tuple(map(self._stats, self._accounts))
 
     def _stats(self, account: Account) -> AccountStats:
-        holder, used, size = account.holder(), account.used, self.page_size  # once: lessees make pages at any time
+        holder, used, size = account.holder(), account.used, self._page_size  # once: lessees make pages at any time
         sequences, tokens = (0, 0) if holder is None else holder.sequences()
         return AccountStats(
             name=account.name,
@@ -171,27 +175,27 @@ class Accounts:
     @property
     def leased(self) -> int:
         """Pages that lessees have made, or may make."""
-        return sum([account.taken for account in self.accounts if account.is_lease])
+        return sum([account.taken for account in self._accounts if account.is_lease])
 
     @property
     def physical(self) -> int:
         """Pages that there are: frames, and what lessees have made."""
-        return self.frames.existing + sum(account.used for account in self.accounts if account.is_lease)
+        return self._frames.existing + sum(account.used for account in self._accounts if account.is_lease)
 
     @property
     def room(self) -> int:
         """Frames that may still be made."""
-        return self.limit - self.leased - self.frames.existing
+        return self.limit - self.leased - self._frames.existing
 
     @property
     def promised(self) -> int:
         """Pages that are used, or guaranteed."""
-        return sum(account.promised for account in self.accounts)
+        return sum(account.promised for account in self._accounts)
 
     @property
     def has_guarantees(self) -> bool:
         """Whether anything is guaranteed. Otherwise all that is mapped may be firm."""
-        return sum([account.guaranteed for account in self.accounts]) > 0
+        return sum([account.guaranteed for account in self._accounts]) > 0
 
     # ------------------------------------------------------------------ what one may have
 
@@ -201,7 +205,7 @@ class Accounts:
 
     def allowed(self, account: Account) -> int:
         """Pages that a holder may use in all: what others use, and what they are guaranteed, is theirs."""
-        others = sum(other.promised for other in self.accounts if other is not account)
+        others = sum(other.promised for other in self._accounts if other is not account)
         return min(self.limit - others, self.limit_of(account))
 
     def check_allowed(self, account: Account, pages: int) -> None:
@@ -209,7 +213,7 @@ class Accounts:
         allowed = self.allowed(account)
         if pages > allowed:
             raise OutOfPagesError(
-                f"asked for {pages} pages of {self.page_size} bytes in all; {allowed} are the most that can be had of "
+                f"asked for {pages} pages of {self._page_size} bytes in all; {allowed} are the most that can be had of "
                 f"{self.limit}, beside what others use or are guaranteed",
                 requested=pages,
                 available=allowed,
@@ -217,14 +221,14 @@ class Accounts:
 
     def idle(self, account: Account) -> int:
         """Pages that nobody has, as far as a holder may have them. Firmly it may have no more than `headroom`."""
-        idle = self.limit - self.frames.taken - self.leased
+        idle = self.limit - self._frames.taken - self.leased
         return idle if account.limit is None else min(idle, account.limit - account.taken)
 
     def check_idle(self, account: Account, pages: int) -> None:
         """Raises `OutOfPagesError`, where so much is not idle."""
         if pages > (idle := self.idle(account)):
             raise OutOfPagesError(
-                f"asked for {pages} pages of {self.page_size} bytes; {idle} are idle, of {self.limit} in the pool",
+                f"asked for {pages} pages of {self._page_size} bytes; {idle} are idle, of {self.limit} in the pool",
                 requested=pages,
                 available=idle,
             )
@@ -236,7 +240,7 @@ class Accounts:
     def overdraft(self, limit: int) -> int:
         """Pages by which what all have firmly, or are guaranteed, whichever is more, is beyond a limit; negative where
         there is room."""
-        return sum([max(account.guaranteed, account.firm) for account in self.accounts]) - limit
+        return sum([max(account.guaranteed, account.firm) for account in self._accounts]) - limit
 
     # ------------------------------------------------------------------ what others give up
 
@@ -249,7 +253,7 @@ class Accounts:
                 so none that are only leased.
         """
         reclaimed = 0
-        for other in list(self.accounts):
+        for other in self:
             holder = other.holder()
             if other.is_lease and (guaranteed or account.is_lease):
                 continue
@@ -267,7 +271,7 @@ class Accounts:
     def slacken(self, account: Account | None, limit: int, *, wait: bool) -> None:
         """Has others give up pages that they do not use but might begin to, until nothing firm or guaranteed is beyond
         a limit, or there are no more. A lessee has none from other lessees."""
-        for other in list(self.accounts):
+        for other in self:
             holder = other.holder()
             if other is account or holder is None or (account is not None and account.is_lease and other.is_lease):
                 continue

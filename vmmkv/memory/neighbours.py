@@ -42,7 +42,7 @@ def give_back(pool: FramePool, nbytes: int) -> int:
             for monitor in mine:  # who is waited for by this thread: what garbage collection ends here is not to wait
                 inside.enter_context(monitor.inside)
             pool.driver.enter_thread()
-            given.append(pool.trim(keep=max(pool.physical * pool.page_size - nbytes, 0)))
+            given.append(pool.trim(keep=max(pool.accounts.physical * pool.page_size - nbytes, 0)))
 
     # In a thread, which takes that pool's locks as any other: who is interrupted here leaves none of them held.
     thread = threading.Thread(target=trim, name="vmmkv-neighbour", daemon=True)

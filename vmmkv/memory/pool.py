@@ -29,6 +29,7 @@ from ..errors import (
     VmmkvError,
 )
 from ..stats import FramePoolStats
+from . import debugging
 from .accounts import Account, Accounts, Holder
 from .budget import pages_within
 from .calls import Calls, make_calls
@@ -80,7 +81,7 @@ class Bell(Protocol):
         """In a forked child, where it is not."""
 
 
-class FramePool(Accounts):
+class FramePool:
     """Physical memory of one device, for several caches and growable tensors: what one does not use another can have.
 
         pool = vmmkv.FramePool("60GiB")
@@ -114,8 +115,11 @@ class FramePool(Accounts):
         self.meter = Meter()
         """Calls of the driver, but for those of a mapper."""
         self.calls: Calls = make_calls(self.driver, self.meter)
-        frames = Frames(self.calls, self.driver.memory_info()[1] // self.driver.page_size)
-        super().__init__(frames, pages_within(self.driver, max_bytes), self.driver.page_size)
+        self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.page_size)
+        self.accounts = Accounts(self.frames, pages_within(self.driver, max_bytes), self.page_size)
+        """Of those who lie on it."""
+        self.is_debugged = debugging.is_on()
+        """Whether `VMMKV_DEBUG` was set when it was made."""
         self.is_shared = True
         """Whether it is for whoever wants to lie on it; otherwise what is free counts as its one holder's."""
         self.monitor = Monitor()
@@ -152,6 +156,16 @@ class FramePool(Accounts):
         """Where the memory is."""
         return self.driver.device
 
+    @property
+    def page_size(self) -> int:
+        """Bytes of a page."""
+        return self.driver.page_size
+
+    @property
+    def limit(self) -> int:
+        """The most pages that it may take, now."""
+        return self.accounts.limit
+
     @operation
     def set_limit(self, max_bytes: float | str) -> None:
         """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
@@ -169,22 +183,23 @@ class FramePool(Accounts):
                 f"asked for a limit of {limit} pages of {self.page_size} bytes; {guaranteed} are guaranteed to caches "
                 "on this pool. Close one, or keep a higher limit"
             )
-        if not self.make_good(limit):
+        if not self.accounts.make_good(limit):
             raise OutOfPagesError(
                 f"asked for a limit of {limit} pages of {self.page_size} bytes; tokens, and guarantees, take "
-                f"{self.promised}. Free or truncate sequences first",
+                f"{self.accounts.promised}. Free or truncate sequences first",
                 requested=limit,
-                available=self.promised,
+                available=self.accounts.promised,
             )
-        self._shrink_to(limit - self.leased)
-        if self.frames.existing + self.leased > limit:  # a lessee has made more meanwhile
+        self._shrink_to(limit - self.accounts.leased)
+        taken = self.frames.existing + self.accounts.leased
+        if taken > limit:  # a lessee has made more meanwhile
             raise OutOfPagesError(
-                f"asked for a limit of {limit} pages of {self.page_size} bytes; {self.frames.existing + self.leased} "
-                "are in use by now. Free or truncate sequences first",
+                f"asked for a limit of {limit} pages of {self.page_size} bytes; {taken} are in use by now. Free or "
+                "truncate sequences first",
                 requested=limit,
-                available=self.frames.existing + self.leased,
+                available=taken,
             )
-        self.limit = limit
+        self.accounts.limit = limit
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes that shares of the pool are of, and bytes that it has in all."""
@@ -200,20 +215,20 @@ class FramePool(Accounts):
         self.collect()
         before = self.frames.existing
         kept = pages_within(self, keep, least=0, name="keep")
-        self._shrink_to(max(kept - (self.physical - before), 0))
+        self._shrink_to(max(kept - (self.accounts.physical - before), 0))
         return (before - self.frames.existing) * self.page_size
 
     @operation
     def stats(self) -> FramePoolStats:
         """A snapshot."""
         self.collect()
-        size, accounts = self.page_size, self.account_stats()
+        size, accounts = self.page_size, self.accounts.stats()
         lessees = [stats.used_bytes for account, stats in zip(self.accounts, accounts) if account.is_lease]
         return FramePoolStats(
             limit_bytes=self.limit * size,
             physical_bytes=self.frames.existing * size + sum(lessees),
             free_bytes=self.frames.free_pages * size,
-            leased_bytes=self.leased * size,
+            leased_bytes=self.accounts.leased * size,
             guaranteed_bytes=sum(account.guaranteed_bytes for account in accounts),
             holders=len(accounts),
             used_bytes=sum(account.used_bytes for account in accounts),
@@ -236,11 +251,11 @@ class FramePool(Accounts):
         """Frames of so many pages in all, up to so many large ones among them.
 
         Raises:
-            OutOfPagesError: there is not as much idle; see `reclaim`.
+            OutOfPagesError: there is not as much idle; see `Accounts.make_idle`.
             DriverError: the driver could not make one; those made before it are free now.
         """
-        self.check_idle(account, pages)
-        supply = self.frames.take(pages, large, self.limit - self.leased)
+        self.accounts.check_idle(account, pages)
+        supply = self.frames.take(pages, large, self.limit - self.accounts.leased)
         account.taken += pages
         return supply
 
@@ -255,11 +270,11 @@ class FramePool(Accounts):
         """Lets a lessee make so many pages more. Frames that nobody has go back to the system for them.
 
         Raises:
-            OutOfPagesError: there is not as much idle; see `make_idle`.
+            OutOfPagesError: there is not as much idle; see `Accounts.make_idle`.
             DriverError: the driver could not release one; those released before it are gone.
         """
-        self.check_idle(account, pages)
-        self.frames.release(max(pages - self.room, 0))
+        self.accounts.check_idle(account, pages)
+        self.frames.release(max(pages - self.accounts.room, 0))
         account.taken += pages
 
     def trim_holder(self, holder: Holder) -> int:
@@ -283,7 +298,7 @@ class FramePool(Accounts):
             account.guaranteed = 0
             lessee.reclaim(account.taken)
             if not account.taken:
-                self.close_account(account)
+                self.accounts.close(account)
                 self.ended_leases.remove((account, lessee))
 
     def _forget_first(self) -> None:
@@ -293,7 +308,7 @@ class FramePool(Accounts):
             with suppress(ValueError):
                 self.tables.remove(table)
         if account.holder() is None:  # otherwise its holder was interrupted while it made one more
-            self.close_account(account)
+            self.accounts.close(account)
         self.left_behind.popleft()
 
     def recover(self) -> None:
@@ -308,13 +323,13 @@ class FramePool(Accounts):
                 for table in self.tables:
                     table.settle()
                 self.frames.settle(page for table in self.tables for page in table.mapped_pages())
-                for account in list(self.accounts):
+                for account in self.accounts:
                     if (holder := account.holder()) is not None:
                         holder.recover()
                     else:
                         of_it = [table for table in self.tables if table.account is account]
                         account.taken = len({page for table in of_it for page in table.mapped_pages()})
-                        self.close_account(account)
+                        self.accounts.close(account)
                 self._unusable = None
 
     def check_usable(self) -> None:
@@ -360,7 +375,7 @@ class FramePool(Accounts):
     def _shrink_to(self, limit: int) -> None:
         """Gives frames back to the system, until at most so many are left, or all are used."""
         surplus = self.frames.existing - limit - self.frames.free_pages
-        for account in list(self.accounts):
+        for account in self.accounts:
             holder = account.holder()
             if holder is not None and surplus > 0 and not account.is_lease:
                 surplus -= holder.reclaim(surplus, wait=True)

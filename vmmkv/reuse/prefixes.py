@@ -646,8 +646,8 @@ class Prefixes:
     def _least_needed(
         self, pages: int, leaving: Callable[[Node], None] | None = None, whole: bool = False
     ) -> tuple[list[Page], list[int]]:
-        """Has the tree give up so many pages, as far as they are less needed than any tail; or else names the kept row
-        that has the least needed tail, if there is one."""
+        """Has the tree give up so many pages, as far as they are less needed than any tail, and if `whole` all of each
+        leaf that loses some; or else names the kept row that has the least needed tail, if there is one."""
         now = self._tree.now()
         tail = self._tails.order.first(now)
         if tail is None:
@@ -714,7 +714,7 @@ class Prefixes:
         parked = max(map(self._table.capacity.__getitem__, self._table.parked), default=0)  # the longest one
         pages, there = (sum(end for _, end in self._books.spans(0, each)) for each in (tokens, parked))
         wanted = 2 * pages + stock(self._pool)  # so that there are some to choose from, of which one may be long enough
-        missing = wanted - self._pool.idle(self._rows.account) - there
+        missing = wanted - self._pool.accounts.idle(self._rows.account) - there
         if missing <= 0:
             return False
         if hit.tokens:

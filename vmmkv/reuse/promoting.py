@@ -137,7 +137,7 @@ class Promotion:
         if pages is None:
             return False
         lacks = not self._pool.frames.free_large
-        if self._pool.idle(self._account) < LARGE or (lacks and self._pool.room < LARGE):
+        if self._pool.accounts.idle(self._account) < LARGE or (lacks and self._pool.accounts.room < LARGE):
             self._hot.clear()  # later hits will say what is hot then
             return False
         if not lacks:

@@ -41,8 +41,8 @@ class Ahead:
     def __init__(self, pool: FramePool, account: Account, books: Books, scrubbing: Scrubbing) -> None:
         self._pool, self._account, self._books, self._table = pool, account, books, books.table
         self._scrubbing = scrubbing
-        self._ahead = sum(end for _, end in books.spans(0, self.lookahead)) + len(books.ranges)
-        """Pages of a lookahead, at most."""
+        self._lookahead_pages = sum(end for _, end in books.spans(0, self.lookahead)) + len(books.ranges)
+        """At most."""
         self.give_way: Callable[[int], None] = _nothing
         """Gives up so many pages of what is only kept for sequences to come; where they lie in rows, these are retired
         then, or parked."""
@@ -57,14 +57,15 @@ class Ahead:
         self._books.catch_up()
         self._scrubbing.wishes.clear()
         lack_large = lack_single = 0
-        firm = self._pool.headroom(self._account) - change.pages  # which are another's: they are in no books yet
+        firm = self._pool.accounts.headroom(self._account)
+        firm -= change.pages  # which are another's: they are in no books yet
         tails = self._tail_pages()
         for arena, row, begin, end in self._needs():
             room = frames - change.frames - lack_large - lack_single - self._scrubbing.wished
             if room <= 0 or firm + tails <= 0:
                 break
             pages = max(min(end - begin, firm), 0)
-            behind = min(end - begin - pages, max(tails, 0))
+            behind = min(end - begin - pages, max(tails, 0))  # tails are firm: what goes of them is headroom
             lack_single, tails = lack_single + min(behind, room), tails - behind
             wanted = policy.large_frames(pages, self._table.start[row]) if self._books.rules.large else 0
             large, single = self._available(pages, wanted, room)
@@ -91,16 +92,16 @@ class Ahead:
         what is idle stays free for prompts."""
         books, live = self._books, len(self._table.live)
         pages = live * sum(end for _, end in policy.spans(0, self.lookahead, books.records, books.page_size))
-        idle = self._pool.idle(self._account)
+        idle = self._pool.accounts.idle(self._account)
         is_tight = idle < pages and idle + books.parked_pages < pages
-        is_tight |= self._pool.headroom(self._account) < pages
+        is_tight |= self._pool.accounts.headroom(self._account) < pages
         return min(-(-books.page_tokens // 4), self.lookahead) if is_tight else self.lookahead
 
     def _available(self, pages: int, wanted: int, frames: int) -> tuple[int, int]:
         """Large frames, and single ones behind them, for up to so many pages, of those that are free."""
-        free, idle = self._pool.frames, max(self._pool.idle(self._account), 0)
+        free, idle = self._pool.frames, max(self._pool.accounts.idle(self._account), 0)
         large = min(wanted, len(free.free_large), frames, idle // LARGE)
-        if large < wanted and min(idle, self._pool.room) >= LARGE:
+        if large < wanted and min(idle, self._pool.accounts.room) >= LARGE:
             return large, 0  # more will be made
         return large, min(pages - large * LARGE, len(free.free), frames - large, idle - large * LARGE)
 
@@ -145,13 +146,13 @@ class Ahead:
 
     def _tail_pages(self) -> int:
         """Pages of tails."""
-        return sum(self._table.spare.size(row) - self._ahead for row in self._tails())
+        return sum(self._table.spare.size(row) - self._lookahead_pages for row in self._tails())
 
     def _tails(self) -> Iterator[int]:
         """Live rows with more behind them than they expect to need, and than a lookahead."""
         table = self._table
         for row in [] if self._books.rules.zero_tail else table.spare.largest():
-            if table.spare.size(row) <= self._ahead:
+            if table.spare.size(row) <= self._lookahead_pages:
                 return
             if table.length[row] or table.expected[row]:
                 yield row

@@ -392,7 +392,7 @@ class Books:
         """Begins a change for what rows claim, while others go on: nobody but who grows is to know of the claims, which
         are returned, but where anything is guaranteed, the pages that they make firm count. (Who is interrupted has the
         books worked out anew.)"""
-        claims, guaranteed = self.claims, self.ranges[0][0].pool.has_guarantees
+        claims, guaranteed = self.claims, self.ranges[0][0].pool.accounts.has_guarantees
         firm = self.firm_pages if guaranteed else 0
         self.claims = {}
         self.under_way = firm - self.firm_pages if guaranteed else 0

@@ -180,9 +180,10 @@ class Laying:
         tokens = min(end * books.page_size // record for end, record in zip(wanted, books.records))
         tokens -= books.rules.overread
         new = sum(wanted) - sum(ends)
-        if not length < tokens <= expected or new > self._pool.idle(self._account):
+        accounts = self._pool.accounts
+        if not length < tokens <= expected or new > accounts.idle(self._account):
             return length
-        return length if self._pool.has_guarantees and new > self._pool.headroom(self._account) else tokens
+        return length if accounts.has_guarantees and new > accounts.headroom(self._account) else tokens
 
     def _copy(
         self, row: int, tokens: int, sources: list[int], laid: Sequence[list[Piece]], partial: Sequence[int | None]

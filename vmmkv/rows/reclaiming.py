@@ -155,12 +155,12 @@ class Reclaimer:
             OutOfPagesError: not even without that. Nothing has changed.
         """
         pool = self._pool
-        if pool.has_guarantees and pool.overdraft(pool.limit) > 0:
+        if pool.accounts.has_guarantees and pool.accounts.overdraft(pool.limit) > 0:
             self.check_allowed(count)
             for wait in (False, True):
-                while (over := pool.overdraft(pool.limit)) > 0 and self.slacken(over, wait=wait):
+                while (over := pool.accounts.overdraft(pool.limit)) > 0 and self.slacken(over, wait=wait):
                     pass
-                pool.slacken(self._account, pool.limit, wait=wait)
+                pool.accounts.slacken(self._account, pool.limit, wait=wait)
 
     def supply(self, count: int, large: int) -> Supply:
         """Frames of `count` pages, up to so many large ones among them: free ones, then retired ones, then new ones,
@@ -168,7 +168,7 @@ class Reclaimer:
         pool = self._pool
         if (self._table.retired or self._table.fronts) and count > (free := pool.frames.free_pages):
             self._reclaim_from(policy.retired(self._table, self._books.rules.max_seq_len), count - free)
-        if count > pool.idle(self._account):
+        if count > pool.accounts.idle(self._account):
             self._press(count)
         try:
             return pool.take(self._account, count, large)
@@ -191,7 +191,7 @@ class Reclaimer:
                         raise
                 if give_back(neighbour, missing * pool.page_size):
                     with suppress(DriverOutOfMemoryError):  # as many as there is memory for
-                        pool.frames.make(min(missing, pool.room))
+                        pool.frames.make(min(missing, pool.accounts.room))
 
     def _take_of_less(self, count: int, large: int, refusal: DriverOutOfMemoryError) -> Supply:
         """Frames of `count` pages of the memory that this pool has.
@@ -218,28 +218,28 @@ class Reclaimer:
         pool = self._pool
 
         def missing() -> int:
-            return count - (pool.frames.free_pages if cause else pool.idle(self._account))
+            return count - (pool.frames.free_pages if cause else pool.accounts.idle(self._account))
 
         lacking = missing()
         if self._books.parked_pages < lacking:
             self.check_allowed(count, cause)
         lent = min(lacking, self._account.guaranteed - self._account.taken)
         if lent > 0 and not cause:
-            pool.reclaim_from_others(self._account, lent, wait=False)
+            pool.accounts.reclaim_from_others(self._account, lent, wait=False)
             lacking = missing()
         for wait in (False, True):
             if lacking > 0:
                 self.reclaim(lacking + (0 if wait else self.spare), wait=wait)
                 lacking = missing()
             if lacking > 0:
-                pool.reclaim_from_others(self._account, lacking, wait=wait, guaranteed=cause is not None)
+                pool.accounts.reclaim_from_others(self._account, lacking, wait=wait, guaranteed=cause is not None)
                 lacking = missing()
 
     def check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""
-        allowed = self._pool.allowed(self._account)
+        allowed = self._pool.accounts.allowed(self._account)
         if cause:
-            allowed -= self._pool.limit - self._pool.physical
+            allowed -= self._pool.limit - self._pool.accounts.physical
         kept = self._books.kept_pages + self._books.under_way - count
         if allowed < kept + count:
             limit = str(cause) if cause else f"{allowed} are the most that this cache can have"

@@ -181,19 +181,19 @@ class Rows:
         self.sharing = Sharing(self.pool, account, self.books, self.reclaimer, self.growing)
         self.laying = Laying(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
         self.reordering = Reordering(self.pool, account, self.books, self.reclaimer, self.growing, self.sharing)
-        self.pool.open_account(account, self)
+        self.pool.accounts.open(account, self)
         if self.rules.zero_tail:
             try:
                 self._make_zero_frame()
             except BaseException:
-                self.pool.close_account(account)
+                self.pool.accounts.close(account)
                 raise
 
     def _make_zero_frame(self) -> None:
         """Takes the frame of all tails, and zeroes it."""
         arena, _ = self.ranges[0]
-        self.pool.check_allowed(self.account, 1)
-        self.pool.make_headroom(self.account, 1)
+        self.pool.accounts.check_allowed(self.account, 1)
+        self.pool.accounts.make_headroom(self.account, 1)
         frames = self.reclaimer.supply(1, 0).single
         arena.zero(*frames)  # until then it lies in a row
         self.books.zero_frames = arena.table.tail_frames = frames
@@ -226,7 +226,7 @@ class Rows:
             self.keeper.close()
         for arena in self.arenas:
             arena.close()
-        self.pool.close_account(self.account)
+        self.pool.accounts.close(self.account)
 
     # ------------------------------------------------------------------ what there is
 
@@ -304,7 +304,7 @@ class Rows:
             fenced = [row for row in table.fenced if table.is_live(row) and not table.fences[row].passed()]
             table.fenced = dict.fromkeys(fenced)
         fenced_pages = sum(self.books.surplus(row) for row in table.fenced if row in table.spare)
-        return self.pool.allowed(self.account) - kept - fenced_pages
+        return self.pool.accounts.allowed(self.account) - kept - fenced_pages
 
     def reclaim(self, count: int, *, wait: bool = False, firm: bool = False) -> int:
         """Gives up to `count` surplus pages to the pool: see `Reclaimer.reclaim`, and if `firm`, `slacken`."""
@@ -354,7 +354,7 @@ class Rows:
     def pick_at_once(self, tokens: int, stream: Any, tenant: int) -> int | None:
         """Takes a row off the lists that a sequence without tokens can have as it is, for which nothing is unmapped and
         nobody waited for; None where the row that `pick` would take is another."""
-        if self.pool.has_guarantees:
+        if self.pool.accounts.has_guarantees:
             return None
         self.release_collected()
         table = self.table
@@ -385,7 +385,7 @@ class Rows:
     def _has_idle(self, tokens: int) -> bool:
         """Whether there is memory for so many tokens that nobody needs to give up."""
         pages = sum(end for _, end in self.books.spans(0, tokens))
-        return pages <= min(self.pool.idle(self.account), self.pool.headroom(self.account))
+        return pages <= min(self.pool.accounts.idle(self.account), self.pool.accounts.headroom(self.account))
 
     def pick_empty(self, stream: Any) -> int:
         """Takes a row without pages off the lists, for a sequence on a stream.
@@ -456,12 +456,12 @@ class Rows:
             OutOfPagesError: they cannot be had. Nothing has changed.
             DriverError: what lies behind them, or behind others, could not be unmapped.
         """
-        if not self.pool.has_guarantees or not self.books.has_pages(row):
+        if not self.pool.accounts.has_guarantees or not self.books.has_pages(row):
             return
         self.books.claims = {row: (0, tokens)}
         try:
             pages = sum(end for _, end in self.books.used(row))
-            if self.pool.overdraft(self.pool.limit) > 0:
+            if self.pool.accounts.overdraft(self.pool.limit) > 0:
                 self.reclaimer.check_allowed(pages)  # before anything is lost
                 self.table.fences[row].wait()
                 self.reclaimer.unmap_surplus({row: tokens})

@@ -92,7 +92,7 @@ class Scrubbing:
             if self._finish():
                 self._stage().plan_back(change, 0, 0)
             return False
-        free, idle = self._pool.frames, max(self._pool.idle(self._account), 0)
+        free, idle = self._pool.frames, max(self._pool.accounts.idle(self._account), 0)
         large = [wish.tenant for wish in wishes for _ in range(wish.large)][: min(len(free.free_large), idle // LARGE)]
         idle -= len(large) * LARGE
         single = [wish.tenant for wish in wishes for _ in range(wish.single)][: min(len(free.free), idle)]

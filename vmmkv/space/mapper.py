@@ -276,13 +276,13 @@ class Mapper:
 def _must_break_up(pool: FramePool, lack: Lack) -> bool:
     """Whether single frames lack, none can be made, and there is a large one that does not lack."""
     frames = pool.frames
-    return lack.single > 0 and not lack.large and bool(frames.free_large) and pool.room <= 0
+    return lack.single > 0 and not lack.large and bool(frames.free_large) and pool.accounts.room <= 0
 
 
 def _plan_frames(pool: FramePool, lack: Lack) -> tuple[list[int], int]:
     """Frames to be made now, and of how many pages: those that lack, and the stock, where half of it is gone."""
     frames, wanted = pool.frames, stock(pool)
-    room = pool.room
+    room = pool.accounts.room
     for missing, most, free, pages in (
         (lack.large, wanted // LARGE if frames.has_large else 0, len(frames.free_large), LARGE),
         (lack.single, min(wanted, 2 * CHUNK), len(frames.free), 1),

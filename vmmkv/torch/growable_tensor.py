@@ -123,7 +123,7 @@ class GrowableTensor(Owner):
             watch(self.pool)
         self._account = Account(limit)
         self._arena = Arena(self.pool, self._account, 1, nbytes)
-        self.pool.open_account(self._account, self)
+        self.pool.accounts.open(self._account, self)
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -244,7 +244,8 @@ class GrowableTensor(Owner):
         """A snapshot: bytes."""
         pool, size = self.pool, self.pool.page_size
         physical = pool.frames.existing if self._owns_pool else self._account.taken
-        return GrowableTensorStats(pool.limit_of(self._account) * size, physical * size, self._length * self._row_bytes)
+        budget = pool.accounts.limit_of(self._account)
+        return GrowableTensorStats(budget * size, physical * size, self._length * self._row_bytes)
 
     @operation
     def mapped_ranges(self) -> list[MappedRange]:
@@ -255,7 +256,7 @@ class GrowableTensor(Owner):
     def _give_back(self) -> None:
         self._length = 0
         self._arena.close()
-        self.pool.close_account(self._account)
+        self.pool.accounts.close(self._account)
 
     def _pages(self, length: int) -> int:
         return -(-length * self._row_bytes // self.pool.page_size)
@@ -272,9 +273,9 @@ class GrowableTensor(Owner):
             return
         missing = max(end - old_end, 0)
         pool.collect()
-        pool.check_allowed(self._account, end)
-        pool.make_headroom(self._account, missing)
-        pool.make_idle(self._account, missing)
+        pool.accounts.check_allowed(self._account, end)
+        pool.accounts.make_headroom(self._account, missing)
+        pool.accounts.make_idle(self._account, missing)
         supply = pool.take(self._account, missing)
         change = Change(pool.calls, pool.frames)
         change.map(arena.table, 0, end, supply)

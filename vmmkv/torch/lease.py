@@ -55,7 +55,7 @@ class Lease:
         if self.pool.is_debugged:
             watch(self.pool)
         self.pool.collect()
-        self.pool.open_account(self._account, self)
+        self.pool.accounts.open(self._account, self)
 
     @operation
     def grow(self) -> None:
@@ -66,11 +66,11 @@ class Lease:
         """
         pool, account = self.pool, self._account
         pool.collect()
-        wanted = pool.allowed(account) - account.taken
-        pool.make_headroom(account, max(wanted, 0))
-        wanted = min(wanted, pool.headroom(account))
-        pool.make_idle(account, wanted)
-        pool.lease(account, max(min(wanted, pool.idle(account)), 0))
+        wanted = pool.accounts.allowed(account) - account.taken
+        pool.accounts.make_headroom(account, max(wanted, 0))
+        wanted = min(wanted, pool.accounts.headroom(account))
+        pool.accounts.make_idle(account, wanted)
+        pool.lease(account, max(min(wanted, pool.accounts.idle(account)), 0))
         self._allocator.set_budget(account.taken)
 
     @bookkeeping
