@@ -5,7 +5,8 @@ lock, run without it, committed with it. Holders whose growth comes first do the
 
 Invariants:
  1. It takes only what is idle: of a live row no page that it holds, that it expects to need, or that is its lookahead.
-    It never makes `OutOfPagesError` more likely, for what it maps is surplus until tokens come.
+    It never makes `OutOfPagesError` more likely, for what it maps is surplus until tokens come; but then a large frame
+    is used as a whole.
  2. It ends with its pool, before the interpreter, and is not there in a forked child.
  3. What goes wrong in it changes nothing: it is kept in `error`, and it rests until it is rung for again.
 """
