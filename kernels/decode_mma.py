@@ -13,7 +13,7 @@ K and V of 8 bits become f16 on the way from register to product, without loss, 
 K multiplies its token's scores, and one of V its token's weights. What they are multiplied with has to be f16 as well,
 so it is brought to where f16 has most digits: each query by a power of two, which its scores give back; weights by what
 they are relative to, which is not the greatest score but the greatest weight with its scale. (As if no scale were below
-2**-80, so that the sum of the weights without their scales stays finite.)
+2**-40, so that the sum of the weights without their scales stays finite, and that of zeros counts beside great V.)
 
 For shares of the work see `decode_shares`, for what becomes of the sums `decode_parts`.
 """
@@ -41,8 +41,8 @@ from .warp import multiply as multiplications
 HEADROOM = 15
 """Weights with scales are up to this power of two: so f16 has the small ones as well."""
 
-LEAST_SCALE = 2.0**-80
-"""Of V, in what weights are relative to."""
+LEAST_SCALE = 2.0**-40
+"""Of V, in what weights are relative to. Were it smaller, there would be no factor to bring zeros to great V."""
 
 
 class Octet(NamedTuple):
@@ -222,7 +222,8 @@ def make_products(variant: Variant) -> tuple[Any, Any]:
                     q_words[q], q_words[q + 1],
                 )  # fmt: skip
         if scaled:
-            d = (d[0] * lift0 * scale0, d[1] * lift1 * scale0, d[2] * lift0 * scale1, d[3] * lift1 * scale1)
+            # Both first: the one may be as great as the other is small.
+            d = (d[0] * (lift0 * scale0), d[1] * (lift1 * scale0), d[2] * (lift0 * scale1), d[3] * (lift1 * scale1))
         if softcapped:
             return tanh(d[0] * inner), tanh(d[1] * inner), tanh(d[2] * inner), tanh(d[3] * inner)
         return d

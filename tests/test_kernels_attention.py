@@ -459,21 +459,23 @@ def test_every_number_of_8_bits_comes_out_as_it_is(kv: torch.dtype, kernel: str)
     assert torch.equal(out[~exact.isnan()], exact[~exact.isnan()])
 
 
+@pytest.mark.parametrize("sizes", [(119, -99, 85), (-115, 115, -50)], ids=str)
 @pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
-def test_8_bits_of_any_size(kv: torch.dtype) -> None:
+def test_8_bits_of_any_size(kv: torch.dtype, sizes: tuple[int, ...]) -> None:
     """Great queries to small K, and the reverse; V great or small, and different from token to token, zero as well."""
     length = python_random.randint(70, 120)
     k, v = (torch.randn(length, 1, 64, device=DEVICE) for _ in "kv")
     q = torch.randn(1, 1, 3, 64, device=DEVICE)
-    k_size, v_size = python_random.uniform(-90, 90), python_random.uniform(-70, 90)
     v *= torch.empty(length, 1, 1, device=DEVICE).uniform_(-20, 0).exp2()
     v[torch.randperm(length)[:5]] = 0
-    q, k, v = ((states * 2.0**size).to(bf16) for states, size in ((q, -k_size), (k, k_size), (v, v_size)))
+    v[16:32] = 0  # all that a warp looks at together
+    q, k, v = ((states * 2.0**size).to(bf16) for states, size in zip((q, k, v), sizes))
     (k8, k_scales), (v8, v_scales) = quantize(k, kv), quantize(v, kv)
     exact_k, exact_v = dequantize(k8, k_scales, torch.float64), dequantize(v8, v_scales, torch.float64)
-    inputs = Inputs(q[:, 0], k, v, [1], [length], int32([0]), None, None, None, [exact_k], [exact_v])
+    less = 2.0 ** -(sizes[0] + sizes[1])  # so that scores are as always
+    inputs = Inputs(q[:, 0].double() * less, k, v, [1], [length], int32([0]), None, None, None, [exact_k], [exact_v])
     exact = attend(Case(bf16, 64, 3, 1, q_len=1), inputs, torch.float64)
-    scales = {"k_scales": k_scales[None], "v_scales": v_scales[None]}
+    scales = {"k_scales": k_scales[None], "v_scales": v_scales[None], "scale": 64**-0.5 * less}
     out = decode(q, k8[None], v8[None], int32([length]), **scales, kernel="mma")[:, 0]
     assert (out - exact).norm() <= 1e-2 * exact.norm()
 
