@@ -18,7 +18,7 @@ speeds say nothing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -320,10 +320,8 @@ def show(result: Row) -> None:
 
 
 def columns(result: Row) -> list[str]:
-    """The name of each run; older results have bursts of one size."""
-    return [
-        f"{run['mode']}, bursts of {run['requests']}" if "requests" in run else run["mode"] for run in result["runs"]
-    ]
+    """The name of each run."""
+    return [f"{run['mode']}, bursts of {run['requests']}" for run in result["runs"]]
 
 
 def table(result: Row) -> list[tuple[str, ...]]:
@@ -345,11 +343,7 @@ def table(result: Row) -> list[tuple[str, ...]]:
         "driver calls, ms a burst": lambda run: f"{median(b['driver_ms'] for b in run['bursts']):,.0f}",
         "preemptions": lambda run: f"{sum(b['preemptions'] for b in run['bursts']):,}",
     }
-    found = []
-    for what, cell in lines.items():
-        with suppress(KeyError):  # older results lack some
-            found.append((what, *map(cell, result["runs"])))
-    return found
+    return [(what, *map(cell, result["runs"])) for what, cell in lines.items()]
 
 
 def frames(large: bool) -> str:
