@@ -588,7 +588,8 @@ def test_who_ends_when_nobody_knew_has_the_same_tokens(backend: str, wait: bool)
     assert unknown.generated == known.generated == sum(outputs)
     check_greedy(logits_without_cache(model), prompts, unknown)
     assert [len(unknown.output(request)) for request in range(len(prompts))] == outputs
-    assert wait or len(unknown.running) > len(known.running)
+    undisturbed = not (known.preemptions or unknown.preemptions)  # else one may have to compute more anew
+    assert wait or not undisturbed or len(unknown.running) > len(known.running)
     check_nothing_is_kept(engine, name)
 
 
