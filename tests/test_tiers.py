@@ -83,7 +83,9 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                     world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
             elif what < 0.6:
                 sequence = random.choice(live)
-                before, new = len(world.ids[sequence]), [random.randrange(2) for _ in range(random.randint(1, 20))]
+                before = len(world.ids[sequence])
+                most = min(world.cache.max_seq_len - before, 20)
+                new = [random.randrange(2) for _ in range(random.randint(0, most))]
                 sequence.extend(len(new))
                 world.ids[sequence] += new
                 world.write(sequence, before)
