@@ -11,10 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import signal
-import subprocess
 import sys
-from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from time import perf_counter
@@ -26,6 +23,7 @@ import typer
 from vmmkv.cli.output import console, errors, make_table
 
 from .ages import RESULTS, ROOT
+from .processes import run_command
 
 
 class Kind(StrEnum):
@@ -171,17 +169,11 @@ def run(name: str, benchmark: Benchmark, traces: Path, vllm: Path | None) -> str
 
 
 def wait(command: list[str], output: int, seconds: float) -> str:
-    """Runs a command for so long at most, and ends all that it has started; returns what went wrong."""
-    process = subprocess.Popen(command, cwd=ROOT, stdout=output, start_new_session=True)
-    try:
-        code = process.wait(seconds)
-        return f"it ended with {code}" if code else ""
-    except subprocess.TimeoutExpired:
+    """Runs a command for so long at most; returns what went wrong."""
+    status = run_command(command, seconds, stdout=output, folder=ROOT)
+    if status is None:
         return f"stopped after {seconds / 60:g} minutes"
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    return f"it ended with {status}" if status else ""
 
 
 def unreadable(path: Path) -> str:

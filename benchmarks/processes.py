@@ -1,9 +1,14 @@
-"""Processes that measure something together."""
+"""Processes that measure something: several together, or another program."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 
@@ -21,3 +26,32 @@ def run_processes(count: int, work: Callable[..., None], *args: Any) -> None:
         process.join()
     if any(process.exitcode for process in processes):
         raise RuntimeError(f"the processes ended with {[process.exitcode for process in processes]}; see above")
+
+
+def run_command(
+    command: list[str],
+    seconds: float,
+    *,
+    stdout: int,
+    stderr: int | None = None,
+    folder: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+) -> int | None:
+    """Runs a command for so long at most, and ends all that it has started; returns its status, None if it was stopped.
+
+    Args:
+        stdout, stderr: as of `subprocess.Popen`; without `stderr` it is ours.
+        folder: where it runs; None: where we do.
+        environment: None: ours.
+    """
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=stdout, stderr=stderr, start_new_session=True
+    )
+    try:
+        return process.wait(max(seconds, 0.0))
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

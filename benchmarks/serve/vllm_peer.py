@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmarks.engine.model import Config
+from benchmarks.processes import run_command
 from vmmkv.cli.output import errors
 
 from .measure import REUSE, Load, Row, Settings, free_memory, middle, quantiles
@@ -99,32 +98,22 @@ class Vllm:
                 result["missed"].append(f"{task.workload.name}, {run.load.name}, {name}: {reason}")
 
     def _run(self, job: Path, results: Path, seconds: float) -> str:
-        """Runs the process, and ends all that it has started; returns why it did not come to its end."""
+        """Runs the process; returns why it did not come to its end."""
         paths = [str(self.folder)] if self.folder else []
         paths += [path for path in [os.environ.get("PYTHONPATH")] if path]
         environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
         script = Path(__file__).with_name("vllm_process.py")
         log = job.with_name("log")
+        command = [sys.executable, "-P", str(script), str(job), str(results)]
         with log.open("w") as file:
-            process = subprocess.Popen(
-                [sys.executable, "-P", str(script), str(job), str(results)],
-                env=environment,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
+            status = run_command(
+                command, seconds, stdout=file.fileno(), stderr=subprocess.STDOUT, environment=environment
             )
-            try:
-                if not process.wait(max(seconds, 0.0)):
-                    return ""
-            except subprocess.TimeoutExpired:
-                return "not reached in time"
-            finally:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        if not status:
+            return "not reached in time" if status is None else ""
         lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
         errors.print("\n".join(lines[-20:]), highlight=False, markup=False)
-        return lines[-1] if lines else f"it ended with {process.returncode}"
+        return lines[-1] if lines else f"it ended with {status}"
 
 
 class Run(NamedTuple):
