@@ -138,7 +138,9 @@ class Ahead:
         """Plans to unmap up to so many pages of tails; returns how many."""
         planned = 0
         for row in self._tails():
-            if planned < pages and self._table.fences[row].passed() and not self._books.shares_surplus(row):
+            if planned >= pages:
+                break
+            if self._table.fences[row].passed() and not self._books.shares_surplus(row):
                 for (arena, _), (_, end) in zip(self._books.ranges, self._books.wanted(row)):
                     planned += arena.plan_back(change, row, end, pages - planned)
                 self._books.refresh(row)  # nobody is to grow there meanwhile

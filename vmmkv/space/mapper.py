@@ -57,7 +57,8 @@ class Grower(Protocol):
         """Plans to map up to so many frames, of those that are free; returns what lacks of them."""
 
     def plan_release(self, change: Change, pages: int) -> int:
-        """Plans to unmap so many idle pages of rows that nobody has, as far as there are any; returns how many."""
+        """Plans to unmap so many pages, of rows that nobody has, or behind others what these neither expect to need nor
+        have as a lookahead, as far as there are any; returns how many."""
 
     def commit_ahead(self, change: Change) -> None:
         """Brings its books up to what a change has done."""
@@ -300,7 +301,7 @@ def stock(pool: FramePool) -> int:
 
 
 def _plan_release(pool: FramePool, holders: list[Grower], change: Change, lack: Lack) -> None:
-    """Plans to have parked rows give up what lacks, and the stock."""
+    """Plans to have holders unmap what lacks, and the stock."""
     missing = lack.large * LARGE + lack.single + stock(pool) - pool.frames.free_pages
     missing = min(missing, CHUNK)
     for grower in holders:
