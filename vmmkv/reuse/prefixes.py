@@ -711,7 +711,7 @@ class Prefixes:
             or not self._books.rules.lookahead
         ):
             return False
-        parked = max(map(self._table.capacity.__getitem__, self._table.parked), default=0)  # the longest one
+        parked = next(map(self._table.parked.size, self._table.parked.largest()), 0)
         pages, there = (sum(end for _, end in self._books.spans(0, each)) for each in (tokens, parked))
         wanted = 2 * pages + stock(self._pool)  # so that there are some to choose from, of which one may be long enough
         missing = wanted - self._pool.accounts.idle(self._rows.account) - there
