@@ -714,7 +714,7 @@ class Prefixes:
         parked = next(map(self._table.parked.size, self._table.parked.largest()), 0)
         pages, there = (sum(end for _, end in self._books.spans(0, each)) for each in (tokens, parked))
         wanted = 2 * pages + stock(self._pool)  # so that there are some to choose from, of which one may be long enough
-        missing = wanted - self._pool.accounts.idle(self._rows.account) - there
+        asked = missing = wanted - self._pool.accounts.idle(self._rows.account) - there
         if missing <= 0:
             return False
         if hit.tokens:
@@ -733,7 +733,7 @@ class Prefixes:
         for row in given_up:
             if row in self._table.retired:
                 self._books.settle(row)
-        return True
+        return missing < asked or bool(given_up)
 
     def give_way(self, pages: int) -> None:
         """Gives up so many pages that are known, least needed first, before somebody needs them. Those that lie on no
