@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 
-from .arguments import Addresses, Groups, Scoring, Sizes, Strides, Variant
+from .arguments import Addresses, Groups, Maps, Scoring, Sizes, Strides, Variant
 from .arithmetic import LOG2E
 from .checks import Geometry, Key, check_alignment, check_attention, check_block_table, check_indices, check_sinks
 from .compiler import Kernel
-from .tensor_map import tensor_maps
+from .launches import Launch, index_of
+from .tensor_map import maps_of
 from .workspace import workspace
 
 ARGUMENTS = Addresses, Sizes, Strides, Scoring
@@ -22,8 +25,8 @@ def structs_of(variant: Variant) -> tuple[type, ...]:
     return (*ARGUMENTS, Groups) if variant.cascaded else ARGUMENTS
 
 
-Tensors = tuple[torch.Tensor | None, ...]
-"""What a call is given, in the order of `Geometries`."""
+Keys = tuple[Key | None, ...]
+"""Of what a call is given, in the order of `Geometries`."""
 
 
 class Geometries(NamedTuple):
@@ -76,7 +79,7 @@ def choose(kernel: str, given: Geometries, best: tuple[str, ...]) -> str:
     return kernel
 
 
-def check(keys: tuple[Key | None, ...]) -> Geometries:
+def check(keys: Keys) -> Geometries:
     """Raises `ValueError` or `TypeError` where tensors do not fit together."""
     geometries = Geometries(*[Geometry._make(key) if key else None for key in keys])  # type: ignore[arg-type]
     q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales = geometries
@@ -118,7 +121,7 @@ def make_plan(
     table_stride = given.block_table.strides[0] * 4 if given.block_table else 0
     return Plan(
         kernel,
-        q.device.index if q.device.type == "cuda" else -1,
+        index_of(q.device),
         blocks,
         partial_bytes,
         counters,
@@ -128,40 +131,50 @@ def make_plan(
     )
 
 
-def launch(
-    plan: Plan, tensors: Tensors, keys: tuple[Key | None, ...], scale: float, window: int, softcap: float
-) -> None:
-    """Runs a plan on the current stream."""
-    launch_in(make_room(plan), plan, tensors, keys, scale, window, softcap)
+class Call(NamedTuple):
+    """A plan with all its arguments but addresses."""
+
+    plan: Plan
+    launch: Launch
+    maps: Callable[[int, int], Maps] | None
+    """Tensor maps of K and V at two addresses, if the kernel takes them."""
 
 
-def make_room(plan: Plan) -> tuple[int, int]:
-    """Addresses of room for parts and of counters, until the current stream is given other work."""
-    if not plan.counters:
-        return 0, 0
-    stream = torch._C._cuda_getCurrentRawStream(plan.device_index) if plan.device_index >= 0 else 0
-    return workspace(plan.device_index, stream, plan.partial_bytes, plan.counters)
-
-
-def launch_in(
-    room: tuple[int, int],
-    plan: Plan,
-    tensors: Tensors,
-    keys: tuple[Key | None, ...],
-    scale: float,
-    window: int,
-    softcap: float,
-    groups: tuple[int, ...] = (),
-) -> None:
-    """Runs a plan on the current stream, with room that was made for it, and with `Groups` if its kernel takes them."""
+def prepare(
+    plan: Plan, geometry: Keys, scale: float, window: int, softcap: float, groups: tuple[int | None, ...] = ()
+) -> Call:
+    """A plan's launch for tensors of a geometry, with `Groups` if its kernel takes them; those that are None will be
+    given."""
+    if not all(isinstance(number, Real) for number in (scale, window, softcap)):  # a tensor's value would be forgotten
+        raise TypeError(f"got scale {scale!r}, softcap {softcap!r} and window {window!r}; all must be numbers")
     if not scale > 0 or softcap < 0 or window < 0:
         raise ValueError(
             f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not negative"
         )
-    pointers = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
-    _, k, v, _ = pointers[:4]
-    check_alignment(*pointers[:4])
-    maps = tensor_maps(k, v, keys[1], keys[2], plan.box_tokens) if plan.box_tokens else ()
+    maps = maps_of(geometry[1], geometry[2], plan.box_tokens) if plan.box_tokens else None
+    addresses = [None if key else 0 for key in geometry]
+    room = (None, None) if plan.counters else (0, 0)
     scoring = window, scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
-    arguments = (*maps, *pointers, *room, *plan.sizes, *plan.strides, *scoring, *groups)
-    plan.kernel.launch(plan.blocks, plan.device_index, arguments)
+    arguments = (*[None] * (4 if maps else 0), *addresses, *room, *plan.sizes, *plan.strides, *scoring, *groups)
+    return Call(plan, Launch(plan.kernel, plan.blocks, plan.device_index, arguments), maps)
+
+
+def make_room(plan: Plan) -> tuple[int, ...]:
+    """Addresses of room for parts and of counters, if it needs any, until the current stream is given other work."""
+    if not plan.counters:
+        return ()
+    stream = torch._C._cuda_getCurrentRawStream(plan.device_index) if plan.device_index >= 0 else 0
+    return workspace(plan.device_index, stream, plan.partial_bytes, plan.counters)
+
+
+def launch(call: Call, addresses: list[int]) -> None:
+    """Runs a call on the current stream; the addresses of q, k, v and out come first."""
+    launch_in(make_room(call.plan), call, addresses)
+
+
+def launch_in(room: tuple[int, ...], call: Call, addresses: list[int], groups: tuple[int, ...] = ()) -> None:
+    """Runs a call with room that was made for it, and with addresses of `Groups` if its kernel takes them."""
+    q, k, v, out, *_ = addresses
+    check_alignment(q, k, v, out)
+    maps = call.maps(k, v) if call.maps else ()
+    call.launch.run(*maps, *addresses, *room, *groups)

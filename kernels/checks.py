@@ -5,8 +5,6 @@ All but the addresses is checked once for each geometry: looking at tensors cost
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import NamedTuple
 
 import torch
@@ -45,10 +43,10 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def check_alignment(*pointers: int) -> None:
+def check_alignment(first: int, second: int, third: int = 0, fourth: int = 0) -> None:
     """Raises `ValueError` unless addresses are multiples of 16 bytes."""
-    if functools.reduce(operator.or_, pointers) % ALIGNMENT:
-        got = ", ".join(map(hex, pointers))
+    if (first | second | third | fourth) % ALIGNMENT:
+        got = ", ".join(hex(each) for each in (first, second, third, fourth) if each)
         raise ValueError(f"got tensors at {got}; their addresses must be multiples of {ALIGNMENT} bytes")
 
 

@@ -6,11 +6,9 @@ well) and launches it with packed arguments: Numba's own dispatcher spends tens 
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import re
-import struct
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,12 +21,7 @@ from typing import Any, get_type_hints
 import torch
 from numba import cuda, types
 
-from .context import beside_captures, driver, enter_context
-from .ptx import SIMULATED
-
-FORMATS = {int: "q", float: "f4x", bytes: "128s"}
-"""How arguments are packed: 64-bit integers (addresses, strides in bytes, counts), floats, and tensor maps, which must
-come first."""
+from .context import beside_captures
 
 TYPES = {int: types.int64, float: types.float32, bytes: types.int64}
 """What they are to the compiler; of a tensor map the code gets the address."""
@@ -69,52 +62,16 @@ class Kernel:
         self.shared_bytes = shared_bytes
         self.hopper = hopper
         self._handles: dict[int, Any] = {}
-        self._lock = threading.Lock()  # of the values, between packing and the launch that reads them
-        formats = [FORMATS[kind] for kind in _fields(structs)]
-        layout = struct.Struct("=" + "".join(formats))
-        self._pack = layout.pack_into
-        self._memory = ctypes.create_string_buffer(layout.size + 64)
-        first = -(-ctypes.addressof(self._memory) // 64) * 64  # where tensor maps may lie
-        self._values = (ctypes.c_char * layout.size).from_address(first)
-        places = [first + struct.calcsize("=" + "".join(formats[:index])) for index in range(len(formats))]
-        self._pointers = (ctypes.c_void_p * len(places))(*places)
-        self._parameters = ctypes.addressof(self._pointers)
 
-    def launch(self, blocks: tuple[int, int], index: int, arguments: tuple[Any, ...]) -> None:
-        """Runs a grid of blocks on the current stream of the CUDA device `index`.
+    def handle(self, index: int) -> Any:
+        """The driver's handle of it on the CUDA device `index`, where it is loaded if it was not."""
+        return self._handles.get(index) or self._load(index)
 
-        Args:
-            arguments: the fields of all structs, in order: to make structs here would take longer than to pack them.
-        """
-        if 0 in blocks:
-            return
-        if SIMULATED:
-            self._simulated[blocks, self.threads, 0, self.shared_bytes](*self._in_structs(arguments))
-            return
-        if torch._C._cuda_getDevice() != index:
-            with torch.cuda.device(index):
-                self.launch(blocks, index, arguments)
-            return
-        handle = self._handles.get(index) or self._load(index)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        status = self._launch(handle, blocks, stream, arguments)
-        if status == driver().CUresult.CUDA_ERROR_INVALID_CONTEXT:  # this thread's first call
-            enter_context(index)
-            status = self._launch(handle, blocks, stream, arguments)
-        if status:
-            raise RuntimeError(f"cuLaunchKernel failed with {status.name} for {self}")
-
-    def _launch(self, handle: Any, blocks: tuple[int, int], stream: int, arguments: tuple[Any, ...]) -> Any:
-        launch = driver().cuLaunchKernel
-        with self._lock:
-            self._pack(self._values, 0, *arguments)  # the driver copies the values during the call
-            return launch(
-                handle, *blocks, 1, self.threads, 1, 1, self.shared_bytes, stream, self._parameters, 0
-            )[0]  # fmt: skip
-
-    def _in_structs(self, arguments: tuple[Any, ...]) -> list[Any]:
+    def simulate(self, blocks: tuple[int, int], arguments: list[Any]) -> None:
+        """Runs a grid of blocks in the simulator, with the fields of all structs, in order."""
         values = iter(arguments)
-        return [each._make(islice(values, len(each._fields))) for each in self.structs]
+        structs = [each._make(islice(values, len(each._fields))) for each in self.structs]
+        self._simulated[blocks, self.threads, 0, self.shared_bytes](*structs)
 
     @property
     def name(self) -> str:
@@ -165,21 +122,21 @@ class Kernel:
         return cuda.jit(self.factory(*self.constants))
 
 
-def _fields(structs: Structs) -> list[type]:
+def fields(structs: Structs) -> list[type]:
     """The types of the structs' fields, in order."""
     return [kind for each in structs for kind in get_type_hints(each).values()]
 
 
 def to_ptx(name: str, function: Any, structs: Structs, launch_bounds: tuple[int, int], target: tuple[Any, ...]) -> str:
     """Compiles a kernel, which gets a name."""
-    signature = types.void(*[types.NamedTuple([TYPES[kind] for kind in _fields((each,))], each) for each in structs])
+    signature = types.void(*[types.NamedTuple([TYPES[kind] for kind in fields((each,))], each) for each in structs])
     options: dict[str, Any] = {"device": False, "abi": "numba", "output": "ptx", "launch_bounds": launch_bounds}
     ptx: str = cuda.compile(function, signature, cc=target, **options)[0]
     mangled = re.search(r"\.entry\s+(\w+)", ptx)
     assert mangled
     # All that is used here is in PTX 8.6; the compiler's own version may be newer than the driver.
     ptx = re.sub(r"\.version \d+\.\d+", ".version 8.6", ptx.replace(mangled[1], name))
-    for index in range(_fields(structs).count(bytes)):
+    for index in range(fields(structs).count(bytes)):
         ptx = _pass_by_value(ptx, f"{name}_param_{index}")
     return ptx
 

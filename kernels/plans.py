@@ -2,28 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
-from .checks import Key, keys
+from .checks import keys
 
 Plan = TypeVar("Plan")
+Tensors = tuple[torch.Tensor | None, ...]
+Picker = Callable[[Tensors], tuple[torch.Tensor, ...]]
 
 RECENT = 4
 """Plans that are found at one look: of layers that take turns there are few kinds."""
 
+ADDRESS = torch.Tensor.data_ptr
+
 
 class Known(NamedTuple):
-    """A plan, and what it was made for."""
+    """A plan, and how to see whether it is that of a call."""
 
     options: tuple[Any, ...]
-    kinds: list[type]
-    """Of the tensors, of which some may be missing."""
-    guards: Any
-    geometry: tuple[Key | None, ...]
+    check: Callable[..., bool]
+    """Whether tensors look like those that there were."""
+    distinct: Picker
+    """Those: torch compares none that is there twice."""
+    twins: list[tuple[int, int]]
+    """Where one is again, and where it was first."""
+    missing: Picker
+    nones: tuple[None, ...]
+    """As many as are missing."""
+    given: Picker
+    """All that are not."""
     plan: Any
 
 
@@ -35,24 +47,46 @@ class Plans(Generic[Plan]):
     the last plans, the key is made.
 
     Args:
-        make: checks a geometry, given options and `keys`, and makes its plan, or has it.
+        make: checks given options and a geometry, which is `keys`, and makes their plan, or has it.
     """
 
     def __init__(self, make: Callable[..., Plan]) -> None:
         self._make = make
         self._recent: tuple[Known, ...] = ()
 
-    def find(self, tensors: tuple[torch.Tensor | None, ...], *options: Any) -> tuple[Plan, tuple[Key | None, ...]]:
-        """The plan for tensors, some of which may be missing, and their geometry; raises what `make` does."""
-        kinds = [*map(type, tensors)]
-        present = [tensor for tensor in tensors if tensor is not None]
+    def find(self, tensors: Tensors, *options: Any) -> tuple[Plan, list[int]]:
+        """The plan for tensors, some of which may be missing, and the others' addresses; raises what `make` does."""
         for known in self._recent:  # replaced as a whole: another thread sees what was, or what is
-            if known.options == options and known.kinds == kinds and known.guards.check(*present):
-                return known.plan, known.geometry
-        geometry = keys(tensors)
-        plan = self._make(*options, geometry)
-        if len({*map(id, present)}) < len(present):  # torch finds no such call, as of queries rotated in place
-            return plan, geometry
-        guards = TensorGuards(*present, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        self._recent = Known(options, kinds, guards, geometry, plan), *self._recent[: RECENT - 1]
-        return plan, geometry
+            if (
+                known.options == options
+                and known.check(*known.distinct(tensors))
+                and known.missing(tensors) == known.nones
+                and (not known.twins or same(tensors, known.twins))
+            ):
+                return known.plan, [*map(ADDRESS, known.given(tensors))]
+        known = know(tensors, options, self._make(*options, keys(tensors)))
+        self._recent = known, *self._recent[: RECENT - 1]
+        return known.plan, [*map(ADDRESS, known.given(tensors))]
+
+
+def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
+    """A plan, to be found for tensors like these."""
+    given = [place for place, tensor in enumerate(tensors) if tensor is not None]
+    missing = [place for place, tensor in enumerate(tensors) if tensor is None]
+    first = {id(tensors[place]): place for place in reversed(given)}
+    twins = [(place, first[id(tensors[place])]) for place in given if first[id(tensors[place])] != place]
+    distinct = pick(sorted(first.values()))
+    guards = TensorGuards(*distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return Known(options, guards.check, distinct, twins, pick(missing), (None,) * len(missing), pick(given), plan)
+
+
+def same(tensors: Tensors, twins: list[tuple[int, int]]) -> bool:
+    """Whether tensors that were the same are again."""
+    return all(tensors[again] is tensors[first] for again, first in twins)
+
+
+def pick(places: Sequence[int]) -> Picker:
+    """A function that picks what is at some places, in a tuple."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    return lambda tensors: tuple([tensors[place] for place in places])  # type: ignore[misc]

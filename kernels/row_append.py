@@ -29,6 +29,7 @@ from .checks import (
     keys,
 )
 from .compiler import Kernel
+from .launches import Launch, index_of
 from .memory import load_counter, load_i32, store_4, trap
 from .plans import Plans
 from .ptx import inlined
@@ -175,12 +176,11 @@ NO_ROTATION = None, None, None, None
 
 def _launch(tensors: tuple[torch.Tensor | None, ...], rotary: tuple[torch.Tensor | None, ...] = NO_ROTATION) -> None:
     """Launches the kernel for the tensors of `AppendAddresses`."""
-    (kernel, shape, strides), _ = _plans.find((*tensors, *rotary))
-    addresses = [tensor.data_ptr() if tensor is not None else 0 for tensor in tensors]
-    angles = [tensor.data_ptr() for tensor in rotary if tensor is not None]
-    check_alignment(*addresses[:4], *angles)
-    k: Any = tensors[0]
-    kernel.launch((k.shape[0], 2 if angles else 1), k.get_device(), (*addresses, *shape, *angles, *strides))
+    launch, addresses = _launches.find((*tensors, *rotary))
+    check_alignment(*addresses[:4])
+    if rotary[0] is not None:
+        check_alignment(*addresses[-4:])
+    launch.run(*addresses)
 
 
 def bind_append(
@@ -198,22 +198,30 @@ def bind_append(
         a function of the addresses of k and v, multiples of 16, and of starts, int32 `[batch]`. It knows the
         caches, the rows and the scales by address alone: keep them.
     """
-    kernel, shape, _ = _plan(
-        keys((k, v, k_cache, v_cache, rows, rows, None, None, None, k_scales, v_scales, *NO_ROTATION))
-    )
+    geometry = keys((k, v, k_cache, v_cache, rows, rows, None, None, None, k_scales, v_scales, *NO_ROTATION))
     caches = k_cache.data_ptr(), v_cache.data_ptr()
     check_alignment(*caches)
     scales = [each.data_ptr() if each is not None else 0 for each in (k_scales, v_scales)]
-    before, behind = (*caches, rows.data_ptr()), (0, 0, 0, *scales, *shape)
-    blocks, device = (k.shape[0], 1), k.get_device()
-
-    def append_bound(k_address: int, v_address: int, starts_address: int) -> None:
-        kernel.launch(blocks, device, (k_address, v_address, *before, starts_address, *behind))
-
-    return append_bound
+    return _prepare(geometry, (None, None, *caches, rows.data_ptr(), None, 0, 0, 0, *scales)).run
 
 
 @lru_cache(1024)  # prompts have many lengths
+def _prepare_call(geometry: tuple[Key | None, ...]) -> Launch:
+    return _prepare(geometry, tuple([None if key else 0 for key in geometry[:11]]))
+
+
+_launches = Plans(_prepare_call)
+
+
+def _prepare(geometry: tuple[Key | None, ...], addresses: tuple[int | None, ...]) -> Launch:
+    """Checks a call's geometry and prepares its launch, which will be given the addresses that are None."""
+    kernel, shape, strides = _plan(geometry)
+    k, *_ = geometry
+    assert k
+    blocks, rotary = (k[0][0], 2 if strides else 1), [None] * 4 if strides else []
+    return Launch(kernel, blocks, index_of(k[3]), (*addresses, *shape, *rotary, *strides))
+
+
 def _plan(geometry: tuple[Key | None, ...]) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
     """Checks a call's geometry; its kernel, the shape that this takes, and the strides of a `Rotation`."""
     k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
@@ -250,9 +258,6 @@ def _plan(geometry: tuple[Key | None, ...]) -> tuple[Kernel, AppendShape, tuple[
     scales = [stride * 4 for each in (k_scales, v_scales) for stride in (each.strides if each else (0, 0, 0))]
     turning = tuple(stride * k.dtype.itemsize for tensor in rotary for stride in tensor.strides[:-1])
     return kernel, AppendShape(batch, table_stride, *new, *cached, *scales), turning
-
-
-_plans = Plans(_plan)
 
 
 def _check_cache(name: str, cache: Geometry, new: Geometry, scales_name: str, scales: Geometry | None) -> None:

@@ -13,9 +13,9 @@ from typing import NamedTuple
 import torch
 
 from . import attention, prefixes, row_decode, row_prefill
-from .arguments import Groups
-from .attention import Geometries, Plan
-from .checks import Geometry, Key, check_indices, keys
+from .attention import Call, Geometries, Keys
+from .checks import Geometry, check_indices
+from .plans import Plans
 from .workspace import multiprocessors
 
 ROOM_BYTES = 64 << 20
@@ -82,48 +82,43 @@ def _cascade(
     kernel: str,
 ) -> None:
     tensors = (q, k, v, out, None, seq_lens, rows, None, block_table, sinks, k_scales, v_scales)
-    geometry = keys(tensors)
-    plans = _plans(softcap > 0, kernel, geometry, keys((cu_groups, prefix_lens)))
-    if plans is None:
-        plan = row_decode.choose_plan(False, softcap > 0, "plain" if kernel == "plain" else "auto", geometry)
-        attention.launch(plan, tensors, geometry, scale, 0, softcap)
+    calls, addresses = _calls.find((*tensors, cu_groups, prefix_lens), scale, softcap, kernel)
+    if isinstance(calls, Call):
+        attention.launch(calls, addresses[:-2])
         return
-    room = attention.make_room(plans.own)
-    addresses = cu_groups.data_ptr(), prefix_lens.data_ptr(), room[0] + plans.parts
-    groups = Groups(*addresses, prefix_lens.shape[0], plans.blocks, plans.most_parts, plans.queries)
-    attention.launch_in((0, 0), plans.prefix, tensors, geometry, scale, 0, softcap, groups)
-    attention.launch_in(room, plans.own, tensors, geometry, scale, 0, softcap, groups)
+    room = attention.make_room(calls.own.plan)
+    groups = *addresses[-2:], room[0] + calls.parts
+    attention.launch_in((), calls.prefix, addresses[:-2], groups)
+    attention.launch_in(room, calls.own, addresses[:-2], groups)
 
 
 torch.library.custom_op("vmmkv::cascade", _cascade, mutates_args=("out",))
 
 
-class Plans(NamedTuple):
-    """Of both launches."""
+class Calls(NamedTuple):
+    """Both launches."""
 
-    prefix: Plan
-    own: Plan
+    prefix: Call
+    own: Call
     """With room for the parts of prefixes behind its own."""
     parts: int
     """Where they begin in that room."""
-    blocks: int
-    """This and the rest as in `Groups`."""
-    most_parts: int
-    queries: int
 
 
 @lru_cache(1024)
-def _plans(softcapped: bool, name: str, geometry: tuple[Key | None, ...], of_groups: tuple[Key, Key]) -> Plans | None:
-    """Checks a call's geometry and chooses the kernels; None: it is decode's alone."""
-    given = row_decode.check(geometry)
-    num_groups = check_groups(given, *[Geometry._make(key) for key in of_groups])
+def _prepare(scale: float, softcap: float, name: str, geometry: Keys) -> Calls | Call:
+    """Checks a call, whose last tensors say the groups, chooses the kernels and prepares their launches; one: it is
+    decode's alone."""
+    of_tensors, of_groups = geometry[:-2], [Geometry._make(key) for key in geometry[-2:] if key]
+    given = row_decode.check(of_tensors)
+    num_groups = check_groups(given, *of_groups)
     q, k = given.q, given.k
     batch, q_len, num_heads, head_dim = q.shape
-    name = row_prefill.choose(name, given)
-    if name == "plain" or not num_groups or not batch:
-        return None
-    variants = [row_decode.variant_of(given, False, softcapped, causal=each, cascaded=True) for each in (False, True)]
-    kernel, queries, box_tokens = row_prefill.fast_kernel(name, variants[0])
+    prefix_name = row_prefill.choose(name, given)
+    if prefix_name == "plain" or not num_groups or not batch:
+        return row_decode.prepare(scale, 0, softcap, "plain" if name == "plain" else "auto", of_tensors)
+    variants = [row_decode.variant_of(given, False, softcap > 0, causal=each, cascaded=True) for each in (False, True)]
+    kernel, queries, box_tokens = row_prefill.fast_kernel(prefix_name, variants[0])
     per_head, most_groups = batch * q_len * variants[0].group, min(num_groups, batch // 2)
     blocks = max(multiprocessors(q.device) // k.shape[2], 1)
     # No batch has more blocks of queries, however it is grouped; each may end with a part that is shorter.
@@ -132,7 +127,12 @@ def _plans(softcapped: bool, name: str, geometry: tuple[Key | None, ...], of_gro
     part = prefixes.part_bytes(batch * q_len, num_heads, head_dim)
     most_parts = max(min(blocks, ROOM_BYTES // part), 1)
     own = row_decode.make_plan(given, variants[1], most_parts * part)
-    return Plans(prefix, own, own.partial_bytes - most_parts * part, blocks, most_parts, queries)
+    groups = None, None, None, num_groups, blocks, most_parts, queries
+    first, second = (attention.prepare(plan, of_tensors, scale, 0, softcap, groups) for plan in (prefix, own))
+    return Calls(first, second, own.partial_bytes - most_parts * part)
+
+
+_calls = Plans(_prepare)
 
 
 def check_groups(given: Geometries, cu_groups: Geometry, prefix_lens: Geometry) -> int:

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .checks import Geometry, Key, check_alignment, check_cache, check_device, check_indices, check_written, keys
+from .checks import Geometry, Key, check_alignment, check_cache, check_device, check_indices, check_written
 from .compiler import Kernel
+from .launches import Launch, index_of
 from .memory import load_i32
+from .plans import Plans
 from .vectors import THREADS, move_heads
 
 
@@ -71,15 +73,16 @@ def copy_tokens(
         )
         return
     tensors = (source, target, source_rows, source_starts, target_rows, target_starts, lengths)
-    kernel, strides = _plan(*keys(tensors))
-    addresses = [tensor.data_ptr() for tensor in tensors]
+    launch, addresses = _launches.find(tensors, max_length)
     check_alignment(*addresses[:2])
-    kernel.launch((max_length, lengths.shape[0]), source.get_device(), (*addresses, *strides))
+    launch.run(*addresses)
 
 
 @lru_cache(1024)
-def _plan(*geometry: Key | None) -> tuple[Kernel, CopyStrides]:
-    """Checks a call's geometry; its kernel, and the strides that this takes."""
+def _prepare(max_length: int, geometry: tuple[Key | None, ...]) -> Launch:
+    """Checks a call and prepares its launch."""
+    if max_length < 0:
+        raise ValueError(f"got max_length {max_length}; it must not be negative")
     source, target, *indices = (Geometry._make(key) for key in geometry if key)
     check_device(source.device)
     check_cache("source", source)
@@ -89,7 +92,11 @@ def _plan(*geometry: Key | None) -> tuple[Kernel, CopyStrides]:
     size = source.dtype.itemsize
     head_vectors = source.shape[3] * size // 16
     strides = CopyStrides(*(stride * size for stride in (*source.strides[:3], *target.strides[:3])))
-    return copy_kernel(source.shape[2] * head_vectors, head_vectors), strides
+    kernel, blocks = copy_kernel(source.shape[2] * head_vectors, head_vectors), (max_length, indices[-1].shape[0])
+    return Launch(kernel, blocks, index_of(source.device), (*[None] * len(CopyAddresses._fields), *strides))
+
+
+_launches = Plans(_prepare)
 
 
 torch.library.custom_op("vmmkv::copy_tokens", copy_tokens, mutates_args=("target",))

@@ -8,8 +8,7 @@ import torch
 
 from . import attention, decode_mma, decode_shares, plain
 from .arguments import Variant
-from .attention import Geometries, Plan
-from .checks import Key
+from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
 from .decode_parts import part_bytes
 from .decode_shares import Queries
@@ -101,15 +100,23 @@ def _decode(
     kernel: str,
 ) -> None:
     tensors = (q, k, v, out, None, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
-    plan, geometry = _plans.find(tensors, window > 0, softcap > 0, kernel)
-    attention.launch(plan, tensors, geometry, scale, window, softcap)
+    call, addresses = _calls.find(tensors, scale, window, softcap, kernel)
+    attention.launch(call, addresses)
 
 
 torch.library.custom_op("vmmkv::decode", _decode, mutates_args=("out",))
 
 
 @lru_cache(1024)
-def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...]) -> Plan:
+def prepare(scale: float, window: int, softcap: float, name: str, geometry: Keys) -> Call:
+    """Checks a call, chooses the kernel and prepares its launch."""
+    return attention.prepare(choose_plan(window > 0, softcap > 0, name, geometry), geometry, scale, window, softcap)
+
+
+_calls = Plans(prepare)
+
+
+def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: Keys) -> Plan:
     """Checks a call's geometry and chooses the kernel."""
     given = check(geometry)
     variant = variant_of(given, windowed, softcapped)
@@ -120,10 +127,7 @@ def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: tuple[Key
     return make_plan(given, variant)
 
 
-_plans = Plans(choose_plan)
-
-
-def check(geometry: tuple[Key | None, ...]) -> Geometries:
+def check(geometry: Keys) -> Geometries:
     """Raises `ValueError` or `TypeError` where tensors do not fit together."""
     given = attention.check(geometry)
     q = given.q

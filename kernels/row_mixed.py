@@ -13,8 +13,8 @@ import torch
 
 from . import attention, row_decode, row_prefill
 from .arguments import Variant
-from .attention import Plan
-from .checks import Key, keys
+from .attention import Call, Keys, Plan
+from .plans import Plans
 
 
 def mixed(
@@ -75,18 +75,27 @@ def _mixed(
     kernel: str,
 ) -> None:
     tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
-    geometry = keys(tensors)
-    for plan in _plans(window > 0, softcap > 0, kernel, geometry, max_prompts):
-        attention.launch(plan, tensors, geometry, scale, window, softcap)
+    calls, addresses = _calls.find(tensors, scale, window, softcap, kernel, max_prompts)
+    for call in calls:
+        attention.launch(call, addresses)
 
 
 torch.library.custom_op("vmmkv::mixed", _mixed, mutates_args=("out",))
 
 
 @lru_cache(1024)
-def _plans(
-    windowed: bool, softcapped: bool, name: str, geometry: tuple[Key | None, ...], max_prompts: int | None
-) -> list[Plan]:
+def _prepare(
+    scale: float, window: int, softcap: float, name: str, max_prompts: int | None, geometry: Keys
+) -> list[Call]:
+    """Checks a call, chooses its kernels and prepares their launches."""
+    plans = _choose_plans(window > 0, softcap > 0, name, geometry, max_prompts)
+    return [attention.prepare(plan, geometry, scale, window, softcap) for plan in plans]
+
+
+_calls = Plans(_prepare)
+
+
+def _choose_plans(windowed: bool, softcapped: bool, name: str, geometry: Keys, max_prompts: int | None) -> list[Plan]:
     """Checks a call's geometry and chooses the kernels: two on tensor cores, or the one without them."""
     if max_prompts is not None and max_prompts < 0:
         raise ValueError(f"got max_prompts {max_prompts}; it must not be negative")

@@ -8,9 +8,9 @@ import torch
 
 from . import attention, plain, prefill_mma, prefill_wgmma
 from .arguments import Maps, Variant
-from .attention import Geometries, Plan
-from .checks import Key, keys
+from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
+from .plans import Plans
 from .tensor_map import can_be_mapped
 from .tile_copies import box_of
 
@@ -104,21 +104,29 @@ def _prefill(
     kernel: str,
 ) -> None:
     tensors = (q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales)
-    geometry = keys(tensors)
-    plan = make_plan(causal, window > 0, softcap > 0, kernel, geometry)
-    attention.launch(plan, tensors, geometry, scale, window, softcap)
+    call, addresses = _calls.find(tensors, causal, scale, window, softcap, kernel)
+    attention.launch(call, addresses)
 
 
 torch.library.custom_op("vmmkv::prefill", _prefill, mutates_args=("out",))
 
 
 @lru_cache(1024)  # prompts have many lengths
+def _prepare(causal: bool, scale: float, window: int, softcap: float, name: str, geometry: Keys) -> Call:
+    """Checks a call, chooses the kernel and prepares its launch."""
+    plan = make_plan(causal, window > 0, softcap > 0, name, geometry)
+    return attention.prepare(plan, geometry, scale, window, softcap)
+
+
+_calls = Plans(_prepare)
+
+
 def make_plan(
     causal: bool,
     windowed: bool,
     softcapped: bool,
     name: str,
-    geometry: tuple[Key | None, ...],
+    geometry: Keys,
     mixed: bool = False,
     max_prompts: int | None = None,
 ) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
@@ -48,12 +49,18 @@ class SimulatedMap(NamedTuple):
         return self.box_tokens * ROW_BYTES
 
 
-@lru_cache(4096)  # a model has some for each layer
-def tensor_maps(k: int, v: int, k_key: Key | None, v_key: Key | None, box_tokens: int) -> Maps:
-    """Maps of K and V at these addresses."""
-    assert k_key
-    assert v_key
-    return Maps(*[_encode(address, key, box) for box in (box_tokens, 1) for address, key in ((k, k_key), (v, v_key))])
+@lru_cache(16)
+def maps_of(k: Key | None, v: Key | None, box_tokens: int) -> Callable[[int, int], Maps]:
+    """A function of the addresses of K and V that gives their maps."""
+    assert k
+    assert v
+
+    @lru_cache(1024)  # a model has some for each layer
+    def maps_at(k_address: int, v_address: int) -> Maps:
+        tensors = (k_address, k), (v_address, v)
+        return Maps(*[_encode(*each, box) for box in (box_tokens, 1) for each in tensors])
+
+    return maps_at
 
 
 def _encode(address: int, key: Key, box_tokens: int) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vmmkv.kernels.checks import keys
-from vmmkv.kernels.plans import RECENT, Plans
+from vmmkv.kernels.plans import Plans
 
 MAKE = (
     lambda: torch.empty(4, 3, 8),
@@ -26,8 +26,12 @@ MAKE = (
 )
 
 
+def addresses(tensors: tuple[torch.Tensor | None, ...]) -> list[int]:
+    return [tensor.data_ptr() for tensor in tensors if tensor is not None]
+
+
 def test_any_calls_in_any_order() -> None:
-    """Whatever differs makes another plan: shapes, strides, dtypes, devices, what is missing, options."""
+    """Whatever differs makes another plan: shapes, strides, dtypes, devices, what is missing or the same, options."""
     made: list[Any] = []
 
     def make(*given: Any) -> Any:
@@ -37,10 +41,11 @@ def test_any_calls_in_any_order() -> None:
     plans: Plans[Any] = Plans(make)
     kinds = random.sample(MAKE, 4)  # few, so that calls come again
     for _ in range(300):
-        tensors = tuple(random.choice(kinds)() for _ in range(2))
+        some = [random.choice(kinds)() for _ in range(2)]
+        tensors = *some, random.choice([*some, None])
         option, mode = random.random() < 0.1, random.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
         with mode():
-            assert plans.find(tensors, option) == ((option, keys(tensors)), keys(tensors))
+            assert plans.find(tensors, option) == ((option, keys(tensors)), addresses(tensors))
     assert len(made) < 300, "nothing was found"
 
 
@@ -64,13 +69,12 @@ def test_what_comes_again_is_found() -> None:
     assert calls == 4
 
 
-def test_a_tensor_that_is_there_twice_takes_nobodys_place() -> None:
-    """torch compares no such calls, as of queries rotated in place: those between them are found as before."""
+def test_a_tensor_that_is_there_twice_is_found() -> None:
+    """As queries are that are rotated in place; another one in its second place is another call."""
     made: list[Any] = []
     plans: Plans[None] = Plans(made.append)
     for _ in range(5):
-        twice = torch.empty(2, 3)
-        plans.find((torch.empty(2, 4), torch.empty(2, 3)))
-        for _ in range(RECENT):
-            assert plans.find((twice, twice))[1] == keys((twice, twice))
-    assert made.count(keys((torch.empty(2, 4), torch.empty(2, 3)))) == 1
+        first, second = torch.empty(2, 3), torch.empty(2, 3)
+        for tensors in ((first, first, second), (first, second, second), (first, second, first)):
+            assert plans.find(tensors)[1] == addresses(tensors)
+    assert len(made) == 3

@@ -15,12 +15,13 @@ from vmmkv.kernels.addressing import Row
 from vmmkv.kernels.checks import keys
 from vmmkv.kernels.compiler import Kernel
 from vmmkv.kernels.hopper import ATOM_BYTES, publish_barriers, swizzled
+from vmmkv.kernels.launches import Launch
 from vmmkv.kernels.memory import store_4
 from vmmkv.kernels.prompts import Prompt
 from vmmkv.kernels.ptx import uint32
 from vmmkv.kernels.ring import BARRIER_BYTES, Ring, make_ring
 from vmmkv.kernels.shared import shared_address
-from vmmkv.kernels.tensor_map import tensor_maps
+from vmmkv.kernels.tensor_map import maps_of
 from vmmkv.kernels.tile_copies import Source, make_copy_tile, tile_bytes
 from vmmkv.kernels.warp import sync_warp
 
@@ -85,9 +86,9 @@ def test_every_tile_comes_whole_and_in_order(num_slots: int, monkeypatch: pytest
         k[1, :begin] = torch.nan  # may be gone
         out = torch.zeros(USERS, tiles, NBYTES, dtype=torch.uint8, device=DEVICE)
         (key,) = keys((k,))
-        maps = tensor_maps(k.data_ptr(), k.data_ptr(), key, key, TILE)
+        maps = maps_of(key, key, TILE)(k.data_ptr(), k.data_ptr())
         given = Given(maps.k_boxes, maps.k_tokens, out.data_ptr(), tiles, begin, length)
-        kernel.launch((1, 1), k.get_device(), given)
+        Launch(kernel, (1, 1), k.get_device(), given).run()
         came = out.cpu()[..., swizzled(np.arange(NBYTES))].view(torch.bfloat16).view(USERS, tiles * TILE, 64)
         live = torch.arange(tiles * TILE).clamp(begin, length - 1)
         assert all(torch.equal(tokens, k[1, live, 0].cpu()) for tokens in came)

@@ -1,0 +1,113 @@
+"""Launches that are prepared: a call writes what changed since the last one, and asks the driver.
+
+The driver takes an address of the grid and the stream, and one of each argument's value. All lie in one buffer, the
+stream right before the arguments that change, so that these are written at once. The driver has copied them when it
+returns: one lock is all that threads need which launch the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from functools import cache
+from typing import Any
+
+import torch
+
+from .compiler import Kernel, fields
+from .context import driver, enter_context
+from .ptx import SIMULATED
+
+FORMATS = {int: "q", float: "f4x", bytes: "128s"}
+"""How arguments are packed: 64-bit integers (addresses, strides in bytes, counts), floats, and tensor maps."""
+
+CONFIG = struct.Struct("=7I4x q q I4x")
+"""The driver's `CUlaunchConfig`: blocks and threads in three dimensions and shared bytes, the stream, attributes."""
+FROM_STREAM = "q16x"
+"""Its end, from the stream on: there are no attributes."""
+ALIGNMENT = 64
+"""Of what changes, of which tensor maps must come first."""
+
+
+class Launch:
+    """A kernel with its grid, and with the arguments that do not change.
+
+    Args:
+        kernel: is loaded now.
+        blocks: of the grid; if there are none, nothing is launched.
+        index: of the CUDA device; -1: the simulator.
+        arguments: the fields of all structs, in order; None: `run` takes this one.
+    """
+
+    def __init__(self, kernel: Kernel, blocks: tuple[int, int], index: int, arguments: tuple[Any, ...]) -> None:
+        self._kernel = kernel
+        self._blocks = blocks
+        self._index = index
+        self._arguments = arguments
+        self._empty = 0 in blocks
+        if self._empty or SIMULATED:
+            return
+        self._lock = threading.Lock()  # of the buffer, from writing to launching
+        places = sorted(range(len(arguments)), key=lambda place: arguments[place] is not None)  # what changes first
+        kinds = fields(kernel.structs)
+        formats = [FORMATS[kinds[place]] for place in places]
+        changes = arguments.count(None)
+        self._buffer = ctypes.create_string_buffer(CONFIG.size + ALIGNMENT + _size(formats))
+        at = ctypes.addressof(self._buffer)
+        config = -(at + CONFIG.size) % ALIGNMENT
+        first = config + CONFIG.size
+        CONFIG.pack_into(self._buffer, config, *blocks, 1, kernel.threads, 1, 1, kernel.shared_bytes, 0, 0, 0)
+        constants = [arguments[place] for place in places[changes:]]
+        struct.pack_into("=" + "".join(formats[changes:]), self._buffer, first + _size(formats[:changes]), *constants)
+        self._write = struct.Struct("=" + FROM_STREAM + "".join(formats[:changes])).pack_into
+        self._stream = first - _size([FROM_STREAM])
+        self._pointers = (ctypes.c_void_p * len(places))()
+        for turn, place in enumerate(places):
+            self._pointers[place] = at + first + _size(formats[:turn])
+        addresses = at + config, int(kernel.handle(index)), ctypes.addressof(self._pointers)
+        self._given = *map(ctypes.c_void_p, addresses), None
+        self._driver_launch = _driver_launch()
+
+    def run(self, *changing: Any) -> None:
+        """Launches it on the current stream of its device, with the arguments that were left out, in order."""
+        if self._empty:
+            return
+        if SIMULATED:
+            values = iter(changing)
+            self._kernel.simulate(self._blocks, [next(values) if each is None else each for each in self._arguments])
+            return
+        if torch._C._cuda_getDevice() != self._index:
+            with torch.cuda.device(self._index):
+                self.run(*changing)
+            return
+        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        with self._lock:
+            self._write(self._buffer, self._stream, stream, *changing)
+            status = self._driver_launch(*self._given)
+        if status:
+            self._fail(driver().CUresult(status), changing)
+
+    def _fail(self, status: Any, changing: tuple[Any, ...]) -> None:
+        """Raises what the driver says, but for the first call of a thread, which has no context yet."""
+        cu = driver()
+        _, context = cu.cuCtxGetCurrent()
+        if status != cu.CUresult.CUDA_ERROR_INVALID_CONTEXT or int(context):
+            raise RuntimeError(f"cuLaunchKernelEx failed with {status.name} for {self._kernel}")
+        enter_context(self._index)
+        self.run(*changing)
+
+
+def index_of(device: torch.device) -> int:
+    """Of a CUDA device; -1: the simulator."""
+    return device.index if device.type == "cuda" else -1
+
+
+def _size(formats: list[str]) -> int:
+    return struct.calcsize("=" + "".join(formats))
+
+
+@cache
+def _driver_launch() -> Any:
+    """The driver's function by ctypes, which takes arguments that are made before: the bindings make them each time."""
+    return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx
