@@ -32,8 +32,9 @@ class Known(NamedTuple):
     twins: list[tuple[int, int]]
     """Where one is again, and where it was first."""
     missing: Picker
-    nones: tuple[None, ...]
-    """As many as are missing."""
+    nones: frozenset[tuple[None, ...]]
+    """One tuple of as many as are missing: asked for by its hash, since tensors are slow to say that they are not None.
+    """
     given: Picker
     """All that are not."""
     plan: Any
@@ -60,7 +61,7 @@ class Plans(Generic[Plan]):
             if (
                 known.options == options
                 and known.check(*known.distinct(tensors))
-                and known.missing(tensors) == known.nones
+                and known.missing(tensors) in known.nones
                 and (not known.twins or same(tensors, known.twins))
             ):
                 return known.plan, [*map(ADDRESS, known.given(tensors))]
@@ -77,7 +78,8 @@ def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
     twins = [(place, first[id(tensors[place])]) for place in given if first[id(tensors[place])] != place]
     distinct = pick(sorted(first.values()))
     guards = TensorGuards(*distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    return Known(options, guards.check, distinct, twins, pick(missing), (None,) * len(missing), pick(given), plan)
+    nones = frozenset([(None,) * len(missing)])
+    return Known(options, guards.check, distinct, twins, pick(missing), nones, pick(given), plan)
 
 
 def same(tensors: Tensors, twins: list[tuple[int, int]]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from enum import IntEnum
@@ -90,6 +91,7 @@ class FakeDriver:
         return nullcontext()
 
     def launch(self, config_at: int, handle: int, pointers_at: int, extra: int | None) -> int:
+        time.sleep(0)  # so that another thread goes on
         config = Config.from_address(config_at)
         assert (handle, extra, config.attributes, config.num_attributes) == (HANDLE, None, None, 0)
         pointers = (ctypes.c_void_p * len(KINDS)).from_address(pointers_at)
