@@ -10,11 +10,20 @@ import torch
 
 from .arguments import Addresses, Groups, Maps, Scoring, Sizes, Strides, Variant
 from .arithmetic import LOG2E
-from .checks import Geometry, Key, check_alignment, check_attention, check_block_table, check_indices, check_sinks
+from .checks import (
+    ALIGNMENT,
+    Geometry,
+    Key,
+    check_attention,
+    check_block_table,
+    check_indices,
+    check_sinks,
+    refuse_alignment,
+)
 from .compiler import Kernel
 from .launches import Launch, index_of
 from .tensor_map import maps_of
-from .workspace import workspace
+from .workspace import Workspace
 
 ARGUMENTS = Addresses, Sizes, Strides, Scoring
 """What every attention kernel takes, behind tensor maps, if it takes these."""
@@ -134,17 +143,21 @@ def make_plan(
 class Call(NamedTuple):
     """A plan with all its arguments but addresses."""
 
-    plan: Plan
     launch: Launch
+    workspace: Workspace | None
+    """Where its parts and counters are, if it needs any."""
     maps: Callable[[int, int], Maps] | None
     """Tensor maps of K and V at two addresses, if the kernel takes them."""
 
 
 def prepare(
-    plan: Plan, geometry: Keys, scale: float, window: int, softcap: float, groups: tuple[int | None, ...] = ()
+    plan: Plan, geometry: Keys, scale: float | None, window: int, softcap: float, groups: tuple[int | None, ...] = ()
 ) -> Call:
     """A plan's launch for tensors of a geometry, with `Groups` if its kernel takes them; those that are None will be
     given."""
+    q = geometry[0]
+    assert q
+    scale = q[0][-1] ** -0.5 if scale is None else scale
     if not all(isinstance(number, Real) for number in (scale, window, softcap)):  # a tensor's value would be forgotten
         raise TypeError(f"got scale {scale!r}, softcap {softcap!r} and window {window!r}; all must be numbers")
     if not scale > 0 or softcap < 0 or window < 0:
@@ -153,28 +166,25 @@ def prepare(
         )
     maps = maps_of(geometry[1], geometry[2], plan.box_tokens) if plan.box_tokens else None
     addresses = [None if key else 0 for key in geometry]
-    room = (None, None) if plan.counters else (0, 0)
+    workspace = Workspace(plan.device_index, plan.partial_bytes, plan.counters) if plan.counters else None
+    room = (None, None) if workspace else (0, 0)
     scoring = window, scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
     arguments = (*[None] * (4 if maps else 0), *addresses, *room, *plan.sizes, *plan.strides, *scoring, *groups)
-    return Call(plan, Launch(plan.kernel, plan.blocks, plan.device_index, arguments), maps)
+    return Call(Launch(plan.kernel, plan.blocks, plan.device_index, arguments), workspace, maps)
 
 
-def make_room(plan: Plan) -> tuple[int, ...]:
-    """Addresses of room for parts and of counters, if it needs any, until the current stream is given other work."""
-    if not plan.counters:
-        return ()
-    stream = torch._C._cuda_getCurrentRawStream(plan.device_index) if plan.device_index >= 0 else 0
-    return workspace(plan.device_index, stream, plan.partial_bytes, plan.counters)
+def launch(call: Call, addresses: list[int], room: tuple[int, ...] | None = None, groups: tuple[int, ...] = ()) -> None:
+    """Runs a call on the current stream.
 
-
-def launch(call: Call, addresses: list[int]) -> None:
-    """Runs a call on the current stream; the addresses of q, k, v and out come first."""
-    launch_in(make_room(call.plan), call, addresses)
-
-
-def launch_in(room: tuple[int, ...], call: Call, addresses: list[int], groups: tuple[int, ...] = ()) -> None:
-    """Runs a call with room that was made for it, and with addresses of `Groups` if its kernel takes them."""
+    Args:
+        addresses: of the tensors that are given; those of q, k, v and out come first.
+        room: addresses of room that was made for it; None: it gets its own.
+        groups: the addresses in `Groups`, if its kernel takes them.
+    """
     q, k, v, out, *_ = addresses
-    check_alignment(q, k, v, out)
+    if (q | k | v | out) % ALIGNMENT:
+        refuse_alignment(q, k, v, out)
+    if room is None:
+        room = call.workspace.room() if call.workspace else ()
     maps = call.maps(k, v) if call.maps else ()
     call.launch.run(*maps, *addresses, *room, *groups)

@@ -43,11 +43,10 @@ def check_device(device: torch.device) -> None:
         )
 
 
-def check_alignment(first: int, second: int, third: int = 0, fourth: int = 0) -> None:
-    """Raises `ValueError` unless addresses are multiples of 16 bytes."""
-    if (first | second | third | fourth) % ALIGNMENT:
-        got = ", ".join(hex(each) for each in (first, second, third, fourth) if each)
-        raise ValueError(f"got tensors at {got}; their addresses must be multiples of {ALIGNMENT} bytes")
+def refuse_alignment(*pointers: int) -> None:
+    """Raises `ValueError` for addresses, one of which is not a multiple of 16 bytes."""
+    got = ", ".join(map(hex, pointers))
+    raise ValueError(f"got tensors at {got}; their addresses must be multiples of {ALIGNMENT} bytes")
 
 
 def check_new(k: Geometry, v: Geometry) -> None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ctypes
 import struct
 import threading
-from functools import cache
-from typing import Any
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import torch
 
-from .compiler import Kernel, fields
+from .compiler import Kernel, Structs, fields
 from .context import driver, enter_context
 from .ptx import SIMULATED
 
@@ -24,10 +25,38 @@ FORMATS = {int: "q", float: "f4x", bytes: "128s"}
 
 CONFIG = struct.Struct("=7I4x q q I4x")
 """The driver's `CUlaunchConfig`: blocks and threads in three dimensions and shared bytes, the stream, attributes."""
-FROM_STREAM = "q16x"
+FROM_STREAM = struct.Struct("=q16x")
 """Its end, from the stream on: there are no attributes."""
 ALIGNMENT = 64
 """Of what changes, of which tensor maps must come first."""
+
+
+class Layout(NamedTuple):
+    """Where arguments lie behind `CONFIG`: those that change, then the others."""
+
+    offsets: list[int]
+    """Of each argument."""
+    changing_bytes: int
+    nbytes: int
+    write: Callable[..., None]
+    """Writes the stream and what changes."""
+    constant: struct.Struct
+
+
+@lru_cache(1024)
+def lay_out(structs: Structs, changes: tuple[bool, ...]) -> Layout:
+    """The layout of a kernel's arguments, of which each changes or does not."""
+    formats = [FORMATS[kind] for kind in fields(structs)]
+    changing = "".join(format for format, each in zip(formats, changes) if each)
+    constant = struct.Struct("=" + "".join(format for format, each in zip(formats, changes) if not each))
+    changing_bytes = struct.calcsize("=" + changing)
+    ends = {True: 0, False: changing_bytes}
+    offsets = []
+    for format, each in zip(formats, changes):
+        offsets.append(ends[each])
+        ends[each] += struct.calcsize("=" + format)
+    write = struct.Struct(FROM_STREAM.format + changing).pack_into
+    return Layout(offsets, changing_bytes, changing_bytes + constant.size, write, constant)
 
 
 class Launch:
@@ -49,24 +78,19 @@ class Launch:
         if self._empty or SIMULATED:
             return
         self._lock = threading.Lock()  # of the buffer, from writing to launching
-        places = sorted(range(len(arguments)), key=lambda place: arguments[place] is not None)  # what changes first
-        kinds = fields(kernel.structs)
-        formats = [FORMATS[kinds[place]] for place in places]
-        changes = arguments.count(None)
-        self._buffer = ctypes.create_string_buffer(CONFIG.size + ALIGNMENT + _size(formats))
+        layout = lay_out(kernel.structs, tuple([each is None for each in arguments]))
+        self._buffer = ctypes.create_string_buffer(CONFIG.size + ALIGNMENT + layout.nbytes)
         at = ctypes.addressof(self._buffer)
         config = -(at + CONFIG.size) % ALIGNMENT
         first = config + CONFIG.size
         CONFIG.pack_into(self._buffer, config, *blocks, 1, kernel.threads, 1, 1, kernel.shared_bytes, 0, 0, 0)
-        constants = [arguments[place] for place in places[changes:]]
-        struct.pack_into("=" + "".join(formats[changes:]), self._buffer, first + _size(formats[:changes]), *constants)
-        self._write = struct.Struct("=" + FROM_STREAM + "".join(formats[:changes])).pack_into
-        self._stream = first - _size([FROM_STREAM])
-        self._pointers = (ctypes.c_void_p * len(places))()
-        for turn, place in enumerate(places):
-            self._pointers[place] = at + first + _size(formats[:turn])
+        constants = [each for each in arguments if each is not None]
+        layout.constant.pack_into(self._buffer, first + layout.changing_bytes, *constants)
+        self._pointers = (ctypes.c_void_p * len(arguments))(*[at + first + offset for offset in layout.offsets])
         addresses = at + config, int(kernel.handle(index)), ctypes.addressof(self._pointers)
         self._given = *map(ctypes.c_void_p, addresses), None
+        self._write = layout.write
+        self._stream = first - FROM_STREAM.size
         self._driver_launch = _driver_launch()
 
     def run(self, *changing: Any) -> None:
@@ -101,10 +125,6 @@ class Launch:
 def index_of(device: torch.device) -> int:
     """Of a CUDA device; -1: the simulator."""
     return device.index if device.type == "cuda" else -1
-
-
-def _size(formats: list[str]) -> int:
-    return struct.calcsize("=" + "".join(formats))
 
 
 @cache

@@ -18,8 +18,6 @@ Picker = Callable[[Tensors], tuple[torch.Tensor, ...]]
 RECENT = 4
 """Plans that are found at one look: of layers that take turns there are few kinds."""
 
-ADDRESS = torch.Tensor.data_ptr
-
 
 class Known(NamedTuple):
     """A plan, and how to see whether it is that of a call."""
@@ -35,8 +33,6 @@ class Known(NamedTuple):
     nones: frozenset[tuple[None, ...]]
     """One tuple of as many as are missing: asked for by its hash, since tensors are slow to say that they are not None.
     """
-    given: Picker
-    """All that are not."""
     plan: Any
 
 
@@ -64,10 +60,11 @@ class Plans(Generic[Plan]):
                 and known.missing(tensors) in known.nones
                 and (not known.twins or same(tensors, known.twins))
             ):
-                return known.plan, [*map(ADDRESS, known.given(tensors))]
-        known = know(tensors, options, self._make(*options, keys(tensors)))
-        self._recent = known, *self._recent[: RECENT - 1]
-        return known.plan, [*map(ADDRESS, known.given(tensors))]
+                break
+        else:
+            known = know(tensors, options, self._make(*options, keys(tensors)))
+            self._recent = known, *self._recent[: RECENT - 1]
+        return known.plan, [each.data_ptr() for each in tensors if each is not None]
 
 
 def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
@@ -79,7 +76,7 @@ def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
     distinct = pick(sorted(first.values()))
     guards = TensorGuards(*distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
     nones = frozenset([(None,) * len(missing)])
-    return Known(options, guards.check, distinct, twins, pick(missing), nones, pick(given), plan)
+    return Known(options, guards.check, distinct, twins, pick(missing), nones, plan)
 
 
 def same(tensors: Tensors, twins: list[tuple[int, int]]) -> bool:

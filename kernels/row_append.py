@@ -8,7 +8,8 @@ of 8 bits it quantizes on the way, what is rotated as well.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache, lru_cache, reduce
+from operator import or_
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,9 @@ from numba import cuda
 
 from .addressing import Row, Tokens, make_addressing
 from .checks import (
+    ALIGNMENT,
     Geometry,
     Key,
-    check_alignment,
     check_block_table,
     check_cache,
     check_indices,
@@ -27,6 +28,7 @@ from .checks import (
     check_scales,
     check_written,
     keys,
+    refuse_alignment,
 )
 from .compiler import Kernel
 from .launches import Launch, index_of
@@ -177,9 +179,11 @@ NO_ROTATION = None, None, None, None
 def _launch(tensors: tuple[torch.Tensor | None, ...], rotary: tuple[torch.Tensor | None, ...] = NO_ROTATION) -> None:
     """Launches the kernel for the tensors of `AppendAddresses`."""
     launch, addresses = _launches.find((*tensors, *rotary))
-    check_alignment(*addresses[:4])
-    if rotary[0] is not None:
-        check_alignment(*addresses[-4:])
+    k, v, k_cache, v_cache, *_ = addresses
+    if (k | v | k_cache | v_cache) % ALIGNMENT:
+        refuse_alignment(k, v, k_cache, v_cache)
+    if rotary[0] is not None and reduce(or_, addresses[-4:]) % ALIGNMENT:
+        refuse_alignment(*addresses[-4:])
     launch.run(*addresses)
 
 
@@ -200,7 +204,8 @@ def bind_append(
     """
     geometry = keys((k, v, k_cache, v_cache, rows, rows, None, None, None, k_scales, v_scales, *NO_ROTATION))
     caches = k_cache.data_ptr(), v_cache.data_ptr()
-    check_alignment(*caches)
+    if (caches[0] | caches[1]) % ALIGNMENT:
+        refuse_alignment(*caches)
     scales = [each.data_ptr() if each is not None else 0 for each in (k_scales, v_scales)]
     return _prepare(geometry, (None, None, *caches, rows.data_ptr(), None, 0, 0, 0, *scales)).run
 

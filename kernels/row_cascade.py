@@ -57,7 +57,6 @@ def cascade(
             takes no other: `decode`'s, which reads each row.
     """
     out = torch.empty_like(q) if out is None else out
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.cascade if torch.compiler.is_compiling() else _cascade
     indices = seq_lens, cu_groups, prefix_lens, rows, block_table
     run(q, k, v, out, *indices, sinks, k_scales, v_scales, scale, softcap, kernel)
@@ -77,7 +76,7 @@ def _cascade(
     sinks: torch.Tensor | None,
     k_scales: torch.Tensor | None,
     v_scales: torch.Tensor | None,
-    scale: float,
+    scale: float | None,
     softcap: float,
     kernel: str,
 ) -> None:
@@ -86,10 +85,11 @@ def _cascade(
     if isinstance(calls, Call):
         attention.launch(calls, addresses[:-2])
         return
-    room = attention.make_room(calls.own.plan)
+    assert calls.own.workspace
+    room = calls.own.workspace.room()
     groups = *addresses[-2:], room[0] + calls.parts
-    attention.launch_in((), calls.prefix, addresses[:-2], groups)
-    attention.launch_in(room, calls.own, addresses[:-2], groups)
+    attention.launch(calls.prefix, addresses[:-2], (), groups)
+    attention.launch(calls.own, addresses[:-2], room, groups)
 
 
 torch.library.custom_op("vmmkv::cascade", _cascade, mutates_args=("out",))
@@ -106,7 +106,7 @@ class Calls(NamedTuple):
 
 
 @lru_cache(1024)
-def _prepare(scale: float, softcap: float, name: str, geometry: Keys) -> Calls | Call:
+def _prepare(scale: float | None, softcap: float, name: str, geometry: Keys) -> Calls | Call:
     """Checks a call, whose last tensors say the groups, chooses the kernels and prepares their launches; one: it is
     decode's alone."""
     of_tensors, of_groups = geometry[:-2], [Geometry._make(key) for key in geometry[-2:] if key]

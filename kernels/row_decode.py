@@ -76,7 +76,6 @@ def decode(
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
     """
     out = torch.empty_like(q) if out is None else out
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.decode if torch.compiler.is_compiling() else _decode
     run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, scale, window, softcap, kernel)
     return out
@@ -94,7 +93,7 @@ def _decode(
     sinks: torch.Tensor | None,
     k_scales: torch.Tensor | None,
     v_scales: torch.Tensor | None,
-    scale: float,
+    scale: float | None,
     window: int,
     softcap: float,
     kernel: str,
@@ -108,7 +107,7 @@ torch.library.custom_op("vmmkv::decode", _decode, mutates_args=("out",))
 
 
 @lru_cache(1024)
-def prepare(scale: float, window: int, softcap: float, name: str, geometry: Keys) -> Call:
+def prepare(scale: float | None, window: int, softcap: float, name: str, geometry: Keys) -> Call:
     """Checks a call, chooses the kernel and prepares its launch."""
     return attention.prepare(choose_plan(window > 0, softcap > 0, name, geometry), geometry, scale, window, softcap)
 

@@ -48,7 +48,6 @@ def mixed(
             heads. None: all may be prompts.
     """
     out = torch.empty_like(q) if out is None else out
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed
     indices = cu_seqlens, seq_lens, rows, starts, block_table
     run(q, k, v, out, *indices, sinks, k_scales, v_scales, scale, window, softcap, max_prompts, kernel)
@@ -68,7 +67,7 @@ def _mixed(
     sinks: torch.Tensor | None,
     k_scales: torch.Tensor | None,
     v_scales: torch.Tensor | None,
-    scale: float,
+    scale: float | None,
     window: int,
     softcap: float,
     max_prompts: int | None,
@@ -85,7 +84,7 @@ torch.library.custom_op("vmmkv::mixed", _mixed, mutates_args=("out",))
 
 @lru_cache(1024)
 def _prepare(
-    scale: float, window: int, softcap: float, name: str, max_prompts: int | None, geometry: Keys
+    scale: float | None, window: int, softcap: float, name: str, max_prompts: int | None, geometry: Keys
 ) -> list[Call]:
     """Checks a call, chooses its kernels and prepares their launches."""
     plans = _choose_plans(window > 0, softcap > 0, name, geometry, max_prompts)

@@ -75,7 +75,6 @@ def prefill(
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
     """
     out = torch.empty_like(q) if out is None else out
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     run = torch.ops.vmmkv.prefill if torch.compiler.is_compiling() else _prefill
     run(
         q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, causal, scale, window,
@@ -98,7 +97,7 @@ def _prefill(
     k_scales: torch.Tensor | None,
     v_scales: torch.Tensor | None,
     causal: bool,
-    scale: float,
+    scale: float | None,
     window: int,
     softcap: float,
     kernel: str,
@@ -112,7 +111,7 @@ torch.library.custom_op("vmmkv::prefill", _prefill, mutates_args=("out",))
 
 
 @lru_cache(1024)  # prompts have many lengths
-def _prepare(causal: bool, scale: float, window: int, softcap: float, name: str, geometry: Keys) -> Call:
+def _prepare(causal: bool, scale: float | None, window: int, softcap: float, name: str, geometry: Keys) -> Call:
     """Checks a call, chooses the kernel and prepares its launch."""
     plan = make_plan(causal, window > 0, softcap > 0, name, geometry)
     return attention.prepare(plan, geometry, scale, window, softcap)

@@ -26,27 +26,60 @@ _taking = threading.Lock()
 """Two streams must not be given the same counters."""
 
 
-def workspace(index: int, stream: int, partial_bytes: int, counters: int) -> tuple[int, int]:
-    """Addresses of room for parts, and of that many 32-bit counters which are 0 and are left 0 by each launch; `index`
-    is the CUDA device's, or -1."""
-    capture = _capture_of(index, stream) if index >= 0 else 0
-    where, many = _counters.get((index, stream, capture), (0, 0))
-    if many < counters:
-        with _taking:
-            taken = _take_counters(index, counters, capturing=bool(capture))
-        if taken is None:  # then zeros are part of the graph
-            zeros = torch.zeros(counters, dtype=torch.int32, device=index)
-            return torch.empty(partial_bytes, dtype=torch.uint8, device=index).data_ptr(), zeros.data_ptr()
-        where = taken
-        _counters[index, stream, capture] = where, counters
-    if capture:
-        return torch.empty(partial_bytes, dtype=torch.uint8, device=index).data_ptr(), where
+class Workspace:
+    """Memory for a kernel's launches on a device.
+
+    Args:
+        index: of the CUDA device; -1: the simulator.
+        partial_bytes: room for parts.
+        counters: 32-bit counters, which are 0 and are left 0 by each launch.
+    """
+
+    def __init__(self, index: int, partial_bytes: int, counters: int) -> None:
+        self._index = index
+        self._partial_bytes = partial_bytes
+        self._counters = counters
+        self._rooms: dict[int, tuple[int, int]] = {}  # by stream; what is allocated stays
+
+    def room(self) -> tuple[int, int]:
+        """Addresses of room for parts and of counters, until the current stream is given other work."""
+        stream = torch._C._cuda_getCurrentRawStream(self._index) if self._index >= 0 else 0
+        if stream and (capture := _capture_of(self._index, stream)):  # the default stream cannot be captured
+            return _captured_room(self._index, stream, capture, self._partial_bytes, self._counters)
+        if stream not in self._rooms:
+            self._rooms[stream] = _lasting_room(self._index, stream, self._partial_bytes, self._counters)
+        return self._rooms[stream]
+
+
+def _lasting_room(index: int, stream: int, partial_bytes: int, counters: int) -> tuple[int, int]:
+    where = _counters_of(index, stream, 0, counters)
+    assert where is not None
     room, have = _rooms.get((index, stream), (0, 0))
     if have < partial_bytes:
         have = 1 << (partial_bytes - 1).bit_length()
         room = _allocate(index, have)
         _rooms[index, stream] = room, have
     return room, where
+
+
+def _captured_room(index: int, stream: int, capture: int, partial_bytes: int, counters: int) -> tuple[int, int]:
+    room = torch.empty(partial_bytes, dtype=torch.uint8, device=index)
+    where = _counters_of(index, stream, capture, counters)
+    if where is None:  # then zeros are part of the graph; the room is held, so that they lie elsewhere
+        where = torch.zeros(counters, dtype=torch.int32, device=index).data_ptr()
+    return room.data_ptr(), where
+
+
+def _counters_of(index: int, stream: int, capture: int, counters: int) -> int | None:
+    """Counters of a stream, or of its capture; None as in `_take_counters`."""
+    where, many = _counters.get((index, stream, capture), (0, 0))
+    if many >= counters:
+        return where
+    with _taking:
+        taken = _take_counters(index, counters, capturing=bool(capture))
+    if taken is not None:
+        _counters[index, stream, capture] = taken, counters
+    return taken
 
 
 def _take_counters(index: int, counters: int, capturing: bool) -> int | None:
