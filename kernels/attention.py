@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from numbers import Real
 from typing import NamedTuple
 
 import torch
@@ -158,8 +157,6 @@ def prepare(
     q = geometry[0]
     assert q
     scale = q[0][-1] ** -0.5 if scale is None else scale
-    if not all(isinstance(number, Real) for number in (scale, window, softcap)):  # a tensor's value would be forgotten
-        raise TypeError(f"got scale {scale!r}, softcap {softcap!r} and window {window!r}; all must be numbers")
     if not scale > 0 or softcap < 0 or window < 0:
         raise ValueError(
             f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not negative"

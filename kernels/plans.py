@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from numbers import Number
 from operator import itemgetter
+from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -19,21 +22,57 @@ RECENT = 4
 """Plans that are found at one look: of layers that take turns there are few kinds."""
 
 
-class Known(NamedTuple):
-    """A plan, and how to see whether it is that of a call."""
+class Places(NamedTuple):
+    """Which of a call's tensors are missing, and which are the same."""
 
-    options: tuple[Any, ...]
-    check: Callable[..., bool]
-    """Whether tensors look like those that there were."""
     distinct: Picker
-    """Those: torch compares none that is there twice."""
+    """Those that are there, each once: torch compares none that is there twice."""
     twins: list[tuple[int, int]]
     """Where one is again, and where it was first."""
     missing: Picker
     nones: frozenset[tuple[None, ...]]
     """One tuple of as many as are missing: asked for by its hash, since tensors are slow to say that they are not None.
     """
+
+
+@cache
+def places(firsts: tuple[int, ...], nothing: int) -> Places:
+    """Of tensors of which each is first at one of `firsts`, and None at `nothing`."""
+    missing = [place for place, first in enumerate(firsts) if first == nothing]
+    distinct = [place for place, first in enumerate(firsts) if first == place != nothing]
+    twins = [(place, first) for place, first in enumerate(firsts) if first not in (place, nothing)]
+    return Places(pick(distinct), twins, pick(missing), frozenset([(None,) * len(missing)]))
+
+
+def pick(where: Sequence[int]) -> Picker:
+    """A function that picks what is at some places, in a tuple."""
+    if len(where) > 1:
+        return itemgetter(*where)
+    return lambda tensors: tuple([tensors[place] for place in where])  # type: ignore[misc]
+
+
+def same(tensors: Tensors, twins: list[tuple[int, int]]) -> bool:
+    """Whether tensors that were the same are again."""
+    return all(tensors[again] is tensors[first] for again, first in twins)
+
+
+class Known(NamedTuple):
+    """A plan, and how to see whether it is that of a call."""
+
+    options: tuple[Any, ...]
+    places: Places
+    check: Callable[..., bool]
+    """Whether distinct tensors look like those that there were."""
     plan: Any
+
+
+def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
+    """A plan, to be found for tensors like these."""
+    names = [*map(id, (*tensors, None))]
+    *firsts, nothing = map(names.index, names)
+    of_tensors = places(tuple(firsts), nothing)
+    guards = TensorGuards(*of_tensors.distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return Known(options, of_tensors, guards.check, plan)
 
 
 class Plans(Generic[Plan]):
@@ -52,40 +91,23 @@ class Plans(Generic[Plan]):
         self._recent: tuple[Known, ...] = ()
 
     def find(self, tensors: Tensors, *options: Any) -> tuple[Plan, list[int]]:
-        """The plan for tensors, some of which may be missing, and the others' addresses; raises what `make` does."""
+        """The plan for tensors, some of which may be missing, and the others' addresses; raises what `make` does.
+
+        Args:
+            options: numbers, strings and None.
+        """
         for known in self._recent:  # replaced as a whole: another thread sees what was, or what is
+            distinct, twins, missing, nones = known.places
             if (
                 known.options == options
-                and known.check(*known.distinct(tensors))
-                and known.missing(tensors) in known.nones
-                and (not known.twins or same(tensors, known.twins))
+                and known.check(*distinct(tensors))
+                and missing(tensors) in nones
+                and (not twins or same(tensors, twins))
             ):
                 break
         else:
+            if not all(isinstance(option, (int, float, str, NoneType, Number)) for option in options):
+                raise TypeError(f"got {options}; each must be a number or a string: others may change unseen")
             known = know(tensors, options, self._make(*options, keys(tensors)))
             self._recent = known, *self._recent[: RECENT - 1]
         return known.plan, [each.data_ptr() for each in tensors if each is not None]
-
-
-def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
-    """A plan, to be found for tensors like these."""
-    given = [place for place, tensor in enumerate(tensors) if tensor is not None]
-    missing = [place for place, tensor in enumerate(tensors) if tensor is None]
-    first = {id(tensors[place]): place for place in reversed(given)}
-    twins = [(place, first[id(tensors[place])]) for place in given if first[id(tensors[place])] != place]
-    distinct = pick(sorted(first.values()))
-    guards = TensorGuards(*distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    nones = frozenset([(None,) * len(missing)])
-    return Known(options, guards.check, distinct, twins, pick(missing), nones, plan)
-
-
-def same(tensors: Tensors, twins: list[tuple[int, int]]) -> bool:
-    """Whether tensors that were the same are again."""
-    return all(tensors[again] is tensors[first] for again, first in twins)
-
-
-def pick(places: Sequence[int]) -> Picker:
-    """A function that picks what is at some places, in a tuple."""
-    if len(places) > 1:
-        return itemgetter(*places)
-    return lambda tensors: tuple([tensors[place] for place in places])  # type: ignore[misc]

@@ -78,3 +78,9 @@ def test_a_tensor_that_is_there_twice_is_found() -> None:
         for tensors in ((first, first, second), (first, second, second), (first, second, first)):
             assert plans.find(tensors)[1] == addresses(tensors)
     assert len(made) == 3
+
+
+@pytest.mark.parametrize("option", [torch.tensor(0.5), [1]])
+def test_what_may_change_unseen_is_no_option(option: Any) -> None:
+    with pytest.raises(TypeError, match="must be a number"):
+        Plans(str).find((torch.empty(2, 3), torch.empty(2, 3)), "auto", option)
