@@ -1,7 +1,7 @@
 """From a Python function to a loaded kernel: with `ptx`, all that touches Numba's internals.
 
 Numba makes PTX of a kernel for the device at hand, which is kept on disk. The driver assembles it (and keeps that as
-well) and launches it with packed arguments: Numba's own dispatcher spends tens of microseconds on looking at them.
+well). `launches` launches it: Numba's own dispatcher spends tens of microseconds on looking at arguments.
 """
 
 from __future__ import annotations

@@ -21,14 +21,14 @@ from .context import driver, enter_context
 from .ptx import SIMULATED
 
 FORMATS = {int: "q", float: "f4x", bytes: "128s"}
-"""How arguments are packed: 64-bit integers (addresses, strides in bytes, counts), floats, and tensor maps."""
+"""How arguments are packed: 64-bit integers (addresses, strides in bytes, counts), floats, and tensor maps, which come
+first among a kernel's arguments: there they lie at a multiple of `ALIGNMENT`."""
 
 CONFIG = struct.Struct("=7I4x q q I4x")
 """The driver's `CUlaunchConfig`: blocks and threads in three dimensions and shared bytes, the stream, attributes."""
 FROM_STREAM = struct.Struct("=q16x")
 """Its end, from the stream on: there are no attributes."""
 ALIGNMENT = 64
-"""Of what changes, of which tensor maps must come first."""
 
 
 class Layout(NamedTuple):
@@ -129,5 +129,5 @@ def index_of(device: torch.device) -> int:
 
 @cache
 def _driver_launch() -> Any:
-    """The driver's function by ctypes, which takes arguments that are made before: the bindings make them each time."""
+    """The driver's function by ctypes, which takes arguments made before; the bindings make theirs at each call."""
     return ctypes.CDLL("libcuda.so.1").cuLaunchKernelEx

@@ -39,16 +39,16 @@ class Workspace:
         self._index = index
         self._partial_bytes = partial_bytes
         self._counters = counters
-        self._rooms: dict[int, tuple[int, int]] = {}  # by stream; what is allocated stays
+        self._by_stream: dict[int, tuple[int, int]] = {}  # what is allocated stays
 
     def room(self) -> tuple[int, int]:
         """Addresses of room for parts and of counters, until the current stream is given other work."""
         stream = torch._C._cuda_getCurrentRawStream(self._index) if self._index >= 0 else 0
         if stream and (capture := _capture_of(self._index, stream)):  # the default stream cannot be captured
             return _captured_room(self._index, stream, capture, self._partial_bytes, self._counters)
-        if stream not in self._rooms:
-            self._rooms[stream] = _lasting_room(self._index, stream, self._partial_bytes, self._counters)
-        return self._rooms[stream]
+        if stream not in self._by_stream:
+            self._by_stream[stream] = _lasting_room(self._index, stream, self._partial_bytes, self._counters)
+        return self._by_stream[stream]
 
 
 def _lasting_room(index: int, stream: int, partial_bytes: int, counters: int) -> tuple[int, int]:

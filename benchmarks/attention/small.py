@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from vmmkv.kernels import append, copy_tokens, decode, prefill
+from vmmkv.kernels.row_append import bind_append
 
 from .batches import HEAD_DIM, NUM_KV_HEADS, TOKEN_BYTES, Case, make_batch
 from .layouts import KV, layouts
@@ -93,15 +94,21 @@ def copy_row(kv: KV) -> Call:
 
 
 def run_host(device: torch.device) -> list[dict[str, Any]]:
-    """Microseconds of host time of one call for a small batch, one token a sequence."""
+    """Microseconds of host time of one call for a small batch, one token a sequence; and, to see what the machine's
+    driver takes of it, of a call of torch that does no more than launch a kernel."""
     batch = make_batch(Case("small", "", (HOST_TOKENS,) * HOST_BATCH), device)
     q, k, v, seq_lens = batch.q, batch.k, batch.v, batch.seq_lens
     rows = torch.arange(HOST_BATCH, dtype=torch.int32, device=device)
+    new_k, new_v, starts = k[:, 0].contiguous(), v[:, 0].contiguous(), seq_lens - 1
     flat, out = q.flatten(0, 1), torch.empty_like(q)
+    bound = bind_append(new_k, new_v, k, v, rows)
     calls = {
-        "append": partial(append, k[:, 0].contiguous(), v[:, 0].contiguous(), k, v, rows, seq_lens - 1),
+        "append": partial(append, new_k, new_v, k, v, rows, starts),
+        "append, bound": partial(bound, new_k.data_ptr(), new_v.data_ptr(), starts.data_ptr()),
         "decode": partial(decode, q, k, v, seq_lens, out=out),
+        "decode, out not given": partial(decode, q, k, v, seq_lens),
         "prefill": partial(prefill, flat, k, v, batch.cu_seqlens, seq_lens, out=out.flatten(0, 1)),
-        "copy_tokens": partial(copy_tokens, k, k, rows, rows * 0, rows, seq_lens - 1, rows * 0 + 1, 1),
+        "copy_tokens": partial(copy_tokens, k, k, rows, rows * 0, rows, starts, rows * 0 + 1, 1),
+        "torch.add, out given": partial(torch.add, rows, rows, out=rows.clone()),
     }
     return [{"call": name, "host_microseconds": host_microseconds(call)} for name, call in calls.items()]
