@@ -138,7 +138,7 @@ def _append(
     sin: torch.Tensor | None,
 ) -> None:
     tensors = (k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, None, k_scales, v_scales)
-    _launch(tensors, (query, rotated, cos, sin))
+    _launch((*tensors, query, rotated, cos, sin))
 
 
 MUTATED = "k_cache", "v_cache", "k_scales", "v_scales", "rotated"
@@ -167,7 +167,7 @@ def append_behind(
     Raises:
         ValueError, TypeError: as in `append`.
     """
-    _launch((k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit, k_scales, v_scales))
+    _launch((k, v, k_cache, v_cache, rows, lengths, cu_seqlens, None, limit, k_scales, v_scales, *NO_ROTATION))
     if cu_seqlens is not None:
         lengths += cu_seqlens.diff()
 
@@ -176,13 +176,13 @@ NO_ROTATION = None, None, None, None
 """In the place of a `RotateHalf`."""
 
 
-def _launch(tensors: tuple[torch.Tensor | None, ...], rotary: tuple[torch.Tensor | None, ...] = NO_ROTATION) -> None:
-    """Launches the kernel for the tensors of `AppendAddresses`."""
-    launch, addresses = _launches.find((*tensors, *rotary))
+def _launch(tensors: tuple[torch.Tensor | None, ...]) -> None:
+    """Launches the kernel for the tensors of `AppendAddresses`, and those of a `RotateHalf`."""
+    launch, addresses = _launches.find(tensors)
     k, v, k_cache, v_cache, *_ = addresses
     if (k | v | k_cache | v_cache) % ALIGNMENT:
         refuse_alignment(k, v, k_cache, v_cache)
-    if rotary[0] is not None and reduce(or_, addresses[-4:]) % ALIGNMENT:
+    if tensors[-1] is not None and reduce(or_, addresses[-4:]) % ALIGNMENT:
         refuse_alignment(*addresses[-4:])
     launch.run(*addresses)
 
