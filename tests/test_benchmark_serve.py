@@ -329,18 +329,26 @@ def test_prompts_have_in_common_what_their_traces_say(mooncake: Path) -> None:
         assert known == workload.known_tokens() > 0
 
 
-def test_what_is_preempted_is_suspended_if_one_asks_for_it(tmp_path: Path) -> None:
+def test_long_answers_are_preempted_and_suspended_if_one_asks_for_it(tmp_path: Path) -> None:
     path, trace = tmp_path / "result.json", tmp_path / "long.jsonl"
-    trace.write_text('{"input_length": 8, "output_length": 200}\n' * 8)
+    trace.write_text('{"input_length": 8, "output_length": 50}\n' * 8)
     sizes = "--memory", "256KiB", "--chunk", "64", "--rounds", "1", "--backends", "vmm", "--backends", "vmm+suspend"
-    done = run_benchmark("--quick", "--no-wait", "--trace", str(trace), *sizes, "--json", str(path))
+    done = run_benchmark("--quick", "--no-wait", "--trace", str(trace), "--lengthen", "4", *sizes, "--json", str(path))
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
     anew, suspended = (next(row for row in result["serving"] if row["backend"] == n) for n in ("vmm", "vmm+suspend"))
     assert anew["finished"] == suspended["finished"] == 8
     assert anew["preemptions"] > anew["suspensions"] == 0
-    assert 0 < suspended["suspensions"] <= suspended["preemptions"]
+    assert 0 < suspended["suspensions"] <= suspended["preemptions"]  # as far as the host has room
     assert result["preempting"]["suspends"]
+    assert result["workloads"][0]["output_tokens"] == 8 * 200
+    for row in (anew, suspended):
+        assert row["trace"] == "long, answers x 4"
+        assert row["preemptions"] / 8 >= row["preempted_share"] > 0.1
+    assert anew["recomputed_tokens"] >= 8 * anew["preemptions"]  # prompts, and what there was of answers
+    assert suspended["recomputed_tokens"] < anew["recomputed_tokens"]
+    for words in ("vmm+suspend over vmm, tokens/s", "requests preempted", "tokens computed anew"):
+        assert words in done.stdout
 
 
 def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None:

@@ -154,9 +154,11 @@ def test_schedules_serve_all_requests_within_their_means(
     schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk)
     schedule.waiting.extend(range(len(prompts)))
     sampled = np.zeros(len(prompts), int)
+    computed = 0
     finished: list[int] = []
     running: list[int] = []
     while step := schedule.next():
+        computed += len(step.decode) + int(step.counts.sum())
         if len(schedule.running) > 1 and schedule.running[-1] not in running:
             # It came to others, and what they were promised is still to be had.
             known = schedule.known[schedule.running]
@@ -175,6 +177,8 @@ def test_schedules_serve_all_requests_within_their_means(
         running = list(schedule.running)
     assert sampled.tolist() == outputs
     assert sorted(finished) == list(range(len(prompts)))
+    assert schedule.recomputed == computed - sum(prompts) - sum(outputs) + len(prompts)  # last tokens are not computed
+    assert (schedule.recomputed > 0) == bool(schedule.preempted.any())
     assert kv.fits(blocks * 16)
     kv.close()
 
@@ -224,10 +228,12 @@ def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
         schedule.ids = lambda request: ids[request][: schedule.known[request]]
     schedule.waiting.extend(range(len(prompts)))
     sampled = np.zeros(len(prompts), int)
+    computed = 0
     while step := schedule.next():
         before = schedule.computed.copy()
         requests = np.concatenate([step.decode, step.prefill])
         counts = np.concatenate([np.ones_like(step.decode), step.counts])
+        computed += int(counts.sum())
         for request, count in zip(requests, counts):
             positions = np.arange(before[request], before[request] + count)
             write_tokens(kv, schedule.row[request], positions, ids[request][positions])
@@ -239,6 +245,9 @@ def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
     assert sampled.tolist() == outputs
     assert (schedule.cached >= 0).all()
     assert (schedule.cached < prompts).all()
+    needed = sum(prompts) + sum(outputs) - len(prompts) - int(schedule.cached.sum())
+    assert computed <= needed + schedule.recomputed  # less, where one finds more than it had before
+    assert computed == needed + schedule.recomputed or not suspend
     assert kv.fits(blocks * 16)
     kv.give_back()
     if isinstance(kv, ReusingPagedKV):

@@ -156,7 +156,8 @@ class Engine:
         run.seconds = perf_counter() - begin
         ends = (sizes + counts + 1).cumsum()
         run.tokens = np.delete(self.tokens[: ends[-1]].cpu().numpy(), ends - 1)
-        run.preemptions, run.suspensions, run.cached = schedule.preemptions, schedule.suspensions, schedule.cached
+        run.preempted, run.suspensions, run.cached = schedule.preempted, schedule.suspensions, schedule.cached
+        run.recomputed = schedule.recomputed
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
         return run
 

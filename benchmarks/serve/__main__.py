@@ -18,7 +18,8 @@ vLLM serves the same, where it is installed, or `--vllm` names a folder in which
 without prefix caching and once with it.
 
 `--backends vmm+suspend` moves what is preempted to the host and back, if that costs less than to compute it anew;
-`preempting` in the result says what either costs a token.
+`preempting` in the result says what either costs a token. `--lengthen` makes answers longer: with memory for few of
+them many requests are preempted.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ def main(
     chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the long prompts.")] = None,
     shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
+    lengthen: Annotated[int, typer.Option(min=1, help="Multiply the lengths of answers.")] = 1,
     lookahead: Annotated[
         int | None,
         typer.Option(min=0, help="Tokens that are mapped ahead of each sequence; 0 without a mapper, else the usual."),
@@ -170,6 +172,7 @@ def main(
         longest=int(LARGEST * max_bytes) // token_bytes,
         max_seq_len=max_seq_len or usual.max_seq_len,
         shorten=shorten or usual.shorten,
+        lengthen=lengthen,
     )
     if reuse:
         workloads = [make_workload(path, limits, seed) for path in trace or []]

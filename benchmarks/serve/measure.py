@@ -157,6 +157,8 @@ EACH_ROUND = {
     "manager_us": ("manager_us",),
     "manager_p99_us": ("manager_step_us", "p99"),
     "hit_rate": ("hit_rate",),
+    "preempted_share": ("preempted_share",),
+    "recomputed_tokens": ("recomputed_tokens",),
 }
 """Figures that are reported of all rounds, as far as a row has them, and where they stand in it."""
 
@@ -293,6 +295,8 @@ def figures(run: Run) -> Row:
         "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
         "preemptions": run.preemptions,
         "suspensions": run.suspensions,
+        "preempted_share": float((run.preempted > 0).mean()),
+        "recomputed_tokens": run.recomputed,
         "hit_rate": float(run.cached[run.cached >= 0].sum() / max(run.prompts[run.cached >= 0].sum(), 1)),
         "manager_us": sum(run.manager_ns) / 1e3 / steps,
         "manager_step_us": quantiles(np.array(run.manager_ns) / 1e3),
