@@ -227,6 +227,9 @@ def main(
             measure(result, ours, workloads, backends, loads, rounds, prompt if plan.prompts else None)
             tasks = [Task(workloads[0], [Load(), *map(Load, rates)], rounds)]
         peer.serve(result, settings, tasks)
+    except BaseException as error:
+        result["missed"].append(f"all that was to follow: {type(error).__name__} {error}".rstrip())
+        raise
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
         if json_output:
