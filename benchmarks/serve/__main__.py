@@ -17,9 +17,10 @@ schedule learns of when it has been seen; and with a host that waits, beside a t
 vLLM serves the same, where it is installed, or `--vllm` names a folder in which it is unpacked; with `--reuse` once
 without prefix caching and once with it.
 
-`--backends vmm+suspend` moves what is preempted to the host and back, if that costs less than to compute it anew;
-`preempting` in the result says what either costs a token. `--lengthen` makes answers longer: with memory for few of
-them many requests are preempted.
+`--backends vmm+fa3` and `paged+flashinfer` attend with kernels of others, to prompts and in decode; what cannot be had
+is named with the reason. `--backends vmm+suspend` moves what is preempted to the host and back, if that costs less than
+to compute it anew; `preempting` in the result says what either costs a token. `--lengthen` makes answers longer: with
+memory for few of them many requests are preempted.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -54,14 +54,13 @@ from .workloads import Limits, Usual, Workload, make_workload, system_prompts
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
 HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
-CHOICES = dict.fromkeys(
-    [*BACKENDS, *(f"{name}+{REUSE}" for name in REUSING), *(f"{name}+{SUSPEND}" for name in SUSPENDING)], ""
-) | {
-    "vmm+fa3": "fa3_fwd_interface",
-    "paged+flashinfer": "flashinfer",
-    **dict.fromkeys([f"static+{LONGEST}", *VLLM], ""),
-}
-"""Backends, and the module that each needs beside ours."""
+CHOICES = [
+    *BACKENDS,
+    *(f"{name}+{REUSE}" for name in REUSING),
+    *(f"{name}+{SUSPEND}" for name in SUSPENDING),
+    *("vmm+fa3", "paged+flashinfer", f"static+{LONGEST}", *VLLM),
+]
+"""Backends."""
 
 
 class Plan(NamedTuple):
@@ -151,8 +150,6 @@ def main(
     for backend in asked:
         if backend not in CHOICES:
             raise typer.BadParameter(f"{backend}: backends are {', '.join(CHOICES)}")
-        if CHOICES[backend] and not find_spec(CHOICES[backend]):
-            raise typer.BadParameter(f"{backend}: there is no module {CHOICES[backend]}")
     if rates and rates[0] <= 0:
         raise typer.BadParameter(f"--rates {rates[0]:g}: a share of saturation is more than 0")
     if plot:
