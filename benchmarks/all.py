@@ -66,7 +66,7 @@ SERVE = "-m benchmarks.serve --budget-seconds {seconds} --json {json}"
 BENCHMARKS = {
     "compiling": Benchmark(Kind.GPU, 2.2, "-m benchmarks.compiling --json"),
     # What the README says comes first: a machine may be lost.
-    "serve_rounds": Benchmark(Kind.GPU, 2.2, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
+    "serve_rounds": Benchmark(Kind.GPU, 2.1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
     "serve_rounds_qwen3": Benchmark(
         Kind.GPU, 1.1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}} --model qwen3-0.6b"
     ),
@@ -77,7 +77,7 @@ BENCHMARKS = {
     ),
     "serve_vllm_qwen3": Benchmark(
         Kind.GPU,
-        2.5,
+        2.4,
         f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --rates 0.8 --seeds 1 --memory 16GiB --requests 300"
         " --trace {conv} --model qwen3-0.6b",
     ),
@@ -87,9 +87,15 @@ BENCHMARKS = {
         f"{SERVE} --quick --no-wait --rounds 2 --memory 1536MiB --requests 40 --lengthen 3 --trace {{conv}}"
         " --backends vmm --backends vmm+suspend --backends paged",
     ),
+    "serve_peers": Benchmark(
+        Kind.GPU,
+        0.9,
+        f"{SERVE} --quick --no-wait --rounds 2 --memory 8GiB --requests 90 --trace {{conv}} --backends vmm"
+        " --backends vmm+fa3 --backends paged --backends paged+flashinfer",
+    ),
     "serve": Benchmark(
         Kind.GPU,
-        2.5,
+        2.2,
         f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --trace {{conv}} --backends vmm --backends paged --backends static",
     ),
     "demo_azure": Benchmark(
@@ -97,16 +103,16 @@ BENCHMARKS = {
     ),
     "pools": Benchmark(
         Kind.GPU,
-        1.4,
+        1.3,
         "-m benchmarks.pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds}"
         " --json",
     ),
     "batching": Benchmark(
         Kind.GPU,
-        2,
+        1.8,
         "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 20 --rounds 1 --json",
     ),
-    "attention": Benchmark(Kind.GPU, 1.5, "-m benchmarks.attention --trace {conv} --json"),
+    "attention": Benchmark(Kind.GPU, 1.4, "-m benchmarks.attention --trace {conv} --json"),
     "generate": Benchmark(Kind.GPU, 0.8, "-m benchmarks.generate --budget-seconds {seconds} --json"),
     "serve_qwen3": Benchmark(
         Kind.GPU,

@@ -418,6 +418,7 @@ for name, source in (
     ("serve-vllm", "serve_vllm_h200.json"),
     ("serve-vllm-qwen3", "serve_vllm_qwen3_h200.json"),
     ("serve-pressure", "serve_pressure_h200.json"),
+    ("serve-peers", "serve_peers_h200.json"),
 ):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-load"] = Table((source,), rates_tables)

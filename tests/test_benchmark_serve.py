@@ -254,6 +254,22 @@ def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, traces: list[s
     assert "vllm" in done.stdout
 
 
+def test_attention_that_cannot_be_had_is_named_with_the_reason(traces: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    names = "vmm", "vmm+fa3", "paged+flashinfer"
+    plan = "--quick", "--no-wait", "--rounds", "2", "--memory", "512KiB", "--max-seq-len", "128"
+    backends = [word for name in names for word in ("--backends", name)]
+    done = run_benchmark(*traces[:2], *plan, *backends, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert [(row["backend"], len(row["rounds"])) for row in result["serving"]] == [("vmm", 2)]
+    reasons = {row["backend"]: row["reason"] for row in result["skipped"]}
+    assert reasons.keys() == {"vmm+fa3", "paged+flashinfer"}
+    assert "fa3_fwd_interface" in reasons["vmm+fa3"]
+    assert "flashinfer" in reasons["paged+flashinfer"]
+    assert result["missed"] == []
+
+
 def test_vllm_that_does_not_start_is_named_with_the_reason(vllm: Path, traces: list[str], tmp_path: Path) -> None:
     (vllm / "__init__.py").write_text("raise ImportError('there are no kernels for this device')")
     path = tmp_path / "result.json"

@@ -69,6 +69,10 @@ def compare(result: dict[str, Any]) -> list[Row]:
             add(f"{names}, tokens/s", both("output_tokens_per_s"), 1.0 if on_gpu else None)
             add(f"{names}, time to first token", both("first_token_s"), 0.0 if on_gpu else None, at_most=1.0)
             add(f"{names}, prompt tokens that were there", both("hit_rate"))
+        for ours, other in (("vmm+fa3", "paged+flashinfer"), ("vmm+fa3", "vmm"), ("paged+flashinfer", "paged")):
+            if {ours, other} <= rows.keys():
+                both = partial(typical, rows[ours], rows[other])
+                add(f"{name}: {ours} over {other}, tokens/s", both("output_tokens_per_s"))
         for other in ("vmm", "paged"):
             if {"vmm+suspend", other} <= rows.keys():
                 names, both = f"{name}: vmm+suspend over {other}", partial(typical, rows["vmm+suspend"], rows[other])
