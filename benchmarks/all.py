@@ -163,6 +163,9 @@ def main(
     unknown = {*(only or []), *(skip or [])} - BENCHMARKS.keys()
     if unknown:
         raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    lacking = [name for name in only or [] if "{vllm}" in BENCHMARKS[name].command and not vllm]
+    if lacking:
+        raise typer.BadParameter(f"--only {', '.join(lacking)}: say with --vllm where vLLM is")
     chosen = {
         name: benchmark
         for name, benchmark in BENCHMARKS.items()

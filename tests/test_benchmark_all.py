@@ -106,4 +106,6 @@ def test_what_runs_can_be_chosen(results: Path) -> None:
     listed = invoke("--list", "--skip", "prints")
     assert "hangs" in listed
     assert "prints" not in listed
+    assert "peer" in invoke("--list", "--vllm", str(results))
     assert CliRunner().invoke(APP, ["--only", "nothing"]).exit_code == 2
+    assert CliRunner().invoke(APP, ["--only", "peer"]).exit_code == 2
