@@ -33,7 +33,7 @@ Row = dict[str, Any]
 GPU = (
     ("llama-3.1-8b", ("vmm", "paged")),
     ("qwen3-0.6b", ("vmm", "paged")),
-    ("llama-3.1-8b", ("vmm+fa3", "paged+flashinfer")),
+    ("qwen3-0.6b", ("vmm+fa3", "paged+flashinfer")),
 )
 HOST = (("tiny", ("vmm", "paged")),)
 """Models, and the backends of the engine with each; a process each."""
