@@ -84,7 +84,7 @@ BENCHMARKS = {
     "serve_pressure": Benchmark(
         Kind.GPU,
         1.3,
-        f"{SERVE} --quick --no-wait --rounds 2 --memory 1536MiB --requests 40 --lengthen 3 --trace {{conv}}"
+        f"{SERVE} --quick --no-wait --rounds 2 --memory 3GiB --requests 30 --lengthen 8 --trace {{conv}}"
         " --backends vmm --backends vmm+suspend --backends paged",
     ),
     "serve_peers": Benchmark(
