@@ -421,8 +421,8 @@ for name, source in (
     ("serve-peers", "serve_peers_h200.json"),
 ):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
-    TABLES[f"{name}-load"] = Table((source,), rates_tables)
     TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+TABLES["serve-vllm-qwen3-load"] = Table(("serve_vllm_qwen3_h200.json",), rates_tables)
 
 
 @table("compiling_h200.json")
