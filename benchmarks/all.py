@@ -1,9 +1,12 @@
 """All benchmarks that one kind of machine runs, one after another, with their results where the report reads them.
 
-    python -m benchmarks.all [--kind gpu|gpus|host] [--traces DIR] [--only NAME]... [--skip NAME]... [--list]
+    python -m benchmarks.all [--kind gpu|gpus|host] [--traces DIR] [--vllm DIR] [--only NAME]... [--skip NAME]...
+                            [--list]
 
 Each ends when its minutes are over, and the next begins whatever has become of it; what failed is named at the end.
-Those of one GPU take half an hour at most together. A result takes the place of the old one when it is whole.
+What one leaves of its minutes those behind it may use, each as many again as it has itself. Those of one GPU take 28
+minutes at most together. The first of them compiles what others run. A result takes the place of the old one when it is
+whole; one whose benchmark had to be stopped says itself what it misses, if it could still be written.
 """
 
 from __future__ import annotations
@@ -40,8 +43,9 @@ class Benchmark(NamedTuple):
     Attributes:
         kind: of the machine that it is for.
         minutes: after which it is stopped.
-        command: behind `python`. It prints JSON, or writes it to {json}; {conv}, {mooncake} are traces, {seconds} is
-            a part of the minutes, in which it stops by itself and says what is missing.
+        command: behind `python`. It prints JSON, or writes it to {json}; {conv}, {code}, {mooncake} are traces,
+            {seconds} is a part of the minutes, in which it stops by itself and says what is missing. With {vllm}, the
+            folder of `--vllm`, it runs only if there is one.
     """
 
     kind: Kind
@@ -49,48 +53,89 @@ class Benchmark(NamedTuple):
     command: str
 
 
-TRACES = {"conv": "azure_llm_2023_conv.csv", "mooncake": "mooncake_conversation.jsonl"}
-ENDING = 0.85
+TRACES = {
+    "conv": "azure_llm_2023_conv.csv",
+    "code": "azure_llm_2023_code.csv",
+    "mooncake": "mooncake_conversation.jsonl",
+}
+ENDING = 0.95
 """The part of its minutes in which a benchmark that knows a budget begins nothing new."""
+GRACE = 10.0
+"""Seconds in which a benchmark that is stopped may write what it has."""
 SERVE = "-m benchmarks.serve --budget-seconds {seconds} --json {json}"
 BENCHMARKS = {
+    "compiling": Benchmark(Kind.GPU, 2.2, "-m benchmarks.compiling --json"),
     # What the README says comes first: a machine may be lost.
+    "serve_rounds": Benchmark(Kind.GPU, 2.1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
+    "serve_rounds_qwen3": Benchmark(
+        Kind.GPU, 1.1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}} --model qwen3-0.6b"
+    ),
+    "serve_vllm": Benchmark(
+        Kind.GPU,
+        4.2,
+        f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --memory 16GiB --requests 300 --trace {{conv}}",
+    ),
+    "serve_vllm_qwen3": Benchmark(
+        Kind.GPU,
+        2.4,
+        f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --rates 0.8 --seeds 1 --memory 16GiB --requests 300"
+        " --trace {conv} --model qwen3-0.6b",
+    ),
+    "serve_pressure": Benchmark(
+        Kind.GPU,
+        1.3,
+        f"{SERVE} --quick --no-wait --rounds 2 --memory 3GiB --requests 30 --lengthen 8 --trace {{conv}}"
+        " --backends vmm --backends vmm+suspend --backends paged",
+    ),
+    "serve_peers": Benchmark(
+        Kind.GPU,
+        0.9,
+        f"{SERVE} --quick --no-wait --rounds 2 --memory 8GiB --requests 90 --trace {{conv}} --backends vmm"
+        " --backends vmm+fa3 --backends paged --backends paged+flashinfer",
+    ),
+    "serve": Benchmark(
+        Kind.GPU,
+        2.2,
+        f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --trace {{conv}} --backends vmm --backends paged --backends static",
+    ),
     "demo_azure": Benchmark(
-        Kind.GPU, 0.9, "-m vmmkv demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
+        Kind.GPU, 0.7, "-m vmmkv demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
+    ),
+    "pools": Benchmark(
+        Kind.GPU,
+        1.3,
+        "-m benchmarks.pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds}"
+        " --json",
     ),
     "batching": Benchmark(
         Kind.GPU,
-        4.4,
-        "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 35 --rounds 2 --json",
+        1.8,
+        "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 20 --rounds 1 --json",
     ),
-    "serve": Benchmark(Kind.GPU, 4.2, f"{SERVE} --trace {{conv}} --trace {{mooncake}}"),
-    "generate": Benchmark(Kind.GPU, 2, "-m benchmarks.generate --budget-seconds {seconds} --json"),
-    "attention": Benchmark(Kind.GPU, 2.4, "-m benchmarks.attention --trace {conv} --json"),
-    "allocator": Benchmark(Kind.GPU, 0.6, "-m benchmarks.allocator --rounds 50 --json"),
-    "mapper": Benchmark(Kind.GPU, 2, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"),
-    "sharing": Benchmark(Kind.GPU, 1, "-m benchmarks.sharing --rounds 4 --json"),
-    "prefixes": Benchmark(Kind.GPU, 0.5, "-m benchmarks.prefixes --json"),
-    "pools": Benchmark(
+    "attention": Benchmark(Kind.GPU, 1.4, "-m benchmarks.attention --trace {conv} --json"),
+    "generate": Benchmark(Kind.GPU, 0.8, "-m benchmarks.generate --budget-seconds {seconds} --json"),
+    "serve_qwen3": Benchmark(
         Kind.GPU,
-        4,
-        "-m benchmarks.pools --rounds 1 --move-memory 40GiB --trace {conv} --budget-seconds {seconds} --json",
-    ),
-    "serve_qwen3": Benchmark(Kind.GPU, 1.5, f"{SERVE} --model qwen3-0.6b --trace {{conv}}"),
-    "serve_rounds": Benchmark(Kind.GPU, 1.4, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
-    "serve_rounds_qwen3": Benchmark(
-        Kind.GPU, 1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}} --model qwen3-0.6b"
+        1.1,
+        f"{SERVE} --rounds 1 --seeds 1 --model qwen3-0.6b --trace {{conv}} --trace {{code}} --trace {{mooncake}}",
     ),
     "serve_reuse": Benchmark(
         Kind.GPU,
-        1.4,
+        1,
         f"{SERVE} --reuse --trace {{mooncake}} --model qwen3-0.6b --memory 8GiB --shorten 16 --requests 600"
         " --tokens 200000 --max-sequences 128",
     ),
-    "attention_shapes": Benchmark(Kind.GPU, 0.7, "-m benchmarks.attention --only shapes --json"),
-    "overread": Benchmark(Kind.GPU, 0.5, "-m benchmarks.overread --trace {conv} --json"),
-    "reuse": Benchmark(Kind.GPU, 0.6, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
-    "idle": Benchmark(Kind.GPU, 0.3, "-m benchmarks.idle --device cuda --trace {conv} --json"),
-    "swap": Benchmark(Kind.GPU, 0.5, "-m benchmarks.swap --json"),
+    "allocator": Benchmark(Kind.GPU, 0.4, "-m benchmarks.allocator --rounds 50 --json"),
+    "mapper": Benchmark(
+        Kind.GPU, 0.8, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
+    ),
+    "sharing": Benchmark(Kind.GPU, 0.8, "-m benchmarks.sharing --rounds 4 --json"),
+    "prefixes": Benchmark(Kind.GPU, 0.2, "-m benchmarks.prefixes --json"),
+    "attention_shapes": Benchmark(Kind.GPU, 0.3, "-m benchmarks.attention --only shapes --json"),
+    "overread": Benchmark(Kind.GPU, 0.3, "-m benchmarks.overread --trace {conv} --json"),
+    "reuse": Benchmark(Kind.GPU, 0.3, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
+    "idle": Benchmark(Kind.GPU, 0.2, "-m benchmarks.idle --device cuda --trace {conv} --json"),
+    "swap": Benchmark(Kind.GPU, 0.2, "-m benchmarks.swap --json"),
     "transfer": Benchmark(Kind.GPUS, 1.5, "-m benchmarks.transfer --rounds 10 --json"),
     "batching_ranks": Benchmark(
         Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 100 --rounds 2 --seconds 25 --json"
@@ -110,7 +155,7 @@ def main(
     traces: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Where traces are.")] = Path(),
     only: Annotated[list[str] | None, typer.Option(help="Run these.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Run all but these.")] = None,
-    vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="For benchmarks.serve.")] = None,
+    vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="In which vLLM is unpacked.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Say what would run, and for how long at most.")] = False,
 ) -> None:
     """Run all benchmarks of a kind of machine."""
@@ -118,10 +163,14 @@ def main(
     unknown = {*(only or []), *(skip or [])} - BENCHMARKS.keys()
     if unknown:
         raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(BENCHMARKS)}")
+    lacking = [name for name in only or [] if "{vllm}" in BENCHMARKS[name].command and not vllm]
+    if lacking:
+        raise typer.BadParameter(f"--only {', '.join(lacking)}: say with --vllm where vLLM is")
     chosen = {
         name: benchmark
         for name, benchmark in BENCHMARKS.items()
         if (name in only if only else benchmark.kind == kind) and name not in (skip or [])
+        if vllm or "{vllm}" not in benchmark.command
     }
     if show:
         rows = [
@@ -130,19 +179,21 @@ def main(
         rows.append(("all", "", f"{sum(benchmark.minutes for benchmark in chosen.values()):g}", ""))
         console.print(make_table("Benchmarks", ("name", "machine", "minutes", "python"), rows))
         return
-    outcomes = []
+    outcomes, spare = [], 0.0
     for name, benchmark in chosen.items():
-        start = perf_counter()
-        reason = run(name, benchmark, traces.absolute(), vllm.absolute() if vllm else None)
-        outcomes.append((name, f"{perf_counter() - start:.0f}", reason or "written"))
+        start, own = perf_counter(), benchmark.minutes * 60
+        reason = run(name, benchmark, own + min(spare, own), traces.absolute(), vllm)
+        took = perf_counter() - start
+        spare = max(spare + own - took, 0.0)
+        outcomes.append((name, f"{took:.0f}", reason or "written"))
         errors.print(": ".join(outcomes[-1]), highlight=False, markup=False)
     console.print(make_table("Benchmarks", ("name", "seconds", ""), outcomes))
     if any(reason != "written" for *_, reason in outcomes):
         raise typer.Exit(1)
 
 
-def run(name: str, benchmark: Benchmark, traces: Path, vllm: Path | None) -> str:
-    """Runs a benchmark, and puts its result in the place of the old one; returns why it could not, if so."""
+def run(name: str, benchmark: Benchmark, seconds: float, traces: Path, vllm: Path | None) -> str:
+    """Runs a benchmark for so long at most, and puts its result in the place of the old one; says what went wrong."""
     path = ROOT / RESULTS / f"{name}{suffix(benchmark.kind)}.json"
     partial = path.with_suffix(".partial")
     missing = [
@@ -150,30 +201,24 @@ def run(name: str, benchmark: Benchmark, traces: Path, vllm: Path | None) -> str
     ]
     if missing:
         return f"there is no {', '.join(missing)} in {traces}"
-    places = {key: str(traces / file) for key, file in TRACES.items()}
-    seconds = str(round(benchmark.minutes * 60 * ENDING))
-    words = [word.format(json=partial, seconds=seconds, **places) for word in shlex.split(benchmark.command)]
-    if vllm and "benchmarks.serve" in words:
-        words += ["--vllm", str(vllm)]
+    places = {key: str(traces / file) for key, file in TRACES.items()} | {"vllm": str(vllm and vllm.absolute())}
+    budget = str(round((seconds - GRACE) * ENDING))
+    words = [word.format(json=partial, seconds=budget, **places) for word in shlex.split(benchmark.command)]
     writes = "{json}" in benchmark.command
     try:
         with open(os.devnull if writes else partial, "w") as output:
-            reason = wait([sys.executable, *words], output.fileno(), benchmark.minutes * 60)
-        if not reason:
-            reason = unreadable(partial)
-        if not reason:
+            command = [sys.executable, *words]
+            status = run_command(command, seconds, stdout=output.fileno(), folder=ROOT, grace=min(GRACE, seconds / 2))
+        if status:
+            return f"it ended with {status}"
+        problem = unreadable(partial)
+        if not problem:
             partial.replace(path)
-        return reason
+        if status is None:
+            return f"stopped after {seconds / 60:.2g} minutes{'' if problem else ', and written'}"
+        return problem
     finally:
         partial.unlink(missing_ok=True)
-
-
-def wait(command: list[str], output: int, seconds: float) -> str:
-    """Runs a command for so long at most; returns what went wrong."""
-    status = run_command(command, seconds, stdout=output, folder=ROOT)
-    if status is None:
-        return f"stopped after {seconds / 60:g} minutes"
-    return f"it ended with {status}" if status else ""
 
 
 def unreadable(path: Path) -> str:

@@ -19,6 +19,7 @@ from vmmkv.schemes import BLOCK_TOKENS
 
 from . import (
     batching_tables,
+    compiling,
     eight_bits_tables,
     fragmentation,
     idle,
@@ -413,6 +414,20 @@ for name, source in (("rounds", "serve_rounds_h200.json"), ("rounds-qwen3", "ser
     TABLES[f"{name}-ahead"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-waiting"] = Table((source,), partial(serving_table, load="waited for"))
     TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+for name, source in (
+    ("serve-vllm", "serve_vllm_h200.json"),
+    ("serve-vllm-qwen3", "serve_vllm_qwen3_h200.json"),
+    ("serve-pressure", "serve_pressure_h200.json"),
+    ("serve-peers", "serve_peers_h200.json"),
+):
+    TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
+    TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+TABLES["serve-vllm-qwen3-load"] = Table(("serve_vllm_qwen3_h200.json",), rates_tables)
+
+
+@table("compiling_h200.json")
+def what_is_compiled(result: Result) -> str:
+    return markdown(compiling.COLUMNS, compiling.lines(result))
 
 
 for name, load in (("mooncake", "mooncake_conversation, saturation"), ("system", "system prompts, saturation")):

@@ -203,8 +203,8 @@ RequestOutputKind = SimpleNamespace(DELTA="delta")
 
 
 class SamplingParams:
-    def __init__(self, temperature, max_tokens, min_tokens, ignore_eos, detokenize, output_kind="all"):
-        assert min_tokens == max_tokens and ignore_eos and not detokenize
+    def __init__(self, temperature, max_tokens, ignore_eos, detokenize, output_kind="all"):
+        assert ignore_eos and not detokenize
         self.max_tokens, self.output_kind = max_tokens, output_kind
 """
 
@@ -244,13 +244,30 @@ def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, traces: list[s
     assert 0 < coming["gap_s"]["p50"] <= coming["gap_s"]["most"] < coming["seconds"]
     told = json.loads((vllm / "told-False.json").read_text())
     assert told["num_gpu_blocks_override"] * 16 * result["token_bytes"] == result["budget_bytes"]
-    assert (told["max_num_batched_tokens"], told["max_num_seqs"]) == (2048 + 256, 256)
+    assert (told["max_num_batched_tokens"], told["max_num_seqs"]) == (8192, 256)
     assert (told["max_model_len"], told["offline"], told["resets"]) == (128, "1", 0)
     assert read_config(told["config"]) == MODELS["tiny"]
+    assert result["vllm_options"]["vllm"].items() >= {"max_num_seqs": 256, "enable_prefix_caching": False}.items()
     assert {"main, saturation: vmm over vllm, tokens/s", "main, 50% load: vmm over vllm, time to first token"} <= {
         line["what"] for line in result["comparisons"]
     }
     assert "vllm" in done.stdout
+
+
+def test_attention_that_cannot_be_had_is_named_with_the_reason(traces: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    names = "vmm", "vmm+fa3", "paged+flashinfer"
+    plan = "--quick", "--no-wait", "--rounds", "2", "--memory", "512KiB", "--max-seq-len", "128"
+    backends = [word for name in names for word in ("--backends", name)]
+    done = run_benchmark(*traces[:2], *plan, *backends, "--json", str(path))
+    assert done.exit_code == 0, done.output
+    result = json.loads(path.read_text())
+    assert [(row["backend"], len(row["rounds"])) for row in result["serving"]] == [("vmm", 2)]
+    reasons = {row["backend"]: row["reason"] for row in result["skipped"]}
+    assert reasons.keys() == {"vmm+fa3", "paged+flashinfer"}
+    assert "fa3_fwd_interface" in reasons["vmm+fa3"]
+    assert "flashinfer" in reasons["paged+flashinfer"]
+    assert result["missed"] == []
 
 
 def test_vllm_that_does_not_start_is_named_with_the_reason(vllm: Path, traces: list[str], tmp_path: Path) -> None:
@@ -329,18 +346,27 @@ def test_prompts_have_in_common_what_their_traces_say(mooncake: Path) -> None:
         assert known == workload.known_tokens() > 0
 
 
-def test_what_is_preempted_is_suspended_if_one_asks_for_it(tmp_path: Path) -> None:
+def test_long_answers_are_preempted_and_suspended_if_one_asks_for_it(tmp_path: Path) -> None:
     path, trace = tmp_path / "result.json", tmp_path / "long.jsonl"
-    trace.write_text('{"input_length": 8, "output_length": 200}\n' * 8)
+    trace.write_text('{"input_length": 8, "output_length": 50}\n' * 8)
     sizes = "--memory", "256KiB", "--chunk", "64", "--rounds", "1", "--backends", "vmm", "--backends", "vmm+suspend"
-    done = run_benchmark("--quick", "--no-wait", "--trace", str(trace), *sizes, "--json", str(path))
+    done = run_benchmark("--quick", "--no-wait", "--trace", str(trace), "--lengthen", "4", *sizes, "--json", str(path))
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
     anew, suspended = (next(row for row in result["serving"] if row["backend"] == n) for n in ("vmm", "vmm+suspend"))
     assert anew["finished"] == suspended["finished"] == 8
     assert anew["preemptions"] > anew["suspensions"] == 0
-    assert 0 < suspended["suspensions"] <= suspended["preemptions"]
+    assert 0 < suspended["suspensions"] <= suspended["preemptions"]  # as far as the host has room
     assert result["preempting"]["suspends"]
+    assert result["workloads"][0]["output_tokens"] == 8 * 200
+    for row in (anew, suspended):
+        assert row["trace"] == "long, answers x 4"
+        assert row["preemptions"] / 8 >= row["preempted_share"] > 0.1
+    assert anew["recomputed_tokens"] >= 8 * anew["preemptions"]  # prompts, and what there was of answers
+    assert suspended["recomputed_tokens"] < anew["recomputed_tokens"]
+    whats = [line["what"] for line in result["comparisons"]]
+    assert "long, answers x 4, saturation: vmm+suspend over vmm, tokens/s" in whats
+    assert "requests preempted" in done.stdout
 
 
 def test_it_stops_in_time_and_says_what_it_did_not_reach(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from benchmarks.engine.reusing_rows import ReusingVmmKV
 from benchmarks.engine.run import Run
 from benchmarks.engine.schedule import HEADROOM, Schedule
 from benchmarks.engine.suspending import SuspendingVmmKV, costs
-from benchmarks.engine.vmm import VmmKV
+from benchmarks.engine.vmm import OVERREAD, VmmKV
 from vmmkv import KVLayout
 
 CPU = torch.device("cpu")
@@ -154,9 +154,11 @@ def test_schedules_serve_all_requests_within_their_means(
     schedule = Schedule(kv, np.array(prompts), np.array(outputs), max_sequences, chunk)
     schedule.waiting.extend(range(len(prompts)))
     sampled = np.zeros(len(prompts), int)
+    computed = 0
     finished: list[int] = []
     running: list[int] = []
     while step := schedule.next():
+        computed += len(step.decode) + int(step.counts.sum())
         if len(schedule.running) > 1 and schedule.running[-1] not in running:
             # It came to others, and what they were promised is still to be had.
             known = schedule.known[schedule.running]
@@ -175,6 +177,8 @@ def test_schedules_serve_all_requests_within_their_means(
         running = list(schedule.running)
     assert sampled.tolist() == outputs
     assert sorted(finished) == list(range(len(prompts)))
+    assert schedule.recomputed == computed - sum(prompts) - sum(outputs) + len(prompts)  # last tokens are not computed
+    assert (schedule.recomputed > 0) == bool(schedule.preempted.any())
     assert kv.fits(blocks * 16)
     kv.close()
 
@@ -224,10 +228,12 @@ def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
         schedule.ids = lambda request: ids[request][: schedule.known[request]]
     schedule.waiting.extend(range(len(prompts)))
     sampled = np.zeros(len(prompts), int)
+    computed = 0
     while step := schedule.next():
         before = schedule.computed.copy()
         requests = np.concatenate([step.decode, step.prefill])
         counts = np.concatenate([np.ones_like(step.decode), step.counts])
+        computed += int(counts.sum())
         for request, count in zip(requests, counts):
             positions = np.arange(before[request], before[request] + count)
             write_tokens(kv, schedule.row[request], positions, ids[request][positions])
@@ -239,6 +245,9 @@ def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
     assert sampled.tolist() == outputs
     assert (schedule.cached >= 0).all()
     assert (schedule.cached < prompts).all()
+    needed = sum(prompts) + sum(outputs) - len(prompts) - int(schedule.cached.sum())
+    assert computed <= needed + schedule.recomputed  # less, where one finds more than it had before
+    assert computed == needed + schedule.recomputed or not suspend
     assert kv.fits(blocks * 16)
     kv.give_back()
     if isinstance(kv, ReusingPagedKV):
@@ -466,23 +475,33 @@ def test_on_a_gpu_all_backends_and_graphs_agree_in_bf16(head_dim: int) -> None:
 @pytest.mark.parametrize(
     ("backend", "peer", "module"), [("vmm", "fa3", "fa3_fwd_interface"), ("paged", "flashinfer", "flashinfer")]
 )
-def test_on_a_gpu_peers_attend_to_chunks_of_prompts_as_our_kernels_do(backend: str, peer: str, module: str) -> None:
+def test_on_a_gpu_peers_attend_as_our_kernels_do(backend: str, peer: str, module: str) -> None:
+    """To chunks of prompts, to decode beside them and alone, and in graphs."""
     pytest.importorskip(module, reason=f"{module} is not installed")
     config = Config(VOCABULARY, 256, 512, 2, 8, 2, 128)
     model = random_model(config, 1024, torch.device("cuda"), torch.bfloat16, random_seed())
-    prompts, _ = random_requests(20, 900, 1)
-    engine = Engine(model, backend, 256 << 20, 20, 1024, 20_000, chunk=512, prefill=peer)
-    theirs, ours = engine.prefill_attention, numba_attention(engine.kv)
+    prompts, outputs = random_requests(20, 900, 20)
+    options = OVERREAD if peer == "fa3" else {}
+    sizes = 256 << 20, 20, 1024, 20_000
+    engine = Engine(model, backend, *sizes, chunk=512, attention=peer, graphs=False, options=options)
+    theirs, ours = engine.attention, numba_attention(engine.kv)
 
     def both(layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
         found = theirs(layer, q, batch)
         torch.testing.assert_close(found, ours(layer, q, batch), rtol=2e-2, atol=2e-2)
         return found
 
-    engine.prefill_attention = both
-    assert engine.run(prompts, [2] * len(prompts)).finished == len(prompts)
+    engine.attention = both
+    assert engine.run(prompts, outputs).finished == len(prompts)
     check_nothing_is_kept(engine, backend)
     engine.close()
+    found = []
+    for attention, how in ((peer, options), (None, {})):
+        engine = Engine(model, backend, *sizes, chunk=512, attention=attention, options=how)
+        run = engine.run(prompts, outputs)
+        found.append([run.output(request) for request in range(len(prompts))])
+        engine.close()
+    assert np.mean([one[:2] == other[:2] for one, other in zip(*found)]) > 0.8
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .attention import ATTENTION, Attend, Batch, numba_write, torch_write
+from .attention import ATTENTION, WRITE, Batch, FlashInfer
 from .backend import KVBackend, pinned
 from .model import Angles, Model
 from .paged import PagedKV
@@ -48,9 +48,7 @@ class Engine:
         max_seq_len: tokens of the longest request.
         max_tokens: tokens of all requests of a run together, and one more for each.
         chunk: tokens of prompts in a step.
-        attention: "numba", our kernels, or "torch"; None: ours on a GPU.
-        prefill: attention of prompts, where it is another one: "fa3" (rows) or "flashinfer" (blocks). Prompts and
-            decode have a forward pass each then; otherwise they share one.
+        attention: "numba", our kernels, "torch", "fa3" (rows) or "flashinfer" (blocks); None: ours on a GPU.
         temperature: of sampling; 0 takes the likeliest token.
         graphs: decode from CUDA graphs; where there is a GPU.
         reuse: begin prompts with what others have computed, with a backend of `REUSING`; the tokens of each step are
@@ -71,7 +69,6 @@ class Engine:
         *,
         chunk: int = 2048,
         attention: str | None = None,
-        prefill: str | None = None,
         temperature: float = 0.0,
         graphs: bool = True,
         reuse: bool = False,
@@ -85,11 +82,10 @@ class Engine:
         layout = model.config.kv_layout(model.dtype)
         make = (REUSING if reuse else SUSPENDING if suspend else BACKENDS)[backend]
         self.kv = make(layout, max_sequences, max_seq_len, max_bytes, self.device, **(options or {}))
-        attention = attention or ("numba" if self.device.type == "cuda" else "torch")
-        self.write = torch_write(self.kv) if attention == "torch" else numba_write(self.kv)
-        self.decode_attention = ATTENTION[attention](self.kv)
-        self.prefill_attention = ATTENTION[prefill or attention](self.kv)
-        self.joins = prefill is None
+        usual = "numba" if self.device.type == "cuda" else "torch"
+        self.write = WRITE.get(attention or usual, WRITE[usual])(self.kv)
+        self.attention = ATTENTION[attention or usual](self.kv)
+        self.planned = self.attention if isinstance(self.attention, FlashInfer) else None
         # A decode batch takes four arrays; prefill two by token, four by sequence, two by sequence that samples. One
         # more says where all samples are. (A joint pass takes less than both: its tokens are those of prefill, and one
         # for each sequence.)
@@ -156,7 +152,8 @@ class Engine:
         run.seconds = perf_counter() - begin
         ends = (sizes + counts + 1).cumsum()
         run.tokens = np.delete(self.tokens[: ends[-1]].cpu().numpy(), ends - 1)
-        run.preemptions, run.suspensions, run.cached = schedule.preemptions, schedule.suspensions, schedule.cached
+        run.preempted, run.suspensions, run.cached = schedule.preempted, schedule.suspensions, schedule.cached
+        run.recomputed = schedule.recomputed
         run.samples.append((run.seconds, self.kv.physical_bytes(), 0))
         return run
 
@@ -253,7 +250,7 @@ class Engine:
         """Brings a step's indices to the device in one copy, and launches decode, prefill, or both in one forward pass.
         With reuse it returns what is sampled, which is there when the step is done."""
         chunked, counts, size = step.prefill, step.counts, self._padded(len(step.decode))
-        if self.joins and size and len(step.prefill):
+        if size and len(step.prefill):
             chunked, size = np.append(step.decode, step.prefill), 0
             counts = np.append(np.ones_like(step.decode), step.counts)
         decode = self._decode_inputs(schedule, step, size)
@@ -261,19 +258,34 @@ class Engine:
         targets = [self.offsets[step.sampled] + schedule.known[step.sampled]] if self.reuse else []
         flat = np.concatenate(decode + prefill + targets).astype(np.int32)
         inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
-        if size in self.graphs:
-            self.graphs[size].replay()
-        elif size:
-            starts = schedule.computed[step.decode]
-            self._decode(size, np.stack([schedule.row[step.decode], starts, np.ones_like(starts)]))
+        if size:
+            self._launch_decode(schedule, step, size)
         if prefill:
             sizes = list(map(len, prefill))
             begin = sum(map(len, decode))
             host = np.stack([schedule.row[chunked], schedule.computed[chunked], counts])
+            self._plan(host, len(step.prefill))
             self._prefill(inputs[begin : begin + sum(sizes)].split(sizes), host, len(step.prefill))
         if not self.reuse:
             return None
         return self.tokens[inputs[len(inputs) - len(step.sampled) :]].to("cpu", non_blocking=True)
+
+    def _launch_decode(self, schedule: Schedule, step: Step, size: int) -> None:
+        """From a graph, where there is one of this size."""
+        graph = self.graphs.get(size)
+        if self.planned or not graph:
+            starts = schedule.computed[step.decode]
+            host = np.stack([schedule.row[step.decode], starts, np.ones_like(starts)])
+            self._plan(host, 0, size if graph else 0)
+        if graph:
+            graph.replay()
+        else:
+            self._decode(size, host)
+
+    def _plan(self, host: npt.NDArray[np.int64], prompts: int, size: int = 0) -> None:
+        """Tells attention what comes, where it has to know, see `FlashInfer.plan`."""
+        if self.planned:
+            self.planned.plan(host, prompts, self.model.config.num_heads, size)
 
     def _decode_inputs(self, schedule: Schedule, step: Step, size: int) -> list[npt.NDArray[np.int64]]:
         """What `_decode` takes, padded to the size of a graph."""
@@ -313,23 +325,23 @@ class Engine:
         places, rows, seq_lens, cu_seqlens = self.inputs[: 4 * size + 1].split((size, size, size, size + 1))
         positions = (seq_lens - 1).clamp_(min=0)
         batch = Batch(rows, positions, seq_lens, cu_seqlens, host, prompts=0)
-        hidden = self._forward(places, positions, self.decode_attention, batch)
+        hidden = self._forward(places, positions, batch)
         self._sample(hidden, places + 1)
 
     def _prefill(self, inputs: tuple[torch.Tensor, ...], host: npt.NDArray[np.int64], prompts: int) -> None:
         """A chunk of each of some prompts, and a token of each other sequence."""
         places, positions, rows, starts, seq_lens, cu_seqlens, last, targets = inputs
         batch = Batch(rows, starts, seq_lens, cu_seqlens, host, prompts=prompts)
-        hidden = self._forward(places, positions, self.prefill_attention, batch)
+        hidden = self._forward(places, positions, batch)
         if len(targets):
             self._sample(hidden[last], targets)
 
-    def _forward(self, places: torch.Tensor, positions: torch.Tensor, attention: Attend, batch: Batch) -> torch.Tensor:
+    def _forward(self, places: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The model over the tokens at some places of `tokens`."""
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, angles: Angles) -> torch.Tensor:
             q = self.write(layer, q, k, v, angles, batch)
-            return attention(layer, q, batch)
+            return self.attention(layer, q, batch)
 
         return self.model.forward(self.tokens[places], positions, attend)
 
@@ -358,6 +370,7 @@ class Engine:
         for size in sorted(sizes, reverse=True):
             self.inputs.zero_()
             self.inputs[:size] = len(self.tokens) - 2
+            self._plan(np.zeros((3, 0), np.int64), 0, size)
             self._decode(size)  # compiles, and makes workspaces
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()

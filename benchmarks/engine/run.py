@@ -26,7 +26,7 @@ class Run:
         seconds: until the last request had finished, or the run was stopped.
         generated: tokens.
         running, waiting: requests in each step, and `step_seconds`, how long it took.
-        preemptions, suspensions, cached: see `Schedule`.
+        preempted, suspensions, recomputed, cached: see `Schedule`.
         manager_ns: host time in the cache manager for each step, waits for the device included.
         host_ns: host time in all that prepares and launches steps, the cache manager's included.
         samples: `(seconds, physical bytes, running requests)` over time.
@@ -45,8 +45,9 @@ class Run:
     running: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    preemptions: int = 0
+    preempted: npt.NDArray[np.int64] = field(init=False)
     suspensions: int = 0
+    recomputed: int = 0
     cached: npt.NDArray[np.int64] = field(init=False)
     manager_ns: list[int] = field(default_factory=list)
     host_ns: int = 0
@@ -54,13 +55,17 @@ class Run:
 
     def __post_init__(self) -> None:
         self.first, self.finish, self.longest_gap, self.latest = np.full((4, len(self.arrivals)), np.nan)
-        self.cached = np.full_like(self.prompts, -1)
+        self.cached, self.preempted = np.full_like(self.prompts, -1), np.zeros_like(self.prompts)
         self.missing = self.outputs.copy()
         """Tokens that each request still waits for."""
 
     @property
     def finished(self) -> int:
         return int(np.isfinite(self.finish).sum())
+
+    @property
+    def preemptions(self) -> int:
+        return int(self.preempted.sum())
 
     def output(self, request: int) -> list[int]:
         """The tokens generated for a request."""

@@ -64,8 +64,9 @@ class Schedule:
 
     Attributes:
         cached: by request how many tokens were there when it first started.
-        preemptions: requests that lost their room to others, and `suspensions`, how many of them kept K and V on the
-            host.
+        preempted: by request how often it lost its room to others, and `suspensions`, how often one of them kept K and
+            V on the host.
+        recomputed: tokens whose K and V were computed anew for it.
         manager_ns: host time in the cache manager.
 
     Raises:
@@ -103,7 +104,8 @@ class Schedule:
         self.running: list[int] = []
         self.blocked = False
         """The first that waits did not fit; since then nothing was freed, and no prompt computed."""
-        self.preemptions = self.suspensions = 0
+        self.preempted, self.lost = np.zeros_like(prompts), np.zeros_like(prompts)
+        self.suspensions = self.recomputed = 0
         self.manager_ns = 0
 
     def next(self) -> Step | None:
@@ -145,6 +147,8 @@ class Schedule:
             self.row[request], self.computed[request] = begun
             if self.cached[request] < 0:
                 self.cached[request] = self.computed[request]
+            self.recomputed += max(int(self.lost[request] - self.computed[request]), 0)
+            self.lost[request] = 0
             self.running.append(request)
 
     def _has_tokens_left(self) -> bool:
@@ -172,13 +176,13 @@ class Schedule:
     def _preempt(self) -> None:
         request = self.running.pop()
         self.waiting.appendleft(request)
-        self.preemptions += bool(self.computed[request])
+        self.preempted[request] += self.computed[request] > 0
         if self.suspend and self.computed[request] and self._timed(self.kv.suspend, int(self.row[request])):
             self.suspensions += 1
             self.blocked = False
             return
         self._free([request])
-        self.computed[request] = 0
+        self.lost[request], self.computed[request] = self.computed[request], 0
 
     def advance(self, step: Step) -> list[int]:
         """Takes the last step for done; returns the requests that have all of their tokens, whose K and V are gone."""

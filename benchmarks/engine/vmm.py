@@ -25,10 +25,15 @@ def make_driver(layout: KVLayout, device: torch.device) -> Driver:
     return open_driver(device, page_size)
 
 
+OVERREAD = {"overread": 256, "scrub": True}
+"""What rows need for FlashAttention-3, which reads whole tiles, of up to 224 tokens, and multiplies what it masks."""
+
+
 class VmmKV:
     """A `KVBackend`.
 
     Args:
+        overread, scrub: see `KVCache`.
         lookahead: tokens that are mapped behind each sequence before it needs them; None is what `KVCache` does.
         pool: memory that others use as well, instead of `max_bytes` of its own.
         host_bytes: of host memory, for sequences that are suspended.
@@ -47,16 +52,20 @@ class VmmKV:
         lookahead: int | None = None,
         pool: FramePool | None = None,
         host_bytes: int = 0,
+        overread: int = 0,
+        scrub: bool = False,
     ) -> None:
         memory: dict[str, Any] = {"pool": pool}
         if pool is None:
             memory = {"max_bytes": max_bytes, "driver": make_driver(layout, device)}
-        self.cache = KVCache(layout, max_sequences, max_seq_len, lookahead=lookahead, host_bytes=host_bytes, **memory)
+        memory |= {"lookahead": lookahead, "host_bytes": host_bytes, "overread": overread, "scrub": scrub}
+        self.cache = KVCache(layout, max_sequences, max_seq_len, **memory)
+        self.overread = overread
         self.sequences = np.full(max_sequences, None, object)
         self.free_rows = max_sequences
 
     def fits(self, tokens: int, spare: int = 0) -> bool:
-        return bool(self.free_rows) and self.has_room(tokens + spare)
+        return bool(self.free_rows) and self.has_room(tokens + self.overread + spare)
 
     def has_room(self, tokens: int) -> bool:
         """Whether there is memory for so many tokens more."""

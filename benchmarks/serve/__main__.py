@@ -17,8 +17,10 @@ schedule learns of when it has been seen; and with a host that waits, beside a t
 vLLM serves the same, where it is installed, or `--vllm` names a folder in which it is unpacked; with `--reuse` once
 without prefix caching and once with it.
 
-`--backends vmm+suspend` moves what is preempted to the host and back, if that costs less than to compute it anew;
-`preempting` in the result says what either costs a token.
+`--backends vmm+fa3` and `paged+flashinfer` attend with kernels of others, to prompts and in decode; what cannot be had
+is named with the reason. `--backends vmm+suspend` moves what is preempted to the host and back, if that costs less than
+to compute it anew; `preempting` in the result says what either costs a token. `--lengthen` makes answers longer: with
+memory for few of them many requests are preempted.
 """
 
 from __future__ import annotations
@@ -26,7 +28,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any, NamedTuple
@@ -53,14 +54,13 @@ from .workloads import Limits, Usual, Workload, make_workload, system_prompts
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
 HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
-CHOICES = dict.fromkeys(
-    [*BACKENDS, *(f"{name}+{REUSE}" for name in REUSING), *(f"{name}+{SUSPEND}" for name in SUSPENDING)], ""
-) | {
-    "vmm+fa3": "fa3_fwd_interface",
-    "paged+flashinfer": "flashinfer",
-    **dict.fromkeys([f"static+{LONGEST}", *VLLM], ""),
-}
-"""Backends, and the module that each needs beside ours."""
+CHOICES = [
+    *BACKENDS,
+    *(f"{name}+{REUSE}" for name in REUSING),
+    *(f"{name}+{SUSPEND}" for name in SUSPENDING),
+    *("vmm+fa3", "paged+flashinfer", f"static+{LONGEST}", *VLLM),
+]
+"""Backends."""
 
 
 class Plan(NamedTuple):
@@ -126,6 +126,7 @@ def main(
     chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the long prompts.")] = None,
     shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
+    lengthen: Annotated[int, typer.Option(min=1, help="Multiply the lengths of answers.")] = 1,
     lookahead: Annotated[
         int | None,
         typer.Option(min=0, help="Tokens that are mapped ahead of each sequence; 0 without a mapper, else the usual."),
@@ -149,8 +150,6 @@ def main(
     for backend in asked:
         if backend not in CHOICES:
             raise typer.BadParameter(f"{backend}: backends are {', '.join(CHOICES)}")
-        if CHOICES[backend] and not find_spec(CHOICES[backend]):
-            raise typer.BadParameter(f"{backend}: there is no module {CHOICES[backend]}")
     if rates and rates[0] <= 0:
         raise typer.BadParameter(f"--rates {rates[0]:g}: a share of saturation is more than 0")
     if plot:
@@ -170,6 +169,7 @@ def main(
         longest=int(LARGEST * max_bytes) // token_bytes,
         max_seq_len=max_seq_len or usual.max_seq_len,
         shorten=shorten or usual.shorten,
+        lengthen=lengthen,
     )
     if reuse:
         workloads = [make_workload(path, limits, seed) for path in trace or []]
@@ -224,6 +224,9 @@ def main(
             measure(result, ours, workloads, backends, loads, rounds, prompt if plan.prompts else None)
             tasks = [Task(workloads[0], [Load(), *map(Load, rates)], rounds)]
         peer.serve(result, settings, tasks)
+    except BaseException as error:
+        result["missed"].append(f"all that was to follow: {type(error).__name__} {error}".rstrip())
+        raise
     finally:  # what was measured is not lost to what fails behind it
         result["comparisons"] = compare(result)
         if json_output:

@@ -19,6 +19,7 @@ from benchmarks.engine.backend import Work
 from benchmarks.engine.engine import Engine
 from benchmarks.engine.model import Model
 from benchmarks.engine.run import Run
+from benchmarks.engine.vmm import OVERREAD
 from vmmkv import FramePool
 from vmmkv.cli.output import errors
 
@@ -35,6 +36,9 @@ REFERENCE = "paged"
 REUSE, SUSPEND, LONGEST = "reuse", "suspend", "longest"
 """What is behind the `+` of a backend that reuses prefixes, of one that suspends preempted requests, and of slots that
 are no longer than the longest request, which a server does not know beforehand."""
+
+PEERS = {"fa3": "fa3_fwd_interface", "flashinfer": "flashinfer"}
+"""Attention of others, likewise behind the `+`, and the module that each is."""
 
 WARM_UPS = 16
 """Sizes of prompts that an engine serves before it is measured, up to a whole chunk."""
@@ -59,6 +63,8 @@ class Settings(NamedTuple):
         """Of an engine with this backend."""
         name, _, beside = backend.partition("+")
         options: dict[str, Any] = {"lookahead": self.lookahead, "pool": self.pool} if name == "vmm" else {}
+        if beside == "fa3":
+            options |= OVERREAD
         if beside == SUSPEND:
             options |= {"host_bytes": self.max_bytes, "tokens_per_s": self.tokens_per_s}
         return options
@@ -101,8 +107,8 @@ def serve(
     those of all.
 
     Args:
-        backends: names of backends, as `vmm`, or with a prefill kernel of their own, as `vmm+fa3`, or with prefix
-            reuse, as `vmm+reuse`, or suspending preempted requests, as `vmm+suspend`.
+        backends: names of backends, as `vmm`, or with the attention of others, as `vmm+fa3`, or with prefix reuse, as
+            `vmm+reuse`, or suspending preempted requests, as `vmm+suspend`.
     """
     order = sorted(backends, key=lambda name: name != REFERENCE)
     plan = [
@@ -114,6 +120,7 @@ def serve(
     ]
     found: dict[tuple[str, str], list[Row]] = {}
     engines: dict[str, Engine] = {}
+    refused: set[str] = set()
     reference: Run | None = None
     with ExitStack() as stack:
         stack.callback(lambda: result["serving"].extend(map(middle, found.values())))  # also if something fails
@@ -122,8 +129,18 @@ def serve(
             if perf_counter() > settings.deadline:
                 result["missed"].append(name)
                 continue
+            if backend in refused:
+                continue
             if backend not in engines:
-                engines[backend] = stack.enter_context(closing(make_engine(settings, workload, backend)))
+                try:
+                    engines[backend] = stack.enter_context(closing(make_engine(settings, workload, backend)))
+                except Exception as error:  # whatever a peer raises is its reason
+                    if backend.partition("+")[2] not in PEERS:
+                        raise
+                    refused.add(backend)
+                    reason = f"{type(error).__name__}: {error}"
+                    result["skipped"].append({"backend": backend, "kernel": "", "reason": reason})
+                    continue
             told = partial(progress, name)
             run, row = run_load(settings, workload, engines[backend], load, number, reference, told)
             free_memory()
@@ -157,6 +174,8 @@ EACH_ROUND = {
     "manager_us": ("manager_us",),
     "manager_p99_us": ("manager_step_us", "p99"),
     "hit_rate": ("hit_rate",),
+    "preempted_share": ("preempted_share",),
+    "recomputed_tokens": ("recomputed_tokens",),
 }
 """Figures that are reported of all rounds, as far as a row has them, and where they stand in it."""
 
@@ -190,7 +209,7 @@ def make_engine(settings: Settings, workload: Workload, backend: str) -> Engine:
         max_seq_len,
         max_tokens,
         chunk=settings.chunk,
-        prefill=None if beside in (REUSE, SUSPEND, LONGEST) else beside or None,
+        attention=beside if beside in PEERS else None,
         reuse=beside == REUSE,
         suspend=beside == SUSPEND,
         late=settings.late,
@@ -293,6 +312,8 @@ def figures(run: Run) -> Row:
         "crowded_concurrency": float(running[crowded].mean()) if crowded.any() else None,
         "preemptions": run.preemptions,
         "suspensions": run.suspensions,
+        "preempted_share": float((run.preempted > 0).mean()),
+        "recomputed_tokens": run.recomputed,
         "hit_rate": float(run.cached[run.cached >= 0].sum() / max(run.prompts[run.cached >= 0].sum(), 1)),
         "manager_us": sum(run.manager_ns) / 1e3 / steps,
         "manager_step_us": quantiles(np.array(run.manager_ns) / 1e3),

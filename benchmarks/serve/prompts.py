@@ -20,7 +20,7 @@ PROMPTS = 2
 
 
 class Timed:
-    """An attention function whose time on the device is added up, but for the first layer, where peers plan."""
+    """An attention function whose time on the device is added up, but for the first layer, before which it may idle."""
 
     def __init__(self, attend: Callable[..., torch.Tensor], device: torch.device) -> None:
         self.attend = attend
@@ -88,9 +88,9 @@ def make_engine(settings: Settings, backend: str, kernel: str, tokens: int) -> E
         2 * tokens,
         4 * tokens,
         chunk=tokens,
-        prefill=kernel,
+        attention=kernel,
         graphs=False,
-        options=settings.options(backend),
+        options=settings.options(f"{backend}+{kernel}"),
     )
 
 
@@ -102,10 +102,10 @@ def run_prompts(engine: Engine, tokens: int) -> float:
 
 def time_attention(engine: Engine, tokens: int) -> float:
     """Seconds of the same that are attention's, without writing K and V; the first layer is taken to be like others."""
-    attend = engine.prefill_attention
-    engine.prefill_attention = timed = Timed(attend, engine.device)
+    attend = engine.attention
+    engine.attention = timed = Timed(attend, engine.device)
     run_prompts(engine, tokens)
-    engine.prefill_attention = attend
+    engine.attention = attend
     layers = engine.model.config.num_layers
     return timed.seconds() * layers / (layers - 1)
 

@@ -69,6 +69,15 @@ def compare(result: dict[str, Any]) -> list[Row]:
             add(f"{names}, tokens/s", both("output_tokens_per_s"), 1.0 if on_gpu else None)
             add(f"{names}, time to first token", both("first_token_s"), 0.0 if on_gpu else None, at_most=1.0)
             add(f"{names}, prompt tokens that were there", both("hit_rate"))
+        for ours, other in (("vmm+fa3", "paged+flashinfer"), ("vmm+fa3", "vmm"), ("paged+flashinfer", "paged")):
+            if {ours, other} <= rows.keys():
+                both = partial(typical, rows[ours], rows[other])
+                add(f"{name}: {ours} over {other}, tokens/s", both("output_tokens_per_s"))
+        for other in ("vmm", "paged"):
+            if {"vmm+suspend", other} <= rows.keys():
+                names, both = f"{name}: vmm+suspend over {other}", partial(typical, rows["vmm+suspend"], rows[other])
+                add(f"{names}, tokens/s", both("output_tokens_per_s"))
+                add(f"{names}, tokens computed anew", both("recomputed_tokens"))
         for backend in ("vmm", "paged"):
             if {backend, f"{backend}+reuse"} <= rows.keys():
                 names = f"{name}: {backend}+reuse over {backend}"
@@ -154,6 +163,8 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("mean while others wait", lambda row: number(row["crowded_concurrency"], 1)),
     ("preemptions", lambda row: row["preemptions"]),
     ("of them suspended", lambda row: row["suspensions"]),
+    ("requests preempted", lambda row: f"{row['preempted_share']:.0%}"),
+    ("tokens computed anew", lambda row: f"{row['recomputed_tokens']:,}"),
     ("host, µs a step", lambda row: f"{row['host_us']:,.0f}"),
     ("cache manager, µs a step", lambda row: f"{row['manager_us']:,.1f}"),
     ("of it driver calls", lambda row: f"{row['driver_us']:,.1f}"),

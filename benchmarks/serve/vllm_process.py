@@ -11,6 +11,9 @@ from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
 
+WARM_UPS = 32
+"""Requests whose prompts it has served before it is measured."""
+
 
 def main() -> None:
     """Serves all that the job says."""
@@ -23,7 +26,7 @@ def main() -> None:
         print(json.dumps({"version": vllm.__version__}), file=results, flush=True)
         for number, work in enumerate(job["works"]):
             prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
-            engine.generate(prompts[:8], [sampling(2)] * len(prompts[:8]), use_tqdm=False)
+            engine.generate(prompts[:WARM_UPS], [sampling(2)] * len(prompts[:WARM_UPS]), use_tqdm=False)
             for times in work["runs"]:
                 if job["options"]["enable_prefix_caching"]:
                     engine.reset_prefix_cache()
@@ -35,11 +38,10 @@ def main() -> None:
 
 
 def sampling(tokens: int, **how: Any) -> Any:
-    """The likeliest tokens, just so many."""
+    """The likeliest tokens, just so many: without `min_tokens`, for which it would go through logits once more."""
     from vllm import SamplingParams
 
-    about = {"temperature": 0, "max_tokens": tokens, "min_tokens": tokens}
-    return SamplingParams(**about, ignore_eos=True, detokenize=False, **how)
+    return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False, **how)
 
 
 def serve_all(engine: Any, prompts: list[Any], outputs: list[int]) -> dict[str, Any]:

@@ -95,6 +95,7 @@ class Limits(NamedTuple):
         longest: tokens that the budget has room for; longer requests are left out.
         max_seq_len: of the server, see `Workload`.
         shorten: divides all lengths.
+        lengthen: multiplies those of answers.
     """
 
     requests: int
@@ -102,6 +103,11 @@ class Limits(NamedTuple):
     longest: int
     max_seq_len: int
     shorten: int = 1
+    lengthen: int = 1
+
+    def lengths(self, request: Request) -> tuple[int, int]:
+        """Of a prompt and its answer."""
+        return -(-request.prompt // self.shorten), -(-request.output * self.lengthen // self.shorten)
 
 
 def make_workload(trace: Path | None, limits: Limits, seed: int) -> Workload:
@@ -114,10 +120,11 @@ def make_workload(trace: Path | None, limits: Limits, seed: int) -> Workload:
     number, block = count(), -(-BLOCK // limits.shorten)
     cases = []
     for request in requests:
-        prompt, output = (-(-tokens // limits.shorten) for tokens in (request.prompt, request.output))
+        prompt, output = limits.lengths(request)
         parts = [Part((SHARED, name), block) for name in request.blocks] or [Part((OWN, next(number)), prompt)]
         cases.append((Request(prompt, output, request.arrival, request.blocks), parts))
-    return _within(limits, trace.stem if trace else "conversations", cases)
+    name = trace.stem if trace else "conversations"
+    return _within(limits, name if limits.lengthen == 1 else f"{name}, answers x {limits.lengthen}", cases)
 
 
 def system_prompts(prompts: int, limits: Limits, seed: int) -> Workload:
@@ -131,7 +138,7 @@ def system_prompts(prompts: int, limits: Limits, seed: int) -> Workload:
     lengths = -(-rng.integers(*SYSTEM_TOKENS, prompts) // limits.shorten)
     cases = []
     for number, request in enumerate(conversations(limits.requests, rng)):
-        prompt, output = (-(-tokens // limits.shorten) for tokens in (request.prompt, request.output))
+        prompt, output = limits.lengths(request)
         which = min(int(rng.geometric(0.5)) - 1, prompts - 1)
         parts = [Part((SHARED, which), int(lengths[which])), Part((OWN, number), prompt)]
         cases.append((Request(int(lengths[which]) + prompt, output), parts))

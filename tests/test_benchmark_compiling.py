@@ -1,0 +1,21 @@
+"""What compiles for other benchmarks, on the host: every backend of every model is warmed up, or says why not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compiling, tables
+
+
+def test_engines_are_warmed_up_and_what_cannot_be_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "HOST", (("tiny", ("vmm", "paged+flashinfer", "paged")),))
+    compiling.compile_all(0, "cpu", str(tmp_path))
+    rows = list(map(json.loads, (tmp_path / "0").read_text().splitlines()))
+    assert [row["backend"] for row in rows] == ["vmm", "paged+flashinfer", "paged"]
+    assert rows[0]["seconds"] > 0 < rows[2]["seconds"]
+    assert "flashinfer" in rows[1]["reason"]
+    text = tables.TABLES["what-is-compiled"].write({"compiled": rows})
+    assert text.count("\n") == 1 + 3
