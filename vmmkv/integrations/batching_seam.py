@@ -787,13 +787,27 @@ class RowCache(their_cache.PagedAttentionCache):
     ) -> torch.Tensor:
         """Writes K and V of a layer's new tokens, and attends to all of their sequences', see `RowAttention`; `told` is
         what transformers tells a forward pass."""
-        index = self.attention.begins(layer)
-        if index is not None:
-            kind = self.cache_allocators[self._groups[index].name]
-            rows = None if self._rows is None else [rows[index] for rows in self._rows]
-            self.attention.begin(index, _packed(kind, told, self.batch_size, self.max_prompts, rows))
-        window = told.get("sliding_window")
-        return self.attention.attend(layer, query, key, value, window=window, scale=scale, softcap=softcap, sinks=sinks)
+        packed, window = functools.partial(self._packed, told), told.get("sliding_window")
+        return self.attention.attend(
+            layer, query, key, value, packed, window=window, scale=scale, softcap=softcap, sinks=sinks
+        )
+
+    def _packed(self, told: dict[str, Any], index: int) -> Packed:
+        """Where the tokens of a forward pass are, in a layer group. Batches are padded by sequences without tokens."""
+        kind, table = self.cache_allocators[self._groups[index].name], told["block_table"]
+        cu_seqlens, cu_lengths = told["cu_seq_lens_q"], told["cu_seq_lens_k"][kind.layer_type]
+        if table is None:
+            cu_seqlens, cu_lengths = cu_seqlens[: self.batch_size + 1], cu_lengths[: self.batch_size + 1]
+        lengths = cu_lengths.diff()
+        if self._rows is not None:
+            rows = lengths.new_tensor([rows[index] for rows in self._rows])
+        elif table is not None:
+            rows = table[kind.index, :, 0].contiguous()
+        else:  # each token has the row of its sequence
+            homes = told["write_index"][kind.index]
+            rows = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
+        max_prompts = max(self.max_prompts, 1) if table is None else 0
+        return Packed(cu_seqlens, rows, lengths - cu_seqlens.diff(), lengths, max_prompts)
 
 
 class GroupRows:
@@ -841,24 +855,6 @@ class RowOffloading(OffloadingManager):
 
 
 # ---------------------------------------------------------------------- attention
-
-
-def _packed(kind: GroupRows, told: dict[str, Any], batch_size: int, max_prompts: int, rows: list[int] | None) -> Packed:
-    """Where the tokens of a forward pass are, in layers of a kind; `rows` are theirs, if transformers was told others.
-    Batches are padded by sequences without tokens."""
-    cu_seqlens, cu_lengths = told["cu_seq_lens_q"], told["cu_seq_lens_k"][kind.layer_type]
-    if told["block_table"] is None:
-        cu_seqlens, cu_lengths = cu_seqlens[: batch_size + 1], cu_lengths[: batch_size + 1]
-    lengths = cu_lengths.diff()
-    starts = lengths - cu_seqlens.diff()
-    max_prompts = max(max_prompts, 1) if told["block_table"] is None else 0
-    if rows is not None:
-        return Packed(cu_seqlens, lengths.new_tensor(rows), starts, lengths, max_prompts)
-    if told["block_table"] is not None:
-        return Packed(cu_seqlens, told["block_table"][kind.index, :, 0].contiguous(), starts, lengths, max_prompts)
-    homes = told["write_index"][kind.index]
-    homes = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
-    return Packed(cu_seqlens, homes, starts, lengths, max_prompts)
 
 
 def attend_rows(
