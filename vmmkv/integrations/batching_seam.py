@@ -875,10 +875,6 @@ def attend_rows(
     Raises:
         UnsupportedAttentionError: it was called otherwise, or is told what is not known here.
     """
-    if torch.compiler.is_compiling():  # around it
-        given = query, key, value, attention_mask, dropout, scaling, cache, softcap, s_aux
-        attended: tuple[torch.Tensor, None] = attend_uncompiled(module, *given, **told)
-        return attended
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     if not isinstance(cache, RowCache | Probe) or unknown:
@@ -891,8 +887,8 @@ def attend_rows(
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
 
 
-attend_uncompiled = torch.compiler.disable(attend_rows)  # type: ignore[no-untyped-call]
-AttentionInterface.register(NAME, attend_rows)
+# Compilers go around it.
+AttentionInterface.register(NAME, torch.compiler.disable(attend_rows))  # type: ignore[no-untyped-call]
 
 
 def _nothing() -> None:
