@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock, patch
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -704,6 +705,22 @@ def test_one_graph_serves_a_batch_size_whatever_the_lengths(captures: tuple[str,
         rows.disable(model)
 
 
+def test_logits_are_those_of_requests_though_a_batch_is_padded(captures: tuple[str, list[int]]) -> None:
+    """transformers computes them of as many tokens as there are, if these are fewer than requests might be."""
+    device, _ = captures
+    model, computed = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device), []
+    expected = answers(model, Random(), 5, begin=[7] * 40)
+    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
+    watch = model.lm_head.register_forward_hook(lambda _, __, logits: computed.append(logits.shape[1]))
+    try:
+        with Served(model, use_cuda_graph=(False, True), max_batch_tokens=512, max_requests_per_batch=256) as served:
+            served.check(expected)
+        assert max(computed) <= batching_seam.SEQUENCES
+    finally:
+        watch.remove()
+        rows.disable(model)
+
+
 # ---------------------------------------------------------------------- compiled forward passes
 
 
@@ -843,9 +860,10 @@ def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTra
     rows.enable(model, pool=pool(100), max_seq_len=100)
     manager = model.init_continuous_batching(**options)
     manager.start()
-    sampling = {"temperature": 0.0}, {"temperature": float("nan")}, {"temperature": 1e-46}, {"top_k": 98}
+    temperatures = ({"temperature": wrong} for wrong in (0.0, float("nan"), 1e-46, np.float64(0)))
+    most = *({"top_k": wrong} for wrong in (-1, 0, 98)), *({"top_p": wrong} for wrong in (-0.1, 1.1, float("nan")))
     names = {"request_id": ["name"]}, {"request_id": 7}
-    for wrong in (*sampling, *names, {"max_new_tokens": float("nan")}, {"max_new_tokens": "5"}):
+    for wrong in (*temperatures, *most, *names, {"max_new_tokens": float("nan")}, {"max_new_tokens": "5"}):
         with pytest.raises(vmmkv.ArgumentError, match=f"got {next(iter(wrong))}="):
             manager.add_request(expected.prompt, **wrong)
     manager.add_request(expected.prompt, top_k=1, temperature=3.0)

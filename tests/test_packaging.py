@@ -112,8 +112,8 @@ PRIVATE = {
     "_share_fd_cpu_",
     "_share_filename_cpu_",
     "_to_copy",
-    # transformers: which attention a model runs, and may run; of continuous batching what runs a step, and admits,
-    # ends and keeps; the manager of its server.
+    # transformers: which attention a model runs, and may run; of continuous batching what runs a step, pads it, and
+    # admits, ends and keeps; the manager of its server.
     "_attn_implementation",
     "_cached_continuous_batching_manager",
     "_can_set_attn_implementation",
@@ -121,6 +121,7 @@ PRIVATE = {
     "_cb_config",
     "_create_batch_processor",
     "_generation_step",
+    "_get_num_sequences",
     "_get_waiting_candidates",
     "_handle_request_error",
     "_run_generation_loop",

@@ -15,13 +15,11 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from types import MethodType, SimpleNamespace
-from typing import Any, ClassVar, cast
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, cast
 
 import torch
 import transformers
@@ -31,6 +29,7 @@ from transformers.utils import logging
 from ..errors import ArgumentError, UnsupportedAttentionError, UnsupportedError
 from .attention import NOT_ABOUT_ATTENTION
 from .batching_config import block_bytes, budget, check_compiling, host_bytes, with_defaults
+from .borrowed_attention import BorrowedAttention
 from .idle_memory import IdleMemory
 from .model_weights import adapters, addresses
 from .packed_attention import Packed
@@ -42,7 +41,7 @@ from .row_attention import RowAttention
 from .row_caches import Options, bytes_of_token, make_caches
 from .row_groups import Group, Probe, can_be_captured, check_pool, devices_of, layer_groups, not_for_rows
 from .row_ranks import Ranks
-from .row_stages import StagedRequests, make_requests
+from .row_stages import make_requests
 from .with_names import with_names
 
 NAME = "vmmkv_rows"
@@ -55,7 +54,12 @@ try:
     from transformers.generation.continuous_batching import continuous_api as their_api
     from transformers.generation.continuous_batching.cache_allocators import SLIDING_ATTENTION
     from transformers.generation.continuous_batching.initialization import resolve_compile_configs
-    from transformers.generation.continuous_batching.input_outputs import ContinuousBatchingIOs, PagedAttentionArgs
+    from transformers.generation.continuous_batching.input_outputs import (
+        ContinuousBatchingAsyncIOs,
+        ContinuousBatchingIOs,
+        HostDeviceIOPair,
+        PagedAttentionArgs,
+    )
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
     from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
@@ -75,6 +79,8 @@ ALIKE = (
     "use_async_batching", "use_cuda_graph",
 )  # fmt: skip
 """What of a `ContinuousBatchingConfig` decides which forward passes there are, and of what shape."""
+SEQUENCES = 64
+"""Batches with prompts have a multiple of so many, where they are padded."""
 MANY_TOKENS = 1 << 40
 """More than a forward pass can read: attention reads rows, not copies of them."""
 STUCK = "No requests can be scheduled and no requests can be offloaded."
@@ -85,6 +91,9 @@ CHILD = "__child#"
 """In names of requests that fork from one: between its own and a number."""
 
 logger = logging.get_logger(__name__)
+
+ATTENTION = BorrowedAttention(NAME)
+"""Of models that managers run on rows."""
 
 GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
 """In the place of a request that has ended while a batch with it runs."""
@@ -182,12 +191,6 @@ class RowManager(their_api.ContinuousBatchingManager):
     """Takes requests, and runs them on rows."""
 
     options: Options
-    _lock: ClassVar = threading.RLock()
-    """Of the two tables below: threads may make managers of one model, and end them."""
-    _users: ClassVar[WeakSet[RowManager]] = WeakSet()
-    """Those that run their model on rows, or are about to."""
-    _before: ClassVar[WeakKeyDictionary[Any, str]] = WeakKeyDictionary()
-    """How models attend that nobody runs on rows."""
 
     def __init__(
         self, model: Any, continuous_batching_config: Any, workload_hints: WorkloadHints | None = None, **kwargs: Any
@@ -205,7 +208,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             may_capture = may_capture and (is_told or can_be_captured(model, _run_token))
         except BaseException:
             model.train(was_training)
-            self._give_attention_back()
+            ATTENTION.give_back(self.model, self)
             raise
         if not may_capture:
             self.continuous_batching_config.use_cuda_graph = False, False
@@ -228,12 +231,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         self.continuous_batching_config.max_blocks_per_request = 1  # a row
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
-        with self._lock:
-            before = model.config._attn_implementation
-            if before != NAME:
-                model.set_attn_implementation(NAME)
-                self._before[model] = before
-            self._users.add(self)
+        ATTENTION.borrow(model, self)
         self.groups = _groups(model, self.options.kv_dtype)
         check_pool(self.options.pool, self.groups)
 
@@ -253,34 +251,26 @@ class RowManager(their_api.ContinuousBatchingManager):
             with torch.inference_mode(False):  # what is made here, a thread that is not in this mode writes to
                 super().warmup()
         except BaseException:
-            self._give_attention_back()
+            ATTENTION.give_back(self.model, self)
             raise
 
     def stop(self, *args: Any, **kwargs: Any) -> None:
         """Stops: see `ContinuousBatchingManager.stop`."""
         super().stop(*args, **kwargs)
         if not self.is_running():
-            self._give_attention_back()
+            ATTENTION.give_back(self.model, self)
 
     def destroy(self) -> None:
         """Ends it: see `ContinuousBatchingManager.destroy`."""
         super().destroy()
         if not self.is_running():
-            self._give_attention_back()
+            ATTENTION.give_back(self.model, self)
 
     def _run_generation_loop(self) -> None:
         try:
             super()._run_generation_loop()
         finally:
-            self._give_attention_back()  # nobody may have waited for the end
-
-    def _give_attention_back(self) -> None:
-        """Has the model attend as before, unless others run it on rows."""
-        with self._lock:
-            self._users.discard(self)
-            is_used = any(other.model is self.model for other in self._users)
-            if not is_used and (before := self._before.pop(self.model, None)):
-                self.model.set_attn_implementation(before)
+            ATTENTION.give_back(self.model, self)  # nobody may have waited for the end
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -315,7 +305,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         ids = token_ids(input_ids, vocabulary)
         if not isinstance(request_id, str | None):
             raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
-        check_sampling(vocabulary, kwargs.get("temperature"), kwargs.get("top_k"))
+        check_sampling(vocabulary, **{name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")})
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         room = check_length(self.options.max_seq_len, len(ids), 1 if new is None else new)
         return super().add_request(ids, request_id, room if new is None else new, *args, **kwargs)
@@ -353,7 +343,12 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
     offloading_manager: RowOffloading
 
     def __init__(self, **kwargs: Any) -> None:
-        begin = with_names(their_api.ContinuousBatchProcessor.__init__, OffloadingManager=RowOffloading)
+        begin = with_names(
+            their_api.ContinuousBatchProcessor.__init__,
+            OffloadingManager=RowOffloading,
+            ContinuousBatchingIOs=RowBatch,
+            ContinuousBatchingAsyncIOs=RowBatchesAhead,
+        )
         begin(self, **kwargs)
         self.scheduler.handlers = self.output_router.result_handlers
         self.cache.stream = self.inputs_and_outputs.compute_stream
@@ -479,6 +474,32 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
             super()._generation_step(model)
         else:  # there is nothing to compute before all of them fork
             batches.retrieve_device_outputs()
+
+
+class RowBatch(ContinuousBatchingIOs):
+    """What a forward pass reads, and what it makes."""
+
+    def _get_num_sequences(self, use_padding: bool) -> int:
+        """Sequences of a batch, some of them without tokens where it is padded. transformers computes logits of each; a
+        batch with prompts has far fewer than it has tokens."""
+        most = int(super()._get_num_sequences(use_padding))
+        if use_padding and not self.use_block_table:
+            return min(-(-self.num_request_in_batch // SEQUENCES) * SEQUENCES, most)
+        return most
+
+
+class RowBatchOnBothSides(HostDeviceIOPair):
+    """The same on the host and on the device."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        with_names(HostDeviceIOPair.__init__, ContinuousBatchingIOs=RowBatch)(self, **kwargs)
+
+
+class RowBatchesAhead(ContinuousBatchingAsyncIOs):
+    """Two of these: one is prepared while the other runs."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        with_names(ContinuousBatchingAsyncIOs.__init__, HostDeviceIOPair=RowBatchOnBothSides)(self, **kwargs)
 
 
 class RowScheduler(Scheduler):
@@ -750,7 +771,7 @@ class RowCache(their_cache.PagedAttentionCache):
 
     def begin_batch(self, names: list[str]) -> None:
         """Takes the requests of the next forward pass. What transformers' tensors hold of rows is for one device."""
-        if isinstance(self.requests, StagedRequests):
+        if len(self.requests.stages) > 1:
             self._rows = [self.requests.rows(name) for name in names]
 
     def attend(
@@ -766,13 +787,27 @@ class RowCache(their_cache.PagedAttentionCache):
     ) -> torch.Tensor:
         """Writes K and V of a layer's new tokens, and attends to all of their sequences', see `RowAttention`; `told` is
         what transformers tells a forward pass."""
-        index = self.attention.begins(layer)
-        if index is not None:
-            kind = self.cache_allocators[self._groups[index].name]
-            rows = None if self._rows is None else [rows[index] for rows in self._rows]
-            self.attention.begin(index, _packed(kind, told, self.batch_size, self.max_prompts, rows))
-        window = told.get("sliding_window")
-        return self.attention.attend(layer, query, key, value, window=window, scale=scale, softcap=softcap, sinks=sinks)
+        packed, window = functools.partial(self._packed, told), told.get("sliding_window")
+        return self.attention.attend(
+            layer, query, key, value, packed, window=window, scale=scale, softcap=softcap, sinks=sinks
+        )
+
+    def _packed(self, told: dict[str, Any], index: int) -> Packed:
+        """Where the tokens of a forward pass are, in a layer group. Batches are padded by sequences without tokens."""
+        kind, table = self.cache_allocators[self._groups[index].name], told["block_table"]
+        cu_seqlens, cu_lengths = told["cu_seq_lens_q"], told["cu_seq_lens_k"][kind.layer_type]
+        if table is None:
+            cu_seqlens, cu_lengths = cu_seqlens[: self.batch_size + 1], cu_lengths[: self.batch_size + 1]
+        lengths = cu_lengths.diff()
+        if self._rows is not None:
+            rows = lengths.new_tensor([rows[index] for rows in self._rows])
+        elif table is not None:
+            rows = table[kind.index, :, 0].contiguous()
+        else:  # each token has the row of its sequence
+            homes = told["write_index"][kind.index]
+            rows = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
+        max_prompts = max(self.max_prompts, 1) if table is None else 0
+        return Packed(cu_seqlens, rows, lengths - cu_seqlens.diff(), lengths, max_prompts)
 
 
 class GroupRows:
@@ -822,24 +857,6 @@ class RowOffloading(OffloadingManager):
 # ---------------------------------------------------------------------- attention
 
 
-def _packed(kind: GroupRows, told: dict[str, Any], batch_size: int, max_prompts: int, rows: list[int] | None) -> Packed:
-    """Where the tokens of a forward pass are, in layers of a kind; `rows` are theirs, if transformers was told others.
-    Batches are padded by sequences without tokens."""
-    cu_seqlens, cu_lengths = told["cu_seq_lens_q"], told["cu_seq_lens_k"][kind.layer_type]
-    if told["block_table"] is None:
-        cu_seqlens, cu_lengths = cu_seqlens[: batch_size + 1], cu_lengths[: batch_size + 1]
-    lengths = cu_lengths.diff()
-    starts = lengths - cu_seqlens.diff()
-    max_prompts = max(max_prompts, 1) if told["block_table"] is None else 0
-    if rows is not None:
-        return Packed(cu_seqlens, lengths.new_tensor(rows), starts, lengths, max_prompts)
-    if told["block_table"] is not None:
-        return Packed(cu_seqlens, told["block_table"][kind.index, :, 0].contiguous(), starts, lengths, max_prompts)
-    homes = told["write_index"][kind.index]
-    homes = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
-    return Packed(cu_seqlens, homes, starts, lengths, max_prompts)
-
-
 def attend_rows(
     module: Any,
     query: torch.Tensor,
@@ -858,10 +875,6 @@ def attend_rows(
     Raises:
         UnsupportedAttentionError: it was called otherwise, or is told what is not known here.
     """
-    if torch.compiler.is_compiling():  # around it
-        given = query, key, value, attention_mask, dropout, scaling, cache, softcap, s_aux
-        attended: tuple[torch.Tensor, None] = attend_uncompiled(module, *given, **told)
-        return attended
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     if not isinstance(cache, RowCache | Probe) or unknown:
@@ -874,8 +887,8 @@ def attend_rows(
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
 
 
-attend_uncompiled = torch.compiler.disable(attend_rows)  # type: ignore[no-untyped-call]
-AttentionInterface.register(NAME, attend_rows)
+# Compilers go around it.
+AttentionInterface.register(NAME, torch.compiler.disable(attend_rows))  # type: ignore[no-untyped-call]
 
 
 def _nothing() -> None:

@@ -57,20 +57,26 @@ def check_length(max_seq_len: int, tokens: int, new: int) -> int:
     return room
 
 
+class Ids(list[int]):
+    """Ids of a prompt that `token_ids` has looked at."""
+
+
 def vocabulary_of(model: Any) -> int | None:
     """How many tokens a model knows, if it says so."""
     return getattr(model.config.get_text_config(), "vocab_size", None)
 
 
-def token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
+def token_ids(input_ids: Any, vocabulary: int | None) -> Ids:
     """The ids of a prompt. Others would end the forward pass, and with it all requests.
 
     Raises:
         ArgumentError: they are none of this model's.
     """
+    if isinstance(input_ids, Ids):
+        return input_ids
     try:
         given = input_ids.tolist() if isinstance(input_ids, torch.Tensor) else input_ids
-        ids = [operator.index(each) for each in given]
+        ids = Ids(map(operator.index, given))
     except TypeError as error:
         raise ArgumentError(f"got input_ids that are not the whole numbers of one prompt: {error}") from None
     if not ids:
@@ -81,12 +87,14 @@ def token_ids(input_ids: Any, vocabulary: int | None) -> list[int]:
     return ids
 
 
-def check_sampling(vocabulary: int | None, temperature: Any, top_k: Any) -> None:
-    """Raises `ArgumentError` for numbers from which no token can be drawn. transformers looks at their types alone, and
-    a draw that fails ends all requests."""
+def check_sampling(vocabulary: int | None, *, temperature: Any = None, top_k: Any = None, top_p: Any = None) -> None:
+    """Raises `ArgumentError` for numbers from which no token can be drawn, or that would mean something else than they
+    do elsewhere. transformers looks at their types alone, and a draw that fails ends all requests."""
     if isinstance(temperature, int | float) and not temperature >= LEAST_TEMPERATURE:
         raise ArgumentError(
             f"got temperature={temperature}; it must be {LEAST_TEMPERATURE} or more. top_k=1 takes the likeliest token"
         )
-    if isinstance(top_k, int) and vocabulary is not None and top_k > vocabulary:
-        raise ArgumentError(f"got top_k={top_k}; this model knows {vocabulary} tokens")
+    if isinstance(top_k, int) and not 0 < top_k <= (vocabulary or top_k):
+        raise ArgumentError(f"got top_k={top_k}; it must be 1 to {vocabulary or 'the vocabulary'}, which is all tokens")
+    if isinstance(top_p, float) and not 0 <= top_p <= 1:
+        raise ArgumentError(f"got top_p={top_p}; it must be 0 to 1, which is all tokens")

@@ -3,6 +3,7 @@ and attends to all tokens of their sequences."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Many
 
 import torch
@@ -32,21 +33,13 @@ class RowAttention:
         self._batches: dict[int, Packed] = {}
         """By group: where the tokens of the current forward pass are."""
 
-    def begins(self, layer: int) -> int | None:
-        """The number of the group whose first layer this is, which has to be told where tokens are; None of others."""
-        index, group, _ = self._places[layer]
-        return index if layer == group.layers[0] else None
-
-    def begin(self, index: int, batch: Packed) -> None:
-        """Takes where the tokens of a forward pass are, in a group."""
-        self._batches[index] = batch
-
     def attend(
         self,
         layer: int,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
+        packed: Callable[[int], Packed],
         *,
         window: int | None,
         scale: float,
@@ -54,6 +47,9 @@ class RowAttention:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Attention of a layer. All are `[1, heads, tokens, head_dim]`; queries and keys may be `Unrotated`.
+
+        Args:
+            packed: says where the tokens of a forward pass are, in a group by its number; asked by its first layer.
 
         Raises:
             UnsupportedAttentionError: it attends to another window than its group.
@@ -63,6 +59,8 @@ class RowAttention:
             raise UnsupportedAttentionError(
                 f"layer {layer} attends to {window} tokens, and its config says {group.window or 'all'} of them"
             )
+        if layer == group.layers[0]:
+            self._batches[index] = packed(index)
         batch, rotation, angles = self._batches[index], rotation_of(query, key), None
         if rotation is not None and can_rotate(rotation, value):
             query, key, angles = rotation.query, rotation.key, (rotation.cos.squeeze(0), rotation.sin.squeeze(0))
