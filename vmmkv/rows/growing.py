@@ -120,7 +120,7 @@ class Growing:
                 self._begin(arena, row, first)
             if self._books.rules.zero_tail:
                 arena.make_way(row, end)
-        change = Change(self._pool.calls, self._pool.frames)
+        change = Change(self._pool)
         for arena, row, _, end, _, large, _ in plan:
             change.map(arena.table, row, end, supply, large)
         return change
@@ -136,7 +136,7 @@ class Growing:
         claims = self._books.hide_claims()
         yield change.run
         self._books.show_claims(claims)
-        change.commit(self._pool)
+        change.commit()
         change.check()
         if owners != [self._table.owner[row] for row in rows]:
             raise UseAfterFreeError("a sequence was freed by another thread while it was extended; nothing has grown")

@@ -142,7 +142,7 @@ class Laying:
         with Undo() as without_room:
             without_room.push(pool.give, self._account, shared)
             supply = self._reclaimer.supply(new, 0) if new else None
-        change, splits = Change(pool.calls, pool.frames), []
+        change, splits = Change(pool), []
         for (arena, _), of in zip(self._books.ranges, kept):
             end = 0
             arena.table.begin_at(row, 0)

@@ -114,7 +114,7 @@ class Reclaimer:
 
     def _new_change(self) -> tuple[Change, list[int]]:
         """A change, and the rows that it is of."""
-        return Change(self._pool.calls, self._pool.frames), []
+        return Change(self._pool), []
 
     def _plan(self, change: Change, row: int, count: int, keep: int) -> int:
         """Plans to unmap frames of `count` surplus pages of a row, as far as there are any; returns how many pages."""
@@ -138,7 +138,7 @@ class Reclaimer:
         if change.is_empty:
             return
         change.run()
-        change.commit(self._pool)
+        change.commit()
         for row in rows:
             if self._table.is_live(row):
                 self._books.retire_front(row)

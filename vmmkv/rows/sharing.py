@@ -116,7 +116,7 @@ class Sharing:
         Raises:
             DriverError: a call failed. What was mapped before it is in the books.
         """
-        books, change = self._books, Change(self._pool.calls, self._pool.frames)
+        books, change = self._books, Change(self._pool)
         shared = [(arena, *span) for (arena, _), span in zip(books.ranges, splits) if span[0] < span[1]]
         for arena, _, split in shared if books.rules.zero_tail else ():  # all of this can fail, and plans nothing
             for child in children:
@@ -141,7 +141,7 @@ class Sharing:
             DriverError: a call failed.
         """
         change.run()
-        change.commit(self._pool)
+        change.commit()
         for row in rows:
             for (arena, _), span in zip(self._books.ranges, spans):
                 arena.table.own[row] = min(arena.table.own[row], arena.table.end[row])
@@ -265,11 +265,9 @@ class Sharing:
             undo.push(self._pool.give, self._account, supply.large + supply.single)
             self.clear()  # what had to be evicted for it may have been copied from there
             staging = self._stage(pages)
-        change = Change(self._pool.calls, self._pool.frames)
+        change = Change(self._pool)
         change.map(staging.table, 0, pages, supply)
-        change.run()
-        change.commit(self._pool)
-        change.check()
+        change.make()
         current = self._driver.current_stream()
         fence.order(current)
         staging.table.belong(0, 0, pages, SEVERAL)  # until all is there: a call may fail
@@ -305,15 +303,13 @@ class Sharing:
                 self._put(arena, part)
 
     def _put(self, arena: Arena, part: Run) -> None:
-        table, change = arena.table, Change(self._pool.calls, self._pool.frames)
+        table, change = arena.table, Change(self._pool)
         arena.plan_back(change, part.row, part.begin)
         if part.begin < part.end and self.staging:
             copies = self.staging.table.frames_in(0, 0, part.end - part.begin)
             self._pool.frames.share(copies)  # until the staging row is cleared
             change.place(table, part, copies, part.end)
-        change.run()
-        change.commit(self._pool)
-        change.check()
+        change.make()
 
     def lose(self, row: int) -> None:
         """Ends a sequence whose tokens could not be put back."""
@@ -347,14 +343,12 @@ class Sharing:
             return shown
         staging = self._stage(len(self._pool.frames.in_pages(frames)))
         shown = self._shown()  # less, where there was no room
-        new, change = [frame for frame in frames if frame not in shown], Change(self._pool.calls, self._pool.frames)
+        new, change = [frame for frame in frames if frame not in shown], Change(self._pool)
         begin = staging.table.end[0]
         end = begin + len(self._pool.frames.in_pages(new))
         self._pool.frames.share(new)
         change.place(staging.table, Run(0, begin, end), new, end, kind=SET_READ_ACCESS)
-        change.run()
-        change.commit(self._pool)
-        change.check()
+        change.make()
         return self._shown()
 
     def _shown(self) -> dict[int, int]:

@@ -96,12 +96,10 @@ class Arena:
 
     def unmap_back(self, row: int, end: int, count: int | None = None) -> int:
         """Does at once what `plan_back` plans."""
-        change = Change(self.pool.calls, self.pool.frames)
+        change = Change(self.pool)
         pages = self.plan_back(change, row, end, count)
         if pages:
-            change.run()
-            change.commit(self.pool)
-            change.check()
+            change.make()
         return pages
 
     def fill_tail(self, row: int, frame: int) -> None:
@@ -132,11 +130,9 @@ class Arena:
         Raises:
             StreamCaptureError: a CUDA graph is being captured.
         """
-        change = Change(self.pool.calls, self.pool.frames)
+        change = Change(self.pool)
         change.map(self.table, 0, 1, Supply([], [frame]))
-        change.run()
-        change.commit(self.pool)
-        change.check()
+        change.make()
         driver = self.pool.driver
         stream = driver.current_stream()
         driver.fill(self.address, self.page_size, 0, stream)

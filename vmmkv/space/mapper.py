@@ -178,7 +178,7 @@ class Mapper:
 
     def _change(self, pool: FramePool) -> bool:
         """Maps ahead; where there is too little to map, makes frames, or has parked rows give theirs up."""
-        change = Change(self._calls, pool.frames)
+        change = Change(pool, self._calls)
         new: list[int] = []
         pages = 1
         with pool.monitor.lock:
@@ -211,7 +211,7 @@ class Mapper:
         """Makes a change of a mover's; returns whether there was any."""
         self._is_waiting = False
         for mover in movers(pool):
-            change, new = Change(self._calls, pool.frames), []
+            change, new = Change(pool, self._calls), []
             with pool.monitor.lock:
                 if pool.monitor.is_dirty:
                     return False
@@ -235,7 +235,7 @@ class Mapper:
             if pool.monitor.is_dirty:  # what is in doubt is unmapped by the next operation
                 return
             with pool.monitor.working(), self._noted():
-                change.commit(pool)
+                change.commit()
                 mover.commit()
         change.check()
 
@@ -269,7 +269,7 @@ class Mapper:
             if pool.monitor.is_dirty:  # what is in doubt is unmapped by the next operation
                 return
             with pool.monitor.working():
-                self.pages += change.commit(pool)
+                self.pages += change.commit()
                 for grower in holders:
                     grower.commit_ahead(change)
         change.check()
