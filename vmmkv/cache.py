@@ -160,7 +160,7 @@ class KVCache(Owner):
             large=large_frames and not zero_tail and max_tokens is None,
             poison=pool.is_debugged and layout.dtype.is_floating_point and not zero_tail,
         )
-        self._rows = self._open_rows(Rows(pool, max_sequences, rules), self._row_bytes(overread), limit, guaranteed)
+        self._rows = self._open_rows(rules, self._row_bytes(overread), limit, guaranteed)
         self._ranges, self._views = self._exported()
         self._scales = (
             scale_views(self._ranges, layout, max_sequences, max_seq_len) if layout.scales is not None else []
@@ -187,17 +187,17 @@ class KVCache(Owner):
         return row_bytes
 
     @operation
-    def _open_rows(self, rows: Rows, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
-        """Gives rows an account, and addresses."""
+    def _open_rows(self, rules: Rules, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
+        """Makes the rows, with addresses, and an account."""
         pool = self.pool
         pool.collect()
-        if rows.rules.lookahead and pool.mapper is None:
+        if rules.lookahead and pool.mapper is None:
             pool.mapper = Mapper(pool)
         if pool.is_debugged:
             watch(pool)
         pages = pages_within(pool, guaranteed, name="guaranteed") if guaranteed else 0
-        rows.open(Account(limit, pages), zip(row_bytes, self.layout.record_bytes))
-        return rows
+        ranges = zip(row_bytes, self.layout.record_bytes)
+        return Rows(pool, Account(limit, pages), self.max_sequences, ranges, rules)
 
     def _exported(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """All ranges as tensors, and what `kv` returns of them."""

@@ -81,12 +81,11 @@ def check_rows(rows: Rows) -> None:
     """
     table = rows.table
     mapped = len(rows.frames_taken())
-    if rows.keeper:
-        rows.keeper.check()
+    rows.keeping.keeper.check()
     ensure(rows.account.taken == mapped, f"the account has {rows.account.taken} pages, {mapped} are mapped")
     live = table.live_rows().tolist()
     used = {(index, page) for row in live for index, (_, pages) in enumerate(rows.pages(row)) for page in pages}
-    ensure(rows.used_pages == len(used), f"{rows.used_pages} pages are said to be used, {len(used)} are")
+    ensure(rows.books.used_pages == len(used), f"{rows.books.used_pages} pages are said to be used, {len(used)} are")
     states = table.counts()
     ensure(sum(states.values()) == table.num_rows, f"rows by state {states} are not {table.num_rows} in all")
     owners = Counter(table.owners[table.live_rows()].tolist())
@@ -117,7 +116,7 @@ def check_rows(rows: Rows) -> None:
             ensure(not rows.pool.frames.shares[[*alone]].any(), f"row {row} may write to a page that others have, too")
             tails = end <= tail <= pages.tail_ready[row] <= pages.limit
             ensure(tails, f"row {row}: end, tail, tail_ready, limit out of order")
-            ensure(bool(rows.zero_frames) or tail == pages.limit, f"row {row} has a tail")
+            ensure(bool(rows.books.zero_frames) or tail == pages.limit, f"row {row} has a tail")
             if live and capacity > start:  # its pages are consecutive, so that the others are mapped as well
                 ensure(first * arena.page_size <= start * record, f"row {row}: its first token is not mapped")
                 ensure(ready * arena.page_size >= capacity * record, f"row {row}: {capacity=} is not mapped")
@@ -143,7 +142,7 @@ def check_counts(rows: Rows) -> None:
     ensure(used == books.pages_used(live, room), "a row's brink is in a page that it does not use")
     ensure(table.tokens == sum(table.length[row] - table.start[row] for row in live.tolist()), "tokens without a row")
     bound_pages, used_pages = set[int](), set[int]()
-    firm = mapped = len(rows.zero_frames)
+    firm = mapped = len(rows.books.zero_frames)
     firm += books.used_pages
     for row in live.tolist():
         length, kept = table.length[row], books.spans(table.start[row], max(table.length[row], table.expected[row]))

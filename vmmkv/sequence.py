@@ -200,7 +200,7 @@ class Sequence:
     @bookkeeping
     def _commit(self, ids: Ids, retention: Iterable[Retention]) -> None:
         self._check_here()
-        keeper = self._rows.keeper
+        keeper = self._rows.keeping.keeper
         if self.key is None or not isinstance(keeper, Prefixes):
             raise ArgumentError(f"{self!r} was started without token_ids, or not for reuse; give cache.sequence() some")
         keeper.commit(self.index, self.key, ids, retention)
@@ -320,7 +320,7 @@ class Sequence:
     def _head(self) -> Head:
         """What a receiver is told; the current stream comes behind all work on it."""
         self._check_here()
-        table, driver, keeper = self._rows.table, self.pool.driver, self._rows.keeper
+        table, driver, keeper = self._rows.table, self.pool.driver, self._rows.keeping.keeper
         table.fence_after(driver, [self.index]).order(driver.current_stream())
         key = None if self.key is None else self.key[:2]
         ids = keeper.ids(self.index) if isinstance(keeper, Prefixes) else np.empty(0, np.int64)

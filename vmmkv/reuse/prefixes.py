@@ -35,6 +35,7 @@ from ..memory.fence import Fence
 from ..memory.frames import LARGE
 from ..memory.monitor import at_once
 from ..memory.pool import FramePool
+from ..rows.keeping import Keeper
 from ..rows.laying import Piece, pieces
 from ..rows.rows import Rows
 from ..space.mapper import stock
@@ -168,7 +169,7 @@ class Held:
             self._pool.left_behind.append((self, self.account, frames))
 
 
-class Prefixes:
+class Prefixes(Keeper):
     """See above.
 
     Args:
@@ -197,11 +198,9 @@ class Prefixes:
         self.promotion: Promotion | None = None
         """What moves pages to large frames, where somebody does."""
         if rows.rules.large and rows.rules.lookahead:
-            self.promotion = Promotion(self, rows.pool, rows.account, self._books)
+            self.promotion = Promotion(self, self._books)
             rows.movers.append(self.promotion)
-        rows.keeper, rows.reclaimer.evict, rows.sharing.forget = self, self.evict, self.forget
-        rows.sharing.part = self.part
-        rows.ahead.give_way = self.give_way
+        rows.keeping.keeper = self
         weakref.finalize(self, self._held.leave_behind).atexit = False
 
     def _new_tree(self) -> PrefixTree:
@@ -302,16 +301,16 @@ class Prefixes:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is to be released.
         """
         if hit.row is None:
-            adopted = self._rows.start(row, owner, tokens, expected, stream, key.number)
+            adopted = self._rows.beginning.give_trimmed(row, owner, tokens, expected, stream, key.number)
             self._lay(row, hit, key, ids, tokens)
-            self._rows.adoptions += adopted
+            self._rows.beginning.adoptions += adopted
         else:
             try:
-                self._rows.afford(row, hit.tokens)
+                self._rows.beginning.afford(row, hit.tokens)
             except DriverError:
                 self.give_up(row)  # pages may have gone that it is said to hold
                 raise
-            self._rows.adopt(row, owner, hit.tokens, expected, stream, key.number)
+            self._rows.beginning.adopt(row, owner, hit.tokens, expected, stream, key.number)
             self._continue(row, hit)
             self._order_behind(row)
             at_once(self._rows.grow_one(row, tokens))
@@ -583,10 +582,6 @@ class Prefixes:
         for chain in before:
             if chain and chain.node:
                 self._tree.unlock(chain.node)
-
-    def part(self, row: int) -> None:
-        """Says that a live row may have pages of its own, from some page on."""
-        self.inherit({row: row})
 
     def _place(self, row: int) -> Hashable | None:
         """Where the tail of a row is, if it can be found."""

@@ -22,11 +22,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..memory.accounts import Account
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
-from ..memory.pool import FramePool
 from ..rows.books import Books
 from ..rows.laying import Piece
 from ..space.arena import Arena
@@ -78,14 +76,12 @@ class Promotion:
 
     Args:
         known: what knows prefixes, and has this.
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
     """
 
-    def __init__(self, known: Known, pool: FramePool, account: Account, books: Books) -> None:
+    def __init__(self, known: Known, books: Books) -> None:
         self._known = weakref.ref(known)  # which has this: memory must not wait for the garbage collector
-        self._pool, self._account, self._books, self._driver = pool, account, books, pool.driver
+        self._pool, self._account, self._books, self._driver = books.pool, books.account, books, books.pool.driver
         self.pages = 0
         """How many have moved."""
         self.is_copying = False

@@ -7,45 +7,36 @@ kept for sequences to come gives way. What is free and was another tenant's is z
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
-from ..memory.accounts import Account
 from ..memory.frames import LARGE
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.mapper import CHUNK, Lack
 from . import policy
 from .books import Books
+from .keeping import Keeping
 from .scrubbing import Scrubbing, Wish
 
 WINDOW = 4 * CHUNK
 """Free frames of each size, among which a tenant's row looks for those that it may read."""
 
 
-def _nothing(pages: int) -> None:
-    """Gives up nothing: there is nothing kept."""
-
-
 class Ahead:
     """What `vmmkv.space.mapper.Grower` asks of a cache.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
+        keeping: who gives up what is only kept for sequences to come.
         scrubbing: zeroes frames.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books, scrubbing: Scrubbing) -> None:
-        self._pool, self._account, self._books, self._table = pool, account, books, books.table
-        self._scrubbing = scrubbing
+    def __init__(self, books: Books, keeping: Keeping, scrubbing: Scrubbing) -> None:
+        self._pool, self._account, self._books, self._table = books.pool, books.account, books, books.table
+        self._keeping, self._scrubbing = keeping, scrubbing
         self._lookahead_pages = sum(end for _, end in books.spans(0, self.lookahead)) + len(books.ranges)
         """At most."""
-        self.give_way: Callable[[int], None] = _nothing
-        """Gives up so many pages of what is only kept for sequences to come; where they lie in rows, these are retired
-        then, or parked."""
 
     @property
     def lookahead(self) -> int:
@@ -124,7 +115,7 @@ class Ahead:
         planned = self._plan_tails(change, pages)
         if not planned and not self._table.parked and not self._table.retired:
             before = self._pool.frames.taken
-            self.give_way(pages)
+            self._keeping.keeper.give_way(pages)
             planned = before - self._pool.frames.taken
         for row in chain(self._table.retired, self._table.parked):
             if planned < pages and self._table.fences[row].passed():

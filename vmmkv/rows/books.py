@@ -18,6 +18,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from ..memory.accounts import Account
+from ..memory.pool import FramePool
 from ..space.arena import Arena
 from . import policy
 from .policy import Span
@@ -73,16 +75,19 @@ class Books:
     """See above.
 
     Args:
+        pool: where frames come from and go to.
+        account: what the cache may have of it.
         table: the rows.
         ranges: per range of the layout its arena, and the bytes of a token record in it.
-        page_size: bytes of a page.
         rules: what the cache promises.
     """
 
-    def __init__(self, table: RowTable, ranges: list[tuple[Arena, int]], page_size: int, rules: Rules) -> None:
+    def __init__(
+        self, pool: FramePool, account: Account, table: RowTable, ranges: list[tuple[Arena, int]], rules: Rules
+    ) -> None:
+        self.pool, self.account = pool, account
         self.table, self.ranges, self.rules = table, ranges, rules
-        self.page_size = page_size
-        self._frames = ranges[0][0].pool.frames
+        self.page_size, self._frames = pool.page_size, pool.frames
         self.forget_counts()
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
@@ -96,7 +101,7 @@ class Books:
         """The one frame of all tails, where there are any."""
         self.records = [record for _, record in ranges]
         self._no_spans: list[Span] = [(0, 0)] * len(ranges)
-        self.page_tokens = -(-page_size // min(self.records))
+        self.page_tokens = -(-self.page_size // min(self.records))
         """Tokens that a page has room for at least in one range."""
 
     def extent(self, row: int) -> tuple[int, int]:
@@ -243,8 +248,7 @@ class Books:
     def parked_pages(self) -> int:
         """Pages of rows that nobody has: what is usually there to be reclaimed."""
         self.catch_up()
-        arena, _ = self.ranges[0]
-        return arena.account.taken - len(self.zero_frames) - self._mapped
+        return self.account.taken - len(self.zero_frames) - self._mapped
 
     @property
     def used_pages(self) -> int:
@@ -392,7 +396,7 @@ class Books:
         """Begins a change for what rows claim, while others go on: nobody but who grows is to know of the claims, which
         are returned, but where anything is guaranteed, the pages that they make firm count. (Who is interrupted has the
         books worked out anew.)"""
-        claims, guaranteed = self.claims, self.ranges[0][0].pool.accounts.has_guarantees
+        claims, guaranteed = self.claims, self.pool.accounts.has_guarantees
         firm = self.firm_pages if guaranteed else 0
         self.claims = {}
         self.under_way = firm - self.firm_pages if guaranteed else 0

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..errors import DriverError, UseAfterFreeError, VmmkvError
-from ..memory.accounts import Account
+from ..errors import DriverError, OutOfPagesError, UseAfterFreeError, VmmkvError
 from ..memory.fence import Fence
 from ..memory.frames import Supply
 from ..memory.monitor import Steps
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.undo import Undo
@@ -27,17 +25,15 @@ class Growing:
     """See above.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
         reclaimer: gives pages.
         cleaner: fills them.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books, reclaimer: Reclaimer, cleaner: Cleaner) -> None:
-        self._pool, self._account, self._books = pool, account, books
+    def __init__(self, books: Books, reclaimer: Reclaimer, cleaner: Cleaner) -> None:
+        self._pool, self._account, self._books = books.pool, books.account, books
         self._reclaimer, self._cleaner = reclaimer, cleaner
-        self._table, self._driver = books.table, pool.driver
+        self._table, self._driver = books.table, books.pool.driver
         self.pages = 0
         """Pages that were mapped."""
 
@@ -65,6 +61,26 @@ class Growing:
         self._books.claims = {}
         for row in needing:
             self._table.stir(row)
+
+    def grow(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> Steps[None]:
+        """`make_room`. Of rows that are to be read to their very end, and hold nothing yet, what one range has behind
+        their claims may be what another lacks."""
+        try:
+            yield from self.make_room(claims, needing)
+        except OutOfPagesError:
+            empty = [row for row in needing if not self._table.length[row]]
+            if not empty or not self._books.rules.zero_tail:
+                raise
+            for row in empty:
+                self.keep(row, claims[row][1])
+            yield from self.make_room(claims, needing)
+
+    def keep(self, row: int, tokens: int) -> None:
+        """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""
+        places = zip(self._books.ranges, self._books.spans(0, tokens))
+        if any(arena.table.end[row] > end for (arena, _), (_, end) in places):
+            self._table.fences[row].wait()
+            self._reclaimer.unmap_surplus({row: tokens})
 
     def _map(self, rows: list[int], plan: list[Growth], undo: Undo) -> Steps[None]:
         """Maps, and zeroes where that is asked for, what rows claim."""

@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..memory.accounts import Account
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, SEVERAL, Frames
 from ..memory.monitor import at_once
-from ..memory.pool import FramePool
 from ..space.change import Change
 from ..space.page_table import Run
 from ..space.undo import Undo
@@ -73,24 +71,14 @@ class Laying:
     """See above.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
         reclaimer: gives pages.
         growing: maps them.
         sharing: what has several rows lie on the same.
     """
 
-    def __init__(
-        self,
-        pool: FramePool,
-        account: Account,
-        books: Books,
-        reclaimer: Reclaimer,
-        growing: Growing,
-        sharing: Sharing,
-    ) -> None:
-        self._pool, self._account, self._books = pool, account, books
+    def __init__(self, books: Books, reclaimer: Reclaimer, growing: Growing, sharing: Sharing) -> None:
+        self._pool, self._account, self._books = books.pool, books.account, books
         self._reclaimer, self._growing, self._sharing = reclaimer, growing, sharing
 
     def lay(

@@ -17,10 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..memory.accounts import Account
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.mapper import CHUNK
@@ -39,13 +37,11 @@ class Scrubbing:
     """See above. It is a `vmmkv.space.mapper.Mover`.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books) -> None:
-        self._pool, self._account, self._books, self._driver = pool, account, books, pool.driver
+    def __init__(self, books: Books) -> None:
+        self._pool, self._account, self._books, self._driver = books.pool, books.account, books, books.pool.driver
         self.wishes: list[Wish] = []
         """What the mapper has found to lack when it last looked."""
         self.staging: Arena | None = None

@@ -12,23 +12,22 @@ copied in the time of one driver call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import accumulate
 
 from ..errors import DriverError, OutOfPagesError, VmmkvError
-from ..memory.accounts import Account
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, SEVERAL
 from ..memory.monitor import at_once, is_own
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.page_table import Run
 from ..space.undo import Undo
 from .books import Books
 from .growing import Growing
+from .keeping import Keeping
 from .policy import Span
 from .reclaiming import Reclaimer
 
@@ -36,35 +35,26 @@ MAX_COPIES = 3
 """Pieces of large frames that a row may begin with as copies, in each range, where what is kept is of several rows."""
 
 
-def _nothing(row: int) -> None:
-    """Does nothing: nobody knows what rows hold."""
-
-
 class Sharing:
     """See above.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
+        keeping: who is told of rows whose pages are others now.
         reclaimer: gives pages.
         growing: maps them.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books, reclaimer: Reclaimer, growing: Growing) -> None:
-        self._pool, self._account, self._books = pool, account, books
-        self._reclaimer, self._growing = reclaimer, growing
-        self._table, self._driver = books.table, pool.driver
+    def __init__(self, books: Books, keeping: Keeping, reclaimer: Reclaimer, growing: Growing) -> None:
+        self._pool, self._account, self._books = books.pool, books.account, books
+        self._keeping, self._reclaimer, self._growing = keeping, reclaimer, growing
+        self._table, self._driver = books.table, books.pool.driver
         self.staging: Arena | None = None
         """Where frames are that are copied to, or from, and lie on no row then: of one row, made when it is needed."""
         self.staged = Fence()
         """Passes when all has been copied from there."""
         self._copied: tuple[Arena, Run] | None = None
         """Whose place what is there is to take."""
-        self.forget: Callable[[int], None] = _nothing
-        """Says that a live row holds nothing any more."""
-        self.part: Callable[[int], None] = _nothing
-        """Says that a live row may have pages of its own, from some page on."""
 
     # ------------------------------------------------------------------ having the same
 
@@ -234,7 +224,9 @@ class Sharing:
         finally:
             books.retire_front(row)
             books.refresh(row)
-            self.part(row)  # now: what it has left can give way to what other ranges, and other rows, need
+            self._keeping.keeper.inherit(
+                {row: row}
+            )  # now: what it has left can give way to what other ranges, and other rows, need
 
     def _frames_of(self, arena: Arena, part: Run) -> list[int]:
         """The frames that a part begins with, and lies on."""
@@ -315,7 +307,7 @@ class Sharing:
         """Ends a sequence whose tokens could not be put back."""
         self._books.leave(row, self._books.leaving(row, 0, 0))
         self._books.vacate(row)
-        self.forget(row)
+        self._keeping.keeper.forget(row)
 
     def _stage(self, pages: int) -> Arena:
         """The staging row, with room for so many pages behind what is there: as long as all that may have to be there
