@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 from .errors import OutOfPagesError, VmmkvError
 from .events import EventLog
 from .memory.monitor import Steps, at_once
+from .reuse.finding import Hit
 from .reuse.host_prefixes import HostPrefixes
 from .reuse.node import Ids
-from .reuse.prefixes import Hit, Prefixes
+from .reuse.prefixes import Prefixes
 from .reuse.telling import Key
 from .rows.rows import Rows
 from .sequence import Sequence
@@ -87,9 +88,9 @@ class Starting:
         """Starts a sequence of given tokens, which begins with what is known of them; `whole`: it has the others, too.
         Raises what `take` and `Prefixes.begin` raise."""
         prefixes = self.prefixes
-        hit = prefixes.find(key, ids)
-        if prefixes.make_way(hit, max(len(ids) if whole else 0, expected)):
-            hit = prefixes.find(key, ids)
+        hit = prefixes.finder.find(key, ids)
+        if prefixes.evictor.make_way(hit, max(len(ids) if whole else 0, expected)):
+            hit = prefixes.finder.find(key, ids)
         try:
             return self._begin(cache, hit, key, ids, whole, expected)
         except OutOfPagesError:
