@@ -523,12 +523,10 @@ class KVCache(Owner):
         """
         batch = batch_of(self, sequences)
         counts = whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
-        if starts is not None:
-            self._extend_from(batch, counts, whole_numbers("starts", starts, len(batch), self.max_seq_len))
-            return
+        begins = None if starts is None else whole_numbers("starts", starts, len(batch), self.max_seq_len)
         index, numbers = _rows_of(batch)
-        if not self._grow_within(index, numbers, counts):
-            self._extend(batch, index, numbers, counts)
+        if begins is not None or not self._grow_within(index, numbers, counts):
+            self._extend(batch, index, numbers, counts, begins)
 
     def _grow_within(self, index: Ints, numbers: Ints, counts: Ints) -> bool:
         """Writes down new lengths of rows, if none needs a page and all are those of sequences with these numbers."""
@@ -548,24 +546,20 @@ class KVCache(Owner):
         return within
 
     @stepwise
-    def _extend(self, batch: list[Sequence], index: Ints, numbers: Ints, counts: Ints) -> Steps[None]:
+    def _extend(
+        self, batch: list[Sequence], index: Ints, numbers: Ints, counts: Ints, starts: Ints | None
+    ) -> Steps[None]:
         self._rows.release_abandoned()
         index = self._live(batch, index, numbers)
-        lengths = self._rows.table.lengths[index] + counts
-        check_length(int(lengths.max(initial=0)), self.max_seq_len)
-        yield from self._rows.grow(index, lengths)
-        self._rows.ring()
-
-    @stepwise
-    def _extend_from(self, batch: list[Sequence], counts: Ints, starts: Ints) -> Steps[None]:
-        self._rows.release_abandoned()
-        index = self._live(batch, *_rows_of(batch))
-        if self._rows.table.lengths[index].any() or (starts > counts).any():
+        before = self._rows.table.lengths[index]
+        if starts is not None and (before.any() or (starts > counts).any()):
             raise ValueError(
                 f"asked for starts={starts.tolist()} of tokens={counts.tolist()}; they are for sequences without "
                 "tokens, and none is behind its sequence's end. Others have release_before"
             )
-        yield from self._rows.grow(index, counts, starts)
+        lengths = before + counts
+        check_length(int(lengths.max(initial=0)), self.max_seq_len)
+        yield from self._rows.grow(index, lengths, starts)
         self._rows.ring()
 
     def _live(self, batch: list[Sequence], index: Ints, numbers: Ints) -> Ints:

@@ -6,7 +6,6 @@ import html
 import operator
 import warnings
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -244,6 +243,7 @@ class Sequence:
         if not start <= token <= length:
             raise ValueError(f"asked for token {shown(token)}; {self!r} holds tokens {start} to {length}")
 
+    @operation
     def suspend(self) -> None:
         """Moves its tokens to host memory; its pages go to others when needed. It keeps its row, and so its addresses.
         Until `resume` it may only be freed.
@@ -257,14 +257,11 @@ class Sequence:
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._suspend()
-
-    @operation
-    def _suspend(self) -> None:
         self._check_here()
         self._rows.release_abandoned()
         self.cache.host_tier().suspend(self.index)
 
+    @operation
     def resume(self) -> None:
         """Moves its tokens back, to the addresses that they had, in the order of the current stream; work on the stream
         that it was made on comes after that. Does nothing if it is not suspended.
@@ -274,10 +271,6 @@ class Sequence:
             DriverError, StreamCaptureError: as in `extend`. It is suspended still in all cases.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._resume()
-
-    @operation
-    def _resume(self) -> None:
         self._rows.release_abandoned()
         if self.index in self._rows.table.suspended:
             self.cache.host_tier().resume(self.index)
@@ -443,9 +436,7 @@ class Sequence:
     def __enter__(self) -> Sequence:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.free()
 
     def __reduce__(self) -> NoReturn:

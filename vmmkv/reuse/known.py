@@ -208,15 +208,11 @@ class Known:
                 if chain := self.chains.get(row):
                     self.chains[row] = Chain(chain.key, chain.ids, chain.node, min(chain.own, before))
 
-    def path(self, key: Hashable, ids: Ids) -> list[Node]:
-        """The nodes that ids lead through, from the root on."""
-        return self.tree.path(key, ids)
-
     def move(self, pages: Pages, numbers: list[int]) -> bool:
         """Has pages of a path be those of other numbers, which hold the same; returns False where they have left it.
         Rows that lie on the old ones have copies from there on."""
         _, _, arena, first, old = pages
-        if not self.tree.renumber(self.path(pages.key, pages.ids), arena, first, old, numbers):
+        if not self.tree.renumber(self.tree.path(pages.key, pages.ids), arena, first, old, numbers):
             return False
         self.held.hold(numbers)
         for place in self.tails.places(old) if not arena else ():

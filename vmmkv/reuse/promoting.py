@@ -17,6 +17,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -61,7 +62,6 @@ class Promotion:
         self._copied: Fence | None = None
         """Passes when it has been copied."""
         self._staging: Arena | None = None
-        self._stream: Any = None
 
     # ------------------------------------------------------------------ what rows say
 
@@ -77,7 +77,7 @@ class Promotion:
     def give_way(self, wait: bool) -> None:
         """Gives up what is being copied; if it is not to wait, only if that has been copied."""
         if self._is_mapped and self._is_copied(wait):
-            self._drop_copy()
+            self._moving = self._copied = None
             self._stage().unmap_back(0, 0)
 
     # ------------------------------------------------------------------ what the mapper asks
@@ -119,7 +119,7 @@ class Promotion:
             if self._stage().table.ready[0] == 2 * LARGE:
                 self._copy(self._moving)
             else:
-                self._drop_copy()
+                self._moving = self._copied = None
 
     # ------------------------------------------------------------------ copies
 
@@ -138,7 +138,7 @@ class Promotion:
         """What is to be moved next, if anything is."""
         while self._hot:
             node, (key, ids) = next(iter(self._hot.items()))
-            for each in self._known.path(key, ids):
+            for each in self._known.tree.path(key, ids):
                 if each.hits >= HOT and (pages := self._pages_of(each, key, ids)):
                     return pages
             del self._hot[node]
@@ -164,6 +164,11 @@ class Promotion:
         change.place(table, Run(0, LARGE, 2 * LARGE), supply.large, 2 * LARGE, since=LARGE)
         self._moving, self._copied = pages, None
 
+    @cached_property
+    def _stream(self) -> Any:
+        """The stream of copies."""
+        return self._driver.new_stream()
+
     def _stage(self) -> Arena:
         """The staging row."""
         if self._staging is None:
@@ -173,8 +178,6 @@ class Promotion:
     def _copy(self, pages: Pages) -> None:
         """Copies pages to the frame behind them."""
         nbytes, table = LARGE * self._books.page_size, self._stage().table
-        if self._stream is None:
-            self._stream = self._driver.new_stream()
         self.is_copying = True
         try:
             with finished_on_error(self._driver):
@@ -194,10 +197,6 @@ class Promotion:
         pages = self._moving
         if pages and self._copied and self._known.move(pages, self._stage().table.pages_in(0, LARGE).tolist()):
             self.pages += LARGE
-        self._drop_copy()
-
-    def _drop_copy(self) -> None:
-        """Forgets what was being copied, which is done."""
         self._moving = self._copied = None
 
     # ------------------------------------------------------------------ the end

@@ -179,28 +179,16 @@ class Laying:
         """Copies what is not shared, up to so many tokens, from frames that need not lie on any row."""
         if not sources:
             return
-        driver = self._pool.driver
+        size, driver, frames = self._books.page_size, self._pool.driver, self._pool.frames
         addresses = self._sharing.show(sources)
         with finished_on_error(driver):
-            self._copy_from(addresses, row, tokens, laid, partial)
+            for (arena, record), of, last in zip(self._books.ranges, laid, partial):
+                base, end, at = arena.table.address_of(row, 0), tokens * record, 0
+                for piece in [*of, Piece(1, page=last)] if last is not None else of:
+                    if not piece.frames:
+                        arena.table.belong(row, at, at + piece.pages, SEVERAL)  # until all is there: a copy may fail
+                        frame = frames.frame_of(piece.page)
+                        source = addresses[frame] + (piece.page - frame) * size
+                        driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))
+                    at += piece.pages
             self._sharing.staged |= Fence.after(driver, [driver.current_stream()])
-
-    def _copy_from(
-        self,
-        addresses: dict[int, int],
-        row: int,
-        tokens: int,
-        laid: Sequence[list[Piece]],
-        partial: Sequence[int | None],
-    ) -> None:
-        """Copies from frames at these addresses."""
-        size, driver = self._books.page_size, self._pool.driver
-        for (arena, record), of, last in zip(self._books.ranges, laid, partial):
-            base, end, at = arena.table.address_of(row, 0), tokens * record, 0
-            for piece in [*of, Piece(1, page=last)] if last is not None else of:
-                if not piece.frames:
-                    arena.table.belong(row, at, at + piece.pages, SEVERAL)  # until all is there: a copy may fail
-                    frame = self._pool.frames.frame_of(piece.page)
-                    source = addresses[frame] + (piece.page - frame) * size
-                    driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))
-                at += piece.pages

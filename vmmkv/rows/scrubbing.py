@@ -13,6 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,7 +51,6 @@ class Scrubbing:
         """By page of the staging row: whose it will be."""
         self._zeroed: Fence | None = None
         """Passes when all that is in the staging row is zeros; None where it will not be."""
-        self._stream: Any = None
 
     @property
     def wished(self) -> int:
@@ -106,8 +106,6 @@ class Scrubbing:
         """
         if self._zeroed or not self.is_busy or self._stage().table.ready[0] < len(self._tenants):
             return
-        if self._stream is None:
-            self._stream = self._driver.new_stream()
         with finished_on_error(self._driver):
             self._driver.fill(self._stage().address, len(self._tenants) * self._books.page_size, 0, self._stream)
             self._zeroed = Fence.after(self._driver, [self._stream])
@@ -122,6 +120,11 @@ class Scrubbing:
             self._pool.pages_cleaned += len(pages)
             self._zeroed = None
         return True
+
+    @cached_property
+    def _stream(self) -> Any:
+        """The stream that zeroes."""
+        return self._driver.new_stream()
 
     def _stage(self) -> Arena:
         """The staging row."""
