@@ -18,7 +18,7 @@ class Held:
     def __init__(self, pool: FramePool, account: Account) -> None:
         self._pool: FramePool = weakref.proxy(pool)  # which has this among its tables
         self.account = account
-        self.tail_frames: list[int] = []
+        self.zero_frames: list[int] = []
         self.doubt: list[Any] = []
         self._pages: dict[int, int] = {}
         """By frame, how many of its pages the tree knows."""

@@ -1,8 +1,8 @@
 """Ahead of need: what a mapper may do for rows while they are used.
 
-It takes frames that are free, for pages behind live rows. It unmaps tails, which lie behind sequences that began on
-longer rows than they need, and the pages of rows that nobody has and nothing may touch; where there are none, what is
-kept for sequences to come gives way. What is free and was another tenant's is zeroed before.
+It takes frames that are free, for pages behind live rows. It unmaps spare pages, which lie behind sequences that began
+on longer rows than they need, and the pages of rows that nobody has and nothing may touch; where there are none, what
+is kept for sequences to come gives way. What is free and was another tenant's is zeroed before.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ class Ahead:
         lack_large = lack_single = 0
         firm = self._pool.accounts.headroom(self._account)
         firm -= change.pages  # which are another's: they are in no books yet
-        tails = self._tail_pages()
+        spare = self._spare_pages()
         for arena, row, begin, end in self._needs():
             room = frames - change.frames - lack_large - lack_single - self._scrubbing.wished
-            if room <= 0 or firm + tails <= 0:
+            if room <= 0 or firm + spare <= 0:
                 break
             pages = max(min(end - begin, firm), 0)
-            behind = min(end - begin - pages, max(tails, 0))  # tails are firm: what goes of them is headroom
-            lack_single, tails = lack_single + min(behind, room), tails - behind
+            behind = min(end - begin - pages, max(spare, 0))  # firm pages: what goes of them is headroom
+            lack_single, spare = lack_single + min(behind, room), spare - behind
             wanted = policy.large_frames(pages, self._table.start[row]) if self._books.rules.large else 0
             large, single = self._available(pages, wanted, room)
             lack_large += min(wanted, room) - large
@@ -109,10 +109,10 @@ class Ahead:
         change.map(table, row, table.end[row] + large * LARGE + single, supply, large)
 
     def plan_release(self, change: Change, pages: int) -> int:
-        """Plans to unmap up to so many pages that nothing may touch: of tails, then of rows that nobody has, retired
+        """Plans to unmap up to so many pages that nothing may touch: spare ones, then of rows that nobody has, retired
         ones before parked ones, oldest first; returns how many. Where there are no such rows, what is kept gives way,
         and what of it lay on no row is free at once."""
-        planned = self._plan_tails(change, pages)
+        planned = self._plan_spare(change, pages)
         if not planned and not self._table.parked and not self._table.retired:
             before = self._pool.frames.taken
             self._keeping.keeper.give_way(pages)
@@ -125,10 +125,10 @@ class Ahead:
                 break
         return planned
 
-    def _plan_tails(self, change: Change, pages: int) -> int:
-        """Plans to unmap up to so many pages of tails; returns how many."""
+    def _plan_spare(self, change: Change, pages: int) -> int:
+        """Plans to unmap up to so many spare pages; returns how many."""
         planned = 0
-        for row in self._tails():
+        for row in self._spare_rows():
             if planned >= pages:
                 break
             if self._table.fences[row].passed() and not self._books.shares_surplus(row):
@@ -137,11 +137,11 @@ class Ahead:
                 self._books.refresh(row)  # nobody is to grow there meanwhile
         return planned
 
-    def _tail_pages(self) -> int:
-        """Pages of tails."""
-        return sum(self._table.spare.size(row) - self._lookahead_pages for row in self._tails())
+    def _spare_pages(self) -> int:
+        """Pages behind live rows beyond what they expect to need, and a lookahead."""
+        return sum(self._table.spare.size(row) - self._lookahead_pages for row in self._spare_rows())
 
-    def _tails(self) -> Iterator[int]:
+    def _spare_rows(self) -> Iterator[int]:
         """Live rows with more behind them than they expect to need, and than a lookahead."""
         table = self._table
         for row in [] if self._books.rules.zero_tail else table.spare.largest():

@@ -1,7 +1,7 @@
 """The books of rows: what each holds, in pages, and what follows from that: capacities, and the lists that rows are on.
 
 A page is *used* when tokens of a live sequence lie in it, or in another page of its frame. All other mapped pages are
-*surplus*: parked and retired rows, tails behind a truncated or adopted sequence, lookahead, fronts before `start`.
+*surplus*: parked and retired rows, what lies behind a truncated or adopted sequence, lookahead, fronts before `start`.
 Surplus pages cost nothing to use again where they are and are unmapped only when somebody else needs them.
 
 Pages are counted by row, and in all. Rows that have changed since are counted again when somebody asks (`catch_up`), so
@@ -98,7 +98,7 @@ class Books:
         self.duplicates = 0
         """How many pages too many come of counting the pages of each live row, where several use the same."""
         self.zero_frames: list[int] = []
-        """The one frame of all tails, where there are any."""
+        """The one frame of the zeros behind rows, where there are any."""
         self.records = [record for _, record in ranges]
         self._no_spans: list[Span] = [(0, 0)] * len(ranges)
         self.page_tokens = -(-self.page_size // min(self.records))
@@ -202,11 +202,11 @@ class Books:
 
     def _count(self, row: int) -> None:
         """Counts a row's pages, and says what others may have of them."""
-        table, count, brink, tail = self.table, NOTHING, self.rules.max_seq_len, 0
+        table, count, brink, spare = self.table, NOTHING, self.rules.max_seq_len, 0
         if table.is_live(row):
-            count, brink, tail = self._look(row, table.start[row], table.length[row])
+            count, brink, spare = self._look(row, table.start[row], table.length[row])
         if count.spare:
-            table.spare.put(row, tail)
+            table.spare.put(row, spare)
         else:
             table.spare.remove(row)
         table.brink[row] = brink
@@ -220,7 +220,7 @@ class Books:
     def _look(self, row: int, start: int, length: int) -> tuple[Count, int, int]:
         """The pages of a live row that keeps tokens `[start, length)`; the tokens that those it uses have room for; and
         how many are behind those that it expects to use."""
-        used = mapped = behind = open_pages = tail = 0
+        used = mapped = behind = open_pages = spare = 0
         brink, expected = self.rules.max_seq_len, self.table.expected[row]
         expected += self.rules.overread if expected else 0
         spans = self._whole_frames(row, self.spans(start, length))
@@ -232,11 +232,11 @@ class Books:
                 behind += row_end - max(end, row_first)
                 open_pages += max(row_end - max(end, row_first, arena.table.own[row]), 0)
                 expected_end = -(-expected * record // self.page_size)
-                tail += max(row_end - max(end, row_first, expected_end), 0)
+                spare += max(row_end - max(end, row_first, expected_end), 0)
             brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
         if self.rules.zero_tail and length:
-            return Count(used, mapped, 0, open_pages, 0), brink, tail
-        return Count(used, mapped, behind, 0, open_pages), brink, tail
+            return Count(used, mapped, 0, open_pages, 0), brink, spare
+        return Count(used, mapped, behind, 0, open_pages), brink, spare
 
     def forget_counts(self) -> None:
         """Begins to count, with rows that have nothing or are about to be refreshed."""

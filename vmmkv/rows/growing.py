@@ -100,7 +100,7 @@ class Growing:
             self._cleaner.clean(begun, plan)
         if zero_tail:
             for row in rows:
-                self._fill_tails(row)
+                self._fill_zeros(row)
 
     def _plan(self, rows: list[int]) -> list[Growth]:
         """What rows are to get for their claims."""
@@ -185,7 +185,7 @@ class Growing:
             self._table.fence(row, fills[-1])
 
     def _look_again(self, rows: list[int]) -> None:
-        """Brings the books of rows up to what is mapped, and has their tails reach that."""
+        """Brings the books of rows up to what is mapped, and has zeros behind them begin there."""
         self._books.claims = {}
         for row in rows:
             if not self._table.is_live(row):
@@ -198,7 +198,7 @@ class Growing:
                         arena.table.begin_at(row, 0)
             elif self._books.rules.zero_tail:
                 with suppress(VmmkvError):
-                    self._fill_tails(row)
+                    self._fill_zeros(row)
             self._books.retire_front(row)
             self._books.refresh(row)
 
@@ -209,9 +209,9 @@ class Growing:
             fence = self._table.fences[row] | fence
         fence.wait()
 
-    def _fill_tails(self, row: int) -> None:
+    def _fill_zeros(self, row: int) -> None:
         """Makes a row readable to its end in every arena."""
         for arena, _ in self._books.ranges:
             if arena.table.ready[row] < arena.table.end[row]:
                 self._wait_for_readers([row])
-            arena.fill_tail(row, *self._books.zero_frames)
+            arena.fill_zeros(row, *self._books.zero_frames)

@@ -33,7 +33,7 @@ class Reclaimer:
     def __init__(self, books: Books, keeping: Keeping, scrubbing: Scrubbing) -> None:
         self._pool, self._account, self._books, self._table = books.pool, books.account, books, books.table
         self._keeping, self._scrubbing = keeping, scrubbing
-        # A live row's zero tail grows with each page that is taken from it.
+        # The zeros behind a live row grow with each page that is taken from it.
         self.spare = 0 if books.rules.zero_tail else min(self._pool.limit // 512, 64)
         """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
 

@@ -131,13 +131,13 @@ class Rows:
                 raise
 
     def _make_zero_frame(self) -> None:
-        """Takes the frame of all tails, and zeroes it."""
+        """Takes the frame of the zeros behind rows, and zeroes it."""
         arena, _ = self.ranges[0]
         self.pool.accounts.check_allowed(self.account, 1)
         self.pool.accounts.make_headroom(self.account, 1)
         frames = self.reclaimer.supply(1, 0).single
         arena.zero(*frames)  # until then it lies in a row
-        self.books.zero_frames = arena.table.tail_frames = frames
+        self.books.zero_frames = arena.table.zero_frames = frames
 
     @property
     def ranges(self) -> list[tuple[Arena, int]]:
