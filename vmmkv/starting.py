@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import OutOfPagesError, VmmkvError
 from .events import EventLog
@@ -105,7 +105,11 @@ class Starting:
             tokens = len(ids) if whole else known
             if hit.tokens:
                 stream = self._rows.pool.driver.current_stream()
-                sequence = self._new(cache, self._row_for(hit, max(tokens, expected), stream, key.number))
+                row = hit.row
+                if row is None:  # a row without pages, where any are laid there
+                    tenant = key.number if hit.is_copied else None
+                    row = self._rows.beginning.pick(max(tokens, expected), stream, tenant)
+                sequence = self._new(cache, row)
                 try:
                     prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, stream)
                 except VmmkvError:  # whoever holds it holds the sequence
@@ -119,13 +123,6 @@ class Starting:
                 self._rows.shrink(sequence.index, 0, sequence.cached_tokens)
         prefixes.count(len(ids), sequence.cached_tokens)
         return sequence
-
-    def _row_for(self, hit: Hit, tokens: int, stream: Any, tenant: int) -> int:
-        """Picks the row of a sequence that is to have so many tokens, and begins with a hit: one without pages, where
-        any are laid there."""
-        if hit.row is not None:
-            return hit.row
-        return self._rows.beginning.pick(tokens, stream, tenant if hit.is_copied else None)
 
     def fork(self, cache: KVCache, parent: Sequence, count: int) -> list[Sequence]:
         """Starts sequences that begin with all tokens of another: all of them or none. Raises what `Sequence.fork`

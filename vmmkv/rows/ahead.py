@@ -50,7 +50,7 @@ class Ahead:
         lack_large = lack_single = 0
         firm = self._pool.accounts.headroom(self._account)
         firm -= change.pages  # which are another's: they are in no books yet
-        spare = self._spare_pages()
+        spare = sum(self._table.spare.size(row) - self._lookahead_pages for row in self._spare_rows())
         for arena, row, begin, end in self._needs():
             room = frames - change.frames - lack_large - lack_single - self._scrubbing.wished
             if room <= 0 or firm + spare <= 0:
@@ -136,10 +136,6 @@ class Ahead:
                     planned += arena.plan_back(change, row, end, pages - planned)
                 self._books.refresh(row)  # nobody is to grow there meanwhile
         return planned
-
-    def _spare_pages(self) -> int:
-        """Pages behind live rows beyond what they expect to need, and a lookahead."""
-        return sum(self._table.spare.size(row) - self._lookahead_pages for row in self._spare_rows())
 
     def _spare_rows(self) -> Iterator[int]:
         """Live rows with more behind them than they expect to need, and than a lookahead."""

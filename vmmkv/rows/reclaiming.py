@@ -6,7 +6,7 @@ idle ones first, and what has to be waited for last.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from ..errors import DriverOutOfMemoryError, OutOfPagesError, VmmkvError
@@ -45,7 +45,10 @@ class Reclaimer:
         """
         reclaimed = self._scrubbing.give_way(wait)
         if reclaimed < count:
-            reclaimed += self._reclaim_from(self._victims(), count - reclaimed, wait)
+            self._books.catch_up()
+            rules = self._books.rules
+            rows = policy.victims(self._table, rules.max_seq_len, rules.zero_tail, self._books.claims)
+            reclaimed += self._reclaim_from(rows, count - reclaimed, wait)
         if reclaimed < count:
             reclaimed += self._keeping.keeper.evict(count - reclaimed, wait)
         return reclaimed
@@ -55,12 +58,6 @@ class Reclaimer:
         self._books.catch_up()
         rows = policy.slack(self._table, self._books.rules.zero_tail, self._books.claims)
         return self._reclaim_from(rows, count, wait)
-
-    def _victims(self) -> Iterator[tuple[int, int]]:
-        """Rows that may have pages to give, and the tokens whose pages they keep."""
-        self._books.catch_up()
-        rules = self._books.rules
-        return policy.victims(self._table, rules.max_seq_len, rules.zero_tail, self._books.claims)
 
     def _reclaim_from(self, rows: Iterable[tuple[int, int]], count: int, wait: bool = False) -> int:
         """`reclaim`, from rows in this order."""
