@@ -177,7 +177,7 @@ def test_a_tail_stays_where_more_would_be_lost_than_is_won() -> None:
 def test_the_least_needed_tail_goes_first() -> None:
     """By priority, then by when it was used last: among pages that are known, and among tails."""
     world = World(Random(), 5, COARSE, rows=10, large_frames=False)
-    find = world.cache._starting.prefixes.find
+    find = world.cache._starting.prefixes.finder.find
     for first, priority in ((1, 35), (2, 90), (3, 35), (4, 35), (5, 10)):
         sequence = world.start([first] * 50)
         sequence.commit([first] * 50, retention=[vmmkv.Retention(priority=priority)])

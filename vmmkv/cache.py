@@ -160,7 +160,7 @@ class KVCache(Owner):
             large=large_frames and not zero_tail and max_tokens is None,
             poison=pool.is_debugged and layout.dtype.is_floating_point and not zero_tail,
         )
-        self._rows = self._open_rows(Rows(pool, max_sequences, rules), self._row_bytes(overread), limit, guaranteed)
+        self._rows = self._open_rows(rules, self._row_bytes(overread), limit, guaranteed)
         self._ranges, self._views = self._exported()
         self._scales = (
             scale_views(self._ranges, layout, max_sequences, max_seq_len) if layout.scales is not None else []
@@ -187,17 +187,17 @@ class KVCache(Owner):
         return row_bytes
 
     @operation
-    def _open_rows(self, rows: Rows, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
-        """Gives rows an account, and addresses."""
+    def _open_rows(self, rules: Rules, row_bytes: list[int], limit: int | None, guaranteed: float | str) -> Rows:
+        """Makes the rows, with addresses, and an account."""
         pool = self.pool
         pool.collect()
-        if rows.rules.lookahead and pool.mapper is None:
+        if rules.lookahead and pool.mapper is None:
             pool.mapper = Mapper(pool)
         if pool.is_debugged:
             watch(pool)
         pages = pages_within(pool, guaranteed, name="guaranteed") if guaranteed else 0
-        rows.open(Account(limit, pages), zip(row_bytes, self.layout.record_bytes))
-        return rows
+        ranges = zip(row_bytes, self.layout.record_bytes)
+        return Rows(pool, Account(limit, pages), self.max_sequences, ranges, rules)
 
     def _exported(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """All ranges as tensors, and what `kv` returns of them."""
@@ -523,12 +523,10 @@ class KVCache(Owner):
         """
         batch = batch_of(self, sequences)
         counts = whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
-        if starts is not None:
-            self._extend_from(batch, counts, whole_numbers("starts", starts, len(batch), self.max_seq_len))
-            return
+        begins = None if starts is None else whole_numbers("starts", starts, len(batch), self.max_seq_len)
         index, numbers = _rows_of(batch)
-        if not self._grow_within(index, numbers, counts):
-            self._extend(batch, index, numbers, counts)
+        if begins is not None or not self._grow_within(index, numbers, counts):
+            self._extend(batch, index, numbers, counts, begins)
 
     def _grow_within(self, index: Ints, numbers: Ints, counts: Ints) -> bool:
         """Writes down new lengths of rows, if none needs a page and all are those of sequences with these numbers."""
@@ -548,24 +546,20 @@ class KVCache(Owner):
         return within
 
     @stepwise
-    def _extend(self, batch: list[Sequence], index: Ints, numbers: Ints, counts: Ints) -> Steps[None]:
+    def _extend(
+        self, batch: list[Sequence], index: Ints, numbers: Ints, counts: Ints, starts: Ints | None
+    ) -> Steps[None]:
         self._rows.release_abandoned()
         index = self._live(batch, index, numbers)
-        lengths = self._rows.table.lengths[index] + counts
-        check_length(int(lengths.max(initial=0)), self.max_seq_len)
-        yield from self._rows.grow(index, lengths)
-        self._rows.ring()
-
-    @stepwise
-    def _extend_from(self, batch: list[Sequence], counts: Ints, starts: Ints) -> Steps[None]:
-        self._rows.release_abandoned()
-        index = self._live(batch, *_rows_of(batch))
-        if self._rows.table.lengths[index].any() or (starts > counts).any():
+        before = self._rows.table.lengths[index]
+        if starts is not None and (before.any() or (starts > counts).any()):
             raise ValueError(
                 f"asked for starts={starts.tolist()} of tokens={counts.tolist()}; they are for sequences without "
                 "tokens, and none is behind its sequence's end. Others have release_before"
             )
-        yield from self._rows.grow(index, counts, starts)
+        lengths = before + counts
+        check_length(int(lengths.max(initial=0)), self.max_seq_len)
+        yield from self._rows.grow(index, lengths, starts)
         self._rows.ring()
 
     def _live(self, batch: list[Sequence], index: Ints, numbers: Ints) -> Ints:

@@ -44,7 +44,7 @@ def check_pool(pool: FramePool) -> None:
     pool.collect()
     frames = pool.frames
     ensure(not pool.calls.in_doubt, "a page is being made or released")
-    tails = {frame for table in pool.tables for frame in table.tail_frames}
+    zeros = {frame for table in pool.tables for frame in table.zero_frames}
     mapped = Counter(page for table in pool.tables for page in table.mapped_pages())
     exist = set(np.flatnonzero(frames.handles >= 0).tolist())
     free = set(frames.in_pages([*frames.free, *frames.free_large]))
@@ -57,7 +57,7 @@ def check_pool(pool: FramePool) -> None:
         )
     ensure(not frames.shares[[*free]].any() and not frames.users[[*free]].any(), "a free page is shared")
     ensure(len(free) == frames.free_pages, "a page is free twice")
-    ensure(not free & tails, "the zero page is free")
+    ensure(not free & zeros, "the zero page is free")
     ensure(not free & mapped.keys(), "a free page is mapped")
     ensure(free | mapped.keys() == exist, "a page has leaked, or one that does not exist is mapped")
     ensure(frames.taken == len(mapped), f"{frames.taken} pages are taken, {len(mapped)} mapped")
@@ -81,12 +81,11 @@ def check_rows(rows: Rows) -> None:
     """
     table = rows.table
     mapped = len(rows.frames_taken())
-    if rows.keeper:
-        rows.keeper.check()
+    rows.keeping.keeper.check()
     ensure(rows.account.taken == mapped, f"the account has {rows.account.taken} pages, {mapped} are mapped")
     live = table.live_rows().tolist()
     used = {(index, page) for row in live for index, (_, pages) in enumerate(rows.pages(row)) for page in pages}
-    ensure(rows.used_pages == len(used), f"{rows.used_pages} pages are said to be used, {len(used)} are")
+    ensure(rows.books.used_pages == len(used), f"{rows.books.used_pages} pages are said to be used, {len(used)} are")
     states = table.counts()
     ensure(sum(states.values()) == table.num_rows, f"rows by state {states} are not {table.num_rows} in all")
     owners = Counter(table.owners[table.live_rows()].tolist())
@@ -110,14 +109,14 @@ def check_rows(rows: Rows) -> None:
         ensure(row not in table.suspended or (live and not length), f"row {row} is suspended, and has {length} tokens")
         for arena, record in rows.ranges:
             pages = arena.table
-            first, ready, end, tail = (of[row] for of in (pages.first, pages.ready, pages.end, pages.tail))
+            first, ready, end, zeros = (of[row] for of in (pages.first, pages.ready, pages.end, pages.zeros))
             ensure(first <= ready <= end, f"row {row}: first, ready, end out of order")
             ensure(pages.own[row] <= end, f"row {row} shares pages that it has not")
             alone = {*pages.frames_in(row, max(pages.own[row], first), end)} - staged
             ensure(not rows.pool.frames.shares[[*alone]].any(), f"row {row} may write to a page that others have, too")
-            tails = end <= tail <= pages.tail_ready[row] <= pages.limit
-            ensure(tails, f"row {row}: end, tail, tail_ready, limit out of order")
-            ensure(bool(rows.zero_frames) or tail == pages.limit, f"row {row} has a tail")
+            ordered = end <= zeros <= pages.zeros_ready[row] <= pages.limit
+            ensure(ordered, f"row {row}: end, zeros, zeros_ready, limit out of order")
+            ensure(bool(rows.books.zero_frames) or zeros == pages.limit, f"row {row} has zeros behind it")
             if live and capacity > start:  # its pages are consecutive, so that the others are mapped as well
                 ensure(first * arena.page_size <= start * record, f"row {row}: its first token is not mapped")
                 ensure(ready * arena.page_size >= capacity * record, f"row {row}: {capacity=} is not mapped")
@@ -143,14 +142,14 @@ def check_counts(rows: Rows) -> None:
     ensure(used == books.pages_used(live, room), "a row's brink is in a page that it does not use")
     ensure(table.tokens == sum(table.length[row] - table.start[row] for row in live.tolist()), "tokens without a row")
     bound_pages, used_pages = set[int](), set[int]()
-    firm = mapped = len(rows.zero_frames)
+    firm = mapped = len(rows.books.zero_frames)
     firm += books.used_pages
     for row in live.tolist():
         length, kept = table.length[row], books.spans(table.start[row], max(table.length[row], table.expected[row]))
         tables = [arena.table for arena, _ in rows.ranges]
         ends = [max(end, each.first[row]) for each, (_, end) in zip(tables, books.used(row))]
         behind = sum(max(each.end[row] - end, 0) for each, end in zip(tables, ends))
-        tail = sum(max(each.end[row] - max(end, kept_end), 0) for each, end, (_, kept_end) in zip(tables, ends, kept))
+        spare = sum(max(each.end[row] - max(end, kept_end), 0) for each, end, (_, kept_end) in zip(tables, ends, kept))
         is_bound = rules.zero_tail and length > 0
         for each, end, span in zip(tables, ends, books.used(row)):
             used_pages.update(each.pages_in(row, *span).tolist())
@@ -160,7 +159,7 @@ def check_counts(rows: Rows) -> None:
                 firm += max(each.end[row] - max(end, each.own[row]), 0)
         mapped += sum(each.pages(row) for each in tables)
         ensure((row in table.spare) == (behind > 0 and not is_bound), f"row {row} has {behind} pages behind it")
-        ensure(row not in table.spare or table.spare.size(row) == tail, f"row {row} has a tail of {tail} pages")
+        ensure(row not in table.spare or table.spare.size(row) == spare, f"row {row} has {spare} spare pages")
         is_needy = length > table.wake[row] or table.expected[row] > table.capacity[row]
         ensure(not (rules.lookahead and is_needy) or row in table.needy, f"row {row} is needy, and nobody knows")
         ensure(row in table.fenced or not table.fences[row].is_pending, f"row {row} has a fence, and nobody knows")

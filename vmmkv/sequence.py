@@ -6,7 +6,6 @@ import html
 import operator
 import warnings
 from collections.abc import Iterable
-from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
@@ -200,7 +199,7 @@ class Sequence:
     @bookkeeping
     def _commit(self, ids: Ids, retention: Iterable[Retention]) -> None:
         self._check_here()
-        keeper = self._rows.keeper
+        keeper = self._rows.keeping.keeper
         if self.key is None or not isinstance(keeper, Prefixes):
             raise ArgumentError(f"{self!r} was started without token_ids, or not for reuse; give cache.sequence() some")
         keeper.commit(self.index, self.key, ids, retention)
@@ -244,6 +243,7 @@ class Sequence:
         if not start <= token <= length:
             raise ValueError(f"asked for token {shown(token)}; {self!r} holds tokens {start} to {length}")
 
+    @operation
     def suspend(self) -> None:
         """Moves its tokens to host memory; its pages go to others when needed. It keeps its row, and so its addresses.
         Until `resume` it may only be freed.
@@ -257,14 +257,11 @@ class Sequence:
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._suspend()
-
-    @operation
-    def _suspend(self) -> None:
         self._check_here()
         self._rows.release_abandoned()
         self.cache.host_tier().suspend(self.index)
 
+    @operation
     def resume(self) -> None:
         """Moves its tokens back, to the addresses that they had, in the order of the current stream; work on the stream
         that it was made on comes after that. Does nothing if it is not suspended.
@@ -274,10 +271,6 @@ class Sequence:
             DriverError, StreamCaptureError: as in `extend`. It is suspended still in all cases.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._resume()
-
-    @operation
-    def _resume(self) -> None:
         self._rows.release_abandoned()
         if self.index in self._rows.table.suspended:
             self.cache.host_tier().resume(self.index)
@@ -320,7 +313,7 @@ class Sequence:
     def _head(self) -> Head:
         """What a receiver is told; the current stream comes behind all work on it."""
         self._check_here()
-        table, driver, keeper = self._rows.table, self.pool.driver, self._rows.keeper
+        table, driver, keeper = self._rows.table, self.pool.driver, self._rows.keeping.keeper
         table.fence_after(driver, [self.index]).order(driver.current_stream())
         key = None if self.key is None else self.key[:2]
         ids = keeper.ids(self.index) if isinstance(keeper, Prefixes) else np.empty(0, np.int64)
@@ -443,9 +436,7 @@ class Sequence:
     def __enter__(self) -> Sequence:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.free()
 
     def __reduce__(self) -> NoReturn:

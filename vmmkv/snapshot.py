@@ -12,15 +12,16 @@ from .stats import CacheStats, MappedRange
 def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheStats:
     """Counts bytes, tokens, waste, pages and rows by state, reuse, driver calls; `host` and `log` where there are."""
     pool, books, tokens = rows.pool, rows.books, rows.table.tokens
-    size, used, made, mapper = pool.page_size, rows.used_pages, pool.frames.made, pool.mapper
+    size, used, made, mapper = pool.page_size, books.used_pages, pool.frames.made, pool.mapper
     pages = {
         "used": used,
-        "surplus": rows.surplus_pages,
+        "surplus": rows.account.taken - len(books.zero_frames) - used,
         "free": 0 if pool.is_shared else pool.frames.free_pages,
-        "zero": len(rows.zero_frames),
+        "zero": len(books.zero_frames),
     }
+    keeper = rows.keeping.keeper
     uses, calls = rows.page_uses + used, pool.meter.stats()
-    prefixes = rows.keeper if isinstance(rows.keeper, Prefixes) else None
+    prefixes = keeper if isinstance(keeper, Prefixes) else None
     return CacheStats(
         budget_bytes=pool.accounts.limit_of(rows.account) * size,
         physical_bytes=sum(pages.values()) * size,
@@ -32,7 +33,7 @@ def snapshot(rows: Rows, host: HostTier | None, log: EventLog | None) -> CacheSt
         pages_created=made,
         page_uses=uses,
         reuse_factor=uses / made if made else 0.0,
-        adoptions=rows.adoptions,
+        adoptions=rows.beginning.adoptions,
         prefix_pages=prefixes.pages if prefixes else 0,
         promoted_pages=prefixes.promotion.pages if prefixes and prefixes.promotion else 0,
         host_bytes=host.used if host else 0,

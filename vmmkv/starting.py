@@ -9,14 +9,15 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .errors import OutOfPagesError, VmmkvError
 from .events import EventLog
 from .memory.monitor import Steps, at_once
+from .reuse.finding import Hit
 from .reuse.host_prefixes import HostPrefixes
 from .reuse.node import Ids
-from .reuse.prefixes import Hit, Prefixes
+from .reuse.prefixes import Prefixes
 from .reuse.telling import Key
 from .rows.rows import Rows
 from .sequence import Sequence
@@ -44,7 +45,7 @@ class Starting:
     @property
     def prefixes(self) -> Prefixes:
         """What is known of sequences' beginnings; begins with the first sequence whose token ids are given."""
-        keeper = self._rows.keeper
+        keeper = self._rows.keeping.keeper
         return keeper if isinstance(keeper, Prefixes) else Prefixes(self._rows, self._log, self._host)
 
     def abandon(self, sequences: Iterable[Sequence]) -> None:
@@ -64,21 +65,22 @@ class Starting:
     def take_at_once(self, cache: KVCache, expected: int, tenant: int) -> Sequence | None:
         """Starts a sequence without tokens, on a row that it can have as it is; None where there is no such row."""
         stream = self._rows.pool.driver.current_stream()
-        row = self._rows.pick_at_once(expected, stream, tenant)
+        self._rows.release_collected()
+        row = self._rows.beginning.pick_at_once(expected, stream, tenant)
         if row is None:
             return None
         sequence = self._new(cache, row)
-        self._rows.begin_at_once(row, sequence.number, expected, stream, tenant)
+        self._rows.beginning.give(row, sequence.number, expected, stream, tenant)
         self._rows.ring()
         return sequence
 
     def take(self, cache: KVCache, tokens: int, expected: int, tenant: int, row: int | None = None) -> Steps[Sequence]:
         """Starts a sequence on a row that is free, and whose pages nobody else has; `row` names one. Raises what
-        `Rows.pick` and `Rows.take` raise."""
+        `Beginning.pick` and `Beginning.take` raise."""
         stream = self._rows.pool.driver.current_stream()
-        sequence = self._new(cache, self._rows.pick(max(tokens, expected), stream, tenant, row))
+        sequence = self._new(cache, self._rows.beginning.pick(max(tokens, expected), stream, tenant, row))
         # From here on somebody will free it.
-        yield from self._rows.take(sequence.index, sequence.number, tokens, expected, stream, tenant)
+        yield from self._rows.beginning.take(sequence.index, sequence.number, tokens, expected, stream, tenant)
         self._rows.ring()
         return sequence
 
@@ -86,9 +88,9 @@ class Starting:
         """Starts a sequence of given tokens, which begins with what is known of them; `whole`: it has the others, too.
         Raises what `take` and `Prefixes.begin` raise."""
         prefixes = self.prefixes
-        hit = prefixes.find(key, ids)
-        if prefixes.make_way(hit, max(len(ids) if whole else 0, expected)):
-            hit = prefixes.find(key, ids)
+        hit = prefixes.finder.find(key, ids)
+        if prefixes.evictor.make_way(hit, max(len(ids) if whole else 0, expected)):
+            hit = prefixes.finder.find(key, ids)
         try:
             return self._begin(cache, hit, key, ids, whole, expected)
         except OutOfPagesError:
@@ -103,7 +105,11 @@ class Starting:
             tokens = len(ids) if whole else known
             if hit.tokens:
                 stream = self._rows.pool.driver.current_stream()
-                sequence = self._new(cache, self._row_for(hit, max(tokens, expected), stream, key.number))
+                row = hit.row
+                if row is None:  # a row without pages, where any are laid there
+                    tenant = key.number if hit.is_copied else None
+                    row = self._rows.beginning.pick(max(tokens, expected), stream, tenant)
+                sequence = self._new(cache, row)
                 try:
                     prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, stream)
                 except VmmkvError:  # whoever holds it holds the sequence
@@ -118,13 +124,6 @@ class Starting:
         prefixes.count(len(ids), sequence.cached_tokens)
         return sequence
 
-    def _row_for(self, hit: Hit, tokens: int, stream: Any, tenant: int) -> int:
-        """Picks the row of a sequence that is to have so many tokens, and begins with a hit: one without pages, where
-        any are laid there."""
-        if hit.row is not None:
-            return hit.row
-        return self._rows.pick(tokens, stream, tenant) if hit.is_copied else self._rows.pick_empty(stream)
-
     def fork(self, cache: KVCache, parent: Sequence, count: int) -> list[Sequence]:
         """Starts sequences that begin with all tokens of another: all of them or none. Raises what `Sequence.fork`
         does."""
@@ -133,14 +132,14 @@ class Starting:
         children: list[Sequence] = []
         try:
             for _ in range(count):
-                child = self._new(cache, self._rows.pick_empty(stream))
-                self._rows.begin(child.index, child.number, table.expected[row], stream, table.tenant[row])
+                child = self._new(cache, self._rows.beginning.pick(0, stream, None))
+                self._rows.beginning.give(child.index, child.number, table.expected[row], stream, table.tenant[row])
                 child.key = parent.key
                 children.append(child)  # from here on somebody will free it
             if children:
                 index = [child.index for child in children]
                 self._rows.sharing.fork(row, index)
-                self._rows.inherit(dict.fromkeys(index, row))
+                self._rows.keeping.keeper.inherit(dict.fromkeys(index, row))
         except VmmkvError:  # whoever holds it holds them
             self.abandon(children)
             raise

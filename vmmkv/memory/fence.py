@@ -64,7 +64,7 @@ class Fence:
 
     def passed(self) -> bool:
         """Whether all of that work has finished. Does not wait."""
-        if self._events:  # asked of every row with a tail, and few have any
+        if self._events:  # asked of every row with spare pages, and few have any
             self._events = {stream: event for stream, event in self._events.items() if not event.query()}
         return not self._events
 

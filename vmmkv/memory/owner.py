@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from abc import ABC, abstractmethod
-from types import TracebackType
 from typing import Self
 
 import torch
@@ -95,9 +94,7 @@ class Owner(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _after_fork(self) -> None:

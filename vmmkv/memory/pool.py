@@ -46,8 +46,8 @@ class Table(Protocol):
 
     account: Account
     """Whose they are."""
-    tail_frames: list[int]
-    """Those of them that lie behind rows, of one page."""
+    zero_frames: list[int]
+    """Those of them that are zeros behind rows, of one page."""
     doubt: list[Any]
     """What is just being mapped or unmapped."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from math import inf
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from ..rows.rows import Rows
 from ..space.arena import Arena
 from .host_pages import HostPages, Place
 from .node import Ids, Node
-from .retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, Retention
+from .retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, Retention, is_priority
 from .telling import Key
 from .tree import PrefixTree
 
@@ -65,9 +66,7 @@ class HostPrefixes:
     """
 
     def __init__(self, rows: Rows, limit: int, priority: int | None, log: EventLog | None) -> None:
-        if priority is not None and (
-            not isinstance(priority, int) or isinstance(priority, bool) or not MIN_PRIORITY <= priority <= MAX_PRIORITY
-        ):
+        if priority is not None and not is_priority(priority):
             raise ArgumentError(
                 f"got host_priority={priority!r}; it is a priority from {MIN_PRIORITY} to {MAX_PRIORITY}, or None"
             )
@@ -76,7 +75,6 @@ class HostPrefixes:
         self._driver, self._books, self._table = rows.pool.driver, rows.books, rows.table
         self._pages = HostPages(self._books.page_size, self._driver.device.type == "cuda")
         self._tree = self._new_tree()
-        self._stream: Any = None
         self.is_copying = False
         """Whether copies may be under way that no fence knows."""
 
@@ -175,7 +173,7 @@ class HostPrefixes:
         try:
             for of, begin in zip(numbers, begins):
                 new.append(self._pages.add(len(of) - begin))
-            written.order(self._side())
+            written.order(self._stream)
             targets = [self._pages.places(its) for its in new]
             with self._copying([place for of in targets for place in of]):
                 for (arena, _), of, begin, target in zip(self._books.ranges, numbers, begins, targets):
@@ -196,7 +194,7 @@ class HostPrefixes:
             address, size = arena.table.address_of(row, first), self._books.page_size
             for run in self._pages.runs(targets[first - begin : end - begin]):
                 self._copy(run.address, address + run.begin * size, (run.end - run.begin) * size)
-            self._table.fence(row, Fence.after(self._driver, [self._side()]))
+            self._table.fence(row, Fence.after(self._driver, [self._stream]))
         nowhere.sort()
         while nowhere:
             count = self._showable([numbers[page] for page in nowhere])
@@ -225,7 +223,7 @@ class HostPrefixes:
                     target = run.address + (begin - run.begin) * size
                     self._copy(target, sources[begin], (at - begin) * size)
                     begin = at
-        self._rows.sharing.staged |= Fence.after(self._driver, [self._side()])
+        self._rows.sharing.staged |= Fence.after(self._driver, [self._stream])
 
     # ------------------------------------------------------------------ in
 
@@ -273,7 +271,7 @@ class HostPrefixes:
         Raises:
             VmmkvError: a call failed; nothing is under way.
         """
-        size, current, side = self._books.page_size, self._driver.current_stream(), self._side()
+        size, current, side = self._books.page_size, self._driver.current_stream(), self._stream
         before = Fence.after(self._driver, [current])  # fails in a graph capture, of which no copy can be a part
         if self._books.rules.cleans or self._rows.pool.tenants:
             before.order(side)  # it is being filled
@@ -289,14 +287,13 @@ class HostPrefixes:
 
     # ------------------------------------------------------------------ copies
 
-    def _side(self) -> Any:
+    @cached_property
+    def _stream(self) -> Any:
         """The stream of copies."""
-        if self._stream is None:
-            self._stream = self._driver.new_stream()
-        return self._stream
+        return self._driver.new_stream()
 
     def _copy(self, target: int, source: int, nbytes: int) -> None:
-        self._driver.copy(target, source, nbytes, self._side())
+        self._driver.copy(target, source, nbytes, self._stream)
 
     @contextmanager
     def _copying(self, places: Sequence[Place], then: Any = None) -> Iterator[None]:
@@ -312,7 +309,7 @@ class HostPrefixes:
         self._pages.use(places, None)
         try:
             yield
-            fence = Fence.after(self._driver, [self._side()])
+            fence = Fence.after(self._driver, [self._stream])
             if then is not None:
                 fence.order(then)
         except VmmkvError:

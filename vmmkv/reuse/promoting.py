@@ -16,22 +16,21 @@ Invariants:
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from ..memory.accounts import Account
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
-from ..memory.pool import FramePool
 from ..rows.books import Books
 from ..rows.laying import Piece
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.page_table import Run
+from .known import Known, Pages
 from .node import Ids, Node
 
 HOT = 2
@@ -42,50 +41,17 @@ MOST = 16
 """Prefixes that wait to be moved. More would be known by their next hit."""
 
 
-class Pages(NamedTuple):
-    """Single pages of a path that follow each other: as many as a large frame has.
-
-    Attributes:
-        key: the path's.
-        ids: of its first tokens.
-        arena: which.
-        first: the page of a row that the first of them is.
-        numbers: theirs.
-    """
-
-    key: Hashable
-    ids: Ids
-    arena: int
-    first: int
-    numbers: list[int]
-
-
-class Known(Protocol):
-    """What knows prefixes."""
-
-    written: Fence
-    """Passes when all that is known has been written."""
-
-    def path(self, key: Hashable, ids: Ids) -> list[Node]:
-        """The nodes that ids lead through."""
-
-    def move(self, pages: Pages, numbers: list[int]) -> bool:
-        """Has pages of a path be those of other numbers, which hold the same; returns False where they have left it."""
-
-
 class Promotion:
     """See above. It is a `vmmkv.space.mapper.Mover`.
 
     Args:
-        known: what knows prefixes, and has this.
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
+        known: what is known of rows.
         books: what its rows hold.
     """
 
-    def __init__(self, known: Known, pool: FramePool, account: Account, books: Books) -> None:
-        self._known = weakref.ref(known)  # which has this: memory must not wait for the garbage collector
-        self._pool, self._account, self._books, self._driver = pool, account, books, pool.driver
+    def __init__(self, known: Known, books: Books) -> None:
+        self._known, self._pool, self._account, self._books = known, books.pool, books.account, books
+        self._driver = books.pool.driver
         self.pages = 0
         """How many have moved."""
         self.is_copying = False
@@ -96,7 +62,6 @@ class Promotion:
         self._copied: Fence | None = None
         """Passes when it has been copied."""
         self._staging: Arena | None = None
-        self._stream: Any = None
 
     # ------------------------------------------------------------------ what rows say
 
@@ -112,7 +77,7 @@ class Promotion:
     def give_way(self, wait: bool) -> None:
         """Gives up what is being copied; if it is not to wait, only if that has been copied."""
         if self._is_mapped and self._is_copied(wait):
-            self._drop_copy()
+            self._moving = self._copied = None
             self._stage().unmap_back(0, 0)
 
     # ------------------------------------------------------------------ what the mapper asks
@@ -154,7 +119,7 @@ class Promotion:
             if self._stage().table.ready[0] == 2 * LARGE:
                 self._copy(self._moving)
             else:
-                self._drop_copy()
+                self._moving = self._copied = None
 
     # ------------------------------------------------------------------ copies
 
@@ -171,10 +136,9 @@ class Promotion:
 
     def _next(self) -> Pages | None:
         """What is to be moved next, if anything is."""
-        known = self._known()
-        while known and self._hot:
+        while self._hot:
             node, (key, ids) = next(iter(self._hot.items()))
-            for each in known.path(key, ids):
+            for each in self._known.tree.path(key, ids):
                 if each.hits >= HOT and (pages := self._pages_of(each, key, ids)):
                     return pages
             del self._hot[node]
@@ -200,6 +164,11 @@ class Promotion:
         change.place(table, Run(0, LARGE, 2 * LARGE), supply.large, 2 * LARGE, since=LARGE)
         self._moving, self._copied = pages, None
 
+    @cached_property
+    def _stream(self) -> Any:
+        """The stream of copies."""
+        return self._driver.new_stream()
+
     def _stage(self) -> Arena:
         """The staging row."""
         if self._staging is None:
@@ -208,15 +177,11 @@ class Promotion:
 
     def _copy(self, pages: Pages) -> None:
         """Copies pages to the frame behind them."""
-        known, nbytes, table = self._known(), LARGE * self._books.page_size, self._stage().table
-        if known is None:
-            return
-        if self._stream is None:
-            self._stream = self._driver.new_stream()
+        nbytes, table = LARGE * self._books.page_size, self._stage().table
         self.is_copying = True
         try:
             with finished_on_error(self._driver):
-                known.written.order(self._stream)
+                self._known.written.order(self._stream)
                 self._driver.copy(table.address_of(0, LARGE), table.address_of(0, 0), nbytes, self._stream)
                 tenants = self._pool.frames.tenants
                 tenants[table.pages_in(0, LARGE)] = tenants[pages.numbers]  # now: some of it is theirs already
@@ -229,13 +194,9 @@ class Promotion:
 
     def _finish(self) -> None:
         """Has what was copied be known where it is now."""
-        known, pages = self._known(), self._moving
-        if known and pages and self._copied and known.move(pages, self._stage().table.pages_in(0, LARGE).tolist()):
+        pages = self._moving
+        if pages and self._copied and self._known.move(pages, self._stage().table.pages_in(0, LARGE).tolist()):
             self.pages += LARGE
-        self._drop_copy()
-
-    def _drop_copy(self) -> None:
-        """Forgets what was being copied, which is done."""
         self._moving = self._copied = None
 
     # ------------------------------------------------------------------ the end

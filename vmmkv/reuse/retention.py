@@ -99,8 +99,13 @@ def in_order(ranges: Iterable[Retention]) -> tuple[Retention, ...]:
     return found
 
 
+def is_priority(value: object) -> bool:
+    """Whether it is a priority."""
+    return _is_whole(value) and MIN_PRIORITY <= value <= MAX_PRIORITY
+
+
 def _check(priority: object, seconds: object) -> None:
-    if not _is_whole(priority) or not MIN_PRIORITY <= priority <= MAX_PRIORITY:
+    if not is_priority(priority):
         raise RetentionError(f"asked for priority {priority!r}; it is a number from {MIN_PRIORITY} to {MAX_PRIORITY}")
     if seconds is not None and (not isinstance(seconds, int | float) or not seconds >= 0):
         raise RetentionError(f"asked for {seconds!r} seconds; it is a time of at least 0, or None for ever")

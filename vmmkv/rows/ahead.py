@@ -1,51 +1,42 @@
 """Ahead of need: what a mapper may do for rows while they are used.
 
-It takes frames that are free, for pages behind live rows. It unmaps tails, which lie behind sequences that began on
-longer rows than they need, and the pages of rows that nobody has and nothing may touch; where there are none, what is
-kept for sequences to come gives way. What is free and was another tenant's is zeroed before.
+It takes frames that are free, for pages behind live rows. It unmaps spare pages, which lie behind sequences that began
+on longer rows than they need, and the pages of rows that nobody has and nothing may touch; where there are none, what
+is kept for sequences to come gives way. What is free and was another tenant's is zeroed before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import chain
 
-from ..memory.accounts import Account
 from ..memory.frames import LARGE
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.mapper import CHUNK, Lack
 from . import policy
 from .books import Books
+from .keeping import Keeping
 from .scrubbing import Scrubbing, Wish
 
 WINDOW = 4 * CHUNK
 """Free frames of each size, among which a tenant's row looks for those that it may read."""
 
 
-def _nothing(pages: int) -> None:
-    """Gives up nothing: there is nothing kept."""
-
-
 class Ahead:
     """What `vmmkv.space.mapper.Grower` asks of a cache.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
+        keeping: who gives up what is only kept for sequences to come.
         scrubbing: zeroes frames.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books, scrubbing: Scrubbing) -> None:
-        self._pool, self._account, self._books, self._table = pool, account, books, books.table
-        self._scrubbing = scrubbing
+    def __init__(self, books: Books, keeping: Keeping, scrubbing: Scrubbing) -> None:
+        self._pool, self._account, self._books, self._table = books.pool, books.account, books, books.table
+        self._keeping, self._scrubbing = keeping, scrubbing
         self._lookahead_pages = sum(end for _, end in books.spans(0, self.lookahead)) + len(books.ranges)
         """At most."""
-        self.give_way: Callable[[int], None] = _nothing
-        """Gives up so many pages of what is only kept for sequences to come; where they lie in rows, these are retired
-        then, or parked."""
 
     @property
     def lookahead(self) -> int:
@@ -59,14 +50,14 @@ class Ahead:
         lack_large = lack_single = 0
         firm = self._pool.accounts.headroom(self._account)
         firm -= change.pages  # which are another's: they are in no books yet
-        tails = self._tail_pages()
+        spare = sum(self._table.spare.size(row) - self._lookahead_pages for row in self._spare_rows())
         for arena, row, begin, end in self._needs():
             room = frames - change.frames - lack_large - lack_single - self._scrubbing.wished
-            if room <= 0 or firm + tails <= 0:
+            if room <= 0 or firm + spare <= 0:
                 break
             pages = max(min(end - begin, firm), 0)
-            behind = min(end - begin - pages, max(tails, 0))  # tails are firm: what goes of them is headroom
-            lack_single, tails = lack_single + min(behind, room), tails - behind
+            behind = min(end - begin - pages, max(spare, 0))  # firm pages: what goes of them is headroom
+            lack_single, spare = lack_single + min(behind, room), spare - behind
             wanted = policy.large_frames(pages, self._table.start[row]) if self._books.rules.large else 0
             large, single = self._available(pages, wanted, room)
             lack_large += min(wanted, room) - large
@@ -118,13 +109,13 @@ class Ahead:
         change.map(table, row, table.end[row] + large * LARGE + single, supply, large)
 
     def plan_release(self, change: Change, pages: int) -> int:
-        """Plans to unmap up to so many pages that nothing may touch: of tails, then of rows that nobody has, retired
+        """Plans to unmap up to so many pages that nothing may touch: spare ones, then of rows that nobody has, retired
         ones before parked ones, oldest first; returns how many. Where there are no such rows, what is kept gives way,
         and what of it lay on no row is free at once."""
-        planned = self._plan_tails(change, pages)
+        planned = self._plan_spare(change, pages)
         if not planned and not self._table.parked and not self._table.retired:
             before = self._pool.frames.taken
-            self.give_way(pages)
+            self._keeping.keeper.give_way(pages)
             planned = before - self._pool.frames.taken
         for row in chain(self._table.retired, self._table.parked):
             if planned < pages and self._table.fences[row].passed():
@@ -134,10 +125,10 @@ class Ahead:
                 break
         return planned
 
-    def _plan_tails(self, change: Change, pages: int) -> int:
-        """Plans to unmap up to so many pages of tails; returns how many."""
+    def _plan_spare(self, change: Change, pages: int) -> int:
+        """Plans to unmap up to so many spare pages; returns how many."""
         planned = 0
-        for row in self._tails():
+        for row in self._spare_rows():
             if planned >= pages:
                 break
             if self._table.fences[row].passed() and not self._books.shares_surplus(row):
@@ -146,11 +137,7 @@ class Ahead:
                 self._books.refresh(row)  # nobody is to grow there meanwhile
         return planned
 
-    def _tail_pages(self) -> int:
-        """Pages of tails."""
-        return sum(self._table.spare.size(row) - self._lookahead_pages for row in self._tails())
-
-    def _tails(self) -> Iterator[int]:
+    def _spare_rows(self) -> Iterator[int]:
         """Live rows with more behind them than they expect to need, and than a lookahead."""
         table = self._table
         for row in [] if self._books.rules.zero_tail else table.spare.largest():

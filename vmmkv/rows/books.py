@@ -1,7 +1,7 @@
 """The books of rows: what each holds, in pages, and what follows from that: capacities, and the lists that rows are on.
 
 A page is *used* when tokens of a live sequence lie in it, or in another page of its frame. All other mapped pages are
-*surplus*: parked and retired rows, tails behind a truncated or adopted sequence, lookahead, fronts before `start`.
+*surplus*: parked and retired rows, what lies behind a truncated or adopted sequence, lookahead, fronts before `start`.
 Surplus pages cost nothing to use again where they are and are unmapped only when somebody else needs them.
 
 Pages are counted by row, and in all. Rows that have changed since are counted again when somebody asks (`catch_up`), so
@@ -18,6 +18,8 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
+from ..memory.accounts import Account
+from ..memory.pool import FramePool
 from ..space.arena import Arena
 from . import policy
 from .policy import Span
@@ -73,16 +75,19 @@ class Books:
     """See above.
 
     Args:
+        pool: where frames come from and go to.
+        account: what the cache may have of it.
         table: the rows.
         ranges: per range of the layout its arena, and the bytes of a token record in it.
-        page_size: bytes of a page.
         rules: what the cache promises.
     """
 
-    def __init__(self, table: RowTable, ranges: list[tuple[Arena, int]], page_size: int, rules: Rules) -> None:
+    def __init__(
+        self, pool: FramePool, account: Account, table: RowTable, ranges: list[tuple[Arena, int]], rules: Rules
+    ) -> None:
+        self.pool, self.account = pool, account
         self.table, self.ranges, self.rules = table, ranges, rules
-        self.page_size = page_size
-        self._frames = ranges[0][0].pool.frames
+        self.page_size, self._frames = pool.page_size, pool.frames
         self.forget_counts()
         self.claims: dict[int, tuple[int, int]] = {}
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
@@ -93,10 +98,10 @@ class Books:
         self.duplicates = 0
         """How many pages too many come of counting the pages of each live row, where several use the same."""
         self.zero_frames: list[int] = []
-        """The one frame of all tails, where there are any."""
+        """The one frame of the zeros behind rows, where there are any."""
         self.records = [record for _, record in ranges]
         self._no_spans: list[Span] = [(0, 0)] * len(ranges)
-        self.page_tokens = -(-page_size // min(self.records))
+        self.page_tokens = -(-self.page_size // min(self.records))
         """Tokens that a page has room for at least in one range."""
 
     def extent(self, row: int) -> tuple[int, int]:
@@ -197,11 +202,11 @@ class Books:
 
     def _count(self, row: int) -> None:
         """Counts a row's pages, and says what others may have of them."""
-        table, count, brink, tail = self.table, NOTHING, self.rules.max_seq_len, 0
+        table, count, brink, spare = self.table, NOTHING, self.rules.max_seq_len, 0
         if table.is_live(row):
-            count, brink, tail = self._look(row, table.start[row], table.length[row])
+            count, brink, spare = self._look(row, table.start[row], table.length[row])
         if count.spare:
-            table.spare.put(row, tail)
+            table.spare.put(row, spare)
         else:
             table.spare.remove(row)
         table.brink[row] = brink
@@ -215,7 +220,7 @@ class Books:
     def _look(self, row: int, start: int, length: int) -> tuple[Count, int, int]:
         """The pages of a live row that keeps tokens `[start, length)`; the tokens that those it uses have room for; and
         how many are behind those that it expects to use."""
-        used = mapped = behind = open_pages = tail = 0
+        used = mapped = behind = open_pages = spare = 0
         brink, expected = self.rules.max_seq_len, self.table.expected[row]
         expected += self.rules.overread if expected else 0
         spans = self._whole_frames(row, self.spans(start, length))
@@ -227,11 +232,11 @@ class Books:
                 behind += row_end - max(end, row_first)
                 open_pages += max(row_end - max(end, row_first, arena.table.own[row]), 0)
                 expected_end = -(-expected * record // self.page_size)
-                tail += max(row_end - max(end, row_first, expected_end), 0)
+                spare += max(row_end - max(end, row_first, expected_end), 0)
             brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
         if self.rules.zero_tail and length:
-            return Count(used, mapped, 0, open_pages, 0), brink, tail
-        return Count(used, mapped, behind, 0, open_pages), brink, tail
+            return Count(used, mapped, 0, open_pages, 0), brink, spare
+        return Count(used, mapped, behind, 0, open_pages), brink, spare
 
     def forget_counts(self) -> None:
         """Begins to count, with rows that have nothing or are about to be refreshed."""
@@ -243,8 +248,7 @@ class Books:
     def parked_pages(self) -> int:
         """Pages of rows that nobody has: what is usually there to be reclaimed."""
         self.catch_up()
-        arena, _ = self.ranges[0]
-        return arena.account.taken - len(self.zero_frames) - self._mapped
+        return self.account.taken - len(self.zero_frames) - self._mapped
 
     @property
     def used_pages(self) -> int:
@@ -392,7 +396,7 @@ class Books:
         """Begins a change for what rows claim, while others go on: nobody but who grows is to know of the claims, which
         are returned, but where anything is guaranteed, the pages that they make firm count. (Who is interrupted has the
         books worked out anew.)"""
-        claims, guaranteed = self.claims, self.ranges[0][0].pool.accounts.has_guarantees
+        claims, guaranteed = self.claims, self.pool.accounts.has_guarantees
         firm = self.firm_pages if guaranteed else 0
         self.claims = {}
         self.under_way = firm - self.firm_pages if guaranteed else 0

@@ -12,7 +12,6 @@ from typing import Any
 
 from ..errors import DriverError, StreamCaptureError
 from ..memory.fence import Fence, wait_for_device
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from .books import Books
 
@@ -29,12 +28,11 @@ class Cleaner:
     """See above.
 
     Args:
-        pool: whose tenants are kept apart.
         books: what rows hold.
     """
 
-    def __init__(self, pool: FramePool, books: Books) -> None:
-        self._driver, self._pool, self._books, self._table = pool.driver, pool, books, books.table
+    def __init__(self, books: Books) -> None:
+        self._driver, self._pool, self._books, self._table = books.pool.driver, books.pool, books, books.table
         rules = books.rules
         self._pattern = POISON if rules.poison and not rules.scrub else 0
         """What pages are filled with that are not clean."""

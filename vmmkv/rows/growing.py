@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from contextlib import suppress
 
-from ..errors import DriverError, UseAfterFreeError, VmmkvError
-from ..memory.accounts import Account
+from ..errors import DriverError, OutOfPagesError, UseAfterFreeError, VmmkvError
 from ..memory.fence import Fence
 from ..memory.frames import Supply
 from ..memory.monitor import Steps
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.undo import Undo
@@ -27,17 +25,15 @@ class Growing:
     """See above.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
         reclaimer: gives pages.
         cleaner: fills them.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books, reclaimer: Reclaimer, cleaner: Cleaner) -> None:
-        self._pool, self._account, self._books = pool, account, books
+    def __init__(self, books: Books, reclaimer: Reclaimer, cleaner: Cleaner) -> None:
+        self._pool, self._account, self._books = books.pool, books.account, books
         self._reclaimer, self._cleaner = reclaimer, cleaner
-        self._table, self._driver = books.table, pool.driver
+        self._table, self._driver = books.table, books.pool.driver
         self.pages = 0
         """Pages that were mapped."""
 
@@ -66,6 +62,26 @@ class Growing:
         for row in needing:
             self._table.stir(row)
 
+    def grow(self, claims: dict[int, tuple[int, int]], needing: list[int]) -> Steps[None]:
+        """`make_room`. Of rows that are to be read to their very end, and hold nothing yet, what one range has behind
+        their claims may be what another lacks."""
+        try:
+            yield from self.make_room(claims, needing)
+        except OutOfPagesError:
+            empty = [row for row in needing if not self._table.length[row]]
+            if not empty or not self._books.rules.zero_tail:
+                raise
+            for row in empty:
+                self.keep(row, claims[row][1])
+            yield from self.make_room(claims, needing)
+
+    def keep(self, row: int, tokens: int) -> None:
+        """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""
+        places = zip(self._books.ranges, self._books.spans(0, tokens))
+        if any(arena.table.end[row] > end for (arena, _), (_, end) in places):
+            self._table.fences[row].wait()
+            self._reclaimer.unmap_surplus({row: tokens})
+
     def _map(self, rows: list[int], plan: list[Growth], undo: Undo) -> Steps[None]:
         """Maps, and zeroes where that is asked for, what rows claim."""
         zero_tail, tenants = self._books.rules.zero_tail, self._pool.tenants
@@ -84,7 +100,7 @@ class Growing:
             self._cleaner.clean(begun, plan)
         if zero_tail:
             for row in rows:
-                self._fill_tails(row)
+                self._fill_zeros(row)
 
     def _plan(self, rows: list[int]) -> list[Growth]:
         """What rows are to get for their claims."""
@@ -120,7 +136,7 @@ class Growing:
                 self._begin(arena, row, first)
             if self._books.rules.zero_tail:
                 arena.make_way(row, end)
-        change = Change(self._pool.calls, self._pool.frames)
+        change = Change(self._pool)
         for arena, row, _, end, _, large, _ in plan:
             change.map(arena.table, row, end, supply, large)
         return change
@@ -136,7 +152,7 @@ class Growing:
         claims = self._books.hide_claims()
         yield change.run
         self._books.show_claims(claims)
-        change.commit(self._pool)
+        change.commit()
         change.check()
         if owners != [self._table.owner[row] for row in rows]:
             raise UseAfterFreeError("a sequence was freed by another thread while it was extended; nothing has grown")
@@ -169,7 +185,7 @@ class Growing:
             self._table.fence(row, fills[-1])
 
     def _look_again(self, rows: list[int]) -> None:
-        """Brings the books of rows up to what is mapped, and has their tails reach that."""
+        """Brings the books of rows up to what is mapped, and has zeros behind them begin there."""
         self._books.claims = {}
         for row in rows:
             if not self._table.is_live(row):
@@ -182,7 +198,7 @@ class Growing:
                         arena.table.begin_at(row, 0)
             elif self._books.rules.zero_tail:
                 with suppress(VmmkvError):
-                    self._fill_tails(row)
+                    self._fill_zeros(row)
             self._books.retire_front(row)
             self._books.refresh(row)
 
@@ -193,9 +209,9 @@ class Growing:
             fence = self._table.fences[row] | fence
         fence.wait()
 
-    def _fill_tails(self, row: int) -> None:
+    def _fill_zeros(self, row: int) -> None:
         """Makes a row readable to its end in every arena."""
         for arena, _ in self._books.ranges:
             if arena.table.ready[row] < arena.table.end[row]:
                 self._wait_for_readers([row])
-            arena.fill_tail(row, *self._books.zero_frames)
+            arena.fill_zeros(row, *self._books.zero_frames)

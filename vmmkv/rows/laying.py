@@ -12,12 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..memory.accounts import Account
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, SEVERAL, Frames
 from ..memory.monitor import at_once
-from ..memory.pool import FramePool
 from ..space.change import Change
 from ..space.page_table import Run
 from ..space.undo import Undo
@@ -73,24 +71,14 @@ class Laying:
     """See above.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
         reclaimer: gives pages.
         growing: maps them.
         sharing: what has several rows lie on the same.
     """
 
-    def __init__(
-        self,
-        pool: FramePool,
-        account: Account,
-        books: Books,
-        reclaimer: Reclaimer,
-        growing: Growing,
-        sharing: Sharing,
-    ) -> None:
-        self._pool, self._account, self._books = pool, account, books
+    def __init__(self, books: Books, reclaimer: Reclaimer, growing: Growing, sharing: Sharing) -> None:
+        self._pool, self._account, self._books = books.pool, books.account, books
         self._reclaimer, self._growing, self._sharing = reclaimer, growing, sharing
 
     def lay(
@@ -142,7 +130,7 @@ class Laying:
         with Undo() as without_room:
             without_room.push(pool.give, self._account, shared)
             supply = self._reclaimer.supply(new, 0) if new else None
-        change, splits = Change(pool.calls, pool.frames), []
+        change, splits = Change(pool), []
         for (arena, _), of in zip(self._books.ranges, kept):
             end = 0
             arena.table.begin_at(row, 0)
@@ -191,28 +179,16 @@ class Laying:
         """Copies what is not shared, up to so many tokens, from frames that need not lie on any row."""
         if not sources:
             return
-        driver = self._pool.driver
+        size, driver, frames = self._books.page_size, self._pool.driver, self._pool.frames
         addresses = self._sharing.show(sources)
         with finished_on_error(driver):
-            self._copy_from(addresses, row, tokens, laid, partial)
+            for (arena, record), of, last in zip(self._books.ranges, laid, partial):
+                base, end, at = arena.table.address_of(row, 0), tokens * record, 0
+                for piece in [*of, Piece(1, page=last)] if last is not None else of:
+                    if not piece.frames:
+                        arena.table.belong(row, at, at + piece.pages, SEVERAL)  # until all is there: a copy may fail
+                        frame = frames.frame_of(piece.page)
+                        source = addresses[frame] + (piece.page - frame) * size
+                        driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))
+                    at += piece.pages
             self._sharing.staged |= Fence.after(driver, [driver.current_stream()])
-
-    def _copy_from(
-        self,
-        addresses: dict[int, int],
-        row: int,
-        tokens: int,
-        laid: Sequence[list[Piece]],
-        partial: Sequence[int | None],
-    ) -> None:
-        """Copies from frames at these addresses."""
-        size, driver = self._books.page_size, self._pool.driver
-        for (arena, record), of, last in zip(self._books.ranges, laid, partial):
-            base, end, at = arena.table.address_of(row, 0), tokens * record, 0
-            for piece in [*of, Piece(1, page=last)] if last is not None else of:
-                if not piece.frames:
-                    arena.table.belong(row, at, at + piece.pages, SEVERAL)  # until all is there: a copy may fail
-                    frame = self._pool.frames.frame_of(piece.page)
-                    source = addresses[frame] + (piece.page - frame) * size
-                    driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))
-                at += piece.pages

@@ -1,8 +1,8 @@
 """Which pages go first when somebody needs them, and which are mapped ahead: functions of the row table alone.
 
-Nobody can adopt what is retired, so that goes first. The end of a long tail is used many tokens from now, if at all;
-that of a lookahead is mapped again in time. Parked rows may be adopted whole by the next sequence, the oldest are the
-least likely to be. What a sequence said that it will need comes last.
+Nobody can adopt what is retired, so that goes first. What a sequence has to spare is used many tokens from now, if at
+all, the end of it last; a lookahead is mapped again in time. Parked rows may be adopted whole by the next sequence, the
+oldest are the least likely to be. What a sequence said that it will need comes last.
 """
 
 from __future__ import annotations
@@ -74,18 +74,18 @@ def victims(table: RowTable, max_seq_len: int, dense: bool, claimed: Container[i
     """
     if table.retired or table.fronts:
         yield from retired(table, max_seq_len)
-    yield from _tails(table, dense)
+    yield from _spare(table, dense)
     yield from zip(table.parked.oldest(), repeat(0))
     yield from _expected(table, dense, claimed)
 
 
 def slack(table: RowTable, dense: bool, claimed: Container[int]) -> Iterator[tuple[int, int]]:
     """Those of `victims` that may grow into what they have to give, and ask nobody."""
-    yield from _tails(table, dense)
+    yield from _spare(table, dense)
     yield from _expected(table, dense, claimed)
 
 
-def _tails(table: RowTable, dense: bool) -> Iterator[tuple[int, int]]:
+def _spare(table: RowTable, dense: bool) -> Iterator[tuple[int, int]]:
     """Live rows that have more than they expect to need."""
     if not dense:
         yield from ((row, table.expected[row]) for row in table.spare.largest())

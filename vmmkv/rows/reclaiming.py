@@ -6,46 +6,36 @@ idle ones first, and what has to be waited for last.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from ..errors import DriverOutOfMemoryError, OutOfPagesError, VmmkvError
-from ..memory.accounts import Account
 from ..memory.frames import Supply
 from ..memory.monitor import is_own
 from ..memory.neighbours import asking, give_back
-from ..memory.pool import FramePool
 from ..space.arena import free_waiting
 from ..space.change import Change
 from . import policy
 from .books import Books
+from .keeping import Keeping
 from .scrubbing import Scrubbing
-
-
-def _nothing(pages: int, wait: bool) -> int:
-    """Evicts nothing: there is nothing kept."""
-    return 0
 
 
 class Reclaimer:
     """See above.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
+        keeping: who gives up what is only kept for sequences to come.
         scrubbing: has frames that are being zeroed.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books, scrubbing: Scrubbing) -> None:
-        self._pool, self._account, self._books, self._table = pool, account, books, books.table
-        self._scrubbing = scrubbing
-        # A live row's zero tail grows with each page that is taken from it.
-        self.spare = 0 if books.rules.zero_tail else min(pool.limit // 512, 64)
+    def __init__(self, books: Books, keeping: Keeping, scrubbing: Scrubbing) -> None:
+        self._pool, self._account, self._books, self._table = books.pool, books.account, books, books.table
+        self._keeping, self._scrubbing = keeping, scrubbing
+        # The zeros behind a live row grow with each page that is taken from it.
+        self.spare = 0 if books.rules.zero_tail else min(self._pool.limit // 512, 64)
         """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
-        self.evict: Callable[[int, bool], int] = _nothing
-        """Gives up what is only kept for sequences to come, until so many pages are free, and waits for who reads it if
-        it is to; returns how many are."""
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
         """Unmaps frames of `count` surplus pages, as far as there are any, and gives them to the pool; returns how many
@@ -55,20 +45,19 @@ class Reclaimer:
         """
         reclaimed = self._scrubbing.give_way(wait)
         if reclaimed < count:
-            reclaimed += self._reclaim_from(self._victims(), count - reclaimed, wait)
-        return reclaimed + self.evict(count - reclaimed, wait) if reclaimed < count else reclaimed
+            self._books.catch_up()
+            rules = self._books.rules
+            rows = policy.victims(self._table, rules.max_seq_len, rules.zero_tail, self._books.claims)
+            reclaimed += self._reclaim_from(rows, count - reclaimed, wait)
+        if reclaimed < count:
+            reclaimed += self._keeping.keeper.evict(count - reclaimed, wait)
+        return reclaimed
 
     def slacken(self, count: int, *, wait: bool = False) -> int:
         """`reclaim`, of what lies behind live rows alone."""
         self._books.catch_up()
         rows = policy.slack(self._table, self._books.rules.zero_tail, self._books.claims)
         return self._reclaim_from(rows, count, wait)
-
-    def _victims(self) -> Iterator[tuple[int, int]]:
-        """Rows that may have pages to give, and the tokens whose pages they keep."""
-        self._books.catch_up()
-        rules = self._books.rules
-        return policy.victims(self._table, rules.max_seq_len, rules.zero_tail, self._books.claims)
 
     def _reclaim_from(self, rows: Iterable[tuple[int, int]], count: int, wait: bool = False) -> int:
         """`reclaim`, from rows in this order."""
@@ -114,7 +103,7 @@ class Reclaimer:
 
     def _new_change(self) -> tuple[Change, list[int]]:
         """A change, and the rows that it is of."""
-        return Change(self._pool.calls, self._pool.frames), []
+        return Change(self._pool), []
 
     def _plan(self, change: Change, row: int, count: int, keep: int) -> int:
         """Plans to unmap frames of `count` surplus pages of a row, as far as there are any; returns how many pages."""
@@ -138,7 +127,7 @@ class Reclaimer:
         if change.is_empty:
             return
         change.run()
-        change.commit(self._pool)
+        change.commit()
         for row in rows:
             if self._table.is_live(row):
                 self._books.retire_front(row)

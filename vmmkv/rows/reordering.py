@@ -10,35 +10,28 @@ that it has to itself, or lets go of what it has and begins as the other does, a
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..errors import UnsupportedError, VmmkvError
-from ..memory.accounts import Account
 from ..memory.fence import Fence, wait_for_device
 from ..memory.frames import LARGE
 from ..memory.monitor import at_once
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.page_table import PageTable
 from .books import Books
 from .growing import Growing
+from .keeping import Keeping
 from .policy import MAKE, MAP, Span
 from .reclaiming import Reclaimer
 from .sharing import Sharing
 
-
-class Holders(Protocol):
-    """Who writes down what rows hold: `Rows`."""
-
-    def shrink(self, row: int, start: int, length: int) -> None:
-        """Says which tokens a live row keeps."""
-
-    def inherit(self, sources: dict[int, int]) -> None:
-        """Says that rows hold what others have held so far."""
+Shrink = Callable[[int, int, int], None]
+"""Says which tokens a live row keeps: `Rows.shrink`."""
 
 
 class Move(NamedTuple):
@@ -61,32 +54,26 @@ class Reordering:
     """See above.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
+        keeping: who is told what rows hold now.
         reclaimer: gives pages.
         growing: maps them.
         sharing: has rows lie on the same ones.
     """
 
     def __init__(
-        self,
-        pool: FramePool,
-        account: Account,
-        books: Books,
-        reclaimer: Reclaimer,
-        growing: Growing,
-        sharing: Sharing,
+        self, books: Books, keeping: Keeping, reclaimer: Reclaimer, growing: Growing, sharing: Sharing
     ) -> None:
-        self._pool, self._account, self._books, self._table = pool, account, books, books.table
-        self._reclaimer, self._growing, self._sharing, self._driver = reclaimer, growing, sharing, pool.driver
+        self._pool, self._account, self._books, self._table = books.pool, books.account, books, books.table
+        self._keeping, self._reclaimer, self._growing, self._sharing = keeping, reclaimer, growing, sharing
+        self._driver = books.pool.driver
 
-    def reorder(self, sources: dict[int, int], share: bool, holders: Holders) -> None:
+    def reorder(self, sources: dict[int, int], share: bool, shrink: Shrink) -> None:
         """Has each row hold what its source held before.
 
         Args:
             share: whether rows may come to lie on the same frames.
-            holders: writes down what rows hold.
+            shrink: writes down what rows keep.
 
         Raises:
             OutOfPagesError, UnsupportedError, StreamCaptureError: all rows hold what they did.
@@ -112,9 +99,9 @@ class Reordering:
         self._books.unsettled = set(sources)
         try:
             for move in moves:
-                self._move(move, holders)
+                self._move(move, shrink)
             for turn in turns:
-                self._take_turns(turn, scratch, holders)
+                self._take_turns(turn, scratch, shrink)
             self._order_behind(rows)
         except VmmkvError:
             with suppress(VmmkvError):
@@ -258,23 +245,23 @@ class Reordering:
         spans = zip(self._books.used(move.source), move.splits or [])
         return sum(max(used_end - split, 0) for (_, used_end), (_, split) in spans)
 
-    def _move(self, move: Move, holders: Holders) -> None:
+    def _move(self, move: Move, shrink: Shrink) -> None:
         """Makes a row hold what another holds that has not changed yet."""
         if move.splits is None:
             for arena, begin, end in self._parts(move):
                 self._sharing.copy(arena, move.source, move.row, begin, end)
-            holders.inherit({move.row: move.source})
-            self._settle(move.row, self._table.extents[move.source].tolist(), holders)
+            self._keeping.keeper.inherit({move.row: move.source})
+            self._settle(move.row, self._table.extents[move.source].tolist(), shrink)
             return
         row = move.row
         self._table.debt[row] = 0
-        holders.shrink(row, 0, 0)
+        shrink(row, 0, 0)
         (self._table.fences[row] | self._table.fence_after(self._driver, [row])).wait()
         for (arena, _), page, (first, _) in zip(self._books.ranges, move.common, move.splits):
             kept = arena.table.reaches(row, first) and arena.table.frame_begin(row, page) == page
             arena.unmap_back(row, page if kept else 0)
         self._sharing.fork(move.source, [row], move.splits)
-        holders.inherit({row: move.source})
+        self._keeping.keeper.inherit({row: move.source})
 
     def _parts(self, move: Move) -> list[tuple[Arena, int, int]]:
         """What a row copies: bytes of arenas."""
@@ -284,10 +271,10 @@ class Reordering:
             for (arena, record), page in zip(self._books.ranges, move.common)
         ]
 
-    def _settle(self, row: int, extent: list[int], holders: Holders) -> None:
+    def _settle(self, row: int, extent: list[int], shrink: Shrink) -> None:
         """Writes down what a row holds now."""
         before = self._table.extents[row].tolist()
-        holders.shrink(row, *extent)
+        shrink(row, *extent)
         for arena, begin, end in self._books.leaving(row, *before):  # what it had not used before
             if arena.table.is_shared(row):
                 self._books.duplicates += arena.table.use(row, begin, end)
@@ -299,7 +286,7 @@ class Reordering:
         nbytes = min(max([0, *sizes]), LARGE * self._books.page_size)
         return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
 
-    def _take_turns(self, turn: list[Move], scratch: torch.Tensor, holders: Holders) -> None:
+    def _take_turns(self, turn: list[Move], scratch: torch.Tensor, shrink: Shrink) -> None:
         """Makes rows hold each what the next one holds, and the last what the first one does."""
         extents = [self._table.extents[move.source].tolist() for move in turn]
         aside, step = scratch.data_ptr(), max(len(scratch), 1)
@@ -315,9 +302,9 @@ class Reordering:
                     self._sharing.copy(arena, move.source, move.row, *span)
                 if begin < end:
                     self._driver.copy(address[-1] + begin, aside, end - begin)
-        holders.inherit({move.row: move.source for move in turn})
+        self._keeping.keeper.inherit({move.row: move.source for move in turn})
         for move, extent in zip(turn, extents):
-            self._settle(move.row, extent, holders)
+            self._settle(move.row, extent, shrink)
 
     def _order_behind(self, rows: set[int]) -> None:
         """Has all streams that use rows go on behind what was copied."""

@@ -13,14 +13,13 @@ Invariants:
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..memory.accounts import Account
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.mapper import CHUNK
@@ -39,13 +38,11 @@ class Scrubbing:
     """See above. It is a `vmmkv.space.mapper.Mover`.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books) -> None:
-        self._pool, self._account, self._books, self._driver = pool, account, books, pool.driver
+    def __init__(self, books: Books) -> None:
+        self._pool, self._account, self._books, self._driver = books.pool, books.account, books, books.pool.driver
         self.wishes: list[Wish] = []
         """What the mapper has found to lack when it last looked."""
         self.staging: Arena | None = None
@@ -54,7 +51,6 @@ class Scrubbing:
         """By page of the staging row: whose it will be."""
         self._zeroed: Fence | None = None
         """Passes when all that is in the staging row is zeros; None where it will not be."""
-        self._stream: Any = None
 
     @property
     def wished(self) -> int:
@@ -110,8 +106,6 @@ class Scrubbing:
         """
         if self._zeroed or not self.is_busy or self._stage().table.ready[0] < len(self._tenants):
             return
-        if self._stream is None:
-            self._stream = self._driver.new_stream()
         with finished_on_error(self._driver):
             self._driver.fill(self._stage().address, len(self._tenants) * self._books.page_size, 0, self._stream)
             self._zeroed = Fence.after(self._driver, [self._stream])
@@ -126,6 +120,11 @@ class Scrubbing:
             self._pool.pages_cleaned += len(pages)
             self._zeroed = None
         return True
+
+    @cached_property
+    def _stream(self) -> Any:
+        """The stream that zeroes."""
+        return self._driver.new_stream()
 
     def _stage(self) -> Arena:
         """The staging row."""

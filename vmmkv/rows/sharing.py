@@ -12,23 +12,22 @@ copied in the time of one driver call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import accumulate
 
 from ..errors import DriverError, OutOfPagesError, VmmkvError
-from ..memory.accounts import Account
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, SEVERAL
 from ..memory.monitor import at_once, is_own
-from ..memory.pool import FramePool
 from ..space.arena import Arena
 from ..space.change import Change
 from ..space.page_table import Run
 from ..space.undo import Undo
 from .books import Books
 from .growing import Growing
+from .keeping import Keeping
 from .policy import Span
 from .reclaiming import Reclaimer
 
@@ -36,35 +35,26 @@ MAX_COPIES = 3
 """Pieces of large frames that a row may begin with as copies, in each range, where what is kept is of several rows."""
 
 
-def _nothing(row: int) -> None:
-    """Does nothing: nobody knows what rows hold."""
-
-
 class Sharing:
     """See above.
 
     Args:
-        pool: where frames come from and go to.
-        account: what the cache may have of it.
         books: what its rows hold.
+        keeping: who is told of rows whose pages are others now.
         reclaimer: gives pages.
         growing: maps them.
     """
 
-    def __init__(self, pool: FramePool, account: Account, books: Books, reclaimer: Reclaimer, growing: Growing) -> None:
-        self._pool, self._account, self._books = pool, account, books
-        self._reclaimer, self._growing = reclaimer, growing
-        self._table, self._driver = books.table, pool.driver
+    def __init__(self, books: Books, keeping: Keeping, reclaimer: Reclaimer, growing: Growing) -> None:
+        self._pool, self._account, self._books = books.pool, books.account, books
+        self._keeping, self._reclaimer, self._growing = keeping, reclaimer, growing
+        self._table, self._driver = books.table, books.pool.driver
         self.staging: Arena | None = None
         """Where frames are that are copied to, or from, and lie on no row then: of one row, made when it is needed."""
         self.staged = Fence()
         """Passes when all has been copied from there."""
         self._copied: tuple[Arena, Run] | None = None
         """Whose place what is there is to take."""
-        self.forget: Callable[[int], None] = _nothing
-        """Says that a live row holds nothing any more."""
-        self.part: Callable[[int], None] = _nothing
-        """Says that a live row may have pages of its own, from some page on."""
 
     # ------------------------------------------------------------------ having the same
 
@@ -116,7 +106,7 @@ class Sharing:
         Raises:
             DriverError: a call failed. What was mapped before it is in the books.
         """
-        books, change = self._books, Change(self._pool.calls, self._pool.frames)
+        books, change = self._books, Change(self._pool)
         shared = [(arena, *span) for (arena, _), span in zip(books.ranges, splits) if span[0] < span[1]]
         for arena, _, split in shared if books.rules.zero_tail else ():  # all of this can fail, and plans nothing
             for child in children:
@@ -141,7 +131,7 @@ class Sharing:
             DriverError: a call failed.
         """
         change.run()
-        change.commit(self._pool)
+        change.commit()
         for row in rows:
             for (arena, _), span in zip(self._books.ranges, spans):
                 arena.table.own[row] = min(arena.table.own[row], arena.table.end[row])
@@ -234,7 +224,9 @@ class Sharing:
         finally:
             books.retire_front(row)
             books.refresh(row)
-            self.part(row)  # now: what it has left can give way to what other ranges, and other rows, need
+            self._keeping.keeper.inherit(
+                {row: row}
+            )  # now: what it has left can give way to what other ranges, and other rows, need
 
     def _frames_of(self, arena: Arena, part: Run) -> list[int]:
         """The frames that a part begins with, and lies on."""
@@ -265,11 +257,9 @@ class Sharing:
             undo.push(self._pool.give, self._account, supply.large + supply.single)
             self.clear()  # what had to be evicted for it may have been copied from there
             staging = self._stage(pages)
-        change = Change(self._pool.calls, self._pool.frames)
+        change = Change(self._pool)
         change.map(staging.table, 0, pages, supply)
-        change.run()
-        change.commit(self._pool)
-        change.check()
+        change.make()
         current = self._driver.current_stream()
         fence.order(current)
         staging.table.belong(0, 0, pages, SEVERAL)  # until all is there: a call may fail
@@ -305,21 +295,19 @@ class Sharing:
                 self._put(arena, part)
 
     def _put(self, arena: Arena, part: Run) -> None:
-        table, change = arena.table, Change(self._pool.calls, self._pool.frames)
+        table, change = arena.table, Change(self._pool)
         arena.plan_back(change, part.row, part.begin)
         if part.begin < part.end and self.staging:
             copies = self.staging.table.frames_in(0, 0, part.end - part.begin)
             self._pool.frames.share(copies)  # until the staging row is cleared
             change.place(table, part, copies, part.end)
-        change.run()
-        change.commit(self._pool)
-        change.check()
+        change.make()
 
     def lose(self, row: int) -> None:
         """Ends a sequence whose tokens could not be put back."""
         self._books.leave(row, self._books.leaving(row, 0, 0))
         self._books.vacate(row)
-        self.forget(row)
+        self._keeping.keeper.forget(row)
 
     def _stage(self, pages: int) -> Arena:
         """The staging row, with room for so many pages behind what is there: as long as all that may have to be there
@@ -347,14 +335,12 @@ class Sharing:
             return shown
         staging = self._stage(len(self._pool.frames.in_pages(frames)))
         shown = self._shown()  # less, where there was no room
-        new, change = [frame for frame in frames if frame not in shown], Change(self._pool.calls, self._pool.frames)
+        new, change = [frame for frame in frames if frame not in shown], Change(self._pool)
         begin = staging.table.end[0]
         end = begin + len(self._pool.frames.in_pages(new))
         self._pool.frames.share(new)
         change.place(staging.table, Run(0, begin, end), new, end, kind=SET_READ_ACCESS)
-        change.run()
-        change.commit(self._pool)
-        change.check()
+        change.make()
         return self._shown()
 
     def _shown(self) -> dict[int, int]:

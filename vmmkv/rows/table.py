@@ -16,7 +16,7 @@ Invariants:
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from itertools import islice
@@ -149,33 +149,11 @@ class RowTable:
         live, parked, empty = len(self.live), len(self.parked) + len(self.kept), len(self.empty)
         return {"live": live, "parked": parked, "retired": self.num_rows - live - parked - empty, "empty": empty}
 
-    def fitting(self, tokens: int, stream: Any, tenant: int) -> Iterator[int]:
+    def fitting(self, tokens: int, stream: Any, tenant: int | None) -> Iterator[int]:
         """Parked rows of a tenant that `stream` need not wait for, those first that fit so many tokens best."""
         for row in islice(self.parked.fitting(tokens), MAX_TRIES):
             if self.tenant[row] == tenant and self.fences[row].passed_for(stream):
                 yield row
-
-    def pick(self, tokens: int, stream: Any, tenant: int, fits: Callable[[int], bool]) -> int | None:
-        """Takes a row off the lists: the parked one of this tenant that fits best of those that `stream` need not wait
-        for, an empty one, or the oldest parked one, whose fence has to be waited for, and which may be another
-        tenant's. None, where there are only retired rows.
-
-        Args:
-            fits: whether a parked row is good for so many tokens.
-
-        Raises:
-            OutOfRowsError: all rows are live.
-        """
-        row = next(filter(fits, self.fitting(tokens, stream, tenant)), None)
-        if row is None and self.empty:
-            return self.empty.popitem()[0]
-        if row is None:
-            row = next(iter(self.parked), None)
-        if row is None:
-            self.check_left(1)
-        else:
-            self.parked.remove(row)
-        return row
 
     def pick_row(self, row: int) -> None:
         """Takes a row off the lists of what can be adopted, or is empty.

@@ -58,15 +58,15 @@ class Arena:
         pool.tables.append(self.table)
 
     def make_way(self, row: int, end: int) -> None:
-        """Unmaps a row's tail up to page `end`, if it has one.
+        """Unmaps the zeros behind a row up to page `end`, if there are any.
 
         Raises:
             DriverError: it could not be unmapped.
         """
         table = self.table
-        if end > table.tail[row]:
-            self._unmap(run := Run(row, table.tail[row], end))
-            table.tail[row], table.tail_ready[row] = end, max(end, table.tail_ready[row])
+        if end > table.zeros[row]:
+            self._unmap(run := Run(row, table.zeros[row], end))
+            table.zeros[row], table.zeros_ready[row] = end, max(end, table.zeros_ready[row])
             table.doubt.remove(run)
 
     def plan_back(self, change: Change, row: int, end: int, count: int | None = None) -> int:
@@ -96,15 +96,13 @@ class Arena:
 
     def unmap_back(self, row: int, end: int, count: int | None = None) -> int:
         """Does at once what `plan_back` plans."""
-        change = Change(self.pool.calls, self.pool.frames)
+        change = Change(self.pool)
         pages = self.plan_back(change, row, end, count)
         if pages:
-            change.run()
-            change.commit(self.pool)
-            change.check()
+            change.make()
         return pages
 
-    def fill_tail(self, row: int, frame: int) -> None:
+    def fill_zeros(self, row: int, frame: int) -> None:
         """Maps a frame, read-only, everywhere behind a row's pages. Pages that a failure left unusable there go.
 
         Raises:
@@ -114,17 +112,17 @@ class Arena:
         if not table.has_hole(row):
             return
         self.unmap_back(row, table.ready[row])
-        end, old_tail = table.end[row], table.tail[row]
-        pages = range(old_tail - 1, end - 1, -1)  # downwards: what is mapped reaches the row's end
+        end, old = table.end[row], table.zeros[row]
+        pages = range(old - 1, end - 1, -1)  # downwards: what is mapped reaches the row's end
         handle = int(self.pool.frames.handles[frame])
-        table.doubt.append(run := Run(row, end, old_tail))
+        table.doubt.append(run := Run(row, end, old))
         steps = [(MAP, table.address_of(row, page), self.page_size, handle) for page in pages]
         outcome = calls.run([*chain.from_iterable(steps)])
-        table.tail[row] = old_tail - outcome.done
+        table.zeros[row] = old - outcome.done
         table.doubt.remove(run)
         outcome.check()
-        calls.run([SET_READ_ACCESS, *table.range_of(Run(row, end, table.tail_ready[row])), VACANT]).check()
-        table.tail_ready[row] = end
+        calls.run([SET_READ_ACCESS, *table.range_of(Run(row, end, table.zeros_ready[row])), VACANT]).check()
+        table.zeros_ready[row] = end
 
     def zero(self, frame: int) -> None:
         """Zeroes a frame that is mapped nowhere, in the first row, which is still empty; waits for it.
@@ -132,11 +130,9 @@ class Arena:
         Raises:
             StreamCaptureError: a CUDA graph is being captured.
         """
-        change = Change(self.pool.calls, self.pool.frames)
+        change = Change(self.pool)
         change.map(self.table, 0, 1, Supply([], [frame]))
-        change.run()
-        change.commit(self.pool)
-        change.check()
+        change.make()
         driver = self.pool.driver
         stream = driver.current_stream()
         driver.fill(self.address, self.page_size, 0, stream)

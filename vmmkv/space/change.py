@@ -10,7 +10,7 @@ Whoever plans one holds the monitor's `changing` from then until it is committed
 from __future__ import annotations
 
 from ..memory.calls import MAP, SET_ACCESS, UNMAP, VACANT, Calls, Outcome
-from ..memory.frames import LARGE, Frames, Supply
+from ..memory.frames import LARGE, Supply
 from ..memory.pool import FramePool
 from .page_table import PageTable, Run
 
@@ -22,13 +22,13 @@ class Change:
     """See above.
 
     Args:
-        calls: makes the calls.
-        frames: what is mapped.
+        pool: where frames come from and go to.
+        calls: make the calls instead of the pool's own.
     """
 
-    def __init__(self, calls: Calls, frames: Frames) -> None:
-        self._calls = calls
-        self._frames = frames
+    def __init__(self, pool: FramePool, calls: Calls | None = None) -> None:
+        self._pool, self._frames = pool, pool.frames
+        self._calls = calls or pool.calls
         self._unmaps: list[tuple[PageTable, Run]] = []
         self._placements: list[Placement] = []
         self._unmap_steps: list[int] = []
@@ -76,25 +76,31 @@ class Change:
             self._map_steps += (MAP, address, nbytes, handles[frame])
             address += nbytes
 
+    def make(self) -> None:
+        """Runs it, commits it, and raises what `check` raises: what nobody else needs to be told of."""
+        self.run()
+        self.commit()
+        self.check()
+
     def run(self) -> None:
         """Makes the calls, until one fails."""
         self._outcome = self._calls.run(self._unmap_steps + self._map_steps + self._access_steps)
 
-    def commit(self, pool: FramePool) -> int:
+    def commit(self) -> int:
         """Writes down what was done, and gives frames back that lie nowhere now; returns the pages that were mapped."""
         pages, unmapped = 0, self._outcome.done
         mapped = unmapped - len(self._unmaps)
         accessible = mapped - self.frames
         for table, run in self._unmaps:
             if unmapped > 0:
-                pool.give(table.account, table.take_off(run))
+                self._pool.give(table.account, table.take_off(run))
             unmapped -= 1
             table.doubt.remove(run)
         for table, run, frames, ready in self._placements:
             if mapped > 0:
                 pages += table.put(run, frames[:mapped])
             if mapped < len(frames):
-                pool.give(table.account, frames[max(mapped, 0) :])
+                self._pool.give(table.account, frames[max(mapped, 0) :])
             if accessible > 0:
                 table.ready[run.row] = ready
             mapped -= len(frames)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from time import sleep
 from typing import NamedTuple, Protocol
@@ -178,7 +178,7 @@ class Mapper:
 
     def _change(self, pool: FramePool) -> bool:
         """Maps ahead; where there is too little to map, makes frames, or has parked rows give theirs up."""
-        change = Change(self._calls, pool.frames)
+        change = Change(pool, self._calls)
         new: list[int] = []
         pages = 1
         with pool.monitor.lock:
@@ -203,7 +203,7 @@ class Mapper:
             return True
         if change.is_empty:
             return has_freed or self._move(pool)  # freed: what was kept, and lay on no row
-        self._run(pool, holders, change)
+        self._run(pool, change, holders)
         has_more = any(lack) or change.frames in (0, CHUNK) or any(mover.is_waiting for mover in movers(pool))
         return has_more or pool.frames.free_pages < stock(pool) // 2
 
@@ -211,7 +211,7 @@ class Mapper:
         """Makes a change of a mover's; returns whether there was any."""
         self._is_waiting = False
         for mover in movers(pool):
-            change, new = Change(self._calls, pool.frames), []
+            change, new = Change(pool, self._calls), []
             with pool.monitor.lock:
                 if pool.monitor.is_dirty:
                     return False
@@ -222,22 +222,10 @@ class Mapper:
                 self._make(pool, new, LARGE)
                 return True
             if not change.is_empty:
-                self._run_move(pool, mover, change)
+                self._run(pool, change, mover=mover)
                 return True
             self._is_waiting |= mover.is_waiting
         return False
-
-    def _run_move(self, pool: FramePool, mover: Mover, change: Change) -> None:
-        """Runs a planned change of a mover's."""
-        with pool.ranges.change:
-            change.run()
-        with pool.monitor.lock:
-            if pool.monitor.is_dirty:  # what is in doubt is unmapped by the next operation
-                return
-            with pool.monitor.working(), self._noted():
-                change.commit(pool)
-                mover.commit()
-        change.check()
 
     @contextmanager
     def _noted(self) -> Iterator[None]:
@@ -261,17 +249,22 @@ class Mapper:
         except DriverOutOfMemoryError as error:  # what parked rows have may still be had
             self._is_full, self.error = True, str(error)
 
-    def _run(self, pool: FramePool, holders: list[Grower], change: Change) -> None:
-        """Runs a planned change."""
+    def _run(self, pool: FramePool, change: Change, holders: Sequence[Grower] = (), mover: Mover | None = None) -> None:
+        """Runs a change that was planned for holders, or for a mover."""
         with pool.ranges.change:
             change.run()
         with pool.monitor.lock:
             if pool.monitor.is_dirty:  # what is in doubt is unmapped by the next operation
                 return
             with pool.monitor.working():
-                self.pages += change.commit(pool)
+                pages = change.commit()
                 for grower in holders:
                     grower.commit_ahead(change)
+                if mover:
+                    with self._noted():
+                        mover.commit()
+                else:
+                    self.pages += pages
         change.check()
 
 

@@ -2,7 +2,7 @@
 
     row 0                         row 1                         row 2
     |p|p|p|.|.|.|.|.|.|.|.|.|.|.| |.|.|p|p|p|.|.|.|.|.|.|.|.|.| |p|p|0|0|0|0|0|0|0|0|0|0|0|0|
-                                       ^ pages in front were given back     ^ the tail: one page of zeros
+                                       ^ pages in front were given back     ^ one page of zeros
 
 Invariants:
  1. The mapped pages of a row are consecutive: `[first, end)` in pages from the row's address, and `memory[row, page]`
@@ -11,8 +11,8 @@ Invariants:
  2. Pages `[first, own)` of a row may lie in others, too, and are read-only there but in one at most: who is to write to
     one has to have it for its own. All others lie here alone, and so do those before `own` that nobody shares any
     more. Behind `guest` all can be written here. Both lie between frames.
- 3. A row's tail is one shared page, mapped read-only from page `tail` to the row's end. It may be read from
-    `tail_ready` on, which is `tail` except after a failure that could not be undone.
+ 3. One shared page of zeros is mapped read-only from page `zeros` to the row's end. It may be read from
+    `zeros_ready` on, which is `zeros` except after a failure that could not be undone.
  4. The arrays say what the driver has mapped, except for `doubt`: ranges that are just being mapped or unmapped. Who
     is interrupted then (Ctrl-C) cannot know how far it came: `settle` unmaps them, and so makes the table right.
 """
@@ -80,14 +80,14 @@ class PageTable:
         self._places = self.memory.reshape(-1).data
         columns = np.zeros((7, num_rows), np.int64)
         columns[4:6] = limit
-        self.first, self.end, self.ready, self.own, self.tail, self.tail_ready, self.guest = (
+        self.first, self.end, self.ready, self.own, self.zeros, self.zeros_ready, self.guest = (
             column.data for column in columns
         )
         self.firsts, self.ends, self.owns = columns[0], columns[1], columns[3]
         """`first`, `end` and `own`, for many rows at once."""
         self.doubt: list[Run] = []
-        self.tail_frames: list[int] = []
-        """The one behind all tails, where there are any."""
+        self.zero_frames: list[int] = []
+        """The one of the zeros behind rows, where there are any."""
         self._left: dict[int, dict[tuple[int, int], int]] = {}
         """By row: pages that sequences have left, how often, and whose frames are still to be told."""
 
@@ -125,7 +125,7 @@ class PageTable:
 
     def has_hole(self, row: int) -> bool:
         """Whether there are pages from `first` to the row's end that may not be read."""
-        return self.ready[row] < self.end[row] or self.end[row] < self.tail_ready[row]
+        return self.ready[row] < self.end[row] or self.end[row] < self.zeros_ready[row]
 
     def pages_in(self, row: int, begin: int = 0, end: int | None = None) -> npt.NDArray[np.int32]:
         """What lies on pages `[begin, end)` of a row, as far as there is anything."""
@@ -184,7 +184,7 @@ class PageTable:
     def mapped_pages(self) -> list[int]:
         """The pages of all frames on rows, and behind them."""
         rows = np.flatnonzero(self.ends).tolist()
-        return self.tail_frames + [page for row in rows for page in self.pages_in(row).tolist()]
+        return self.zero_frames + [page for row in rows for page in self.pages_in(row).tolist()]
 
     def mapped_range(self, row: int, used: int, end: int, owner: int) -> MappedRange:
         """The pages of a row, of which an `owner` uses bytes `[used, end)`."""
@@ -287,8 +287,8 @@ class PageTable:
                 self.driver.unmap(*self.range_of(run))
             row = run.row
             if run.end > self.end[row] and not run.is_front:
-                self.tail[row] = max(self.tail[row], run.end)
-                self.tail_ready[row] = max(self.tail[row], self.tail_ready[row])
+                self.zeros[row] = max(self.zeros[row], run.end)
+                self.zeros_ready[row] = max(self.zeros[row], self.zeros_ready[row])
             self.take_off(run)
             self.doubt.pop()
         np.minimum(self.owns, self.ends, out=self.owns)  # pages that were to be shared, and are not there
@@ -301,16 +301,16 @@ class PageTable:
                 self.driver.unmap(*self.range_of(run))
                 frames += self.take_off(run)
         are_gone = True
-        for row in np.flatnonzero(np.asarray(self.tail) < self.limit).tolist():
+        for row in np.flatnonzero(np.asarray(self.zeros) < self.limit).tolist():
             try:
-                self.driver.unmap(*self.range_of(Run(row, self.tail[row], self.limit)))
-                self.tail[row] = self.limit
+                self.driver.unmap(*self.range_of(Run(row, self.zeros[row], self.limit)))
+                self.zeros[row] = self.limit
             except DriverError:
                 are_gone = False
         self.doubt.clear()
-        tails = self.tail_frames if are_gone else []
-        self.tail_frames = [] if are_gone else self.tail_frames
-        return frames + tails
+        zero_frames = self.zero_frames if are_gone else []
+        self.zero_frames = [] if are_gone else self.zero_frames
+        return frames + zero_frames
 
     def _everything(self) -> Iterator[Run]:
         doubt = {run.row: (run.begin, run.end) for run in self.doubt}

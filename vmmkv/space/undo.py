@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 from typing import Self, TypeVarTuple
 
 from ..errors import VmmkvError
@@ -32,9 +31,7 @@ class Undo:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         while is_own(error) and self._steps:
             step, arguments = self._steps.pop()
             try:

@@ -277,10 +277,10 @@ class GrowableTensor(Owner):
         pool.accounts.make_headroom(self._account, missing)
         pool.accounts.make_idle(self._account, missing)
         supply = pool.take(self._account, missing)
-        change = Change(pool.calls, pool.frames)
+        change = Change(pool)
         change.map(arena.table, 0, end, supply)
         change.run()
-        pool.pages_in_need += change.commit(pool)
+        pool.pages_in_need += change.commit()
         with Undo() as undo:
             undo.push(self._unmap, ready)
             change.check()
