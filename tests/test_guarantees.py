@@ -254,6 +254,23 @@ def test_what_begins_on_whole_pages_alone_is_not_lent_either() -> None:
     assert owner.sequence(8 * TOKENS).length == live.length
 
 
+def test_a_refused_start_with_a_hit_keeps_its_row() -> None:
+    """On a row with pages that were lent: the row is there again each time, also when all of them have been tried."""
+    owner, borrower = lent()
+    ids = np.arange(10 * TOKENS)
+    live = borrower.sequence(token_ids=ids[:TOKENS])
+    borrower.sequence(8 * TOKENS).free()  # what the hit would be laid on
+    live.extend(9 * TOKENS)
+    live.commit(ids)
+    before = borrower.stats()
+    for _ in range(borrower.max_sequences):
+        with pytest.raises(OutOfPagesError):
+            borrower.sequence(token_ids=np.append(ids[: TOKENS // 2], ids + len(ids)))
+        borrower.check()
+        assert borrower.stats().rows["live"] == before.rows["live"]
+    owner.sequence(8 * TOKENS)
+
+
 @pytest.mark.parametrize("failing", [False, True])
 def test_a_row_whose_beginning_cannot_be_had_is_not_found_with_what_it_has_lost(failing: bool) -> None:
     """Behind what a sequence would begin with pages go first, which the owner is guaranteed; then it is refused."""

@@ -241,6 +241,28 @@ def test_who_computes_in_chunks_takes_no_memory_before(host_bytes: float | str) 
         world.cache.sequence(20, whole=False)
 
 
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (vmmkv.ArgumentError, "salt='x' without token_ids", {"tokens": 5, "salt": "x"}),
+        (vmmkv.ArgumentError, "adapter=7 without token_ids", {"adapter": 7}),
+        (vmmkv.ArgumentError, r"salt=\['x'\]", {"token_ids": [1], "salt": ["x"]}),
+        (vmmkv.ArgumentError, r"adapter=\{\}", {"token_ids": [1], "adapter": {}}),
+        (vmmkv.ArgumentError, r"tenant=\(\[\],\)", {"tokens": 5, "tenant": ([],)}),
+        (ValueError, "expected_tokens=-1", {"expected_tokens": -1}),
+        (vmmkv.DtypeError, r"2\*\*63", {"token_ids": [2**63]}),
+        (vmmkv.DtypeError, r"2\*\*63", {"token_ids": [2**64]}),
+    ],
+)
+def test_what_says_nothing_of_a_sequence_is_refused_by_name(
+    error: type[Exception], match: str, arguments: dict[str, Any]
+) -> None:
+    world = make()
+    with pytest.raises(error, match=match):
+        world.cache.sequence(**arguments)
+    assert world.cache.stats().rows["live"] == 0
+
+
 def make(pages: int = 200, **options: Any) -> World:
     return World(Random(), pages, LAYOUT, **options)
 
@@ -529,6 +551,9 @@ def test_misuse() -> None:
         world.start([1] * 3, reuse=False).commit([1])
     with pytest.raises(vmmkv.RetentionError, match="each is a"):
         sequence.commit(np.ones(20, np.int64), retention=[(0, 5)])  # type: ignore[list-item]
+    for retention in (vmmkv.Retention(), vmmkv.RetentionConfig()):
+        with pytest.raises(vmmkv.RetentionError, match=r"a list of vmmkv\.Retention"):
+            sequence.commit(np.ones(20, np.int64), retention=retention)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError):  # of the user's own
         sequence.commit(np.ones(20, np.int64), retention=(vmmkv.Retention(1 // start) for start in (1, 0)))
     assert world.cache.stats().prefix_pages, "what goes wrong before anything has changed is no interruption"

@@ -269,6 +269,8 @@ def test_a_sequence_without_tokens_has_children_without_memory() -> None:
     assert [child.length for child in children] == [0, 0, 0]
     assert used(cache) == shared(cache) == 0
     assert cache.fork_many(parent, 0) == []
+    with pytest.raises(ValueError, match="count=-1"):
+        cache.fork_many(parent, -1)
     for child in [parent, *children]:
         child.extend(20)
         check(child, write(child))

@@ -67,6 +67,15 @@ def lookahead_tokens(asked: int | None, layout: KVLayout, pool: FramePool, zero_
     return tokens
 
 
+def check_hashable(**arguments: object) -> None:
+    """Raises `ArgumentError` where what keeps sequences apart cannot."""
+    for name, value in arguments.items():
+        try:
+            hash(value)
+        except TypeError:
+            raise ArgumentError(f"got {name}={value!r}, which is unhashable; give text, say, or a number") from None
+
+
 def row_number(row: int, max_sequences: int) -> int:
     """Returns the number of a row.
 
@@ -131,7 +140,7 @@ def whole_numbers(
         TypeError, ValueError, SequenceTooLongError: they are none, or not as many, or too large.
     """
     if type(numbers) is int:  # in each step of a decode loop
-        check_length(check_tokens(numbers), limit)
+        check_length(check_tokens(numbers, name), limit)
         return np.full(count, numbers, np.int64)
     try:
         given = np.asarray(numbers)
@@ -143,10 +152,10 @@ def whole_numbers(
         values = numbers.tolist() if isinstance(numbers, np.ndarray) else numbers
         each = list(values) if isinstance(values, Collection) else [values]
         for number in each:
-            check_length(check_tokens(number), limit)
+            check_length(check_tokens(number, name), limit)
         given = np.array(each if isinstance(values, Collection) else values, np.int64)
     if given.shape not in ((), (count,)):
         raise ValueError(f"got {name} of shape {given.shape} for {count} sequences; give one number or one for each")
-    check_tokens(int(given.min(initial=0)))
+    check_tokens(int(given.min(initial=0)), name)
     check_length(int(given.max(initial=0)), limit)
     return np.full(count, given, np.int64)

@@ -14,7 +14,16 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from .arguments import batch_of, check_shape, indices_of, lookahead_tokens, not_negative, row_number, whole_numbers
+from .arguments import (
+    batch_of,
+    check_hashable,
+    check_shape,
+    indices_of,
+    lookahead_tokens,
+    not_negative,
+    row_number,
+    whole_numbers,
+)
 from .errors import (
     ArgumentError,
     BusyError,
@@ -276,8 +285,12 @@ class KVCache(Owner):
             tokens = self._check_ids(ids, tokens, row)
         elif not whole:
             raise ArgumentError("got whole=False without token_ids; extend() a sequence that begins without tokens")
-        for count in (tokens, expected_tokens):
-            check_length(check_tokens(count), self.max_seq_len)
+        elif salt is not None or adapter is not None:
+            name, value = ("adapter", adapter) if salt is None else ("salt", salt)
+            raise ArgumentError(f"got {name}={value!r} without token_ids; it keeps apart what is known of these")
+        check_hashable(salt=salt, adapter=adapter, tenant=tenant)
+        check_length(check_tokens(tokens), self.max_seq_len)
+        check_length(check_tokens(expected_tokens, "expected_tokens"), self.max_seq_len)
         if ids is None or not reuse:
             tokens = tokens if whole else 0
             sequence = None if tokens or row is not None else self._sequence_at_once(expected_tokens, tenant)
@@ -386,7 +399,7 @@ class KVCache(Owner):
 
     def _sequence_for(self, head: Head, expected_tokens: int, tenant: Hashable, reuse: bool) -> Sequence:
         """A sequence with room for another process's, which begins with what is known of it."""
-        expected = max(check_tokens(expected_tokens), head.length)
+        expected = max(check_tokens(expected_tokens, "expected_tokens"), head.length)
         if reuse and head.key and not self._rows.rules.zero_tail:
             salt, adapter = head.key
             sequence = self.sequence(
@@ -413,7 +426,7 @@ class KVCache(Owner):
             TypeError, ValueError: it is no sequence of this cache, or no such number.
         """
         (parent,) = batch_of(self, [sequence])
-        return self._fork(parent, check_tokens(count))
+        return self._fork(parent, check_tokens(count, "count"))
 
     @operation
     def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
@@ -485,7 +498,7 @@ class KVCache(Owner):
             TypeError, ValueError: they are no sequences of this cache, or one is named twice; or `start` is no whole
                 number, or one that a sequence ends before.
         """
-        batch, start = batch_of(self, sequences), check_tokens(start)
+        batch, start = batch_of(self, sequences), check_tokens(start, "start")
         self._unshare(batch, start)
 
     @operation

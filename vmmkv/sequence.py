@@ -452,8 +452,8 @@ def check_length(length: int, max_seq_len: int) -> None:
         )
 
 
-def check_tokens(tokens: int) -> int:
-    """A whole number of tokens.
+def check_tokens(tokens: int, name: str = "tokens") -> int:
+    """A whole number, of tokens or of what is named.
 
     Raises:
         TypeError, ValueError: it is none, or negative.
@@ -461,7 +461,8 @@ def check_tokens(tokens: int) -> int:
     try:
         tokens = operator.index(tokens)
     except TypeError:
-        raise TypeError(f"got {tokens!r} tokens; they must be a whole number") from None
+        raise TypeError(f"got {name}={tokens!r}; it must be a whole number") from None
     if tokens < 0:
-        raise ValueError(f"asked for {shown(tokens)} tokens; to drop tokens use truncate")
+        hint = "; to drop tokens use truncate" if name == "tokens" else ""
+        raise ValueError(f"asked for {name}={shown(tokens)}; it is at least 0{hint}")
     return tokens

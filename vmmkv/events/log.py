@@ -16,7 +16,8 @@ import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from itertools import islice
-from typing import Any, TypeGuard
+from numbers import Real
+from typing import Any, SupportsIndex, TypeGuard
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -257,8 +258,16 @@ class EventLog:
             The events; none after the timeout, or where the log is closed and nothing is left.
 
         Raises:
+            ArgumentError: `timeout` is no time, or `most` no whole number.
             BudgetError: `most` is not positive.
         """
+        if not (timeout is None or (isinstance(timeout, Real) and timeout <= threading.TIMEOUT_MAX)):
+            raise ArgumentError(
+                f"got timeout={timeout!r}; give a number of seconds, at most {threading.TIMEOUT_MAX:.0f}, or None to "
+                "wait for ever"
+            )
+        if not isinstance(most, SupportsIndex | None):
+            raise ArgumentError(f"got most={most!r}; give a whole number of events, or None for all")
         if most is not None and most < 1:
             raise BudgetError(f"at most {most} events; ask for one or more, or for all by None")
         end = None if timeout is None else time.monotonic() + timeout

@@ -100,5 +100,5 @@ def token_ids(ids: npt.NDArray[np.integer[Any]]) -> Ids:
     if ids.ndim != 1:
         raise ShapeError(f"asked for the tokens of an array of shape {ids.shape}; give ids of one sequence, [tokens]")
     if ids.dtype != np.int64 and (ids.dtype.kind not in "iu" or not np.can_cast(ids.dtype, np.int64)):
-        raise DtypeError(f"asked for the tokens of an array of {ids.dtype}; token ids are integers of up to 64 bits")
+        raise DtypeError(f"got token ids of {ids.dtype}; they are integers below 2**63, which int64 holds")
     return np.ascontiguousarray(ids, np.int64)

@@ -86,8 +86,12 @@ def in_order(ranges: Iterable[Retention]) -> tuple[Retention, ...]:
     """Ranges, sorted.
 
     Raises:
-        RetentionError: one is none, or two of them overlap.
+        RetentionError: they are none, or one is none, or two of them overlap.
     """
+    if isinstance(ranges, Retention | RetentionConfig):
+        raise RetentionError(
+            f"got {ranges!r}; give a list of vmmkv.Retention, or what RetentionConfig.of_sequence returns"
+        )
     given = list(ranges)
     for each in given:
         if not isinstance(each, Retention):

@@ -141,15 +141,21 @@ class Beginning:
 
     def give_trimmed(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> bool:
         """`give`, to a sequence that is to have so many tokens: what reaches too far beyond them is unmapped. Returns
-        whether there are pages. Raises what `afford` raises."""
-        self.afford(row, tokens)
-        adopted = self._books.has_pages(row)
-        self.give(row, owner, expected, stream, tenant)
-        beyond = self._beyond(row, max(tokens, expected)) if adopted else []
-        if beyond and self._table.fences[row].passed():
-            for arena, page in beyond:
-                arena.unmap_back(row, page)
-            self._books.refresh(row)
+        whether there are pages.
+
+        Raises:
+            OutOfPagesError, DriverError: see `afford`, or that could not be unmapped; the row is back on the lists.
+        """
+        with Undo() as undo:
+            undo.push(self._books.vacate, row)
+            self.afford(row, tokens)
+            adopted = self._books.has_pages(row)
+            self.give(row, owner, expected, stream, tenant)
+            beyond = self._beyond(row, max(tokens, expected)) if adopted else []
+            if beyond and self._table.fences[row].passed():
+                for arena, page in beyond:
+                    arena.unmap_back(row, page)
+                self._books.refresh(row)
         return adopted
 
     def take(self, row: int, owner: int, tokens: int, expected: int, stream: Any, tenant: int) -> Steps[None]:
@@ -160,10 +166,10 @@ class Beginning:
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row is back on the lists.
         """
+        adopted = self.give_trimmed(row, owner, tokens, expected, stream, tenant)
         is_dense = tokens > 0 and self._books.rules.zero_tail
         with Undo() as undo:
             undo.push(self._books.vacate, row)
-            adopted = self.give_trimmed(row, owner, tokens, expected, stream, tenant)
             if is_dense:
                 self._growing.keep(row, 2 * max(tokens, expected))
             if is_dense or tokens > self._table.capacity[row]:

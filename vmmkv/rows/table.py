@@ -168,7 +168,8 @@ class RowTable:
 
     def check_left(self, count: int) -> None:
         """Raises `OutOfRowsError`, where not as many rows are left."""
-        if count > (left := self.num_rows - len(self.live)):
+        left = len(self.empty) + len(self.parked) + len(self.retired) + len(self.kept)
+        if count > left:
             raise OutOfRowsError(
                 f"asked for {count} rows; {left} are left, the others of {self.num_rows} belong to live sequences. "
                 "Free some, or make the cache with a larger max_sequences (a row without tokens takes addresses only)"
