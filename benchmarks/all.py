@@ -68,7 +68,7 @@ BENCHMARKS = {
     # What the README says comes first: a machine may be lost.
     "serve_rounds": Benchmark(Kind.GPU, 2.1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
     "serve_rounds_qwen3": Benchmark(
-        Kind.GPU, 1.1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}} --model qwen3-0.6b"
+        Kind.GPU, 1.1, f"{SERVE} --quick --memory 4GiB --requests 90 --trace {{conv}} --model qwen3-0.6b"
     ),
     "serve_vllm": Benchmark(
         Kind.GPU,
@@ -83,7 +83,7 @@ BENCHMARKS = {
     ),
     "serve_pressure": Benchmark(
         Kind.GPU,
-        1.3,
+        1.0,
         f"{SERVE} --quick --no-wait --rounds 2 --memory 3GiB --requests 30 --lengthen 8 --trace {{conv}}"
         " --backends vmm --backends vmm+suspend --backends paged",
     ),
@@ -95,7 +95,7 @@ BENCHMARKS = {
     ),
     "serve": Benchmark(
         Kind.GPU,
-        2.2,
+        1.8,
         f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --trace {{conv}} --backends vmm --backends paged --backends static",
     ),
     "demo_azure": Benchmark(
@@ -132,6 +132,7 @@ BENCHMARKS = {
     "sharing": Benchmark(Kind.GPU, 0.8, "-m benchmarks.sharing --rounds 4 --json"),
     "prefixes": Benchmark(Kind.GPU, 0.2, "-m benchmarks.prefixes --json"),
     "attention_shapes": Benchmark(Kind.GPU, 0.3, "-m benchmarks.attention --only shapes --json"),
+    "layout_order": Benchmark(Kind.GPU, 0.7, "-m benchmarks.layout_order --speed --json"),
     "overread": Benchmark(Kind.GPU, 0.3, "-m benchmarks.overread --trace {conv} --json"),
     "reuse": Benchmark(Kind.GPU, 0.3, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
     "idle": Benchmark(Kind.GPU, 0.2, "-m benchmarks.idle --device cuda --trace {conv} --json"),
@@ -144,6 +145,7 @@ BENCHMARKS = {
     "prefix_tree": Benchmark(Kind.HOST, 5, "-m benchmarks.prefix_tree --json"),
     "prefix_trace": Benchmark(Kind.HOST, 20, "-m benchmarks.prefix_trace --trace {mooncake} --json"),
     "eight_bits": Benchmark(Kind.HOST, 15, "-m benchmarks.eight_bits --json"),
+    "layout_order_waste": Benchmark(Kind.HOST, 5, "-m benchmarks.layout_order --trace {conv} --json"),
     "fragmentation_ahead": Benchmark(Kind.HOST, 40, "-m benchmarks.fragmentation --trace {conv} --ahead --json"),
     "fragmentation": Benchmark(Kind.HOST, 90, "-m benchmarks.fragmentation --trace {conv} --json"),
 }

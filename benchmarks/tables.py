@@ -35,6 +35,7 @@ from . import (
     swap,
     transfer,
 )
+from .layout_order import tables as layout_order_tables
 from .serve import report as serving
 from .virtual import SCHEMES
 
@@ -256,6 +257,16 @@ def kernel_bounds(result: Result) -> str:
     columns = [name.replace("causal ", "").replace("4096", "4,096").replace("16384", "16,384") for name in kernels]
     rows = [(what, *(cell.format(**figures) for figures in kernels.values())) for what, cell in lines.items()]
     return markdown(("", *columns), rows)
+
+
+@table("layout_order_waste.json")
+def layout_order_waste(result: Result) -> str:
+    return markdown(*layout_order_tables.waste_table(result))
+
+
+@table("layout_order_h200.json")
+def layout_order_speed(result: Result) -> str:
+    return markdown(*layout_order_tables.speed_table(result))
 
 
 # ------------------------------------------------------------------ transformers

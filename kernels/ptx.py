@@ -128,6 +128,27 @@ def instruction_on_array(asm: str, facts: dict[str, Any], size: int, inputs: str
     return _make_intrinsic(1 + len(inputs), lambda array, *arguments: types.void(array, *kinds), codegen)
 
 
+def instruction_on_address(asm: str, meaning: Callable[..., Any]) -> Any:
+    """A function for kernels that is one PTX instruction, which makes one address ($0) of an array's address ($1).
+
+    Args:
+        asm: the instruction.
+        meaning: what it makes of the array, in Python, for the simulator.
+    """
+    if SIMULATED:
+        return meaning
+    from llvmlite import ir
+
+    address = _llvm_registers()["l"]
+    assembly = ir.InlineAsm(ir.FunctionType(address, [address]), asm, "=l,l")
+
+    def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
+        return builder.call(assembly, [builder.ptrtoint(data, address)])
+
+    return _make_intrinsic(1, lambda array: REGISTERS["l"](array), codegen)
+
+
 def _llvm_registers() -> dict[str, Any]:
     """What `REGISTERS` are to LLVM."""
     from llvmlite import ir

@@ -3,30 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 from .memory import simulated_load_f32, simulated_store_16, simulated_store_f32
-from .ptx import SIMULATED, instruction
-
-
-def _make_shared_address() -> Any:
-    if SIMULATED:
-        return lambda array: array.ctypes.data
-    from llvmlite import ir
-    from numba import types
-    from numba.cuda.extending import intrinsic
-
-    @intrinsic
-    def shared_address(context, array):  # type: ignore[no-untyped-def]
-        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-            data = context.make_array(signature.args[0])(context, builder, value=arguments[0]).data
-            integer = ir.IntType(64)
-            window = ir.InlineAsm(ir.FunctionType(integer, [integer]), "cvta.to.shared.u64 $0, $1;", "=l,l")
-            return builder.call(window, [builder.ptrtoint(data, integer)])
-
-        return types.int64(array), codegen
-
-    return shared_address
+from .ptx import instruction, instruction_on_address
 
 
 def _copy_16(target: int, source: int) -> None:
@@ -34,7 +13,7 @@ def _copy_16(target: int, source: int) -> None:
     ctypes.memmove(int(target), int(source), 16)
 
 
-shared_address = _make_shared_address()
+shared_address = instruction_on_address("cvta.to.shared.u64 $0, $1;", lambda array: array.ctypes.data)
 """The address of a shared array, as instructions on shared memory want it."""
 
 copy_16 = instruction(

@@ -1,0 +1,1 @@
+"""The benchmark of the order of a page: `python -m benchmarks.layout_order`."""
