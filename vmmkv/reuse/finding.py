@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from ..errors import StreamCaptureError
 from ..rows.laying import Piece, pieces
 from .known import Known
@@ -84,7 +82,7 @@ class Finder:
         """What a sequence of these ids can begin with: at most all of its tokens but the last, which has to be computed
         for what comes after it."""
         match = self._known.tree.match(key, ids[:-1])
-        kept, live = (self._longest(match, key, ids, is_kept) for is_kept in (True, False))
+        kept, live = self._longest(match, key, ids)
         hit = None
         longest = max(match.tokens, live.tokens if live else 0)
         if kept and kept.tokens >= longest and self._may_adopt(kept.row, kept.tokens):
@@ -98,17 +96,21 @@ class Finder:
                 return self._with_tail(hit, match, tail)
         return hit
 
-    def _longest(self, match: Match, key: Hashable, ids: Ids, is_kept: bool) -> Longer | None:
-        """The tail that goes on longest where a match ends."""
+    def _longest(self, match: Match, key: Hashable, ids: Ids) -> tuple[Longer | None, Longer | None]:
+        """The tails of a kept row and of a live one that go on longest where a match ends."""
         size, record, geometry = self._books.page_size, self._books.records[0], self._known.tree.geometry
         pages = match.pages[0] + [page for page in match.partial[:1] if page is not None]
+        longest: list[Longer | None] = [None, None]
         for count in range(len(pages), geometry.pages(geometry.known(match.tokens))[0] - 1, -1):
-            begin = -(-count * size // record)
-            if found := self._known.tails.longest(pages[count - 1] if count else key, ids[begin:-1], is_kept):
-                between = slice(match.tokens, begin)  # of a token that lies in two pages
-                if np.array_equal(self._known.chains[found.tail.row].ids[between], ids[:-1][between]):
-                    return Longer(found.tail.row, begin + found.tokens, begin)
-        return None
+            begin, place = -(-count * size // record), pages[count - 1] if count else key
+            between = slice(match.tokens, begin)  # of a token that lies in two pages
+            asked = ids[:-1][between].tobytes()
+            for which, is_kept in enumerate((True, False)):
+                found = None if longest[which] else self._known.tails.longest(place, ids[begin:-1], is_kept)
+                if found and self._known.chains[found.tail.row].ids[between].tobytes() == asked:
+                    longest[which] = Longer(found.tail.row, begin + found.tokens, begin)
+        kept, live = longest
+        return kept, live
 
     def _is_captured(self, row: int) -> bool:
         """Whether a row's stream, which is to come behind a copy, is being captured in a graph."""
