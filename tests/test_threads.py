@@ -11,10 +11,13 @@ import random
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import accumulate
 
 import pytest
 import torch
@@ -23,11 +26,11 @@ from faulty import FaultyDriver, has_memory
 from interruption import disturbed, interrupted
 
 import vmmkv
-from vmmkv.errors import OutOfPagesError, OutOfRowsError
+from vmmkv.errors import OutOfHostMemoryError, OutOfPagesError, OutOfRowsError, SuspendedError
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 SECONDS = (5 if torch.cuda.is_available() else 2) * ROUNDS
-"""For all of these tests together."""
+"""For `test_eight_threads`; its fellow takes half as many."""
 PATIENCE = 300
 """Seconds after which somebody waits for ever."""
 
@@ -142,17 +145,128 @@ class Worker:
         assert not any(int(wrong) for wrong in self.wrong), "somebody else's bytes"
 
 
+@dataclass
+class Prompt:
+    """A sequence, and the ids of its tokens: K and V of each follow from the salt and all ids up to it."""
+
+    sequence: vmmkv.Sequence
+    ids: list[int]
+    salt: str
+    tenant: str | None
+
+    def states(self) -> torch.Tensor:
+        """What each element of its K and V is."""
+        numbers = accumulate(
+            self.ids, lambda before, number: (31 * before + number + 7) % (2**24 - 3), initial=len(self.salt)
+        )
+        return torch.tensor(list(numbers)[1:], dtype=torch.float32)[:, None, None]
+
+    def views(self) -> list[torch.Tensor]:
+        return [view for layer in range(2) for view in (self.sequence.k(layer), self.sequence.v(layer))]
+
+    def grow(self, ids: list[int]) -> None:
+        """Makes room for tokens of more ids, and writes them."""
+        self.sequence.extend(len(ids))
+        self.ids = self.ids + ids
+        self.write(len(self.ids) - len(ids))
+
+    def write(self, begin: int) -> None:
+        for view in self.views():
+            view[begin:] = self.states()[begin:]
+
+    def look(self, end: int | None = None) -> None:
+        """Checks the first tokens, or all."""
+        for view in self.views() if not self.sequence.is_suspended else []:
+            assert self.sequence.length == len(self.ids)
+            assert (view[:end] == self.states()[:end]).all(), "another's K and V"
+
+
+class Sharer:
+    """A thread's prompts, which begin like those of others.
+
+    Args:
+        crew: whose caches it uses.
+        number: its number.
+    """
+
+    def __init__(self, crew: Crew, number: int) -> None:
+        self.crew, self.chance = crew, random.Random()
+        self.live: list[Prompt] = []
+
+    def work(self) -> None:
+        """Takes steps until the time is over or somebody has failed."""
+        try:
+            while time.monotonic() < self.crew.until and not self.crew.failures:
+                with suppress(OutOfPagesError, OutOfRowsError, OutOfHostMemoryError, SuspendedError):
+                    self.step()
+                for prompt in self.chance.sample(self.live, min(2, len(self.live))):
+                    prompt.look()
+        except BaseException as error:
+            self.crew.failures.append(error)
+        finally:
+            for prompt in self.live:
+                prompt.sequence.free()
+
+    def step(self) -> None:
+        chance, what = self.chance, self.chance.random()
+        if what < 0.35 or not self.live:
+            self.begin()
+            return
+        prompt = chance.choice(self.live)
+        if what < 0.55:
+            self.live.remove(prompt)
+            if chance.random() < 0.7:
+                prompt.sequence.free()  # or it is left to the garbage collector
+        elif what < 0.65:
+            prompt.sequence.suspend()
+        elif what < 0.75:
+            prompt.sequence.resume()
+        elif what < 0.8:
+            length = chance.randint(0, prompt.sequence.length)
+            prompt.sequence.truncate(length)
+            prompt.ids = prompt.ids[:length]
+        elif what < 0.86:
+            self.live.append(replace(prompt, sequence=prompt.sequence.fork()))
+        elif what < 0.9:
+            like = lambda each: (each.sequence.cache, each.salt, each.tenant)  # noqa: E731
+            beams = [each for each in self.live if like(each) == like(prompt) and not each.sequence.is_suspended]
+            indices = [chance.randrange(len(beams)) for _ in beams]
+            prompt.sequence.cache.reorder([beam.sequence for beam in beams], indices)
+            for beam, ids in zip(beams, [beams[index].ids for index in indices]):
+                beam.ids = ids
+        else:
+            prompt.grow([chance.randrange(4) for _ in range(min(chance.choice([1, 1, 20]), 200 - len(prompt.ids)))])
+            if chance.random() < 0.3:
+                prompt.sequence.commit(prompt.ids)
+
+    def begin(self) -> None:
+        """Starts a prompt, most often one that begins like another, and makes it known."""
+        chance, prompts = self.chance, self.crew.prompts
+        known = chance.choice(prompts)[: chance.randrange(180)] if prompts and chance.random() < 0.8 else []
+        ids = (known + [chance.randrange(4) for _ in range(chance.randint(1, 60))])[:200]
+        cache, salt, tenant = chance.choice(self.crew.caches), chance.choice(["", "x"]), chance.choice([None, "alice"])
+        prompt = Prompt(cache.sequence(token_ids=ids, salt=salt, tenant=tenant), ids, salt, tenant)
+        self.live.append(prompt)
+        prompt.look(prompt.sequence.cached_tokens)
+        prompt.write(prompt.sequence.cached_tokens)
+        if chance.random() < 0.8:
+            prompt.sequence.commit(ids)
+            prompts.append(ids)
+
+
 class Crew:
     """Threads that use caches until the time is over; the first failure ends all."""
 
-    def __init__(self, caches: list[vmmkv.KVCache], seconds: float) -> None:
-        self.caches = caches
+    def __init__(self, caches: list[vmmkv.KVCache], seconds: float, kind: type[Worker | Sharer] = Worker) -> None:
+        self.caches, self.kind = caches, kind
+        self.prompts: deque[list[int]] = deque(maxlen=40)
+        """Ids that were made known last."""
         self.until = time.monotonic() + seconds
         self.failures: list[BaseException] = []
 
     def run(self, threads: int) -> None:
         faulthandler.dump_traceback_later(self.until - time.monotonic() + PATIENCE)
-        workers = [Worker(self, number) for number in range(threads)]
+        workers = [self.kind(self, number) for number in range(threads)]
         crew = [threading.Thread(target=worker.work, daemon=True) for worker in workers]
         for thread in crew:
             thread.start()
@@ -200,6 +314,30 @@ def test_eight_threads(device: str, num_caches: int, lookahead: int) -> None:
         pool.trim()
         assert pool.stats().physical_bytes == 0
         for cache in caches:
+            cache.close()
+        pool.close()
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("layers_per_range", [1, 2])
+def test_eight_threads_begin_alike(layers_per_range: int) -> None:
+    """With all that moves tokens, in caches of which one is guaranteed what the other may have meanwhile."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        driver = small_driver("cpu")
+        size, layout = driver.page_size, vmmkv.KVLayout(2, 1, 64, torch.float32, layers_per_range=layers_per_range)
+        pool = vmmkv.FramePool(260 * size, driver=driver)
+        options = {"pool": pool, "lookahead": 24, "host_bytes": 128 * size}
+        caches = [
+            vmmkv.KVCache(layout, 24, 200, **options, guaranteed=pages * size, large_frames=pages > 0)
+            for pages in (0, 20)
+        ]
+        Crew(caches, SECONDS / 4, Sharer).run(8)
+        for cache in caches:
+            cache.check()
+            assert cache.stats().tokens == 0
             cache.close()
         pool.close()
     finally:
