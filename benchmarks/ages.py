@@ -26,7 +26,7 @@ from .imports import Project, code
 
 ROOT = Path(__file__).parent.parent
 RESULTS = "benchmarks/results"
-DESCRIBING = re.compile(r"environment|cli\.(options|output)|picture|svg|tables|serve\.report")
+DESCRIBING = re.compile(r"environment|cli\.(options|output)|picture|svg|aims|tables|serve\.report")
 """Modules that say where something was measured, or show it: no figure follows from them."""
 SHOWN = 4
 """Modules that are named in a table; of the others the number is told."""

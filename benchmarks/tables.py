@@ -18,6 +18,7 @@ from vmmkv.cli.output import format_bytes
 from vmmkv.schemes import BLOCK_TOKENS
 
 from . import (
+    aims,
     batching_tables,
     compiling,
     eight_bits_tables,
@@ -413,7 +414,7 @@ def prompts_table(result: Result) -> str:
 
 
 def comparisons_table(result: Result) -> str:
-    return markdown(("what", "measured", "aim", "met"), map(serving.comparison_line, result["comparisons"]))
+    return markdown(aims.COLUMNS, aims.lines(result["comparisons"]))
 
 
 for name, source in (("serve", "serve_h200.json"), ("serve-qwen3", "serve_qwen3_h200.json")):
@@ -516,9 +517,19 @@ def samples(result: Result) -> str:
     return markdown(*sharing.sample_table(result))
 
 
+@table("sharing_h200.json")
+def forking_comparisons(result: Result) -> str:
+    return markdown(aims.COLUMNS, aims.lines(sharing.compare(result)))
+
+
 @table("prefixes_h200.json")
 def beginnings(result: Result) -> str:
     return markdown(*prefixes.start_table(result))
+
+
+@table("prefixes_h200.json")
+def beginnings_comparisons(result: Result) -> str:
+    return markdown(aims.COLUMNS, aims.lines(prefixes.compare(result)))
 
 
 @table("prefix_tree.json")
@@ -539,9 +550,19 @@ def swapping(result: Result) -> str:
     return markdown(*swap.way_table(result))
 
 
+@table("swap_h200.json")
+def swapping_comparisons(result: Result) -> str:
+    return markdown(aims.COLUMNS, aims.lines(swap.compare(result)))
+
+
 @table("transfer_h200.json")
 def handing_over(result: Result) -> str:
     return markdown(*transfer.way_table(result))
+
+
+@table("transfer_h200.json")
+def handing_over_comparisons(result: Result) -> str:
+    return markdown(aims.COLUMNS, aims.lines(transfer.compare(result)))
 
 
 @table()

@@ -31,6 +31,7 @@ from vmmkv.cli.options import Device, JsonOutput
 from vmmkv.cli.output import console, format_bytes, make_table
 from vmmkv.memory.driver import open_driver
 
+from .aims import COLUMNS, compared, lines
 from .geometry import layout_on
 from .processes import run_processes
 
@@ -39,7 +40,9 @@ PIECE = 32 << 10
 """Bytes that lie side by side in a cache of blocks: K of 16 tokens of a layer of Llama-3.1-8B."""
 WARM_UP = 3
 """Rounds that are not counted: NCCL connects, the receiver's row gets its pages."""
-PLAIN = "plain tensors"
+PLAIN, SENT, SENT_NEW = "plain tensors", "send() and receive()", "send() and receive(), onto new pages"
+SHARE = 0.95
+"""Of the bandwidth of plain tensors, that we aim at."""
 
 Row = dict[str, Any]
 
@@ -168,8 +171,8 @@ def work(rank: int, folder: str, on_gpus: bool, tokens: int, rounds: int) -> Non
         ways: dict[str, Way] = {
             PLAIN: Plain(rank, nbytes, device),
             "rows, K and V alone": Rows(rank, cache, tokens),
-            "send() and receive()": Sequences(rank, cache, tokens),
-            "send() and receive(), onto new pages": NewPages(rank, cache, tokens),
+            SENT: Sequences(rank, cache, tokens),
+            SENT_NEW: NewPages(rank, cache, tokens),
             f"pieces of {format_bytes(PIECE)}": Pieces(rank, nbytes, device),
         }
         random = torch.Generator(device).manual_seed(0)  # in both processes the same
@@ -250,6 +253,7 @@ def main(
         "rounds": rounds,
         "ways": figures(measure(on_gpus, tokens, rounds), tokens * token_bytes),
     }
+    result["comparisons"] = compare(result)
     if json_output:
         print_result(result)
     else:
@@ -281,11 +285,21 @@ def figures(seconds: dict[str, list[float]], nbytes: int) -> list[Row]:
     return rows
 
 
+def compare(result: Row) -> list[Row]:
+    """Of the bandwidth of plain tensors what sequences reach, and what we aim at on pages that are there."""
+    return [
+        compared(result, f"{row['way']}, of plain tensors", row["ratio"], least=SHARE if row["way"] == SENT else None)
+        for row in result["ways"]
+        if row["way"] in (SENT, SENT_NEW)
+    ]
+
+
 def show(result: Row) -> None:
-    """Prints a line for each way."""
+    """Prints a line for each way, and what we aim at."""
     size = format_bytes(result["tokens"] * result["token_bytes"])
     title = f"{size} to another process, {result['environment']['device']}, {result['backend']}"
     console.print(make_table(title, *way_table(result)))
+    console.print(make_table("Aims", COLUMNS, lines(result["comparisons"])))
 
 
 def way_table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:

@@ -11,6 +11,7 @@ import pytest
 from conftest import ROOT
 
 from benchmarks import report
+from benchmarks.aims import compared, lines
 from benchmarks.cited import unheld
 from benchmarks.tables import TABLES, Table
 
@@ -107,3 +108,14 @@ def test_a_plot_is_drawn_anew_when_its_result_changes(root: Path) -> None:
     assert report.update(root, check=True)[0] == [name]
     report.update(root, check=False)
     assert (root / name).read_text() != picture
+
+
+def test_aims_are_met_or_not_on_a_gpu_alone() -> None:
+    value = np.random.default_rng().uniform(0.1, 0.9)
+    gpu, host = ({"environment": facts} for facts in ({"cuda_driver": "1"}, {}))
+    below, above = 0.99 * value, 1.01 * value
+    verdicts = [compared(gpu, "", value, **{bar: at}) for bar in ("most", "least") for at in (below, above)]
+    assert [row["met"] for row in verdicts] == [False, True, True, False]
+    assert [line[-1] for line in lines(verdicts)] == ["no", "yes", "yes", "no"]
+    for told in (compared(host, "", value, most=below), compared(gpu, "", value)):
+        assert told == {"what": "", "value": value}

@@ -13,6 +13,8 @@ from rich.table import Table
 
 from vmmkv.cli.output import format_bytes, make_table
 
+from .. import aims
+
 Row = dict[str, Any]
 
 
@@ -117,8 +119,7 @@ def tables(result: dict[str, Any]) -> list[Table]:
         title = f"Prompts of {result['prefill'][0]['prompt_tokens']:,} tokens"
         found.append(make_table(title, columns, map(prompt_line, result["prefill"])))
     if result["comparisons"]:
-        columns = "what", "measured", "aim", "met"
-        found.append(make_table("Comparisons", columns, map(comparison_line, result["comparisons"])))
+        found.append(make_table("Comparisons", aims.COLUMNS, aims.lines(result["comparisons"])))
     missing = [(f"{row['backend']} {row['kernel']}".strip(), row["reason"]) for row in result["skipped"]]
     missing += [(name, "not reached in time") for name in result["missed"]]
     if missing:
@@ -209,10 +210,6 @@ def number(value: float | None, digits: int, scale: float = 1.0) -> str:
 def prompt_line(row: Row) -> tuple[str, ...]:
     name = f"{row['backend']}, {row['kernel']}"
     return name, f"{row['tokens_per_s']:,.0f}", f"{row['attention_tokens_per_s']:,.0f}", f"{row['attention_share']:.0%}"
-
-
-def comparison_line(row: Row) -> tuple[str, ...]:
-    return row["what"], f"{row['value']:.4g}", row.get("aim", ""), {True: "yes", False: "no"}.get(row.get("met"), "")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
