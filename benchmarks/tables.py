@@ -35,6 +35,7 @@ from . import (
     swap,
     transfer,
 )
+from .attention import aims_tables
 from .layout_order import tables as layout_order_tables
 from .serve import report as serving
 from .virtual import SCHEMES
@@ -64,6 +65,10 @@ def table(*sources: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     head, *lines = (f"| {' | '.join(cells)} |" for cells in (columns, *rows))
     return "\n".join([head, "|---" * len(columns) + "|", *lines])
+
+
+def comparison_lines(comparisons: Iterable[Result]) -> str:
+    return markdown(("what", "measured", "aim", "met"), map(serving.comparison_line, comparisons))
 
 
 # ------------------------------------------------------------------ the first screen
@@ -208,6 +213,11 @@ def attention_shapes(result: Result) -> str:
     columns = [column for case in cases for column in (f"{grouped(case)} tokens, GB/s", "time of the first line's")]
     rows = [(shape, *(cell for case in cases for cell in shape_cells(found[shape, case]))) for shape in shapes]
     return markdown(("decode, heads", *columns), rows)
+
+
+@table("attention_h200.json", "attention_shapes_h200.json", "eight_bits.json")
+def attention_aims(result: Result, shapes: Result, eight_bits: Result) -> str:
+    return comparison_lines(aims_tables.compare(result, shapes, eight_bits))
 
 
 def grouped(case: str) -> str:
@@ -413,7 +423,7 @@ def prompts_table(result: Result) -> str:
 
 
 def comparisons_table(result: Result) -> str:
-    return markdown(("what", "measured", "aim", "met"), map(serving.comparison_line, result["comparisons"]))
+    return comparison_lines(result["comparisons"])
 
 
 for name, source in (("serve", "serve_h200.json"), ("serve-qwen3", "serve_qwen3_h200.json")):

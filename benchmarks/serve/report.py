@@ -212,7 +212,8 @@ def prompt_line(row: Row) -> tuple[str, ...]:
 
 
 def comparison_line(row: Row) -> tuple[str, ...]:
-    return row["what"], f"{row['value']:.4g}", row.get("aim", ""), {True: "yes", False: "no"}.get(row.get("met"), "")
+    value = "not measured" if row["value"] is None else f"{row['value']:.4g}"
+    return row["what"], value, row.get("aim", ""), {True: "yes", False: "no"}.get(row.get("met"), "")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
