@@ -23,8 +23,13 @@ def compared(result: Row, what: str, value: float, *, most: float | None = None,
 
 
 def lines(comparisons: Iterable[Row]) -> list[tuple[str, ...]]:
-    """Those of a table."""
+    """Those of a table; a value of None was not measured."""
     return [
-        (row["what"], f"{row['value']:.4g}", row.get("aim", ""), {True: "yes", False: "no"}.get(row.get("met"), ""))
+        (
+            row["what"],
+            "not measured" if row["value"] is None else f"{row['value']:.4g}",
+            row.get("aim", ""),
+            {True: "yes", False: "no"}.get(row.get("met"), ""),
+        )
         for row in comparisons
     ]

@@ -12,7 +12,8 @@ none. All of them compute in fp32, so that what differs is K and V.
 A prompt is read at once, and tokens after it one by one, the same ones with every cache. Distances are of the logits of
 these, of which each vocabulary's mean is taken away, against those of a cache of fp32. transformers' caches are as they
 come (but for the axes that its documentation advises): the group-wise ones keep up to 128 tokens behind the prompt as
-they are. Those that are not installed are left out: `pip install optimum-quanto hqq`. Runs on the CPU.
+they are. Those that are not installed are left out: `pip install optimum-quanto hqq`. Runs on the CPU. How many tokens
+fit with scales in fp32, as they are kept, and in fp16 is arithmetic.
 """
 
 from __future__ import annotations

@@ -36,6 +36,7 @@ from . import (
     swap,
     transfer,
 )
+from .attention import aims_tables
 from .layout_order import tables as layout_order_tables
 from .serve import report as serving
 from .virtual import SCHEMES
@@ -209,6 +210,11 @@ def attention_shapes(result: Result) -> str:
     columns = [column for case in cases for column in (f"{grouped(case)} tokens, GB/s", "time of the first line's")]
     rows = [(shape, *(cell for case in cases for cell in shape_cells(found[shape, case]))) for shape in shapes]
     return markdown(("decode, heads", *columns), rows)
+
+
+@table("attention_h200.json", "attention_shapes_h200.json", "eight_bits.json")
+def attention_aims(result: Result, shapes: Result, eight_bits: Result) -> str:
+    return markdown(aims.COLUMNS, aims.lines(aims_tables.compare(result, shapes, eight_bits)))
 
 
 def grouped(case: str) -> str:

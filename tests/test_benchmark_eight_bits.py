@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import pytest
 import torch
@@ -10,7 +11,8 @@ from transformers import DynamicCache
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import eight_bits, tables
+from benchmarks import eight_bits, eight_bits_tables, tables
+from vmmkv import KVLayout
 
 APP = Typer()
 APP.command()(eight_bits.main)
@@ -43,3 +45,12 @@ def test_it_measures_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(0 < result["attention"][name] < 0.1 for name in ("fp8", "int8"))
     assert tables.TABLES["eight-bits-logits"].write(result).count("\n") == 1 + 4
     assert tables.TABLES["eight-bits-rounding"].write(result).count("\n") == 1 + 2
+
+
+def test_as_many_tokens_fit_as_a_layout_says() -> None:
+    """With the scales that are kept; smaller ones would make room for 2 % more at most."""
+    layers, heads = random.randint(1, 80), random.randint(1, 16)
+    kept = KVLayout(layers, heads, eight_bits_tables.HEAD_DIM, torch.int8, scales="token_head")
+    times = KVLayout(layers, heads, eight_bits_tables.HEAD_DIM).token_bytes / kept.token_bytes
+    assert eight_bits_tables.tokens_for_bf16("fp32") == pytest.approx(times, rel=16 / kept.token_bytes)
+    assert 1 < eight_bits_tables.tokens_for_bf16("fp16") / eight_bits_tables.tokens_for_bf16("fp32") < 1.02

@@ -11,6 +11,8 @@ import torch
 from conftest import DEVICE, run_module
 
 from benchmarks import tables
+from benchmarks.attention.timing import Timing
+from benchmarks.layout_order import speed
 from benchmarks.layout_order.orders import BLOCK_STEP, MODELS, PAGE_BYTES, Model, tokens_of_page
 from benchmarks.layout_order.speed import DECODE_BYTES, ERROR_BOUND, PARTS, TOKENS, Shape, make_orders, shape_of
 from benchmarks.layout_order.waste import ORDERS, run_waste
@@ -105,3 +107,22 @@ def test_the_table_of_times() -> None:
     text = tables.TABLES["layout-order-speed"].write(result)
     for each in result["speed"]:
         assert f"{each['of_contiguous']:.2f}" in text
+
+
+def test_rows_of_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all parts and orders, one after another on the same memory; a clock alone is missing without a GPU."""
+    times = iter(range(1, 100))
+
+    def timed(calls: list) -> list[Timing]:
+        return [Timing(next(times), call(), captured=True) for call in calls]
+
+    monkeypatch.setattr(speed, "measure", timed)
+    rows = speed.run_shape(SHAPES["one layer"], torch.device(DEVICE))
+    assert [row["microseconds"] for row in rows] == [*range(1, 13)]
+    assert all(row["error"] < ERROR_BOUND for row in rows)
+    for row in rows:
+        assert row["of_contiguous"] == row["microseconds"] / (row["microseconds"] - (row["microseconds"] - 1) % 4)
+    kv_bytes = 2 * 3 * 33 * 2 * 64 * 2
+    assert rows[1]["gb_per_s"] == pytest.approx(kv_bytes / 2 / 1e3)
+    assert rows[-1]["gb_per_s"] == pytest.approx(2 * kv_bytes / 12 / 1e3)
+    assert rows[4]["tflops"] == pytest.approx(3 * (33 * 34 / 2) * 4 * 2 * 64 / 5 / 1e6)
