@@ -119,7 +119,6 @@ PRIVATE = {
     "_build_generation_config",
     "_cached_continuous_batching_manager",
     "_can_set_attn_implementation",
-    "_cb",
     "_cb_config",
     "_create_batch_processor",
     "_generation_step",
