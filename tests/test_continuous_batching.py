@@ -172,13 +172,14 @@ def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_in_16_bits_rows_are_as_near_to_fp32_as_the_model_itself(dtype: torch.dtype) -> None:
+def test_in_16_bits_rows_are_as_near_to_fp32_as_the_model_itself(name: str, dtype: torch.dtype, device: str) -> None:
     """By the log probabilities of what was drawn, beside those of the model without a cache."""
-    exact = tiny_model("olmo2", "eager", "cpu")
+    exact = tiny_model(name if device == "cpu" else f"{name}-wide", "eager", device)  # on a GPU by kernels
     model, random = copy.deepcopy(exact).to(dtype), Random()
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(random.randint(1, 60))] for _ in range(6)]
-    rows.enable(model, pool=pool(200), max_seq_len=100)
+    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=100)
     results = list(model.generate_batch(prompts, **config(return_logprobs=True)).values())
     assert [result.error for result in results] == [None] * len(prompts)
     made = torch.tensor([result.logprobs for result in results])
@@ -190,7 +191,8 @@ def test_in_16_bits_rows_are_as_near_to_fp32_as_the_model_itself(dtype: torch.dt
 @torch.no_grad()
 def log_probabilities(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """What a model without a cache gives tokens behind a prompt, `[tokens]`."""
-    logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :].float()
+    ids = torch.tensor([prompt + tokens[:-1]], device=model.device)
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
     return logits.log_softmax(dim=-1)[range(len(tokens)), tokens]
 
 
