@@ -3,10 +3,11 @@
     python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--attention NAME] [--json]
 
 Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
-stopped, and measured by what was generated until then. Then first tokens of prompts of which nine tenths are known, and
-of others. On rows forward passes run as they are, and compiled as transformers' `default_compile_level=1` has it; on
-blocks with `sdpa`, or another attention that transformers finds (`--attention flash_attention_3`). Without a GPU a tiny
-model runs, as it is, with lengths divided by 16, and speeds say nothing.
+stopped, and measured by what was generated until then. Tokens on rows are compared with those on blocks. Then first
+tokens of prompts of which nine tenths are known, and of others. On rows forward passes run as they are, and compiled as
+transformers' `default_compile_level=1` has it; on blocks with `sdpa`, or another attention that transformers finds
+(`--attention flash_attention_3`). Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say
+nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 from time import perf_counter, sleep
@@ -24,7 +26,7 @@ import torch
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks.batching_tables import batching_table, first_tokens_table
+from benchmarks.batching_tables import aims_table, batching_table, compare, first_tokens_table
 from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import CONFIGS, build, token_bytes
 from benchmarks.serve.workloads import Limits, Workload, make_workload
@@ -34,6 +36,8 @@ from vmmkv.integrations import continuous_batching as rows
 from vmmkv.memory.budget import parse_bytes
 
 Row = dict[str, Any]
+Answers = dict[str, list[int]]
+"""By the names of requests, the tokens that they got."""
 ROWS, COMPILED = "rows", "rows, compiled"
 BATCH_TOKENS = 2048
 """Of a forward pass."""
@@ -52,11 +56,13 @@ class Watched:
     """What was seen of a run.
 
     Attributes:
-        waste: of the pages in use, the part that holds no token, at each look.
+        waste: of the pages in use, the part that holds no token, at each look. What is mapped ahead is not in use.
+        surplus_bytes: what was mapped beside them and others can have, at each look: ahead, known, or parked.
         physical_bytes: the most that was taken.
     """
 
     waste: list[float] = field(default_factory=list)
+    surplus_bytes: list[int] = field(default_factory=list)
     physical_bytes: int = 0
 
 
@@ -81,15 +87,18 @@ def main(
     served: Any = build(name, None, device)
     with manager_of(served, ROWS, nbytes) as manager:
         warm_up(manager, workload, seconds)
-        runs = [run(manager, ROWS, workload, number, seconds) for number in range(rounds)]
+        made = [run(manager, ROWS, workload, number, seconds) for number in range(rounds)]
         first = first_tokens(manager, config.vocab_size, min(16_384, longest * 3 // 4))
     if on_gpu:
         with manager_of(served, COMPILED, nbytes) as manager:
             warm_up(manager, workload, seconds)
-            runs += [run(manager, COMPILED, workload, number, seconds) for number in range(rounds)]
+            made += [run(manager, COMPILED, workload, number, seconds) for number in range(rounds)]
     served.set_attn_implementation(attention)
     with manager_of(served, blocks := f"blocks, {attention}", nbytes) as manager:
-        runs.append(run(manager, blocks, workload, 0, seconds))
+        made.append(run(manager, blocks, workload, 0, seconds))
+    _, theirs = made[-1]
+    runs = [row | ({} if row["round"] else compare_answers(ours, theirs)) for row, ours in made[:-1]]
+    runs.append(made[-1][0])
     result = {
         "environment": facts,
         "model": name,
@@ -101,6 +110,7 @@ def main(
         "served": runs,
         "first_tokens": first,
     }
+    result["comparisons"] = compare(result)
     if json_output:
         print_result(result)
     else:
@@ -114,25 +124,26 @@ def warm_up(manager: Any, workload: Workload, seconds: float) -> None:
     run(manager, "", replace(workload, requests=few, parts=workload.parts[:requests]), WARM_SEED, seconds)
 
 
-def run(manager: Any, system: str, workload: Workload, number: int, seconds: float) -> Row:
+def run(manager: Any, system: str, workload: Workload, number: int, seconds: float) -> tuple[Row, Answers]:
     """Serves all requests, in each round with other prompts, or as much as there is time for."""
     prompts = [ids.tolist() for ids in workload.prompts(manager.model.config.vocab_size, seed=number)]
     first: list[float] = []
-    generated = finished = 0
+    answers: Answers = {}
     with watched(manager) as seen:
         start = perf_counter()
-        for prompt, request in zip(prompts, workload.requests):
-            manager.add_request(prompt, max_new_tokens=request.output, eos_token_id=-1, record_timestamps=True)
-        while finished < len(prompts) and perf_counter() - start < seconds:
+        for at, (prompt, request) in enumerate(zip(prompts, workload.requests)):
+            options: Row = {"max_new_tokens": request.output, "eos_token_id": -1, "record_timestamps": True}
+            manager.add_request(prompt, f"{number}-{at}", **options)
+        while len(answers) < len(prompts) and perf_counter() - start < seconds:
             done = finished_request(manager)
             if done is not None:
-                finished += 1
-                generated += len(done.generated_tokens)
+                answers[done.request_id] = list(done.generated_tokens)
                 first.append(done.timestamps[0] - start)
-        elapsed = perf_counter() - start
-        running = list(manager.batch_processor.scheduler.active_requests.values())
-        generated += sum(state.generated_len() for state in running)
-    return {
+        elapsed, finished = perf_counter() - start, len(answers)
+        for state in list(manager.batch_processor.scheduler.active_requests.values()):
+            answers[state.request_id] = list(state.to_generation_output().generated_tokens)
+    generated = sum(map(len, answers.values()))
+    row = {
         "system": system,
         "round": number,
         "finished": finished,
@@ -142,6 +153,21 @@ def run(manager: Any, system: str, workload: Workload, number: int, seconds: flo
         "peak_bytes": seen.physical_bytes,
         "waste": median(seen.waste) if seen.waste else None,
         "most_waste": max(seen.waste, default=None),
+        "surplus_bytes": median(seen.surplus_bytes) if seen.surplus_bytes else None,
+    }
+    return row, answers
+
+
+def compare_answers(ours: Answers, theirs: Answers) -> Row:
+    """How many requests got the same tokens, as far as both were generated, and which part of the tokens comes before
+    the first that differs. In 16 bits two tokens are often as likely, and which comes depends on the order of sums."""
+    pairs = [(tokens, theirs[name]) for name, tokens in ours.items() if theirs.get(name)]
+    alike = [sum(1 for _ in takewhile(lambda both: both[0] == both[1], zip(*pair))) for pair in pairs]
+    lengths = [min(map(len, pair)) for pair in pairs]
+    return {
+        "compared": len(pairs),
+        "equal": sum(same == length for same, length in zip(alike, lengths)) / max(len(pairs), 1),
+        "equal_tokens": sum(alike) / max(sum(lengths), 1),
     }
 
 
@@ -195,6 +221,7 @@ def watched(manager: Any) -> Iterator[Watched]:
             used = sum(each.pages["used"] for each in stats) * (caches[0].page_size if caches else 0)
             if used:
                 seen.waste.append(1 - sum(each.token_bytes for each in stats) / used)
+                seen.surplus_bytes.append(sum(each.pages["surplus"] for each in stats) * caches[0].page_size)
                 seen.physical_bytes = max(seen.physical_bytes, caches[0].pool.stats().physical_bytes)
             sleep(EVERY)
 
@@ -225,6 +252,7 @@ def first_tokens(manager: Any, vocab_size: int, tokens: int, rounds: int = 5) ->
 def show(result: Row) -> None:
     console.print(make_table(f"{result['model']}, {result['workload']}", *batching_table(result)))
     console.print(make_table("Reuse", *first_tokens_table(result)))
+    console.print(make_table("Aims", *aims_table(result["comparisons"])))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,8 @@ import torch.distributed as dist
 import typer
 from transformers.distributed.configuration_utils import DistributedConfig
 
-from benchmarks.batching import ROWS, manager_of, run
-from benchmarks.batching_tables import ranks_table
+from benchmarks.batching import ROWS, Answers, compare_answers, manager_of, run
+from benchmarks.batching_tables import aims_table, compare_ranks, ranks_table
 from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import build, token_bytes
 from benchmarks.processes import run_processes
@@ -68,21 +68,31 @@ def main(
         "layers": layers,
         "memory_bytes": nbytes,
         "requests": requests,
-        "served": [row for ranks in (1, 2) for row in served_by(ranks, asked)],
+        "served": served_by_one_and_two(asked),
     }
+    result["comparisons"] = compare_ranks(result)
     if json_output:
         print_result(result)
     else:
         show(result)
 
 
-def served_by(ranks: int, asked: Asked) -> list[Row]:
-    """What so many processes measure together: a row of each round, with the time that each waited for the driver."""
+def served_by_one_and_two(asked: Asked) -> list[Row]:
+    """What one process measures, and two: of each round a row, for two with how many answers are those of one."""
+    (one, alone), (two, together) = (served_by(ranks, asked) for ranks in (1, 2))
+    return one + [row | compare_answers(ours, theirs) for row, ours, theirs in zip(two, together, alone)]
+
+
+def served_by(ranks: int, asked: Asked) -> tuple[list[Row], list[Answers]]:
+    """What so many processes measure together: a row of each round, with the time that each waited for the driver, and
+    the answers of the first."""
     with TemporaryDirectory() as folder:
         run_processes(ranks, work, ranks, free_port(), folder, asked)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-    rows = [row | {"ranks": ranks} for row in found[0]]
-    return [row | {"driver_s": [each["driver_s"] for each in all_of]} for row, *all_of in zip(rows, *found)]
+    measured = [[row for row, _ in each] for each in found]
+    rows = [row | {"ranks": ranks} for row in measured[0]]
+    rows = [row | {"driver_s": [each["driver_s"] for each in all_of]} for row, *all_of in zip(rows, *measured)]
+    return rows, [answers for _, answers in found[0]]
 
 
 def free_port() -> int:
@@ -113,8 +123,8 @@ def work(rank: int, ranks: int, port: int, folder: str, asked: Asked) -> None:
         cache = manager.batch_processor.cache.kv_caches[0]
         for number in range(asked.rounds):
             before = cache.stats().driver_seconds
-            row = run(manager, ROWS, workload, number, asked.seconds)
-            rows.append(row | {"driver_s": cache.stats().driver_seconds - before})
+            row, answers = run(manager, ROWS, workload, number, asked.seconds)
+            rows.append((row | {"driver_s": cache.stats().driver_seconds - before}, answers))
     (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
     if ranks > 1:
         dist.barrier()
@@ -123,6 +133,7 @@ def work(rank: int, ranks: int, port: int, folder: str, asked: Asked) -> None:
 
 def show(result: Row) -> None:
     console.print(make_table(f"{result['model']}, {result['layers']} layers", *ranks_table(result)))
+    console.print(make_table("Aims", *aims_table(result["comparisons"])))
 
 
 if __name__ == "__main__":

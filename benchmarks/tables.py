@@ -599,9 +599,20 @@ def batching_first_tokens(result: Result) -> str:
     return markdown(*batching_tables.first_tokens_table(result))
 
 
+@table("batching_h200.json", "serve_h200.json")
+def batching_comparisons(result: Result, served: Result) -> str:
+    found = [*batching_tables.compare(result), batching_tables.over_engine(result, served)]
+    return markdown(*batching_tables.aims_table(found))
+
+
 @table("batching_ranks_h200.json")
 def batching_ranks(result: Result) -> str:
     return markdown(*batching_tables.ranks_table(result))
+
+
+@table("batching_ranks_h200.json")
+def batching_ranks_comparisons(result: Result) -> str:
+    return markdown(*batching_tables.aims_table(batching_tables.compare_ranks(result)))
 
 
 # ------------------------------------------------------------------ 8 bits

@@ -9,7 +9,7 @@ import torch
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks import batching
+from benchmarks import batching, batching_tables
 
 APP = Typer()
 APP.command()(batching.main)
@@ -29,6 +29,41 @@ def test_it_measures_rows_and_blocks(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert row["finished"] == result["requests"] == 4
         assert row["tokens_per_s"] * row["seconds"] == pytest.approx(result["output_tokens"])
         assert row["peak_bytes"] <= result["memory_bytes"]
+    rows, _ = result["served"]
+    assert (rows["compared"], rows["equal"], rows["equal_tokens"]) == (4, 1.0, 1.0)  # in fp32 there are no ties
+    assert {row["what"] for row in result["comparisons"]} >= {
+        "tokens/s on rows over blocks, eager",
+        "tokens/s on rows over the engine's 4,287 of then",
+    }
+    assert not any("aim" in row for row in result["comparisons"])  # on the host speeds say nothing
     assert result["first_tokens"]["new_s"] > 0 < result["first_tokens"]["known_s"]
     batching.show(result)
     assert f"4 of {result['requests']}" in capsys.readouterr().out
+
+
+def test_answers_are_compared_as_far_as_both_go() -> None:
+    ours = {"0": [1, 2, 3, 4], "1": [5, 6], "2": [7, 8, 9], "3": [1], "4": [2]}
+    theirs = {"0": [1, 2], "1": [5, 6], "2": [7, 1, 9], "3": []}
+    assert batching.compare_answers(ours, theirs) == {"compared": 3, "equal": 2 / 3, "equal_tokens": 5 / 7}
+
+
+def test_aims_are_met_or_not() -> None:
+    """On a GPU, by medians of the rounds."""
+    speeds = {"rows": (100.0, 4000.0, 5000.0), "blocks, sdpa": (300.0,)}
+    served = [
+        {"system": system, "round": at, "tokens_per_s": speed, "waste": 0.01, "most_waste": 0.5, "surplus_bytes": 25}
+        for system, each in speeds.items()
+        for at, speed in enumerate(each)
+    ]
+    first = {"tokens": 100, "known": 0.9, "new_s": 4.0, "known_s": 1.0}
+    result = {"environment": {"cuda_driver": "13.0"}, "memory_bytes": 100, "served": served, "first_tokens": first}
+    found = {row["what"].split(",")[0]: row for row in batching_tables.compare(result) if "most" not in row["what"]}
+    assert {what: row.get("met") for what, row in found.items()} == {
+        "tokens/s on rows over blocks": True,
+        "tokens/s on rows over the engine's 4": True,
+        "memory beside live tokens on rows": True,
+        "mapped ahead": None,
+        "first token of 100 tokens": False,
+    }
+    (most,) = (row for row in batching_tables.compare(result) if "most" in row["what"])
+    assert (most["value"], most["aim"], most["met"]) == (1.0, "<= 0.02", False)

@@ -172,13 +172,14 @@ def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     assert [result.generated_tokens for result in results.values()] == [answer.tokens for answer in expected]
 
 
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2", "qwen3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_in_16_bits_rows_are_as_near_to_fp32_as_the_model_itself(dtype: torch.dtype) -> None:
+def test_in_16_bits_rows_are_as_near_to_fp32_as_the_model_itself(name: str, dtype: torch.dtype, device: str) -> None:
     """By the log probabilities of what was drawn, beside those of the model without a cache."""
-    exact = tiny_model("olmo2", "eager", "cpu")
+    exact = tiny_model(name if device == "cpu" else f"{name}-wide", "eager", device)  # on a GPU by kernels
     model, random = copy.deepcopy(exact).to(dtype), Random()
     prompts = [[random.randrange(2, VOCABULARY) for _ in range(random.randint(1, 60))] for _ in range(6)]
-    rows.enable(model, pool=pool(200), max_seq_len=100)
+    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=100)
     results = list(model.generate_batch(prompts, **config(return_logprobs=True)).values())
     assert [result.error for result in results] == [None] * len(prompts)
     made = torch.tensor([result.logprobs for result in results])
@@ -190,7 +191,8 @@ def test_in_16_bits_rows_are_as_near_to_fp32_as_the_model_itself(dtype: torch.dt
 @torch.no_grad()
 def log_probabilities(model: PreTrainedModel, prompt: list[int], tokens: list[int]) -> torch.Tensor:
     """What a model without a cache gives tokens behind a prompt, `[tokens]`."""
-    logits = model(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :].float()
+    ids = torch.tensor([prompt + tokens[:-1]], device=model.device)
+    logits = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].float().cpu()
     return logits.log_softmax(dim=-1)[range(len(tokens)), tokens]
 
 
@@ -878,6 +880,72 @@ def test_a_batch_with_what_does_not_fit_a_row_is_refused(model: PreTrainedModel)
         with pytest.raises(vmmkv.SequenceTooLongError, match="19 tokens and 12 new ones"):
             model.generate_batch([[5] * 9, [5] * 19], **config())
         model.generate_batch([[5] * 9], persistent_manager=True, **config())  # who is there already refuses it, too
+
+
+NOT_DONE: list[dict[str, Any]] = [
+    {"num_beams": 4}, {"stop_strings": ["x"]}, {"max_time": 1.0}, {"guidance_scale": 3.0},
+    {"sequence_bias": {(5,): 3.0}}, {"forced_eos_token_id": 3},
+    {"forced_bos_token_id": 3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 3},
+]  # fmt: skip
+"""Settings of `generate` that transformers' continuous batching ignores, or ends with."""
+
+
+@pytest.mark.parametrize("asked", NOT_DONE, ids=str)
+def test_settings_that_a_batch_does_not_heed_are_refused(model: PreTrainedModel, asked: dict[str, Any]) -> None:
+    """However they are given; and the model is as before."""
+    rows.enable(model, pool=pool(10), max_seq_len=100)
+    options = config()
+    options["generation_config"].update(**asked)
+    name = next(iter(asked))
+    with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {name}="):
+        model.generate_batch([[5] * 9], **options)
+    with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {name}="):
+        model.init_continuous_batching(**options)
+    with pytest.raises(vmmkv.ArgumentError, match=f"got {name}="):
+        model.generate_batch([[5] * 9], **config(), **asked)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_nothing_that_a_batch_is_told_is_lost(model: PreTrainedModel) -> None:
+    """What transformers would leave out without a word is refused; what says nothing new is not."""
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    lost = (
+        {"nonsense": 1}, {"logits_processor": [1]}, {"temperature": 0.1}, {"do_sample": True}, {"past_key_values": [1]},
+        {"stopping_criteria": [1]}, {"cache_implementation": "static"}, {"repetition_penalty": 3.0},
+        {"input_ids": torch.tensor([[5]])},
+    )  # fmt: skip
+    for told in lost:
+        with pytest.raises(vmmkv.ArgumentError, match=next(iter(told))):
+            model.generate_batch([expected.prompt], **config(), **told)
+    same = {"input_ids": torch.tensor([expected.prompt]), "attention_mask": torch.ones(1, len(expected.prompt))}
+    results = model.generate_batch([expected.prompt], **config(), **same, do_sample=False, past_key_values=None)
+    assert [result.generated_tokens for result in results.values()] == [expected.tokens]
+
+
+def test_paged_generation_is_that_of_generate_or_refused(model: PreTrainedModel) -> None:
+    """`generate` hands its padded tensors to `generate_batch`, which knows of no padding."""
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": 1 << 30, "pad_token_id": 0}
+    ids = torch.randint(2, VOCABULARY, (2, 12))
+    mask = torch.ones_like(ids)
+    expected = model.generate(ids, attention_mask=mask, **options)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    assert model.generate(ids, attention_mask=mask, cache_implementation="paged", **options)[0].equal(expected)
+    mask[0, :5] = 0
+    with pytest.raises(vmmkv.UnsupportedError, match="an attention_mask with zeros"):
+        model.generate(ids, attention_mask=mask, cache_implementation="paged", **options)
+    with pytest.raises(vmmkv.UnsupportedError, match="asked for num_beams=3"):
+        model.generate(ids, cache_implementation="paged", num_beams=3, **options)
+
+
+def test_a_manager_that_is_kept_is_not_asked_for_other_settings(model: PreTrainedModel) -> None:
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    for _ in range(2):
+        assert len(model.generate_batch([[5] * 9], persistent_manager=True, **config())) == 1
+    other = config()
+    other["generation_config"].update(do_sample=True)
+    with pytest.raises(vmmkv.ArgumentError, match="asked for do_sample=True of a persistent manager"):
+        model.generate_batch([[5] * 9], persistent_manager=True, **other)
 
 
 @pytest.mark.parametrize("wrong", [[], [5, VOCABULARY], [[5, 6]], "text"], ids=str)

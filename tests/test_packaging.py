@@ -113,19 +113,22 @@ PRIVATE = {
     "_share_filename_cpu_",
     "_to_copy",
     # transformers: which attention a model runs, and may run; of continuous batching what runs a step, pads it, and
-    # admits, ends and keeps; the manager of its server.
+    # admits, ends and keeps; the manager of its server, and what its handlers
+    # make of requests.
     "_attn_implementation",
+    "_build_generation_config",
     "_cached_continuous_batching_manager",
     "_can_set_attn_implementation",
-    "_cb",
     "_cb_config",
     "_create_batch_processor",
     "_generation_step",
     "_get_num_sequences",
     "_get_waiting_candidates",
     "_handle_request_error",
+    "_resolve_model",
     "_run_generation_loop",
     "_supports_attention_backend",
+    "_unused_fields",
     # Python: named tuples' public methods are called so, and the frame of a caller.
     "_fields",
     "_getframe",

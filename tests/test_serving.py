@@ -27,11 +27,12 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.utils import CBStreamer, Modality
+from transformers.generation.logits_process import TemperatureLogitsWarper
 from typer.testing import CliRunner
 
 import vmmkv
 from vmmkv.cli.app import app
-from vmmkv.integrations import batching_seam, serving
+from vmmkv.integrations import batching_seam, serving, serving_requests
 
 NEW = 24
 """Tokens of an answer."""
@@ -220,6 +221,93 @@ def test_clients_are_told_why_they_are_refused(address: str, llama: str, keeps_s
     assert asyncio.run(refused()) == answer.text
 
 
+NOT_DONE: list[dict[str, Any]] = [
+    {"n": 3}, {"best_of": 3}, {"echo": True}, {"logprobs": 0}, {"logprobs": 2}, {"stop": "w5"}, {"stop": ["w5"]},
+    {"logit_bias": {"5": 3.0}}, {"presence_penalty": 2.0}, {"frequency_penalty": 0.5}, {"top_p": 0.1, "temperature": 2},
+    {"temperature": 2, "seed": 1}, {"temperature": -1}, {"max_tokens": 0},
+    {"temperature": 2, "extra_body": {"generation_config": '{"top_k": 3}'}},
+    *({"extra_body": {"generation_config": json.dumps(each)}} for each in (
+        {"guidance_scale": 3.0}, {"forced_eos_token_id": 3}, {"num_beams": 3}, {"stop_strings": ["w5"]},
+        {"repetition_penalty": 2.0}, {"sequence_bias": [[[5], 3.0]]}, {"max_time": 1.0}, {"nonsense": 1}, [],
+    )),
+]  # fmt: skip
+"""What no batch does for one of its requests, or nobody."""
+NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
+    {"n": 2}, {"logprobs": True}, {"top_logprobs": 2}, {"response_format": {"type": "json_object"}}, {"stop": ["w5"]},
+    {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, {"tool_choice": "required"},
+    {"logit_bias": {"5": 3.0}}, {"reasoning_effort": "high"},
+]  # fmt: skip
+CHANGES_NOTHING: dict[str, Any] = {
+    "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop": None, "top_p": 1.0, "seed": 7,
+    "user": "somebody",
+}  # fmt: skip
+
+
+def test_what_is_asked_is_done_or_refused_and_never_anothers(llama: str) -> None:
+    """The first client of all, too, cannot have others' answers made otherwise, nor end them."""
+    [answer] = answers(1)
+    messages: Any = [{"role": "user", "content": answer.prompt}]
+
+    async def all_of_them() -> list[str]:
+        with server("--max-bytes", "64MiB", "--max-seq-len", "4096") as address:
+            async with client(address) as openai_client:
+                plain: dict[str, Any] = {"model": llama, "max_tokens": NEW, "temperature": 0}
+                texts = openai_client.completions
+                for wrong in NOT_DONE:
+                    with pytest.raises(openai.BadRequestError) as refused:
+                        await texts.create(prompt=answer.prompt, **plain | wrong)
+                    assert refused.value.type == "invalid_request_error"
+                for wrong in NOT_DONE_IN_CHATS:
+                    with pytest.raises(openai.BadRequestError):
+                        await openai_client.chat.completions.create(messages=messages, **plain | wrong)
+                random = await texts.create(prompt=answer.prompt, **plain | {"temperature": 1e9})
+                assert random.choices[0].text != answer.text
+                greedy = json.dumps({"max_new_tokens": NEW, "do_sample": False})
+                found = [
+                    await texts.create(prompt=answer.prompt, **plain),
+                    await texts.create(prompt=answer.prompt, **plain, **CHANGES_NOTHING, logprobs=None, echo=False),
+                    await texts.create(prompt=answer.prompt, model=llama, extra_body={"generation_config": greedy}),
+                    await texts.create(prompt=answer.prompt, model=llama, max_tokens=NEW),  # the model's own way
+                ]
+                chat = await openai_client.chat.completions.create(
+                    messages=messages, **plain, **CHANGES_NOTHING, logprobs=False, response_format={"type": "text"}
+                )
+                return [each.choices[0].text for each in found] + [chat.choices[0].message.content or ""]
+
+    assert asyncio.run(all_of_them()) == [answer.text] * 5
+
+
+def test_requests_of_one_batch_are_sampled_each_in_its_own_way() -> None:
+    """At temperature 0 the first of the likeliest tokens, also where two are as likely; otherwise as told."""
+    scores = torch.randn(64, 50)
+    scores[::2] = scores[::2].round()  # many are alike
+    temperatures = torch.rand(64).where(torch.arange(64) % 4 < 2, 0.0) + 1e-30
+    alone = serving_requests.OneTemperatureEach(TemperatureLogitsWarper(0.5))(scores, temperatures.view(torch.int32))
+    drawn = alone.softmax(-1)
+    expected = (scores.double() / temperatures.double()[:, None]).softmax(-1)
+    is_drawn = temperatures > 1e-29
+    torch.testing.assert_close(drawn[is_drawn].double(), expected[is_drawn], rtol=1e-4, atol=1e-6)
+    best = torch.nn.functional.one_hot(scores.argmax(-1), 50).float()
+    torch.testing.assert_close(drawn[~is_drawn], best[~is_drawn], rtol=0, atol=0)
+
+
+def test_top_p_is_each_requests_where_the_model_has_one(tmp_path: Path) -> None:
+    """A share of next to nothing leaves the likeliest token alone, whatever the temperature; the next has another."""
+    folder = save("llama-gqa", tmp_path)
+    GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, max_new_tokens=NEW).save_pretrained(folder)
+    [answer] = answers(1)
+
+    async def three() -> list[str]:
+        with server("--max-bytes", "64MiB", "--max-seq-len", "4096") as address:
+            async with client(address) as server_:
+                hot = {"model": folder, "prompt": answer.prompt, "temperature": 100.0, "max_tokens": NEW}
+                found = [await server_.completions.create(**hot, top_p=share) for share in (1e-9, 1.0)]
+                return [each.choices[0].text for each in found]
+
+    narrow, wide = asyncio.run(three())
+    assert narrow == answer.text != wide
+
+
 def test_clients_may_choose_the_same_request_id(address: str, llama: str) -> None:
     """As proxies do that send a request again; each gets its own answer."""
     expected = answers(4)
@@ -260,7 +348,7 @@ def test_a_server_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) 
         pass
     monkeypatch.undo()
     monkeypatch.setattr(serving, "Serve", type("Serve", (), {"__init__": lambda self: None}))
-    with pytest.raises(vmmkv.UnsupportedError, match="does not use GenerationState, build_server any more"), server():
+    with pytest.raises(vmmkv.UnsupportedError, match=r"GenerationState, .* build_server any more"), server():
         pass
     monkeypatch.undo()
     monkeypatch.delitem(sys.modules, serving.__name__)

@@ -23,7 +23,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, PreTrainedModel
 from transformers.utils import logging
 
 from ..errors import ArgumentError, UnsupportedAttentionError, UnsupportedError
@@ -34,7 +34,15 @@ from .idle_memory import IdleMemory
 from .model_weights import adapters, addresses
 from .packed_attention import Packed
 from .pool_turns import PoolTurn, turn_at
-from .request_checks import check_length, check_sampling, token_ids, vocabulary_of
+from .request_checks import (
+    check_generation,
+    check_length,
+    check_same,
+    check_sampling,
+    check_told,
+    token_ids,
+    vocabulary_of,
+)
 from .rotation import defer_rotation, restore_rotation
 from .row_admission import Admission
 from .row_attention import RowAttention
@@ -102,6 +110,10 @@ KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_win
 """Keywords of attention that are heeded, or mean nothing to it."""
 
 
+OF_GENERATE_BATCH = inspect.signature(their_api.ContinuousMixin.generate_batch).parameters.keys() - {"kwargs"}
+"""What transformers heeds."""
+
+
 def check_version() -> None:
     """Raises `UnsupportedError` where continuous batching is not what is known here."""
     if not transformers.__version__.startswith(tuple(f"{version}." for version in TESTED)):
@@ -147,10 +159,13 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
         max_new_tokens: int | None = None,
         **kwargs: Any,
     ) -> Any:
+        config = generation_config or model.generation_config
+        check_told({name: kwargs[name] for name in kwargs.keys() - OF_GENERATE_BATCH}, inputs, config)
+        kept = vars(model).get(KEPT)
+        if isinstance(kept, RowManager):
+            check_same(config, kept.generation_config)
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
-        new = max_new_tokens
-        if new is None:
-            new = (generation_config or model.generation_config).max_new_tokens
+        new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_length(max_seq_len, max(map(len, ids), default=0), 1 if new is None else new)
         return type(model).generate_batch(model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs)
 
@@ -193,16 +208,19 @@ class RowManager(their_api.ContinuousBatchingManager):
     options: Options
 
     def __init__(
-        self, model: Any, continuous_batching_config: Any, workload_hints: WorkloadHints | None = None, **kwargs: Any
+        self,
+        model: Any,
+        generation_config: GenerationConfig,
+        continuous_batching_config: Any,
+        workload_hints: WorkloadHints | None = None,
     ) -> None:
         config = with_defaults(continuous_batching_config, model.device)
+        check_generation(generation_config)
         self.model, self._weights, self._addresses = model, 0, [0]
         was_training = model.training
         is_told = continuous_batching_config.use_cuda_graph is not None
         try:
-            super().__init__(
-                model=model.eval(), continuous_batching_config=config, workload_hints=workload_hints, **kwargs
-            )
+            super().__init__(model.eval(), generation_config, config, workload_hints)
             self._allow_decode(config)
             may_capture = self.groups[0].has_kernels and len(devices_of(self.groups)) == 1
             may_capture = may_capture and (is_told or can_be_captured(model, _run_token))

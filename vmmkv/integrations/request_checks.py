@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError
 
@@ -15,6 +16,89 @@ LENGTH_MATTERS = ("dynamic", "longrope")
 
 LEAST_TEMPERATURE = 1e-30
 """What logits can be divided by in fp32."""
+
+
+NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
+    "bad_words_ids": (),
+    "begin_suppress_tokens": (),
+    "constraints": (),
+    "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": (),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1,),
+    "max_time": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "penalty_alpha": (0,),
+    "prompt_lookup_num_tokens": (),
+    "sequence_bias": (),
+    "stop_strings": (),
+    "token_healing": (False,),
+    "watermarking_config": (),
+}
+"""What of a `GenerationConfig` continuous batching ignores, or ends with, and what it may be beside None."""
+
+
+def check_generation(config: GenerationConfig) -> None:
+    """Raises `UnsupportedError` where tokens would not be those that a `GenerationConfig` asks for. Not of
+    `repetition_penalty`, which the configurations of many models have: transformers leaves it out with a warning."""
+    for name, neutral in NOT_IN_BATCHES.items():
+        value = getattr(config, name, None)
+        if value is not None and value not in neutral:
+            raise UnsupportedError(
+                f"asked for {name}={value!r}, which continuous batching does not do; leave it out, or call generate "
+                "without it"
+            )
+
+
+def check_same(asked: GenerationConfig, used: GenerationConfig) -> None:
+    """Raises `ArgumentError` where a persistent manager, which keeps its own `GenerationConfig`, is asked to use
+    another. `max_new_tokens` is each call's."""
+    for name in vars(used).keys() - {"max_new_tokens", "transformers_version"}:
+        wanted, has = getattr(asked, name, None), getattr(used, name)
+        if name == "eos_token_id" and wanted is None:
+            wanted = -1 if has == -1 else None  # transformers writes it so
+        if name[0].isalpha() and wanted != has:
+            raise ArgumentError(
+                f"asked for {name}={wanted!r} of a persistent manager whose GenerationConfig has {has!r}; "
+                "destroy_cached_continuous_batching_manager() lets the next have another"
+            )
+
+
+def check_told(told: Mapping[str, Any], inputs: Any, config: GenerationConfig) -> None:
+    """Checks what `generate_batch` is told beside its own parameters, where transformers ignores all of it. `generate`
+    passes everything on that it was given: its inputs, and what it has put into the `GenerationConfig`.
+
+    Raises:
+        UnsupportedError: prompts are padded.
+        ArgumentError: it is told what has no meaning, or another one than the `GenerationConfig` in use.
+    """
+    for name, value in told.items():
+        if value is None:
+            continue
+        if name == "attention_mask":
+            if not bool(torch.as_tensor(value).all()):
+                raise UnsupportedError(
+                    "got an attention_mask with zeros, and requests of a batch have no padding; give generate_batch "
+                    "each prompt as a list of its own tokens"
+                )
+        elif name == "input_ids":
+            if not torch.equal(torch.as_tensor(value).reshape(-1), torch.as_tensor(inputs).reshape(-1)):
+                raise ArgumentError("got input_ids beside other inputs; give one of them")
+        elif name not in vars(config):
+            raise ArgumentError(f"got {name}={value!r}, which continuous batching does not know; leave it out")
+        elif value != (used := getattr(config, name)):
+            raise ArgumentError(
+                f"got {name}={value!r} beside a GenerationConfig with {name}={used!r}; give generation_config what it "
+                "is to use"
+            )
 
 
 def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:

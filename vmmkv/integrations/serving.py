@@ -1,9 +1,10 @@
 """`transformers serve` on rows: its server, in which each model that is batched continuously keeps K and V in rows.
 
-This file is all that knows how that server is made. Three names mean something else for who uses them:
+This file is all that knows how that server is made. Some names mean something else for who uses them:
 
     Serve               GenerationState, which says whether a model is batched      RowState puts it on rows, or refuses
     Serve               build_server, which makes the app                           _build: /metrics, errors as answers
+    Serve               ...Handler, which read requests                             RowHandler refuses what is not done
     GenerationState     CBGenerateManager, which hands tokens to clients            RowGenerateManager loses none
 """
 
@@ -13,8 +14,8 @@ import copy
 import functools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -23,12 +24,16 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from transformers import PreTrainedModel
+from transformers import ContinuousBatchingConfig, PreTrainedModel
 from transformers.cli.serve import Serve
+from transformers.cli.serving import chat_completion as their_chat
+from transformers.cli.serving import completion as their_completion
+from transformers.cli.serving import response as their_response
 from transformers.cli.serving import server as their_server
 from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState, Modality
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 
 from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError, VmmkvError
 from ..memory.budget import parse_bytes
@@ -37,9 +42,16 @@ from ..model_config import kv_dtype_from_name
 from ..publication import publish
 from .batching_seam import check_version
 from .continuous_batching import enable
+from .serving_requests import OneTemperatureEach, RowHandler, config_of_batch, sampling
 from .with_names import with_names
 
-NAMES = {"GenerationState", "build_server"}
+HANDLERS = (
+    (their_chat, "ChatCompletionHandler"),
+    (their_completion, "CompletionHandler"),
+    (their_response, "ResponseHandler"),
+)
+"""Where those are that read requests for text."""
+NAMES = {"GenerationState", "build_server", *(name for _, name in HANDLERS)}
 """What `Serve` imports while it is made, and finds something else."""
 OFF = "--no-continuous-batching"
 
@@ -90,10 +102,13 @@ def serve(
     app = typer.Typer(add_completion=False)
     app.command()(Serve)
     command = typer.main.get_command(app)
-    with (
-        _in_place_of(their_utils, GenerationState=functools.partial(RowState, to_rows)),
-        _in_place_of(their_server, build_server=functools.partial(_build, their_server.build_server)),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(_in_place_of(their_utils, GenerationState=functools.partial(RowState, to_rows)))
+        build = functools.partial(_build, their_server.build_server)
+        stack.enter_context(_in_place_of(their_server, build_server=build))
+        for module, name in HANDLERS:
+            handler = type(name, (RowHandler, getattr(module, name)), {})
+            stack.enter_context(_in_place_of(module, **{name: handler}))
         made: Serve = command.main(
             ["--continuous-batching", *_device(), *arguments], prog_name="vmmkv serve", standalone_mode=False
         )
@@ -145,12 +160,53 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
 
     def _try_manager(self, model: Any) -> None:
         """Makes a manager and drops it: so what is refused is refused before the first request."""
-        model.init_continuous_batching(copy.deepcopy(model.generation_config), self._cb_config).destroy()
+        batch_manager(model, self._cb_config).destroy()
+
+
+def batch_manager(model: Any, config: ContinuousBatchingConfig | None) -> Any:
+    """A manager of a model's batches, whose generation config is the model's own, but that each request is sampled in
+    its own way."""
+    config = copy.deepcopy(config) or ContinuousBatchingConfig()
+    config.per_request_processors = True
+    manager = model.init_continuous_batching(config_of_batch(model.generation_config), config)
+    processors = manager.logit_processor.logits_processor
+    for at, each in enumerate(processors):
+        if isinstance(each, ContinuousBatchingTemperatureLogitsWarper):
+            processors[at] = OneTemperatureEach(cast(Any, each))
+    return manager
+
+
+class SampledManager:
+    """A manager, as a request that is sampled in its own way sees it."""
+
+    def __init__(self, manager: Any, told: dict[str, Any]) -> None:
+        self._manager, self._told = manager, told
+
+    def add_request(self, *args: Any, **kwargs: Any) -> Any:
+        """Adds the request, and tells how it is sampled."""
+        return self._manager.add_request(*args, **kwargs, **self._told)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
 
 
 class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
     """Hands the tokens of a model to who waits for them. Each request has a name of its own: clients choose
     `x-request-id`, and two may choose the same."""
+
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Starts the model's batches, which have nothing of the request that is the first."""
+        if self._cb is None:
+            self._cb = batch_manager(model, self._cb_config)
+            self._cb.start()
+
+    def _for_one(self, gen_config: Any) -> CBGenerateManager:
+        """This, as it is for a request."""
+        assert self._cb is not None
+        one = CBGenerateManager(self._cb_config)
+        told = sampling(gen_config, self._cb.logit_processor.supported_keys)
+        one._cb = cast(Any, SampledManager(self._cb, told))
+        return one
 
     def generate_streaming(
         self,
@@ -164,10 +220,10 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         """Starts a request. transformers names who is to be told only then, when there may be tokens already: they wait
         in the event loop, behind this call, for whoever is named by its end."""
         assert self._cb is not None
-        handlers, name = self._cb.output_router.result_handlers, str(uuid.uuid4())
+        one, handlers, name = self._for_one(gen_config), self._cb.output_router.result_handlers, str(uuid.uuid4())
         self._cb.register_result_handler(name, lambda output: handlers[name][0](output))
         try:
-            return super().generate_streaming(model, processor, inputs, gen_config, name, response_parser)
+            return one.generate_streaming(model, processor, inputs, gen_config, name, response_parser)
         except BaseException:
             handlers.pop(name, None)
             raise
@@ -177,9 +233,9 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     ) -> Any:
         """Waits for the answer to a request."""
         assert self._cb is not None
-        name = str(uuid.uuid4())
+        one, name = self._for_one(gen_config), str(uuid.uuid4())
         try:
-            return await super().generate_non_streaming(model, processor, inputs, gen_config, name)
+            return await one.generate_non_streaming(model, processor, inputs, gen_config, name)
         except VmmkvError:  # it was refused, and nobody is told of its end
             self._cb.output_router.result_handlers.pop(name, None)
             raise
@@ -219,4 +275,5 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
 
 def _refuse(request: Request, error: Exception) -> JSONResponse:
     """Answers a request that cannot be served, now or later, as OpenAI's server does."""
-    return JSONResponse({"error": {"message": str(error), "type": "invalid_request_error"}}, status_code=400)
+    told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
+    return JSONResponse({"error": told}, status_code=400)

@@ -1,0 +1,173 @@
+"""What clients ask of the server: how each request is sampled, and what no batch does for one of its requests."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import GenerationConfig
+from transformers.cli.serving.utils import BaseHandler
+from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
+
+from ..errors import ArgumentError, UnsupportedError
+from .request_checks import LEAST_TEMPERATURE
+
+HEEDED = {
+    "chat_template_kwargs", "generation_config", "input", "instructions", "max_completion_tokens", "max_output_tokens",
+    "max_tokens", "messages", "model", "prompt", "stream", "suffix", "temperature", "tools", "top_p",
+}  # fmt: skip
+"""Fields of a request that are done as they say."""
+NOT_ABOUT_ANSWERS = {
+    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
+    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "user",
+}  # fmt: skip
+"""Fields of a request that change nothing of what the model says."""
+CHANGE_NOTHING: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "best_of": (1,),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "functions": ([],),
+    "include": ([],),
+    "logit_bias": ({},),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "n": (1,),
+    "presence_penalty": (0,),
+    "response_format": ({"type": "text"},),
+    "stop": ([],),
+    "text": ({}, {"format": {"type": "text"}}),
+    "tool_choice": ("auto",),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+"""Of other fields, what they may say beside null."""
+SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
+PER_REQUEST = {*SAMPLING, "max_new_tokens", "eos_token_id"}
+"""What of a `generation_config` a request may have of its own."""
+LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+
+
+class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
+    """Takes requests. Those for a batch are refused where they ask for what it cannot do for one of its requests."""
+
+    def _resolve_model(self, body: dict[str, Any]) -> Any:
+        found = super()._resolve_model(body)
+        template = str(getattr(found[2], "chat_template", None))
+        if body.get("tools") and "tools" not in template:
+            raise UnsupportedError("asked for tools; the chat template of this model does not know any")
+        return found
+
+    def _build_generation_config(
+        self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = False
+    ) -> GenerationConfig:
+        if not use_cb:
+            return super()._build_generation_config(body, model_generation_config, use_cb=use_cb)
+        check_fields(body, self._unused_fields)
+        given = own_config(body.get("generation_config"), model_generation_config)
+        plain = {name: value for name, value in body.items() if name not in ("generation_config", "seed")}
+        try:
+            config = super()._build_generation_config(plain, model_generation_config, use_cb=use_cb)
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"got a request with what is no number: {error}") from None
+        if any(body.get(name) is not None for name in LENGTHS):
+            given.pop("max_new_tokens", None)
+        for name in PER_REQUEST & given.keys():
+            if body.get(name) is None:
+                setattr(config, name, given[name])
+        if not isinstance(config.max_new_tokens, int) or config.max_new_tokens < 1:
+            raise ArgumentError(f"got {config.max_new_tokens!r} new tokens; ask for 1 or more")
+        is_told = body.get("temperature") is not None or given.get("temperature") is not None
+        config.do_sample = bool(given.get("do_sample", is_told or config.do_sample)) and config.temperature != 0
+        if config.do_sample and body.get("seed") is not None:
+            raise UnsupportedError(
+                "asked for a seed; requests of a batch draw from one generator. temperature=0 draws none"
+            )
+        return config
+
+
+def check_fields(body: Mapping[str, Any], unused: set[str]) -> None:
+    """Raises `UnsupportedError` where a request has a field that would change its answer, and does not. `unused` are
+    those of which transformers knows it."""
+    known = (HEEDED - unused) | NOT_ABOUT_ANSWERS | {"seed"}
+    for name, value in body.items():
+        if name in known or value is None or _is_one_of(value, CHANGE_NOTHING.get(name, ())):
+            continue
+        allowed = " or ".join(json.dumps(each) for each in CHANGE_NOTHING.get(name, ()))
+        instead = f"; {allowed} is served" if allowed else ""
+        raise UnsupportedError(f"asked for {name}={value!r}, which is not done here{instead}. Leave it out")
+
+
+def _is_one_of(value: Any, allowed: tuple[Any, ...]) -> bool:
+    """Whether a value is among others, of which True is not 1."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in allowed)
+
+
+def own_config(given: str | None, of_model: GenerationConfig) -> dict[str, Any]:
+    """What a request's `generation_config`, as JSON, has of its own.
+
+    Raises:
+        ArgumentError: it is none.
+        UnsupportedError: it asks for what all requests of a batch share, and has it otherwise than the model.
+    """
+    if given is None:
+        return {}
+    try:
+        own = json.loads(given)
+        if not isinstance(own, dict) or not own.keys() <= vars(of_model).keys():
+            raise ValueError("its names are those of GenerationConfig")
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"got generation_config={given!r}; give JSON of one ({error})") from None
+    own = {name: value for name, value in own.items() if value is not None}
+    for name in own.keys() - PER_REQUEST - {"transformers_version"}:
+        if own[name] != (shared := getattr(of_model, name)):
+            raise UnsupportedError(
+                f"asked for generation_config with {name}={own[name]!r}; requests of a batch share the model's, "
+                f"{shared!r}. Of its own a request has {', '.join(sorted(PER_REQUEST))}"
+            )
+    return own
+
+
+def config_of_batch(of_model: GenerationConfig) -> GenerationConfig:
+    """The generation config of a batch whose requests are sampled each in its own way. `top_k` and `top_p` sort a
+    vocabulary, and are there if the model's own config has them."""
+    config = copy.deepcopy(of_model)
+    config.do_sample, config.num_return_sequences = True, 1
+    config.temperature = 0.5  # each request has its own; for 1.0 there would be no processor
+    return config
+
+
+def sampling(config: GenerationConfig, supported: Mapping[str, type]) -> dict[str, Any]:
+    """How a request is sampled, as `add_request` is told.
+
+    Raises:
+        UnsupportedError: the model's batches have none of what it asks for.
+        ArgumentError: it asks for what is no number.
+    """
+    if not config.do_sample:
+        return {"temperature": LEAST_TEMPERATURE}
+    numbers = {"temperature": 1.0 if config.temperature is None else config.temperature}
+    numbers |= {name: getattr(config, name) for name in ("top_k", "top_p") if getattr(config, name) is not None}
+    for name, neutral in {"top_k": 0, "top_p": 1}.items():
+        if name not in supported and numbers.get(name, neutral) != neutral:
+            raise UnsupportedError(
+                f"asked for {name}={numbers[name]}; this model's generation_config.json has none, and the server sorts "
+                f"vocabularies for none of its requests. Put {name} there, or leave it out"
+            )
+    try:
+        return {name: supported[name](value) for name, value in numbers.items() if name in supported}
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"got numbers to sample with that are none: {error}") from None
+
+
+class OneTemperatureEach(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc, unused-ignore]
+    """Divides logits by the temperature of their request. Of one that is not to be sampled the likeliest token alone
+    is left: the first of several, as without sampling."""
+
+    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
+        temperatures = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
+        alone = torch.full_like(scores, -torch.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
+        return torch.where(temperatures > LEAST_TEMPERATURE, scores / temperatures, alone)
