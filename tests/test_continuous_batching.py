@@ -150,6 +150,7 @@ class ByHand:
 # ---------------------------------------------------------------------- the same tokens
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     """With full and sliding layers, groups of heads, latents, soft caps and sinks; prompts come in chunks. Where a
@@ -161,6 +162,7 @@ def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel)
     assert bool(append.call_count) == (model.config.model_type not in OWN_ROTATION)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["llama-gqa-wide", "gemma2-wide", "gpt-oss-wide"], indirect=True)
 def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     """In the simulator, therefore few."""

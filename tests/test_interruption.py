@@ -56,6 +56,7 @@ def some_lines(lines: int) -> list[int]:
     return [line + 1 for line in some(lines, 8)]
 
 
+@pytest.mark.few(36)
 @pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("device", ["cpu"])
@@ -148,6 +149,7 @@ def test_a_signal_handler_that_uses_the_cache_at_any_line(make_cache, device: st
         assert check(line + 1) is None
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("indices", [[1, 0, 2, 3, 4], [0, 0, 0, 4, 3], [3, 2, 0, 0, 1]], ids=str)

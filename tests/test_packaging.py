@@ -58,6 +58,9 @@ def test_kernels_are_installed_under_vmmkv_only(tmp_path: Path) -> None:
 def test_transformers_works_from_the_repository_root() -> None:
     """There `kernels/` can be imported as a top-level module, which is what Hugging Face's package is called."""
     code = """
+        import os, sys
+        os.chdir(sys.argv[1])
+        sys.path.insert(0, "")
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
         config = LlamaConfig(
@@ -66,7 +69,7 @@ def test_transformers_works_from_the_repository_root() -> None:
         model = LlamaForCausalLM(config)
         print(model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, min_new_tokens=4).shape)
     """
-    child = subprocess.run([sys.executable, "-c", dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    child = run_python(dedent(code), str(ROOT))
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 

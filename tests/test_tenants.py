@@ -277,6 +277,7 @@ def test_what_is_cleaned_is_zero() -> None:
         assert not second.v(layer).any()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["sequence", "tensor"])
 @pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 def test_an_interruption_leaves_no_secret(options: dict, kind: str) -> None:
