@@ -14,6 +14,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import warnings
 from collections.abc import Callable, Generator, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -242,7 +243,13 @@ def run_module_here(name: str, *args: str) -> subprocess.CompletedProcess[str]:
     """The same in this process, which has imported already what that module does."""
     code: Any = 0
     output = io.StringIO(), io.StringIO()
-    with mock.patch.object(sys, "argv", [name, *args]), redirect_stdout(output[0]), redirect_stderr(output[1]):
+    with (
+        mock.patch.object(sys, "argv", [name, *args]),
+        redirect_stdout(output[0]),
+        redirect_stderr(output[1]),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
         try:
             runpy.run_module(name, run_name="__main__")
         except SystemExit as end:

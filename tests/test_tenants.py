@@ -284,7 +284,7 @@ def test_an_interruption_leaves_no_secret(options: dict, kind: str) -> None:
     """At any line of a growth onto another tenant's pages: nothing of them can be read then, nor after the next."""
     ended, line = None, 0
     while ended is None:
-        line += random.randint(1, 6)  # not at all of them, and at others in each run
+        line += random.randint(1, 12)  # not at all of them, and at others in each run
         driver = FaultyDriver(small_driver("cpu"))
         driver.unmaps_anything = True
         pool = vmmkv.FramePool(11 * driver.page_size, driver=driver)  # so that there are few but those
