@@ -329,7 +329,7 @@ def has_lost(world: World, error: Exception | None) -> bool:
     return bool(lost)
 
 
-FEW = {"once": 8, "for want of memory": 4, "not ready": 4, "for good": 2}
+FEW = {"once": 5, "for want of memory": 2, "not ready": 2, "for good": 1}
 """How many of an operation's calls are made to fail: once, for want of memory, by a query that says no; or all from
 there on."""
 

@@ -53,7 +53,7 @@ EVERYTHING = 10**9
 
 def some_lines(lines: int) -> list[int]:
     """Of an operation's lines any few."""
-    return [line + 1 for line in some(lines, 8)]
+    return [line + 1 for line in some(lines, 5)]
 
 
 @pytest.mark.few(36)
@@ -145,7 +145,7 @@ def test_a_signal_handler_that_uses_the_cache_at_any_line(make_cache, device: st
 
     lines = check(EVERYTHING)
     assert lines
-    for line in range(lines) if sources == MONITOR else some(lines, 8):
+    for line in range(lines) if sources == MONITOR else some(lines, 5):
         assert check(line + 1) is None
 
 

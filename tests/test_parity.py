@@ -36,7 +36,7 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("kind", few(5, "kernels", KERNELS) + FALLBACKS + few(2, "own", OWN))
+@pytest.mark.parametrize("kind", few(4, "kernels", KERNELS) + FALLBACKS + few(2, "own", OWN))
 @pytest.mark.simulator
 def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
     if kind not in kinds():
@@ -49,7 +49,7 @@ def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["LlamaForCausalLM", *few(3, "refused", ["Llama4ForCausalLM", *OWN[:-1], "BartForCausalLM"])]
+    "kind", ["LlamaForCausalLM", *few(2, "refused", ["Llama4ForCausalLM", *OWN[:-1], "BartForCausalLM"])]
 )
 @pytest.mark.simulator
 def test_requests_on_rows_get_the_tokens_of_generate_or_are_refused(kind: str) -> None:

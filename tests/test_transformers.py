@@ -62,8 +62,8 @@ def _uncompiled() -> Iterator[None]:
 
 
 def with_attentions(names: Iterable[str]) -> list[Any]:
-    """Each model with some of the ways to attend; FlexAttention, whose masks take most of the time, in few of them."""
-    flex = [pytest.param(name, "flex_attention", marks=pytest.mark.few(2, "flex")) for name in names]
+    """Each model with some of the ways to attend; FlexAttention, whose masks take most of the time, with one."""
+    flex = [pytest.param(name, "flex_attention", marks=pytest.mark.few(1, "flex")) for name in names]
     return each_with_few(2, names, ["eager", "sdpa", "vmmkv"]) + flex
 
 

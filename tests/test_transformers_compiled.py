@@ -82,7 +82,7 @@ ATTENTIONS = ["eager", "sdpa", "vmmkv"]
 
 
 @pytest.mark.usefixtures("_uncompiled")
-@pytest.mark.parametrize("attention", [pytest.param(name, marks=pytest.mark.few(4, name)) for name in ATTENTIONS])
+@pytest.mark.parametrize("attention", [pytest.param(name, marks=pytest.mark.few(3, name)) for name in ATTENTIONS])
 @pytest.mark.parametrize("name", MODELS)
 def test_uncompiled(name: str, attention: str, device: str) -> None:
     """Attention that reads whole rows, zeros behind the last token, behind left padding."""
@@ -93,6 +93,7 @@ def test_uncompiled(name: str, attention: str, device: str) -> None:
     check_same_generation(model, tokens, compile=True, attention_mask=mask)
 
 
+@pytest.mark.few(5)
 @pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gemma4"])
 @pytest.mark.parametrize(
@@ -363,7 +364,7 @@ class Pair:
             getattr(each, name)(*arguments)
 
 
-@pytest.mark.few(10)
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("attention", "compile"), [("sdpa", False), ("sdpa", True), ("vmmkv", True)])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations(seed: int, attention: str, compile: bool, device: str) -> None:

@@ -157,6 +157,7 @@ def test_hybrid_layers(name: str, num_beams: int, device: str) -> None:
     assert all(kv_cache.stats().tokens for kv_cache in cache.kv_caches)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrid_layers_between_generations(name: str) -> None:
     """A copy and a pickle go on as the original does; a reset makes room for another number of sequences."""
