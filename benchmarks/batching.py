@@ -26,7 +26,8 @@ import torch
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
-from benchmarks.batching_tables import aims_table, batching_table, compare, first_tokens_table
+from benchmarks import aims
+from benchmarks.batching_tables import batching_table, compare, first_tokens_table
 from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import CONFIGS, build, token_bytes
 from benchmarks.serve.workloads import Limits, Workload, make_workload
@@ -252,7 +253,7 @@ def first_tokens(manager: Any, vocab_size: int, tokens: int, rounds: int = 5) ->
 def show(result: Row) -> None:
     console.print(make_table(f"{result['model']}, {result['workload']}", *batching_table(result)))
     console.print(make_table("Reuse", *first_tokens_table(result)))
-    console.print(make_table("Aims", *aims_table(result["comparisons"])))
+    console.print(make_table("Aims", aims.COLUMNS, aims.lines(result["comparisons"])))
 
 
 if __name__ == "__main__":

@@ -22,8 +22,9 @@ import torch.distributed as dist
 import typer
 from transformers.distributed.configuration_utils import DistributedConfig
 
+from benchmarks import aims
 from benchmarks.batching import ROWS, Answers, compare_answers, manager_of, run
-from benchmarks.batching_tables import aims_table, compare_ranks, ranks_table
+from benchmarks.batching_tables import compare_ranks, ranks_table
 from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import build, token_bytes
 from benchmarks.processes import run_processes
@@ -133,7 +134,7 @@ def work(rank: int, ranks: int, port: int, folder: str, asked: Asked) -> None:
 
 def show(result: Row) -> None:
     console.print(make_table(f"{result['model']}, {result['layers']} layers", *ranks_table(result)))
-    console.print(make_table("Aims", *aims_table(result["comparisons"])))
+    console.print(make_table("Aims", aims.COLUMNS, aims.lines(result["comparisons"])))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from itertools import groupby
 from statistics import median
 from typing import Any
 
-from benchmarks.serve.report import comparison_line
+from benchmarks import aims
 from vmmkv.stats import format_bytes
 
 Result = dict[str, Any]
@@ -14,9 +14,6 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 ENGINE = 4287
 """Output tokens/s of `benchmarks.engine`, same requests and memory, when the aim was set; today's are in
 `serve_h200.json`."""
-AIMS = {"blocks": 10.0, "engine": 0.9, "ranks": 1.6, "driver": 0.01, "known": 5.0, "memory": 0.02}
-"""How many times as fast as others, on two GPUs, and with a prompt that is known; the most that is waited for the
-driver, of the time; and the most memory beside live tokens, of theirs."""
 
 
 def batching_table(result: Result) -> Table:
@@ -38,20 +35,24 @@ def batching_table(result: Result) -> Table:
 
 def compare(result: Result) -> list[Result]:
     """What was aimed at on one GPU, and what was reached: medians of the rounds."""
-    on_gpu = is_on_gpu(result)
     *ours, blocks = result["served"]
     found = []
     for system, rounds in groupby(ours, key=lambda row: row["system"]):
         rows = list(rounds)
         speed = median(row["tokens_per_s"] for row in rows)
         found += [
-            aim(f"tokens/s on {system} over {blocks['system']}", speed / blocks["tokens_per_s"], on_gpu, "blocks"),
-            aim(f"tokens/s on {system} over the engine's {ENGINE:,} of then", speed / ENGINE, on_gpu, "engine"),
+            aims.compared(
+                result, f"tokens/s on {system} over {blocks['system']}", speed / blocks["tokens_per_s"], least=10
+            ),
+            aims.compared(
+                result, f"tokens/s on {system} over the engine's {ENGINE:,} of then", speed / ENGINE, least=0.9
+            ),
         ]
         wastes = [(row["waste"], row["most_waste"]) for row in rows if row["waste"] is not None]
         for name, of_rounds, parts in zip(("median", "most"), (median, max), zip(*wastes)):
             excess = of_rounds(part / (1 - part) for part in parts)
-            found.append(aim(f"memory beside live tokens on {system}, of theirs, {name}", excess, on_gpu, "memory"))
+            what = f"memory beside live tokens on {system}, of theirs, {name}"
+            found.append(aims.compared(result, what, excess, most=0.02))
         ahead = [row["surplus_bytes"] / result["memory_bytes"] for row in rows if row.get("surplus_bytes") is not None]
         if ahead:
             what = f"mapped ahead, known or parked beside that on {system}, of all memory, median"
@@ -63,37 +64,28 @@ def compare(result: Result) -> list[Result]:
                 found.append({"what": f"{what}: tokens before the first that differs", "value": row["equal_tokens"]})
     first = result["first_tokens"]
     what = f"first token of {first['tokens']:,} tokens, {first['known']:.0%} of them known: times as early"
-    found.append(aim(what, first["new_s"] / first["known_s"], on_gpu, "known"))
+    found.append(aims.compared(result, what, first["new_s"] / first["known_s"], least=5))
     return found
 
 
 def compare_ranks(result: Result) -> list[Result]:
     """What was aimed at on two GPUs, and what was reached: medians of the rounds."""
-    on_gpu = is_on_gpu(result)
     speeds = {
         ranks: median(row["tokens_per_s"] for row in rows)
         for ranks, rows in groupby(result["served"], key=lambda row: row["ranks"])
     }
     waits = [max(row["driver_s"]) / row["seconds"] for row in result["served"] if row["ranks"] == 2]
     found = [
-        aim("tokens/s on two GPUs over one", speeds[2] / speeds[1], on_gpu, "ranks"),
-        aim("of the time in the driver on two, of the GPU where it was more, most", max(waits), on_gpu, "driver"),
+        aims.compared(result, "tokens/s on two GPUs over one", speeds[2] / speeds[1], least=1.6),
+        aims.compared(
+            result, "of the time in the driver on two, of the GPU where it was more, most", max(waits), most=0.01
+        ),
     ]
     for row in result["served"]:
         if "equal" in row:
             what = f"round {row['round']}, of {row['compared']} requests on two GPUs equal to one"
             found.append({"what": f"{what}: all tokens", "value": row["equal"]})
             found.append({"what": f"{what}: tokens before the first that differs", "value": row["equal_tokens"]})
-    return found
-
-
-def aim(what: str, value: float, on_gpu: bool, name: str) -> Result:
-    """A figure, and on a GPU what it should be."""
-    found: Result = {"what": what, "value": value}
-    if on_gpu:
-        bar = AIMS[name]
-        at_most = name in ("driver", "memory")
-        found |= {"aim": f"{'<=' if at_most else '>='} {bar:g}", "met": value <= bar if at_most else value >= bar}
     return found
 
 
@@ -106,15 +98,6 @@ def over_engine(result: Result, served: Result) -> Result:
     )
     speed = median(row["tokens_per_s"] for row in result["served"] if row["system"] == "rows")
     return {"what": f"tokens/s on rows over the engine's {engine:,.0f} of today", "value": speed / engine}
-
-
-def aims_table(comparisons: list[Result]) -> Table:
-    """What was measured, and what was aimed at."""
-    return ("what", "measured", "aim", "met"), [comparison_line(row) for row in comparisons]
-
-
-def is_on_gpu(result: Result) -> bool:
-    return "cuda_driver" in result["environment"]
 
 
 def first_tokens_table(result: Result) -> Table:

@@ -602,7 +602,7 @@ def batching_first_tokens(result: Result) -> str:
 @table("batching_h200.json", "serve_h200.json")
 def batching_comparisons(result: Result, served: Result) -> str:
     found = [*batching_tables.compare(result), batching_tables.over_engine(result, served)]
-    return markdown(*batching_tables.aims_table(found))
+    return markdown(aims.COLUMNS, aims.lines(found))
 
 
 @table("batching_ranks_h200.json")

@@ -9,7 +9,6 @@ from conftest import small_driver
 from faulty import FaultyDriver
 
 from vmmkv.memory.driver import Handle
-from vmmkv.torch.allocator import C_ARGUMENTS, Allocator
 
 NUM_ARGUMENTS = {
     "reserve": 5,
@@ -47,6 +46,8 @@ class CDriver:
         self.synchronized = False
         self.callbacks = [self._callback(name, count) for name, count in NUM_ARGUMENTS.items()]
         addresses = [ctypes.cast(callback, ctypes.c_void_p).value or 0 for callback in self.callbacks]
+        from vmmkv.torch.allocator import C_ARGUMENTS
+
         self.words = dict(zip(NUM_ARGUMENTS, addresses)) | dict.fromkeys(C_ARGUMENTS, 0)
 
     def _callback(self, name: str, count: int) -> Callable[..., int]:
@@ -109,6 +110,8 @@ class Functions:
     """An allocator as torch calls it."""
 
     def __init__(self, words: dict[str, int], page_size: int, budget: int) -> None:
+        from vmmkv.torch.allocator import Allocator  # compiled as it is imported: here, where it is needed
+
         self.allocator = Allocator(words, page_size, budget)
         self.books = self.allocator.state
         self._allocate = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)(

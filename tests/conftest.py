@@ -5,17 +5,23 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
+import io
+import itertools
 import json
 import os
+import runpy
 import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Generator
+import warnings
+from collections.abc import Callable, Generator, Iterable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,11 +30,15 @@ from hypothesis import HealthCheck, Phase, settings
 import vmmkv
 from vmmkv.memory.driver import Driver, open_driver
 
+ROUNDS = int(os.environ.get("VMMKV_ROUNDS", "1"))
+"""How many times as much is done of what is done at random: `VMMKV_ROUNDS=10 python -m pytest`."""
+
 SLOWNESS = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 """What is said of a machine, and of bad luck, is no failure."""
 # `pytest --hypothesis-profile=long tests/test_state_machine.py` runs over 200,000 operations.
-CALM = settings(deadline=None, suppress_health_check=SLOWNESS)
-settings.register_profile("default", CALM)
+CALM = settings(settings.get_profile("default"), deadline=None, suppress_health_check=SLOWNESS, print_blob=True)
+settings.register_profile("default", CALM, max_examples=50 * ROUNDS)
+settings.load_profile("default")  # where CI is set Hypothesis would take one of its own: the same examples in each run
 settings.register_profile("quick", CALM, max_examples=50, phases=[Phase.generate])
 settings.register_profile("long", CALM, max_examples=2500, stateful_step_count=100)
 
@@ -37,6 +47,8 @@ if not torch.cuda.is_available():
     # torch believes what the processor says of vectors: to compile a program for each kind of them, and run it, takes
     # longer than all that the tests have compiled.
     os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+    # Few programs are compiled: to prepare torch's header for them takes as long as three of them.
+    os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 torch.set_num_threads(1)  # tensors are tiny: threads would only wait for each other
 
@@ -50,13 +62,21 @@ def int32(values: Any) -> torch.Tensor:
 
 ROOT = Path(__file__).parent.parent
 
-ROUNDS = int(os.environ.get("VMMKV_ROUNDS", "1"))
-"""How many times as much is done of what is done at random: `VMMKV_ROUNDS=10 python -m pytest`."""
-
 
 def some(number: int, few: int) -> list[int]:
     """Of so many things any few, others in each run: with enough rounds all of them."""
     return Random().sample(range(number), min(number, few * ROUNDS))
+
+
+def few(number: int, group: str, values: Iterable[Any]) -> list[Any]:
+    """Parameters of a test, of which a run takes so many; where there is a GPU it takes all."""
+    return [pytest.param(value, marks=pytest.mark.few(number, group), id=str(value)) for value in values]
+
+
+def each_with_few(number: int, each: Iterable[Any], others: Iterable[Any]) -> list[Any]:
+    """The same for two parameters: each comes with so many of the others."""
+    pairs = itertools.product(each, others)
+    return [pytest.param(*pair, marks=pytest.mark.few(number, pair[0])) for pair in pairs]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -69,6 +89,16 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.enable()
         gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """Nor is what tests have imported, when another file's begin: many tests look for garbage after each operation."""
+    result = yield
+    if nextitem and nextitem.path != item.path:
+        gc.collect()
+        gc.freeze()
+    return result
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -207,3 +237,21 @@ def run_module(name: str, *args: str, env: dict[str, str] | None = None) -> subp
         runpy.run_module({name!r}, run_name="__main__", alter_sys=True)
     """
     return run_python(code, *args, env=env)
+
+
+def run_module_here(name: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """The same in this process, which has imported already what that module does."""
+    code: Any = 0
+    output = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [name, *args]),
+        redirect_stdout(output[0]),
+        redirect_stderr(output[1]),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("ignore", ".*found in sys.modules after import", RuntimeWarning)
+        try:
+            runpy.run_module(name, run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+    return subprocess.CompletedProcess(args, int(code or 0), *(each.getvalue() for each in output))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -38,6 +39,7 @@ def be_two(place: tuple[str, str, str, str], args: tuple[str | int, ...]) -> Non
     """Forks, and has both processes run a role: in a process that has used neither a GPU nor threads."""
     sys.path.append(str(ROOT))  # roles may use benchmarks
     import_module(place[2])  # once for both
+    gc.freeze()  # and not looked through for garbage by both
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         other = os.fork()

@@ -117,7 +117,7 @@ class User:
 
 @pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 def test_streams_that_run_late_see_their_own_bytes(policy: dict) -> None:
-    for _ in range(40 * ROUNDS):
+    for _ in range(20 * ROUNDS):
         seed = Random().randrange(1 << 32)
         try:
             run_late(policy, Random(seed))

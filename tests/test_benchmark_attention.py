@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 
 import numpy as np
 import pytest
 import torch
-from conftest import DEVICE, ROOT, run_module
+from conftest import DEVICE, ROOT, run_module_here
 from rich.console import Console
 
 from benchmarks.ages import RESULTS
@@ -186,8 +185,9 @@ def test_tables_of_a_result() -> None:
     ]
 
 
-def test_without_a_gpu_it_says_so() -> None:
-    done = run_module("benchmarks.attention", "--json", env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    done = run_module_here("benchmarks.attention", "--json")
     assert (done.returncode, done.stdout) == (1, "")
     assert "needs an NVIDIA GPU" in done.stderr
 

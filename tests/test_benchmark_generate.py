@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import transformers
-from conftest import run_module
+from conftest import run_module_here
 from rich.console import Console
 from transformers import StaticCache
 
@@ -29,7 +29,7 @@ STATIC_COMPILED = next(entry for entry in CONTENDERS if entry.cache is StaticCac
 @pytest.fixture(scope="module")
 def result() -> dict:
     """Of the command, as CI can run it."""
-    done = run_module("benchmarks.generate", "--device", "cpu", "--json")
+    done = run_module_here("benchmarks.generate", "--device", "cpu", "--json")
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -85,7 +85,7 @@ def finds_what_is_known(world: World, listener: Listener) -> None:
 @pytest.mark.parametrize("host_pages", [0, 40, 10_000], ids=["no host", "a small host", "a large host"])
 def test_who_hears_all_knows_what_is_found(layout: vmmkv.KVLayout, pages: int, host_pages: int) -> None:
     """To the block; the cache may find more where a row is adopted whole, which is less than a page."""
-    for block_size in (BLOCK_SIZES[index] for index in some(len(BLOCK_SIZES), 2)):
+    for block_size in (BLOCK_SIZES[index] for index in some(len(BLOCK_SIZES), 1)):
         seed = Random().randrange(1 << 32)
         print(f"{block_size=}, {seed=}")
         hears_all(Random(seed), layout, pages, block_size, host_pages)

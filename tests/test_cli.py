@@ -269,6 +269,7 @@ def test_info_on_a_gpu():
     assert all(us > 0 for life in facts["page_life_us"].values() for us in life.values())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("args", [["info"], ["plan", *LLAMA_3_1_8B], ["--help"]])
 def test_no_escape_codes_where_nobody_can_see_colours(args: list[str]):
     piped = run_vmmkv(*args)

@@ -150,6 +150,7 @@ class ByHand:
 # ---------------------------------------------------------------------- the same tokens
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     """With full and sliding layers, groups of heads, latents, soft caps and sinks; prompts come in chunks. Where a
@@ -161,6 +162,7 @@ def test_all_kinds_of_models_give_the_tokens_of_generate(model: PreTrainedModel)
     assert bool(append.call_count) == (model.config.model_type not in OWN_ROTATION)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("model", ["llama-gqa-wide", "gemma2-wide", "gpt-oss-wide"], indirect=True)
 def test_kernels_give_the_tokens_of_generate(model: PreTrainedModel) -> None:
     """In the simulator, therefore few."""
@@ -210,6 +212,7 @@ def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monk
 # ---------------------------------------------------------------------- what becomes of requests
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("host", [0.0, 0.001], ids=["computed anew", "moved to the host"])
 @pytest.mark.parametrize("model", ["llama-gqa", "gemma3"], indirect=True)
 def test_more_requests_than_there_is_memory_for(model: PreTrainedModel, host: float) -> None:

@@ -180,6 +180,7 @@ def test_conversations_are_about_as_long_as_those_of_a_chat_service() -> None:
     assert 1000 < np.mean([request.total for request in requests]) < 1600
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("stray", [1.0, float("nan")])
 def test_wrong_contents_show_as_a_wrong_answer(monkeypatch: pytest.MonkeyPatch, stray: float) -> None:
     """The books are right, the contents are not."""

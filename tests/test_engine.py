@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from conftest import ROUNDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
@@ -144,7 +145,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
 
 @pytest.mark.parametrize("backend", [PagedKV, VmmKV])
 @given(batch=batches())
-@settings(max_examples=60)
+@settings(max_examples=30 * ROUNDS)
 def test_schedules_serve_all_requests_within_their_means(
     backend: type[PagedKV | VmmKV], batch: tuple[list[int], list[int], int, int, int]
 ) -> None:
@@ -212,7 +213,7 @@ def related_ids(counts: list[int]) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("backend", [ReusingPagedKV, ReusingVmmKV, SuspendingVmmKV])
 @given(batch=batches(), late=st.booleans())
-@settings(max_examples=30)
+@settings(max_examples=15 * ROUNDS)
 def test_requests_begin_with_their_own_tokens_only_whoever_computed_them(
     backend: type[PagedKV | VmmKV], batch: tuple[list[int], list[int], int, int, int], late: bool
 ) -> None:
@@ -592,6 +593,7 @@ def test_requests_that_run_at_the_deadline_leave_nothing_behind(monkeypatch: pyt
     check_nothing_is_kept(engine, "vmm")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("backend", [*BACKENDS, "vmm, reuse", "vmm, suspend"])
 @pytest.mark.parametrize("wait", [True, False])
 def test_who_ends_when_nobody_knew_has_the_same_tokens(backend: str, wait: bool) -> None:

@@ -7,7 +7,6 @@ wait for, and memory is short, so that others have to give some back.
 from __future__ import annotations
 
 import gc
-import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -16,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import some
+from conftest import each_with_few, some
 from faulty import has_memory
 from simulated_device import NotReady, SimulatedDevice, Stream
 from test_interruption import EVERYTHING
@@ -330,7 +329,7 @@ def has_lost(world: World, error: Exception | None) -> bool:
     return bool(lost)
 
 
-FEW = {"once": 8, "for want of memory": 4, "not ready": 4, "for good": 2}
+FEW = {"once": 5, "for want of memory": 2, "not ready": 2, "for good": 1}
 """How many of an operation's calls are made to fail: once, for want of memory, by a query that says no; or all from
 there on."""
 
@@ -371,7 +370,7 @@ def survives(world: World, name: str, kind: str, skip: int) -> int | None:
 
 @pytest.mark.parametrize(
     ("name", "policy"),
-    [*itertools.product(OPERATIONS, POLICIES), *itertools.product(OPERATIONS_BESIDE, ["any"])],
+    each_with_few(2, OPERATIONS, POLICIES) + each_with_few(1, OPERATIONS_BESIDE, ["any"]),
 )
 def test_a_failed_call(name: str, policy: str) -> None:
     seed = Random().randrange(1 << 32)

@@ -53,9 +53,10 @@ EVERYTHING = 10**9
 
 def some_lines(lines: int) -> list[int]:
     """Of an operation's lines any few."""
-    return [line + 1 for line in some(lines, 8)]
+    return [line + 1 for line in some(lines, 5)]
 
 
+@pytest.mark.few(36)
 @pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 @pytest.mark.parametrize("name", OPERATIONS)
 @pytest.mark.parametrize("device", ["cpu"])
@@ -144,10 +145,11 @@ def test_a_signal_handler_that_uses_the_cache_at_any_line(make_cache, device: st
 
     lines = check(EVERYTHING)
     assert lines
-    for line in range(lines) if sources == MONITOR else some(lines, 8):
+    for line in range(lines) if sources == MONITOR else some(lines, 5):
         assert check(line + 1) is None
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("indices", [[1, 0, 2, 3, 4], [0, 0, 0, 4, 3], [3, 2, 0, 0, 1]], ids=str)

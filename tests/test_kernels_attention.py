@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from conftest import DEVICE, int32
+from conftest import DEVICE, few, int32
 
 import vmmkv
 from vmmkv.kernels import append, decode, dequantize, mixed, prefill, quantize
@@ -196,13 +196,16 @@ DECODE_8_BITS = [
 ]
 
 
-def few(number: int, group: str, cases: list[Case]) -> list[Any]:
-    """Of these cases the simulator runs so many."""
-    return [pytest.param(case, marks=pytest.mark.few(number, group), id=str(case)) for case in cases]
+def some_of_each(number: int, group: str, cases: list[Case]) -> list[Any]:
+    """Of these cases the simulator runs one with a window, one with a block table, and so many others."""
+    windows = [case for case in cases if case.window]
+    blocks = [case for case in cases if case.block_size and not case.window]
+    others = [case for case in cases if not case.block_size and not case.window]
+    return few(1, f"{group}, window", windows) + few(1, f"{group}, blocks", blocks) + few(number, group, others)
 
 
 @pytest.mark.parametrize(
-    "case", few(2, "plain", DECODE_PLAIN) + few(6, "fast", DECODE_FAST) + few(2, "8 bits", DECODE_8_BITS)
+    "case", few(1, "plain", DECODE_PLAIN) + some_of_each(2, "fast", DECODE_FAST) + few(1, "8 bits", DECODE_8_BITS)
 )
 def test_decode(case: Case) -> None:
     """A sequence that is cut into shares, or not, among shorter ones."""
@@ -251,10 +254,10 @@ PREFILL_8_BITS = [
 
 @pytest.mark.parametrize(
     "case",
-    few(2, "8 bits", PREFILL_8_BITS)
+    few(1, "8 bits", PREFILL_8_BITS)
     + few(1, "plain", PREFILL_PLAIN)
-    + few(4, "mma", [case._replace(kernel="mma") for case in PREFILL_FAST])
-    + few(4, "wgmma", [case._replace(kernel="wgmma") for case in PREFILL_FAST]),
+    + some_of_each(1, "mma", [case._replace(kernel="mma") for case in PREFILL_FAST])
+    + some_of_each(1, "wgmma", [case._replace(kernel="wgmma") for case in PREFILL_FAST]),
 )
 def test_prefill(case: Case) -> None:
     """Of a prompt without a cache, one token, and a chunk behind earlier ones, two; on a GPU all of them."""

@@ -132,6 +132,7 @@ ON_A_GPU = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", CASES + (ON_A_GPU if DEVICE == "cuda" else []), ids=str)
 def test_cascade(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """In few parts, or in as many as a GPU with more multiprocessors would be given."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Container
@@ -47,9 +46,9 @@ def test_no_gpu_driver_or_toolkit_is_needed(tmp_path: Path) -> None:
     assert child.stdout == "torch.Size([3, 1, 8])\n", child.stderr
 
 
-def test_kernels_are_installed_under_vmmkv_only(tmp_path: Path) -> None:
+def test_kernels_are_installed_under_vmmkv_only() -> None:
     code = "import importlib.util as u, vmmkv.kernels; print(u.find_spec('kernels'), vmmkv.kernels.__name__)"
-    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    child = run_python(code)  # which does not look in the repository's root
     if "No module named 'vmmkv" in child.stderr:
         pytest.skip("vmmkv is not installed in this environment")
     assert child.stdout == "None vmmkv.kernels\n", child.stderr
@@ -58,6 +57,9 @@ def test_kernels_are_installed_under_vmmkv_only(tmp_path: Path) -> None:
 def test_transformers_works_from_the_repository_root() -> None:
     """There `kernels/` can be imported as a top-level module, which is what Hugging Face's package is called."""
     code = """
+        import os, sys
+        os.chdir(sys.argv[1])
+        sys.path.insert(0, "")
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
         config = LlamaConfig(
@@ -66,7 +68,7 @@ def test_transformers_works_from_the_repository_root() -> None:
         model = LlamaForCausalLM(config)
         print(model.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=4, min_new_tokens=4).shape)
     """
-    child = subprocess.run([sys.executable, "-c", dedent(code)], cwd=ROOT, capture_output=True, text=True)
+    child = run_python(dedent(code), str(ROOT))
     assert child.stdout == "torch.Size([1, 7])\n", child.stderr
 
 

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import transformers
+from conftest import few
 from parity import reference_kernels
 from parity.batching import check_batching
 from parity.check import CASES, COMPILE, check
@@ -35,7 +36,7 @@ OWN = [
 ]
 
 
-@pytest.mark.parametrize("kind", KERNELS + FALLBACKS + OWN)
+@pytest.mark.parametrize("kind", few(4, "kernels", KERNELS) + FALLBACKS + few(2, "own", OWN))
 @pytest.mark.simulator
 def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
     if kind not in kinds():
@@ -47,7 +48,9 @@ def test_logits_are_those_of_eager_attention(kind: str, device: str) -> None:
     assert {outcome.attention for outcome in outcomes[:3]} == {"eager" if kind in OWN else "vmmkv"}
 
 
-@pytest.mark.parametrize("kind", ["LlamaForCausalLM", "Llama4ForCausalLM", *OWN[:-1], "BartForCausalLM"])
+@pytest.mark.parametrize(
+    "kind", ["LlamaForCausalLM", *few(2, "refused", ["Llama4ForCausalLM", *OWN[:-1], "BartForCausalLM"])]
+)
 @pytest.mark.simulator
 def test_requests_on_rows_get_the_tokens_of_generate_or_are_refused(kind: str) -> None:
     outcome = check_batching(kind)

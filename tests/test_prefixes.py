@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import small_driver
+from conftest import small_driver, some
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
 
@@ -140,6 +140,7 @@ def prompt(world: World, vocabulary: int = 2) -> list[int]:
     return (begin + [random.randrange(vocabulary) for _ in range(random.randint(1, 60))])[:150]
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
 @pytest.mark.parametrize("options", [{}, {"scrub": True}, {"large_frames": False}, {"overread": 5}], ids=str)
 @pytest.mark.parametrize("pages", [60, 2000], ids=["tight", "plenty"])
@@ -426,7 +427,7 @@ def test_what_a_hit_is_laid_on_stays_there_while_room_is_made_for_copies() -> No
 @pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
 @pytest.mark.parametrize("indices", [[1, 0, 0, 1], [0, 0, 2, 2], [3, 0, 1, 2]], ids=str)
 def test_nobody_reads_what_a_failed_reordering_has_left(call: str, indices: list[int]) -> None:
-    for skip in range(8):
+    for skip in some(8, 4):
         world = make(large_frames=False)
         sequences = [world.start([first] * 45) for first in (1, 2, 3)] + [world.start([])]
         for sequence in sequences:

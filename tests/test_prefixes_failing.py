@@ -7,7 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
-from conftest import small_driver, some
+from conftest import each_with_few, small_driver, some
 from faulty import FaultyDriver
 from interruption import interrupted
 from simulated_device import NotReady, SimulatedDevice
@@ -192,14 +192,14 @@ def survives_all(make: Make, operation: Operation) -> None:
                 raise
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "close"])
+@pytest.mark.parametrize(
+    ("name", "policy"), each_with_few(2, [name for name in OPERATIONS if name != "close"], POLICIES)
+)
 def test_a_failed_call(name: str, policy: str) -> None:
     survives_all(lambda driver: Busy(policy, driver), OPERATIONS[name])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "policy"), each_with_few(2, OPERATIONS, POLICIES))
 def test_an_interruption_at_any_line(name: str, policy: str) -> None:
     """Live sequences have their tokens, and what was known is forgotten; or the cache says that it is unusable."""
     is_interrupted_everywhere(lambda driver: Busy(policy, driver), OPERATIONS[name], closes=name == "close")

@@ -277,13 +277,14 @@ def test_what_is_cleaned_is_zero() -> None:
         assert not second.v(layer).any()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", ["sequence", "tensor"])
 @pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 def test_an_interruption_leaves_no_secret(options: dict, kind: str) -> None:
     """At any line of a growth onto another tenant's pages: nothing of them can be read then, nor after the next."""
     ended, line = None, 0
     while ended is None:
-        line += random.randint(1, 6)  # not at all of them, and at others in each run
+        line += random.randint(1, 12)  # not at all of them, and at others in each run
         driver = FaultyDriver(small_driver("cpu"))
         driver.unmaps_anything = True
         pool = vmmkv.FramePool(11 * driver.page_size, driver=driver)  # so that there are few but those

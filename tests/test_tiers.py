@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDS, some
+from conftest import ROUNDS, each_with_few, some
 from faulty import FaultyDriver
 from interruption import Interruption
 from simulated_device import SimulatedDevice, Stream
@@ -59,6 +59,7 @@ def on_host(world: World) -> int:
 # ------------------------------------------------------------------ any operations
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
 @pytest.mark.parametrize("options", [{}, {"scrub": True}, {"large_frames": False}, {"overread": 5}], ids=str)
 @pytest.mark.parametrize("host_bytes", ["1GiB", 40 * PAGE], ids=["plenty", "tight"])
@@ -121,6 +122,7 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
     gc.collect()
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
 @pytest.mark.parametrize("host_pages", [10, 60, 10_000])
 def test_hits_are_those_without_a_host_and_more(layout: vmmkv.KVLayout, host_pages: int) -> None:
@@ -460,6 +462,7 @@ class Late:
         self.device.run(random.choice([0, 0, 20, 200]))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "ranges"])
 @pytest.mark.parametrize("options", [{}, {"scrub": True}, {"large_frames": False}], ids=str)
 @pytest.mark.parametrize("host", [20, 10_000], ids=["tight", "plenty"])
@@ -540,14 +543,14 @@ OPERATIONS = {
 }
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "close"])
+@pytest.mark.parametrize(
+    ("name", "policy"), each_with_few(2, [name for name in OPERATIONS if name != "close"], POLICIES)
+)
 def test_a_failed_call(name: str, policy: str) -> None:
     survives_all(lambda driver: Tiered(policy, driver), OPERATIONS[name])
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", OPERATIONS)
+@pytest.mark.parametrize(("name", "policy"), each_with_few(2, OPERATIONS, POLICIES))
 def test_an_interruption_at_any_line(name: str, policy: str) -> None:
     """Live sequences have their tokens, and what was known is forgotten; or the cache says that it is unusable."""
     is_interrupted_everywhere(lambda driver: Tiered(policy, driver), OPERATIONS[name], closes=name == "close")

@@ -564,6 +564,7 @@ def vanish(rank: int, who: int, when: str) -> None:
     os._exit(0)  # nobody is there for a barrier
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("who", "when"),
     [

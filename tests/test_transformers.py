@@ -13,11 +13,12 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROUNDS, soon
+from conftest import ROUNDS, each_with_few, soon
 from faulty import FaultyDriver
 from generation import (
     LENGTHS,
@@ -44,11 +45,9 @@ pytestmark = [  # what transformers itself calls
     pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning"),
 ]
 
-FLEX = pytest.param("flex_attention", marks=pytest.mark.few(3))  # its masks take most of the time
-ATTENTIONS = ["eager", "sdpa", FLEX, "vmmkv"]
 SEQ2SEQ = ["bart", "t5"]
 INTEGRATIONS = str(Path(vmmkv.integrations.__file__).parent)
-INTERRUPTS = 10 * ROUNDS
+INTERRUPTS = 6 * ROUNDS
 """How often an operation is interrupted, each time somewhere else."""
 
 
@@ -62,16 +61,20 @@ def _uncompiled() -> Iterator[None]:
 # ---------------------------------------------------------------------- parity of generate()
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", MODELS)
+def with_attentions(names: Iterable[str]) -> list[Any]:
+    """Each model with some of the ways to attend; FlexAttention, whose masks take most of the time, with one."""
+    flex = [pytest.param(name, "flex_attention", marks=pytest.mark.few(1, "flex")) for name in names]
+    return each_with_few(2, names, ["eager", "sdpa", "vmmkv"]) + flex
+
+
+@pytest.mark.parametrize(("name", "attention"), with_attentions(MODELS))
 def test_greedy(name: str, attention: str, device: str) -> None:
     skip_unsupported(name, attention, device)
     model = tiny_model(name, attention, device)
     check_same_generation(model, random_tokens(model, 3, 12))
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in SEQ2SEQ])
+@pytest.mark.parametrize(("name", "attention"), with_attentions([name for name in MODELS if name not in SEQ2SEQ]))
 def test_left_padding(name: str, attention: str, device: str) -> None:
     skip_unsupported(name, attention, device)
     model = tiny_model(name, attention, device)
@@ -88,7 +91,7 @@ MODES = {
 }
 
 
-@pytest.mark.few(20)
+@pytest.mark.few(12)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3", "qwen3-next", *SEQ2SEQ])
 def test_modes(name: str, mode: str, device: str) -> None:
@@ -115,6 +118,7 @@ SPECULATIVE = [
 ]  # generate() refuses linear attention
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SPECULATIVE)
 def test_prompt_lookup(name: str, device: str) -> None:
     """Tokens are proposed from the prompt, and those that the model refuses are cropped."""
@@ -123,6 +127,7 @@ def test_prompt_lookup(name: str, device: str) -> None:
     check_same_generation(model, prompt, prompt_lookup_num_tokens=4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", SPECULATIVE)
 def test_assistant_model(name: str, device: str) -> None:
     model, assistant = (tiny_model(name, "sdpa", device, seed) for seed in (0, 1))
@@ -130,6 +135,7 @@ def test_assistant_model(name: str, device: str) -> None:
     check_same_generation(model, random_tokens(model, 1, 12), assistant_model=assistant)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", "deepseek-v3", "qwen3-next"])
 def test_turns_of_a_conversation(name: str, device: str) -> None:
     model = tiny_model(name, "sdpa", device)
@@ -165,7 +171,7 @@ def test_compiled_flex_attention(device: str, monkeypatch: pytest.MonkeyPatch) -
 
 def test_compiled_model(device: str) -> None:
     """Pages are mapped between the graphs: a graph that was captured once must not skip that."""
-    sizes = {**DECODER, "num_hidden_layers": 2, "num_key_value_heads": 4}  # 8 tokens in a page
+    sizes = {**DECODER, "num_hidden_layers": 1, "num_key_value_heads": 4}  # 16 tokens in a page
     model = LlamaForCausalLM(LlamaConfig(**sizes)).to(device).eval()
     compiled = torch.compile(model, backend="eager")
     cache, reference = vmm_cache(model.config, device), DynamicCache(config=model.config)

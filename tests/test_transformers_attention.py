@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import few
 from generation import caches, left_padding, random_tokens, vmm_cache
 from parity import reference_kernels
 from parity.models import build
@@ -57,12 +58,12 @@ def logits_of(model: PreTrainedModel, tokens: torch.Tensor, mask: torch.Tensor, 
     return logits
 
 
-@pytest.mark.parametrize("name", WIDE_MODELS)
+@pytest.mark.parametrize("name", few(1, "simulator", IN_SIMULATOR) + sorted(WIDE_MODELS.keys() - IN_SIMULATOR))
 @pytest.mark.simulator
 def test_kernels_give_the_same_logits(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, a chunk of many tokens, one of a few, and single tokens, behind left padding."""
     if device == "cpu" and name not in IN_SIMULATOR:
-        pytest.skip("two models are enough for the simulator")
+        pytest.skip("the simulator is slow: it has one of two models")
     monkeypatch.setattr(attention, "_attend_without_kernels", None)  # whoever calls it fails
     tokens = random_tokens(tiny_model(name, "eager", device), 2, 24)
     mask = left_padding(tokens)
@@ -360,6 +361,7 @@ def test_a_model_that_is_told_later_does_not_change(caplog: pytest.LogCaptureFix
     assert model.config._attn_implementation == "vmmkv"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3"])
 def test_masks_that_were_made_before_enter_one_graph(name: str) -> None:
     """As `generate` hands them to what it compiles; without kernels, which would take minutes in the simulator."""

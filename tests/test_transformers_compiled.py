@@ -82,7 +82,7 @@ ATTENTIONS = ["eager", "sdpa", "vmmkv"]
 
 
 @pytest.mark.usefixtures("_uncompiled")
-@pytest.mark.parametrize("attention", [pytest.param(name, marks=pytest.mark.few(6, name)) for name in ATTENTIONS])
+@pytest.mark.parametrize("attention", [pytest.param(name, marks=pytest.mark.few(3, name)) for name in ATTENTIONS])
 @pytest.mark.parametrize("name", MODELS)
 def test_uncompiled(name: str, attention: str, device: str) -> None:
     """Attention that reads whole rows, zeros behind the last token, behind left padding."""
@@ -93,6 +93,7 @@ def test_uncompiled(name: str, attention: str, device: str) -> None:
     check_same_generation(model, tokens, compile=True, attention_mask=mask)
 
 
+@pytest.mark.few(5)
 @pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gemma4"])
 @pytest.mark.parametrize(
@@ -168,6 +169,7 @@ def test_no_grad_and_inference_mode_in_either_order(modes, device: str) -> None:
     torch.testing.assert_close(*generated, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.few(3)
 @pytest.mark.usefixtures("_uncompiled")
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gemma4", *SEQ2SEQ])
 def test_assisted_generation(name: str, device: str) -> None:
@@ -362,6 +364,7 @@ class Pair:
             getattr(each, name)(*arguments)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("attention", "compile"), [("sdpa", False), ("sdpa", True), ("vmmkv", True)])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations(seed: int, attention: str, compile: bool, device: str) -> None:
@@ -415,6 +418,7 @@ def skip_simulator(attention: str, device: str) -> None:
         pytest.skip("the simulator would take minutes")
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "attention"), COMPILED)
 def test_one_graph_serves_every_length(name: str, attention: str, device: str) -> None:
     """Prompts of several lengths, padded, one after the other; only another batch size is another graph."""
@@ -435,10 +439,12 @@ def test_one_graph_serves_every_length(name: str, attention: str, device: str) -
 
 
 def test_no_compiler_copies_rows(device: str) -> None:
-    """They are far more than there is memory. One layer: each kernel takes a second or two to compile."""
+    """They are far more than there is memory. Little else: each kernel takes some seconds to compile."""
     config = LlamaConfig(**{**WIDE_MODELS["llama-gqa-wide"][2], "num_hidden_layers": 1})
     config._attn_implementation = "vmmkv" if device == "cuda" else "sdpa"
     model = LlamaForCausalLM(config).to(device).eval()
+    (layer,) = model.model.layers
+    layer.mlp = layer.input_layernorm = layer.post_attention_layernorm = model.model.norm = torch.nn.Identity()
     max_seq_len, rows = (8_000_000, 256) if device == "cuda" else (2000, 100_000)
     tokens = random_tokens(model, 1, 5)
     cache = vmm_cache(model.config, device, max_seq_len, max_batch_size=rows, compile=True)
@@ -461,6 +467,7 @@ def test_one_graph_of_an_encoder_decoder(device: str) -> None:
     check_one_graph()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("name", "attention"), BY_HAND)
 def test_compiled_by_hand(name: str, attention: str, device: str) -> None:
     skip_simulator(attention, device)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ROUNDS
+from conftest import ROUNDS, each_with_few
 from generation import PAGE_SIZE, left_padding, random_tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -125,6 +125,7 @@ def test_any_operations_in_any_order(seed: int, kv_dtype: str, dtype: str) -> No
 # ---------------------------------------------------------------------- what models make of it
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("mode", MODES, ids=str)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "deepseek-v3", "bart"])
@@ -212,8 +213,7 @@ def batched(
     return [result.generated_tokens for result in results.values()], [each.tokens for each in expected] * 2
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("name", ["llama-gqa", "gemma3", "gpt-oss"])
+@pytest.mark.parametrize(("name", "kv_dtype"), each_with_few(1, ["llama-gqa", "gemma3", "gpt-oss"], KV_DTYPES))
 def test_continuous_batching(name: str, kv_dtype: str) -> None:
     """Prompts in chunks, beside decode, with beginnings that are known, windows and sinks: every token attends to what
     is kept. K is rotated on its way there, where that is left to what writes it."""

@@ -72,6 +72,7 @@ def full_pages(cache: VmmCache, tokens: int) -> int:
 # ---------------------------------------------------------------------- copies
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", MODELS)
@@ -102,6 +103,7 @@ def test_a_prompt_goes_on_in_copies(name: str, compile: bool, mode: dict) -> Non
         assert torch.equal(output, expected)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3"])
 def test_copies_drop_what_was_proposed_and_refused(name: str, compile: bool) -> None:
@@ -281,6 +283,7 @@ def test_a_copy_that_fails_leaves_what_was(call: str) -> None:
 # ---------------------------------------------------------------------- sequences of one cache
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", "gemma4"])
 @pytest.mark.parametrize("mode", [{"do_sample": True, "num_return_sequences": 6}, {"num_beams": 6}], ids=str)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import run_python
+from conftest import each_with_few, run_python
 from generation import LENGTHS, PAGE_SIZE, caches, random_tokens, vmm_cache
 from tiny_models import DECODER, MODELS, VOCABULARY, WINDOW, tiny_model
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedConfig, PreTrainedModel
@@ -145,19 +145,19 @@ def check_same_state(cache: Cache, reference: Cache) -> None:
 # ---------------------------------------------------------------------- layers that keep more than K and V
 
 
-@pytest.mark.parametrize("mode", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("name", HYBRIDS)
-def test_hybrid_layers(name: str, mode: dict[str, int], device: str) -> None:
+@pytest.mark.parametrize(("name", "num_beams"), each_with_few(1, HYBRIDS, [1, 3]))
+def test_hybrid_layers(name: str, num_beams: int, device: str) -> None:
     model = make_model(*HYBRIDS[name]).to(device)
     cache = vmm_cache(model.config, device)
     with warnings.catch_warnings():
         warnings.simplefilter("error", vmmkv.KeptLayersWarning)
-        check_same_tokens(model, [DynamicCache(config=model.config), cache], **mode)
+        check_same_tokens(model, [DynamicCache(config=model.config), cache], num_beams=num_beams)
     kept = [layer for layer in DynamicCache(config=model.config).layers if isinstance(layer, DynamicLayer)]
     assert sum(isinstance(layer, VmmLayer) for layer in cache.layers) == len(kept) > 0
     assert all(kv_cache.stats().tokens for kv_cache in cache.kv_caches)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_hybrid_layers_between_generations(name: str) -> None:
     """A copy and a pickle go on as the original does; a reset makes room for another number of sequences."""
@@ -224,8 +224,9 @@ def test_compiled_caches_of_hybrid_layers_are_refused(name: str) -> None:
 # ---------------------------------------------------------------------- dtypes
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gpt2", "smollm3"])
+@pytest.mark.parametrize(
+    ("name", "attention"), each_with_few(1, ["llama-gqa", "mistral", "gpt2", "smollm3"], ["eager", "sdpa"])
+)
 def test_autocast(name: str, attention: str) -> None:
     """Rotary embeddings make K fp32, while V is bf16; layers without them, the first here, have both in bf16."""
     sizes = {**DECODER, "no_rope_layers": [0, 1, 0, 1], "initializer_range": 0.2}

@@ -6,6 +6,7 @@ standard output is how it ended.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -18,6 +19,9 @@ import pytest  # noqa: F401
 import torch
 
 torch.set_num_threads(1)  # as in the tests; and threads would not be there in a child
+
+gc.collect()
+gc.freeze()  # children need not look through what torch is made of, nor copy its pages for that
 
 
 def fork() -> int:
