@@ -612,7 +612,7 @@ def batching_ranks(result: Result) -> str:
 
 @table("batching_ranks_h200.json")
 def batching_ranks_comparisons(result: Result) -> str:
-    return markdown(*batching_tables.aims_table(batching_tables.compare_ranks(result)))
+    return markdown(aims.COLUMNS, aims.lines(batching_tables.compare_ranks(result)))
 
 
 # ------------------------------------------------------------------ 8 bits

@@ -64,7 +64,7 @@ def test_the_zero_page_counts_once_and_stays(make_cache) -> None:
 @pytest.mark.parametrize("how", ["start", "one", "batch", "resume"])
 def test_what_one_range_has_too_much_another_may_lack(make_cache, how: str) -> None:
     """A row without tokens has lost pages of one range: there is room, if those behind its claim in others go."""
-    cache = make_cache(pages=16, layers_per_range=1, zero_tail=True, host_bytes=1 << 20)
+    cache = make_cache(pages=16, layers_per_range=1, zero_tail=True, host_bytes=1 << 26)
     tokens = cache.page_size // cache.layout.record_bytes[0]
     first = cache.sequence(5 * tokens, row=0)
     if how == "resume":
