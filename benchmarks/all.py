@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import signal
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -181,6 +182,8 @@ def main(
         rows.append(("all", "", f"{sum(benchmark.minutes for benchmark in chosen.values()):g}", ""))
         console.print(make_table("Benchmarks", ("name", "machine", "minutes", "python"), rows))
         return
+    # Scripts begin what they do not wait for with ctrl-C ignored, which what we begin would take over.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     outcomes, spare = [], 0.0
     for name, benchmark in chosen.items():
         start, own = perf_counter(), benchmark.minutes * 60
