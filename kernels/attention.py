@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -156,10 +158,13 @@ def prepare(
     given."""
     q = geometry[0]
     assert q
-    scale = q[0][-1] ** -0.5 if scale is None else scale
-    if not scale > 0 or softcap < 0 or window < 0:
+    # Numbers of other types are equal to these, and would be rounded to theirs in a launch that all equal calls share.
+    scale = q[0][-1] ** -0.5 if scale is None else float(scale)
+    window, softcap = operator.index(window), float(softcap)
+    if not (0 < scale < math.inf and 0 <= softcap < math.inf and window >= 0):
         raise ValueError(
-            f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not negative"
+            f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not "
+            "negative, and all finite"
         )
     maps = maps_of(geometry[1], geometry[2], plan.box_tokens) if plan.box_tokens else None
     addresses = [None if key else 0 for key in geometry]

@@ -35,6 +35,7 @@ from vmmkv.integrations import batching_seam, row_groups
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching_seam import RowProcessor
 from vmmkv.integrations.pool_turns import PoolTurn
+from vmmkv.integrations.request_checks import AtMost
 from vmmkv.integrations.row_admission import Admission
 from vmmkv.integrations.row_ranks import Ranks
 from vmmkv.integrations.row_requests import RowRequests
@@ -833,6 +834,8 @@ def test_what_does_not_fit_a_row_is_refused_when_it_is_asked_for(model: PreTrain
     with Served(model) as served:
         with pytest.raises(vmmkv.SequenceTooLongError, match="25 tokens and 12 new ones"):
             served.manager.add_request([5] * 25)
+        name = served.manager.add_request([5] * 25, max_new_tokens=AtMost(12))
+        assert len(served.results(1)[name].generated_tokens) == 5
         served.check(expected)
 
 
@@ -873,6 +876,21 @@ def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTra
             manager.add_request(expected.prompt, **wrong)
     manager.add_request(expected.prompt, top_k=1, temperature=3.0)
     assert manager.get_result(timeout=60).generated_tokens == expected.tokens
+    manager.stop()
+
+
+def test_a_top_k_beyond_the_vocabulary_is_all_of_it(model: PreTrainedModel) -> None:
+    """As for `generate`, and not the end of all requests."""
+    (expected,) = answers(model, Random(), 1)
+    options = config(per_request_processors=True)
+    options["generation_config"].update(do_sample=True, temperature=0.5, top_k=1000)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    manager = model.init_continuous_batching(**options)
+    manager.start()
+    names = [manager.add_request(expected.prompt, **told) for told in ({}, {"top_k": 1})]
+    done = {result.request_id: result for result in (manager.get_result(timeout=60) for _ in names)}
+    assert done[names[1]].generated_tokens == expected.tokens
+    assert len(done[names[0]].generated_tokens) > 0
     manager.stop()
 
 

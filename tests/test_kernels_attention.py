@@ -9,6 +9,7 @@ from __future__ import annotations
 import random as python_random
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from conftest import DEVICE, few, int32
@@ -357,6 +358,24 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
         assert (decode(q, k, v, int32(lens), rows, int32(starts), kernel=kernel)[index] == 0).all()
         out = prefill(q[:, 0], k, v, int32([0, 1, 2, 3]), int32(lens), rows, int32(starts), kernel=kernel)
         assert (out[index] == 0).all()
+
+
+def test_a_number_of_another_type_is_not_met_again() -> None:
+    """As one that is equal, and rounded to its type, in the launch of who gives the exact one. Powers of two in a scale
+    are exact wherever they stand."""
+    q, k, v, _, rows = (each.float() if each.is_floating_point() else each for each in new_tokens())
+    lens, exponent = int32([40, 64, 7]), python_random.randint(2, 5)
+    first = decode(q, k, v, lens, rows, scale=np.float16(2.0**-exponent), softcap=np.float16(50))
+    for at in range(exponent):
+        again = decode(q * 2.0**-at, k, v, lens, rows, scale=2.0 ** (at - exponent), softcap=50.0)
+        assert torch.equal(again, first)
+    for wrong in ({"window": 2.0}, {"window": np.float64(2)}):
+        with pytest.raises(TypeError):
+            decode(q, k, v, lens, rows, **wrong)
+    decode(q, k, v, lens, rows, window=2)
+    for infinite in ({"scale": float("inf")}, {"softcap": float("nan")}):
+        with pytest.raises(ValueError, match="finite"):
+            decode(q, k, v, lens, rows, **infinite)
 
 
 def test_tokens_behind_the_last_sequence_are_left_alone() -> None:

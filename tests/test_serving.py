@@ -239,7 +239,7 @@ NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
 ]  # fmt: skip
 CHANGES_NOTHING: dict[str, Any] = {
     "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop": None, "top_p": 1.0, "seed": 7,
-    "user": "somebody",
+    "user": "somebody", "extra_body": {"generation_config": '{"num_beams": 1, "repetition_penalty": 1.0}'},
 }  # fmt: skip
 
 

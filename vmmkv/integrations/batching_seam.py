@@ -35,6 +35,7 @@ from .model_weights import adapters, addresses
 from .packed_attention import Packed
 from .pool_turns import PoolTurn, turn_at
 from .request_checks import (
+    AtMost,
     check_generation,
     check_length,
     check_same,
@@ -42,6 +43,7 @@ from .request_checks import (
     check_told,
     token_ids,
     vocabulary_of,
+    within_vocabulary,
 )
 from .rotation import defer_rotation, restore_rotation
 from .row_admission import Admission
@@ -163,7 +165,7 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
         check_told({name: kwargs[name] for name in kwargs.keys() - OF_GENERATE_BATCH}, inputs, config)
         kept = vars(model).get(KEPT)
         if isinstance(kept, RowManager):
-            check_same(config, kept.generation_config)
+            check_same(within_vocabulary(config, vocabulary_of(model)), kept.generation_config)
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
         new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_length(max_seq_len, max(map(len, ids), default=0), 1 if new is None else new)
@@ -216,6 +218,7 @@ class RowManager(their_api.ContinuousBatchingManager):
     ) -> None:
         config = with_defaults(continuous_batching_config, model.device)
         check_generation(generation_config)
+        generation_config = within_vocabulary(generation_config, vocabulary_of(model))
         self.model, self._weights, self._addresses = model, 0, [0]
         was_training = model.training
         is_told = continuous_batching_config.use_cuda_graph is not None
@@ -325,8 +328,10 @@ class RowManager(their_api.ContinuousBatchingManager):
             raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
         check_sampling(vocabulary, **{name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")})
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        room = check_length(self.options.max_seq_len, len(ids), 1 if new is None else new)
-        return super().add_request(ids, request_id, room if new is None else new, *args, **kwargs)
+        is_asked = not (new is None or isinstance(new, AtMost))
+        room = check_length(self.options.max_seq_len, len(ids), new if is_asked else 1)
+        new = new if is_asked else min(room, room if new is None else int(new))
+        return super().add_request(ids, request_id, new, *args, **kwargs)
 
     def cancel_request(self, request_id: str) -> None:
         """Cancels a request: see `ContinuousBatchingManager.cancel_request`. One of this name that is added later is

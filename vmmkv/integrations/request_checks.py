@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Mapping
 from typing import Any
@@ -19,16 +20,16 @@ LEAST_TEMPERATURE = 1e-30
 
 
 NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
-    "bad_words_ids": (),
-    "begin_suppress_tokens": (),
-    "constraints": (),
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "constraints": ([],),
     "dola_layers": (),
     "encoder_no_repeat_ngram_size": (0,),
     "encoder_repetition_penalty": (1,),
     "exponential_decay_length_penalty": (),
-    "force_words_ids": (),
+    "force_words_ids": ([],),
     "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
+    "forced_eos_token_id": ([],),
     "guidance_scale": (1,),
     "max_time": (),
     "min_length": (0,),
@@ -37,9 +38,9 @@ NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
     "num_beam_groups": (1,),
     "num_beams": (1,),
     "penalty_alpha": (0,),
-    "prompt_lookup_num_tokens": (),
-    "sequence_bias": (),
-    "stop_strings": (),
+    "prompt_lookup_num_tokens": (0,),
+    "sequence_bias": ({}, []),
+    "stop_strings": ([],),
     "token_healing": (False,),
     "watermarking_config": (),
 }
@@ -56,6 +57,15 @@ def check_generation(config: GenerationConfig) -> None:
                 f"asked for {name}={value!r}, which continuous batching does not do; leave it out, or call generate "
                 "without it"
             )
+
+
+def within_vocabulary(config: GenerationConfig, vocabulary: int | None) -> GenerationConfig:
+    """A config whose `top_k` is the vocabulary at most, as `generate` takes a larger one: a batch would end with it."""
+    if vocabulary is None or not isinstance(config.top_k, int) or config.top_k <= vocabulary:
+        return config
+    config = copy.deepcopy(config)
+    config.top_k = vocabulary
+    return config
 
 
 def check_same(asked: GenerationConfig, used: GenerationConfig) -> None:
@@ -139,6 +149,10 @@ def check_length(max_seq_len: int, tokens: int, new: int) -> int:
             "A larger max_seq_len takes addresses, not memory"
         )
     return room
+
+
+class AtMost(int):
+    """A number of new tokens that nobody has asked for: where a row has room for fewer, these will do."""
 
 
 class Ids(list[int]):

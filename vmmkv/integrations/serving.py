@@ -35,7 +35,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState, Modality
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 
-from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError, VmmkvError
+from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError
 from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
 from ..model_config import kv_dtype_from_name
@@ -236,7 +236,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         one, name = self._for_one(gen_config), str(uuid.uuid4())
         try:
             return await one.generate_non_streaming(model, processor, inputs, gen_config, name)
-        except VmmkvError:  # it was refused, and nobody is told of its end
+        except Exception:  # it was refused, and nobody is told of its end
             self._cb.output_router.result_handlers.pop(name, None)
             raise
 

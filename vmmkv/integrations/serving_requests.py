@@ -13,7 +13,7 @@ from transformers.cli.serving.utils import BaseHandler
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 
 from ..errors import ArgumentError, UnsupportedError
-from .request_checks import LEAST_TEMPERATURE
+from .request_checks import LEAST_TEMPERATURE, NOT_IN_BATCHES, AtMost
 
 HEEDED = {
     "chat_template_kwargs", "generation_config", "input", "instructions", "max_completion_tokens", "max_output_tokens",
@@ -30,6 +30,7 @@ CHANGE_NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "echo": (False,),
     "frequency_penalty": (0,),
+    "function_call": ("none",),
     "functions": ([],),
     "include": ([],),
     "logit_bias": ({},),
@@ -38,13 +39,22 @@ CHANGE_NOTHING: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
-    "stop": ([],),
+    "reasoning": ({},),
+    "stop": ([], ""),
     "text": ({}, {"format": {"type": "text"}}),
     "tool_choice": ("auto",),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
 }
 """Of other fields, what they may say beside null."""
+NEUTRAL = NOT_IN_BATCHES | {
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "num_return_sequences": (1,),
+    "repetition_penalty": (1,),
+    "typical_p": (1,),
+}
+"""Of a `generation_config`, what changes nothing where the model's own has None."""
 SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 PER_REQUEST = {*SAMPLING, "max_new_tokens", "eos_token_id"}
 """What of a `generation_config` a request may have of its own."""
@@ -73,13 +83,16 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
             config = super()._build_generation_config(plain, model_generation_config, use_cb=use_cb)
         except (TypeError, ValueError) as error:
             raise ArgumentError(f"got a request with what is no number: {error}") from None
-        if any(body.get(name) is not None for name in LENGTHS):
+        is_length_told = any(body.get(name) is not None for name in LENGTHS)
+        if is_length_told:
             given.pop("max_new_tokens", None)
         for name in PER_REQUEST & given.keys():
             if body.get(name) is None:
                 setattr(config, name, given[name])
         if not isinstance(config.max_new_tokens, int) or config.max_new_tokens < 1:
-            raise ArgumentError(f"got {config.max_new_tokens!r} new tokens; ask for 1 or more")
+            raise ArgumentError(f"got {config.max_new_tokens!r} new tokens; ask for a whole number, 1 or more")
+        if not is_length_told and "max_new_tokens" not in given:
+            config.max_new_tokens = AtMost(config.max_new_tokens)
         is_told = body.get("temperature") is not None or given.get("temperature") is not None
         config.do_sample = bool(given.get("do_sample", is_told or config.do_sample)) and config.temperature != 0
         if config.do_sample and body.get("seed") is not None:
@@ -123,7 +136,8 @@ def own_config(given: str | None, of_model: GenerationConfig) -> dict[str, Any]:
         raise ArgumentError(f"got generation_config={given!r}; give JSON of one ({error})") from None
     own = {name: value for name, value in own.items() if value is not None}
     for name in own.keys() - PER_REQUEST - {"transformers_version"}:
-        if own[name] != (shared := getattr(of_model, name)):
+        shared = getattr(of_model, name)
+        if own[name] != shared and not (shared is None and own[name] in NEUTRAL.get(name, ())):
             raise UnsupportedError(
                 f"asked for generation_config with {name}={own[name]!r}; requests of a batch share the model's, "
                 f"{shared!r}. Of its own a request has {', '.join(sorted(PER_REQUEST))}"
