@@ -124,7 +124,7 @@ def make_workload(trace: Path | None, limits: Limits, seed: int) -> Workload:
         parts = [Part((SHARED, name), block) for name in request.blocks] or [Part((OWN, next(number)), prompt)]
         cases.append((Request(prompt, output, request.arrival, request.blocks), parts))
     name = trace.stem if trace else "conversations"
-    return _within(limits, name if limits.lengthen == 1 else f"{name}, answers x {limits.lengthen}", cases)
+    return _within(limits, name, cases)
 
 
 def system_prompts(prompts: int, limits: Limits, seed: int) -> Workload:
@@ -153,6 +153,8 @@ SHARED, OWN = 0, 1
 
 def _within(limits: Limits, name: str, cases: list[tuple[Request, list[Part]]]) -> Workload:
     """The first requests, with their parts, that are within limits."""
+    if limits.lengthen != 1:
+        name = f"{name}, answers x {limits.lengthen}"
     taken: list[tuple[Request, list[Part]]] = []
     left_out = total = 0
     for request, parts in cases:
