@@ -24,6 +24,7 @@ from vmmkv.integrations import batch
 from vmmkv.integrations.batch import MAX_BATCHES
 from vmmkv.integrations.transformers import VmmCache
 from vmmkv.memory.driver import open_driver
+from vmmkv.memory.frames import LARGE
 
 MODELS = ["llama-gqa", "mistral", "gemma3", "gemma4", "deepseek-v3", "qwen3-next"]
 
@@ -64,9 +65,10 @@ def used(cache: VmmCache) -> int:
 
 
 def full_pages(cache: VmmCache, tokens: int) -> int:
-    """Pages that a sequence fills."""
+    """Pages that a sequence fills, without those of a large frame that it does not: such a frame is copied."""
     (kv_cache,) = cache.kv_caches
-    return tokens * kv_cache.layout.token_bytes // kv_cache.page_size
+    full, rest = divmod(tokens * kv_cache.layout.token_bytes, kv_cache.page_size)
+    return full if not rest or (full + 1) % LARGE else full + 1 - LARGE
 
 
 # ---------------------------------------------------------------------- copies
