@@ -860,14 +860,20 @@ def test_tokens_that_a_model_does_not_know_are_refused(model: PreTrainedModel) -
         assert served.results(1)[names[0]].generated_tokens == served.asked[names[0]].tokens
 
 
-def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTrainedModel) -> None:
-    """transformers looks at them when it is too late, or not at all."""
-    (expected,) = answers(model, Random(), 1)
+def sampling_manager(model: PreTrainedModel, top_k: int) -> Any:
+    """A manager at work, each of whose requests may say how it is sampled."""
     options = config(per_request_processors=True)
-    options["generation_config"].update(do_sample=True, temperature=0.5, top_k=9)
+    options["generation_config"].update(do_sample=True, temperature=0.5, top_k=top_k)
     rows.enable(model, pool=pool(100), max_seq_len=100)
     manager = model.init_continuous_batching(**options)
     manager.start()
+    return manager
+
+
+def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTrainedModel) -> None:
+    """transformers looks at them when it is too late, or not at all."""
+    (expected,) = answers(model, Random(), 1)
+    manager = sampling_manager(model, top_k=9)
     temperatures = ({"temperature": wrong} for wrong in (0.0, float("nan"), 1e-46, np.float64(0)))
     most = *({"top_k": wrong} for wrong in (-1, 0, 98)), *({"top_p": wrong} for wrong in (-0.1, 1.1, float("nan")))
     names = {"request_id": ["name"]}, {"request_id": 7}
@@ -882,11 +888,7 @@ def test_names_and_numbers_that_would_end_all_requests_are_refused(model: PreTra
 def test_a_top_k_beyond_the_vocabulary_is_all_of_it(model: PreTrainedModel) -> None:
     """As for `generate`, and not the end of all requests."""
     (expected,) = answers(model, Random(), 1)
-    options = config(per_request_processors=True)
-    options["generation_config"].update(do_sample=True, temperature=0.5, top_k=1000)
-    rows.enable(model, pool=pool(100), max_seq_len=100)
-    manager = model.init_continuous_batching(**options)
-    manager.start()
+    manager = sampling_manager(model, top_k=1000)
     names = [manager.add_request(expected.prompt, **told) for told in ({}, {"top_k": 1})]
     done = {result.request_id: result for result in (manager.get_result(timeout=60) for _ in names)}
     assert done[names[1]].generated_tokens == expected.tokens

@@ -227,7 +227,8 @@ NOT_DONE: list[dict[str, Any]] = [
     {"temperature": 2, "seed": 1}, {"temperature": -1}, {"max_tokens": 0},
     {"temperature": 2, "extra_body": {"generation_config": '{"top_k": 3}'}},
     *({"extra_body": {"generation_config": json.dumps(each)}} for each in (
-        {"guidance_scale": 3.0}, {"forced_eos_token_id": 3}, {"num_beams": 3}, {"stop_strings": ["w5"]},
+        {"guidance_scale": 3.0}, {"forced_eos_token_id": 3}, {"num_beams": 3}, {"num_beams": True},
+        {"stop_strings": ["w5"]},
         {"repetition_penalty": 2.0}, {"sequence_bias": [[[5], 3.0]]}, {"max_time": 1.0}, {"nonsense": 1}, [],
     )),
 ]  # fmt: skip

@@ -137,7 +137,7 @@ def own_config(given: str | None, of_model: GenerationConfig) -> dict[str, Any]:
     own = {name: value for name, value in own.items() if value is not None}
     for name in own.keys() - PER_REQUEST - {"transformers_version"}:
         shared = getattr(of_model, name)
-        if own[name] != shared and not (shared is None and own[name] in NEUTRAL.get(name, ())):
+        if own[name] != shared and not (shared is None and _is_one_of(own[name], NEUTRAL.get(name, ()))):
             raise UnsupportedError(
                 f"asked for generation_config with {name}={own[name]!r}; requests of a batch share the model's, "
                 f"{shared!r}. Of its own a request has {', '.join(sorted(PER_REQUEST))}"
