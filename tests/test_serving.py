@@ -233,10 +233,15 @@ NOT_DONE: list[dict[str, Any]] = [
     )),
 ]  # fmt: skip
 """What no batch does for one of its requests, or nobody."""
+SEEN: list[dict[str, Any]] = [
+    {"role": "user", "content": [
+        {"type": "text", "text": "w5"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}},
+    ]},
+]  # fmt: skip
 NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
     {"n": 2}, {"logprobs": True}, {"top_logprobs": 2}, {"response_format": {"type": "json_object"}}, {"stop": ["w5"]},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, {"tool_choice": "required"},
-    {"logit_bias": {"5": 3.0}}, {"reasoning_effort": "high"},
+    {"logit_bias": {"5": 3.0}}, {"reasoning_effort": "high"}, {"messages": SEEN}, {"messages": SEEN, "stream": True},
 ]  # fmt: skip
 CHANGES_NOTHING: dict[str, Any] = {
     "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop": None, "top_p": 1.0, "seed": 7,
@@ -260,7 +265,7 @@ def test_what_is_asked_is_done_or_refused_and_never_anothers(llama: str) -> None
                     assert refused.value.type == "invalid_request_error"
                 for wrong in NOT_DONE_IN_CHATS:
                     with pytest.raises(openai.BadRequestError):
-                        await openai_client.chat.completions.create(messages=messages, **plain | wrong)
+                        await openai_client.chat.completions.create(**{"messages": messages} | plain | wrong)
                 random = await texts.create(prompt=answer.prompt, **plain | {"temperature": 1e9})
                 assert random.choices[0].text != answer.text
                 greedy = json.dumps({"max_new_tokens": NEW, "do_sample": False})
@@ -271,7 +276,13 @@ def test_what_is_asked_is_done_or_refused_and_never_anothers(llama: str) -> None
                     await texts.create(prompt=answer.prompt, model=llama, max_tokens=NEW),  # the model's own way
                 ]
                 chat = await openai_client.chat.completions.create(
-                    messages=messages, **plain, **CHANGES_NOTHING, logprobs=False, response_format={"type": "text"}
+                    messages=messages,
+                    **plain,
+                    **CHANGES_NOTHING,
+                    logprobs=False,
+                    response_format={"type": "text"},
+                    tool_choice="none",
+                    verbosity="medium",
                 )
                 return [each.choices[0].text for each in found] + [chat.choices[0].message.content or ""]
 

@@ -35,7 +35,6 @@ from .model_weights import adapters, addresses
 from .packed_attention import Packed
 from .pool_turns import PoolTurn, turn_at
 from .request_checks import (
-    AtMost,
     check_generation,
     check_length,
     check_same,
@@ -168,7 +167,7 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
             check_same(within_vocabulary(config, vocabulary_of(model)), kept.generation_config)
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
         new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        check_length(max_seq_len, max(map(len, ids), default=0), 1 if new is None else new)
+        check_length(max_seq_len, max(map(len, ids), default=0), new)
         return type(model).generate_batch(model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs)
 
     return generate_batch
@@ -328,9 +327,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
         check_sampling(vocabulary, **{name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")})
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        is_asked = not (new is None or isinstance(new, AtMost))
-        room = check_length(self.options.max_seq_len, len(ids), new if is_asked else 1)
-        new = new if is_asked else min(room, room if new is None else int(new))
+        new = check_length(self.options.max_seq_len, len(ids), new)
         return super().add_request(ids, request_id, new, *args, **kwargs)
 
     def cancel_request(self, request_id: str) -> None:

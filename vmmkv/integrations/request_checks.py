@@ -131,28 +131,29 @@ def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
             )
 
 
-def check_length(max_seq_len: int, tokens: int, new: int) -> int:
-    """How many new tokens a row has room for behind so many.
+class AtMost(int):
+    """A number of new tokens that nobody has asked for: where a row has room for fewer, these will do."""
+
+
+def check_length(max_seq_len: int, tokens: int, new: int | None) -> int:
+    """How many new tokens a request of so many gets: those that it asks for, or as many as a row has room for.
 
     Raises:
         ArgumentError: `new` is no whole number.
-        SequenceTooLongError: they are fewer than `new`.
+        SequenceTooLongError: there is room for fewer than it asks for, or for none.
     """
     try:
-        operator.index(new)
+        wanted = max_seq_len if new is None else operator.index(new)
     except TypeError:
         raise ArgumentError(f"got max_new_tokens={new!r}; give a whole number") from None
-    room = max_seq_len - tokens
-    if room < new:
+    is_asked = not (new is None or isinstance(new, AtMost))
+    least, room = wanted if is_asked else 1, max_seq_len - tokens
+    if room < least:
         raise SequenceTooLongError(
-            f"asked for {tokens} tokens and {new} new ones; a row is {max_seq_len} long. "
+            f"asked for {tokens} tokens and {least} new ones; a row is {max_seq_len} long. "
             "A larger max_seq_len takes addresses, not memory"
         )
-    return room
-
-
-class AtMost(int):
-    """A number of new tokens that nobody has asked for: where a row has room for fewer, these will do."""
+    return min(wanted, room)
 
 
 class Ids(list[int]):

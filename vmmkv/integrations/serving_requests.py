@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import BaseHandler
+from transformers.cli.serving.utils import BaseHandler, Modality
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 
 from ..errors import ArgumentError, UnsupportedError
@@ -45,6 +45,7 @@ CHANGE_NOTHING: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto",),
     "top_logprobs": (0,),
     "truncation": ("disabled",),
+    "verbosity": ("medium",),
 }
 """Of other fields, what they may say beside null."""
 NEUTRAL = NOT_IN_BATCHES | {
@@ -59,6 +60,8 @@ SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
 PER_REQUEST = {*SAMPLING, "max_new_tokens", "eos_token_id"}
 """What of a `generation_config` a request may have of its own."""
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+TEXT = {"text", "input_text", "output_text"}
+"""Parts of a message that a model of text reads."""
 
 
 class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
@@ -70,6 +73,16 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
         if body.get("tools") and "tools" not in template:
             raise UnsupportedError("asked for tools; the chat template of this model does not know any")
         return found
+
+    @staticmethod
+    def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
+        lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
+        others = {str(part.get("type")) for parts in lists for part in parts} - TEXT
+        if modality is Modality.LLM and others:
+            raise UnsupportedError(
+                f"asked about {', '.join(sorted(others))}; this model reads text alone. Leave it out"
+            )
+        return cast(list[dict[str, Any]], BaseHandler.get_processor_inputs_from_messages(messages, modality))
 
     def _build_generation_config(
         self, body: dict[str, Any], model_generation_config: GenerationConfig, use_cb: bool = False
@@ -108,6 +121,8 @@ def check_fields(body: Mapping[str, Any], unused: set[str]) -> None:
     known = (HEEDED - unused) | NOT_ABOUT_ANSWERS | {"seed"}
     for name, value in body.items():
         if name in known or value is None or _is_one_of(value, CHANGE_NOTHING.get(name, ())):
+            continue
+        if name == "tool_choice" and value == "none" and not body.get("tools"):
             continue
         allowed = " or ".join(json.dumps(each) for each in CHANGE_NOTHING.get(name, ()))
         instead = f"; {allowed} is served" if allowed else ""
