@@ -69,16 +69,16 @@ BENCHMARKS = {
     # What the README says comes first: a machine may be lost.
     "serve_rounds": Benchmark(Kind.GPU, 2.1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
     "serve_rounds_qwen3": Benchmark(
-        Kind.GPU, 1.1, f"{SERVE} --quick --memory 4GiB --requests 90 --trace {{conv}} --model qwen3-0.6b"
+        Kind.GPU, 2.1, f"{SERVE} --quick --memory 8GiB --requests 300 --trace {{conv}} --model qwen3-0.6b"
     ),
     "serve_vllm": Benchmark(
         Kind.GPU,
-        4.2,
+        3.9,
         f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --memory 16GiB --requests 300 --trace {{conv}}",
     ),
     "serve_vllm_qwen3": Benchmark(
         Kind.GPU,
-        2.4,
+        2.1,
         f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --rates 0.8 --seeds 1 --memory 16GiB --requests 300"
         " --trace {conv} --model qwen3-0.6b",
     ),
@@ -96,11 +96,11 @@ BENCHMARKS = {
     ),
     "serve": Benchmark(
         Kind.GPU,
-        1.8,
+        1.2,
         f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --trace {{conv}} --backends vmm --backends paged --backends static",
     ),
     "demo_azure": Benchmark(
-        Kind.GPU, 0.7, "-m vmmkv demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
+        Kind.GPU, 0.5, "-m vmmkv demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
     ),
     "pools": Benchmark(
         Kind.GPU,
@@ -113,18 +113,18 @@ BENCHMARKS = {
         1.8,
         "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 20 --rounds 1 --json",
     ),
-    "attention": Benchmark(Kind.GPU, 1.4, "-m benchmarks.attention --trace {conv} --json"),
+    "attention": Benchmark(Kind.GPU, 1.2, "-m benchmarks.attention --trace {conv} --json"),
     "generate": Benchmark(Kind.GPU, 0.8, "-m benchmarks.generate --budget-seconds {seconds} --json"),
     "serve_qwen3": Benchmark(
         Kind.GPU,
-        1.1,
+        0.8,
         f"{SERVE} --rounds 1 --seeds 1 --model qwen3-0.6b --trace {{conv}} --trace {{code}} --trace {{mooncake}}",
     ),
     "serve_reuse": Benchmark(
         Kind.GPU,
-        1,
-        f"{SERVE} --reuse --trace {{mooncake}} --model qwen3-0.6b --memory 8GiB --shorten 16 --requests 600"
-        " --tokens 200000 --max-sequences 128",
+        2.3,
+        f"{SERVE} --reuse --trace {{mooncake}} --model qwen3-0.6b --memory 8GiB --shorten 8 --requests 600"
+        " --tokens 500000 --max-sequences 128 --rounds 2",
     ),
     "allocator": Benchmark(Kind.GPU, 0.4, "-m benchmarks.allocator --rounds 50 --json"),
     "mapper": Benchmark(
@@ -133,9 +133,9 @@ BENCHMARKS = {
     "sharing": Benchmark(Kind.GPU, 0.8, "-m benchmarks.sharing --rounds 4 --json"),
     "prefixes": Benchmark(Kind.GPU, 0.2, "-m benchmarks.prefixes --json"),
     "attention_shapes": Benchmark(Kind.GPU, 0.3, "-m benchmarks.attention --only shapes --json"),
-    "layout_order": Benchmark(Kind.GPU, 0.7, "-m benchmarks.layout_order --speed --json"),
-    "overread": Benchmark(Kind.GPU, 0.3, "-m benchmarks.overread --trace {conv} --json"),
-    "reuse": Benchmark(Kind.GPU, 0.3, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
+    "layout_order": Benchmark(Kind.GPU, 0.5, "-m benchmarks.layout_order --speed --json"),
+    "overread": Benchmark(Kind.GPU, 0.2, "-m benchmarks.overread --trace {conv} --json"),
+    "reuse": Benchmark(Kind.GPU, 0.2, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
     "idle": Benchmark(Kind.GPU, 0.2, "-m benchmarks.idle --device cuda --trace {conv} --json"),
     "swap": Benchmark(Kind.GPU, 0.2, "-m benchmarks.swap --json"),
     "transfer": Benchmark(Kind.GPUS, 1.5, "-m benchmarks.transfer --rounds 10 --json"),
