@@ -342,12 +342,12 @@ class FramePool:
             raise self._unusable(_REASONS[self._unusable])
 
     def close(self) -> None:
-        """Gives all memory back now. Close what lies on the pool first.
+        """Gives all memory back now. Close what lies on the pool first. In a forked child it does nothing.
 
         Raises:
             BudgetError: something still lies on the pool.
         """
-        if self._unusable is UseAfterFreeError:
+        if self._unusable in (UseAfterFreeError, ForkError):
             return
         monitor = self.monitor
         monitor.check_outside("close")
