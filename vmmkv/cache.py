@@ -458,7 +458,7 @@ class KVCache(Owner):
 
         Raises:
             OutOfPagesError: there is no memory for what longer sequences need, or for pages that were shared.
-            torch.OutOfMemoryError: nor for up to 32 MiB beside the cache, which sequences in a circle take.
+            DriverOutOfMemoryError: nor for up to 32 MiB beside the cache, which sequences in a circle take.
             StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. Nothing has changed in these cases.
             DriverError: a call failed: before anything changed, or else the sequences that were to change are at their
                 end, and all others as before.
