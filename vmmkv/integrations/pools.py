@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ArgumentError, DeviceError
 from ..memory.budget import parse_bytes
-from ..memory.owner import check_pool
+from ..memory.owner import check_given
 from ..memory.pool import FramePool
 from .batch import check_size
 
@@ -33,7 +33,7 @@ class Pools:
 
     def __init__(self, max_bytes: float | str | None, page_size: int | None, given: FramePool | None) -> None:
         if given is not None:
-            check_pool(given)
+            check_given(given)
             if (max_bytes, page_size) != (None, None):
                 raise ArgumentError(
                     f"got max_bytes={max_bytes!r} and page_size={page_size!r} beside a pool, which has its own; give "

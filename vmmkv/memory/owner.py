@@ -121,7 +121,7 @@ def _forget_owners() -> None:
 os.register_at_fork(after_in_child=_forget_owners)
 
 
-def check_pool(pool: object) -> None:
+def check_given(pool: object) -> None:
     """Raises `ArgumentError` where a pool that somebody was given is none, or is another's own."""
     if not isinstance(pool, FramePool):
         raise ArgumentError(f"got pool={pool!r}; it must be a vmmkv.FramePool")
@@ -136,6 +136,6 @@ def check_pool_alone(pool: object, **others: object) -> None:
     """Raises what is wrong with a pool that somebody was given, and with what else it was given, which a pool has."""
     if pool is None:
         return
-    check_pool(pool)
+    check_given(pool)
     if any(other is not None for other in others.values()):
         raise ValueError(f"give a pool, or {', '.join(others)}; a pool has its own")
