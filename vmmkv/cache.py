@@ -78,7 +78,9 @@ class KVCache(Owner):
         max_seq_len: tokens of a row. Both take virtual addresses only, 100 TiB in all.
         max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` (the
             default) or `0.8`. Memory is taken when tokens come, not before.
-        max_tokens: the budget in tokens, instead of `max_bytes`: as many always fit, however they are spread.
+        max_tokens: the budget in tokens, instead of `max_bytes`: as many always fit, however they are spread. (Not
+            counted are a page of each range that a sequence begins within after `release_before`, and what one keeps
+            with `zero_tail` when it is truncated.)
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page; None is 2 MiB.
         scrub: zero pages before another sequence can read them; one memset per extension onto pages.

@@ -170,6 +170,8 @@ class FramePool:
     def set_limit(self, max_bytes: float | str) -> None:
         """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
 
+        `max_bytes` is as it was when the pool was made; shares are of what is free now beside what the pool has.
+
         Raises:
             BudgetError: it is no size, or larger than the device, or less than what is guaranteed.
             OutOfPagesError: tokens take more.
