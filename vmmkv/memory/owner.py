@@ -65,8 +65,7 @@ class Owner(ABC):
                 before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
                 self._give_back()
                 if self._owns_pool:
-                    self.pool.frames.close()
-                    self.pool.mapper = None
+                    self.pool.end()
                 monitor.is_dirty = before
                 self._is_open = False
 

@@ -364,8 +364,13 @@ class FramePool:
                     f"{len(self.accounts)} caches, growable tensors or memory pools (with what torch has made there) "
                     f"lie on this pool; close them first{report}"
                 )
-            self._unusable = UseAfterFreeError
-            self.frames.close()
+            self.end()
+
+    def end(self) -> None:
+        """Gives all memory back, whoever lies on it. Nobody can use the pool any more."""
+        self._unusable = UseAfterFreeError
+        self.mapper = None
+        self.frames.close()
 
     def _held(self) -> Iterator[str]:
         """Who has what, for a leak report."""
