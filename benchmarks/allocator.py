@@ -38,7 +38,7 @@ class RawCuda:
         import cuda.bindings.driver as cu
 
         self.cu, self.size = cu, driver.page_size
-        self.property, self.access = driver._property, driver._access
+        self.property, self.access = driver.allocation, driver.access
 
     def create(self, pages: int) -> Any:
         return self.cu.cuMemCreate(self.size * pages, self.property, 0)[1]

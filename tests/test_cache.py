@@ -733,6 +733,8 @@ FORK = """
     warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of fork() beside threads
     driver = small_driver(sys.argv[1])
     cache = vmmkv.KVCache(small_layout(driver), 4, 100, max_bytes=30 * driver.page_size, driver=driver)
+    pool = vmmkv.FramePool(30 * driver.page_size, driver=driver)
+    other = vmmkv.KVCache(small_layout(driver), 4, 100, pool=pool)
     sequence = cache.sequence(5)
     sequence.k(0).fill_(3)
     if (child := os.fork()) == 0:
@@ -744,6 +746,8 @@ FORK = """
                 tries += "spawn" in str(error)
         sequence.free()
         cache.close()
+        other.close()
+        pool.close()
         del operation, sequence, cache
         gc.collect()
         sys.exit(tries)

@@ -1119,6 +1119,8 @@ def test_models_whose_layers_are_in_several_processes_are_refused() -> None:
 def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(vmmkv.ArgumentError, match="beside a pool"):
         rows.enable(model, pool=pool(10), max_bytes="1GiB")
+    with pytest.raises(vmmkv.ArgumentError, match="got pool=3"):
+        rows.enable(model, pool=3)
     with pytest.raises(vmmkv.LayoutError, match="max_seq_len"):
         rows.enable(model, max_seq_len=0)
     with pytest.raises(vmmkv.ArgumentError, match="idle_seconds"):

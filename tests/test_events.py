@@ -254,6 +254,9 @@ def test_wrong_calls_are_refused_and_change_nothing() -> None:
     span = log.stored(log.root(), 0, range(10))
     for error, call in [
         (vmmkv.LayoutError, lambda: EventLog(0)),
+        (vmmkv.ArgumentError, lambda: EventLog(float("nan"))),
+        (vmmkv.ArgumentError, lambda: EventLog(max_events="9")),
+        (vmmkv.ArgumentError, lambda: EventLog(max_tokens=1.5)),
         (vmmkv.BudgetError, lambda: EventLog(max_events=0)),
         (vmmkv.BudgetError, lambda: EventLog(max_tokens=0)),
         (vmmkv.BudgetError, lambda: log.events(most=0)),

@@ -15,9 +15,11 @@ from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interruption import interrupted
+from transformers import LlamaConfig
 
 import vmmkv
 from vmmkv.errors import BudgetError, DriverError, OutOfPagesError, OutOfRowsError
+from vmmkv.integrations.transformers import VmmCache
 from vmmkv.torch import GrowableTensor, memory_allocated
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
@@ -299,6 +301,21 @@ def test_a_pool_has_no_copies() -> None:
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="FramePool"):
             copied(pool)
+
+
+def test_a_pool_that_a_cache_has_made_for_itself_is_nobody_elses() -> None:
+    """It ends with that cache, and with it would all that lies there."""
+    cache = vmmkv.KVCache(LAYOUT, 2, 100, max_bytes="4MiB", device="cpu")
+    tensor = GrowableTensor((100, 4), torch.float32, max_bytes="4MiB", device="cpu")
+    for pool in (cache.pool, tensor.pool):
+        for lie in (
+            lambda pool=pool: vmmkv.KVCache(LAYOUT, 2, 100, pool=pool),
+            lambda pool=pool: GrowableTensor((100,), pool=pool),
+            lambda pool=pool: VmmCache(LlamaConfig(), 100, pool=pool),
+        ):
+            with pytest.raises(vmmkv.ArgumentError, match="ends with it"):
+                lie()
+        assert len(pool.stats().accounts) == 1
 
 
 @pytest.mark.parametrize("name", ["overread", "lookahead"])

@@ -131,6 +131,10 @@ def test_pools_come_and_go() -> None:
     assert scrape(closed)
     closed.close()
     assert not scrape(closed)
+    cache = vmmkv.KVCache(LAYOUT, 1, 8, max_bytes="16KiB", device="cpu", page_size=4096)
+    assert scrape(cache.pool)
+    cache.close()
+    assert not scrape(cache.pool)
     number = lost.number
     del lost
     gc.collect()

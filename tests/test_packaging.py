@@ -283,6 +283,16 @@ def test_modules_keep_out_of_each_others_private_state() -> None:
     assert set().union(*uses.values()) == PRIVATE  # what is not used any more need not be allowed
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "docs"])
+def test_benchmarks_and_examples_use_what_is_public(folder: str) -> None:
+    ours = set().union(*(definitions(path.read_text()) for path in SOURCES.values()))
+    ours -= PRIVATE | {"_", "_attention", "_replace", "_repr_html_"}  # Python's, Jupyter's, and a part of torch's names
+    for path in (ROOT / folder).rglob("*.py"):
+        code = path.read_text()
+        used = private_uses(code, ours - definitions(code).keys())
+        assert ours.isdisjoint(used), path
+
+
 @pytest.mark.parametrize(
     "code",
     [

@@ -547,6 +547,8 @@ def test_what_is_generated_has_a_priority_of_its_own() -> None:
         (lambda: RetentionConfig((Retention(0, 5), Retention(4, 6))), r"\[0, 5\) and \[4, 6\)"),
         (lambda: RetentionConfig((Retention(7, 8), Retention(3))), r"\[3, end\) and \[7, 8\)"),
         (lambda: RetentionConfig(((0, 5),)), r"got \(0, 5\)"),  # type: ignore[arg-type]
+        (lambda: RetentionConfig(Retention(0, 5)), "a list of"),  # type: ignore[arg-type]
+        (lambda: RetentionConfig(None), "got None.*a list of"),  # type: ignore[arg-type]
         (lambda: RetentionConfig(decode_priority=200), "priority 200"),
         (lambda: RetentionConfig(decode_seconds=-1), "-1 seconds"),
     ],

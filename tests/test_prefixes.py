@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import hashlib
+import resource
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from random import Random
@@ -19,6 +20,7 @@ import torch
 from conftest import small_driver, some
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
+from test_driver import limited
 
 import vmmkv
 
@@ -564,6 +566,29 @@ def test_misuse() -> None:
     with pytest.raises(vmmkv.UnsupportedError, match="zero_tail"):
         make(zero_tail=True).cache.sequence(token_ids=[1])
     world.cache.check()
+
+
+def test_what_the_system_refuses_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory, for pages, on the host, or beside the cache: nothing has changed, and what is known stays so."""
+    cache = vmmkv.KVCache(LAYOUT, 4, 400, max_bytes="1MiB", driver=small_driver("cpu"), host_bytes="1MiB")
+    one, other = (cache.sequence(token_ids=[number] * 20, salt=number) for number in (1, 2))
+    one.commit([1] * 20)
+    before = cache.stats()
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise RuntimeError("no memory")
+
+    with limited(resource.RLIMIT_FSIZE, before.physical_bytes), pytest.raises(vmmkv.OutOfPagesError, match="EFBIG"):
+        cache.sequence(300)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "empty", refuse)
+        with pytest.raises(vmmkv.OutOfHostMemoryError, match="not the host: no memory"):
+            one.suspend()
+        with pytest.raises(vmmkv.DriverOutOfMemoryError, match="circle"):
+            cache.reorder([one, other], [1, 0])
+    assert cache.stats().prefix_pages == before.prefix_pages > 0
+    other.commit([2] * 20)
+    cache.check()
 
 
 # ---------------------------------------------------------------------- what is promised can be had

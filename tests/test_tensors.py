@@ -111,6 +111,18 @@ def test_views_are_the_cache_not_copies(make_cache) -> None:
     assert view.data_ptr() == sequence.k(1).data_ptr() == cache.kv(1)[0][sequence.row].data_ptr()
 
 
+def test_layers_that_there_are_not_are_refused_by_number(make_cache) -> None:
+    cache, scaled = make_cache(), make_cache(layout=vmmkv.KVLayout(3, 2, 64, torch.int8, scales="token_head"))
+    sequence = cache.sequence(5)
+    for ask in (cache.kv, sequence.k, sequence.v, scaled.scaled_kv):
+        for layer in (3, -4, 2**70):
+            with pytest.raises(vmmkv.OutOfRangeError, match=r"layer .*; layers are 0 to 2"):
+                ask(layer)
+        assert ask(-1)[0].data_ptr() == ask(2)[0].data_ptr()
+    with pytest.raises(vmmkv.OutOfRangeError, match="range 1; ranges are 0 to 0"):
+        cache.range(1)
+
+
 def test_dlpack_gives_the_same_memory(make_cache) -> None:
     view = make_cache().sequence(5).v(2)
     again = torch.from_dlpack(view)

@@ -23,7 +23,7 @@ from simulated_device import SimulatedDevice
 
 import vmmkv
 from vmmkv.memory.driver import open_driver
-from vmmkv.reuse.transfer import Head, Peer, geometry_of
+from vmmkv.reuse.transfer import FIRST, MARK, Head, Peer, geometry_of
 
 SENDER, RECEIVER = 0, 1
 
@@ -583,13 +583,29 @@ def test_a_process_that_disappears(who: int, when: str) -> None:
     together(vanish, who, when)
 
 
+NO_LETTERS = [
+    length.to_bytes(8, "little") + text
+    for length, text in [(8, b"nonsense"), (9, b"{}\n1\n()\n"), (10, b"{}\n1 2\n(\n"), (3, b"\xff\n\n"), (1 << 62, b"")]
+]
+"""They begin as letters do, and end otherwise."""
+
+
 def talk_of_something_else(rank: int) -> None:
     cache = make(LAYOUT)
-    if rank == SENDER:
-        dist.send(torch.arange(1024, dtype=torch.float32), RECEIVER)
-        return
-    with pytest.raises(vmmkv.TransferError, match="something else"):
-        cache.receive(SENDER)
+    letters = [bytes(range(256)) * (FIRST // 256), *((MARK + letter).ljust(FIRST) for letter in NO_LETTERS)]
+    for letter in letters:
+        if rank == SENDER:
+            dist.send(torch.frombuffer(bytearray(letter), dtype=torch.uint8), RECEIVER)
+        else:
+            with pytest.raises(vmmkv.TransferError, match=r"something else|nothing could be"):
+                cache.receive(SENDER)
+    for letter in letters:  # as an answer
+        if rank == SENDER:
+            with pytest.raises(vmmkv.TransferError, match=r"something else|nothing could be"):
+                cache.sequence(3).send(RECEIVER)
+        else:
+            dist.recv(torch.empty(FIRST, dtype=torch.uint8), SENDER)
+            dist.send(torch.frombuffer(bytearray(letter), dtype=torch.uint8), SENDER)
     assert cache.stats().rows["live"] == 0
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Collection, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +74,21 @@ def check_hashable(**arguments: object) -> None:
             hash(value)
         except TypeError:
             raise ArgumentError(f"got {name}={value!r}, which is unhashable; give text, say, or a number") from None
+
+
+Item = TypeVar("Item")
+
+
+def one_of(items: list[Item], number: int, kind: str) -> Item:
+    """Returns one of a cache's layers, or of its ranges; from the last one, as of a list, where the number is negative.
+
+    Raises:
+        TypeError, OutOfRangeError: there is none of this number.
+    """
+    try:
+        return items[number]
+    except IndexError:
+        raise OutOfRangeError(f"asked for {kind} {shown(number)}; {kind}s are 0 to {len(items) - 1}") from None
 
 
 def row_number(row: int, max_sequences: int) -> int:

@@ -21,6 +21,7 @@ from .arguments import (
     indices_of,
     lookahead_tokens,
     not_negative,
+    one_of,
     row_number,
     whole_numbers,
 )
@@ -77,7 +78,9 @@ class KVCache(Owner):
         max_seq_len: tokens of a row. Both take virtual addresses only, 100 TiB in all.
         max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` (the
             default) or `0.8`. Memory is taken when tokens come, not before.
-        max_tokens: the budget in tokens, instead of `max_bytes`: as many always fit, however they are spread.
+        max_tokens: the budget in tokens, instead of `max_bytes`: as many always fit, however they are spread. (Not
+            counted are a page of each range that a sequence begins within after `release_before`, and what one keeps
+            with `zero_tail` when it is truncated.)
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page; None is 2 MiB.
         scrub: zero pages before another sequence can read them; one memset per extension onto pages.
@@ -457,7 +460,7 @@ class KVCache(Owner):
 
         Raises:
             OutOfPagesError: there is no memory for what longer sequences need, or for pages that were shared.
-            torch.OutOfMemoryError: nor for up to 32 MiB beside the cache, which sequences in a circle take.
+            DriverOutOfMemoryError: nor for up to 32 MiB beside the cache, which sequences in a circle take.
             StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. Nothing has changed in these cases.
             DriverError: a call failed: before anything changed, or else the sequences that were to change are at their
                 end, and all others as before.
@@ -619,6 +622,7 @@ class KVCache(Owner):
             strided, zero-copy, at addresses that never change.
 
         Raises:
+            OutOfRangeError: there is no such layer.
             UnsupportedError: the layout has scales, without which these would be other numbers: see `scaled_kv`.
         """
         self.check_usable()
@@ -627,7 +631,7 @@ class KVCache(Owner):
                 f"asked for K and V of a layout with scales={self.layout.scales!r} without their scales; scaled_kv() "
                 "gives both, and kernels that take both read and write them"
             )
-        return self._views[layer]
+        return one_of(self._views, layer, "layer")
 
     def scaled_kv(self, layer: int) -> ScaledKV:
         """K and V of one layer over all rows, as `kv`, and their scales: of a layout that has scales.
@@ -639,6 +643,7 @@ class KVCache(Owner):
             K and V as `kv` would, and the scales of each, fp32 `[max_sequences, max_seq_len, num_kv_heads]`.
 
         Raises:
+            OutOfRangeError: there is no such layer.
             UnsupportedError: the layout has no scales.
         """
         self.check_usable()
@@ -646,16 +651,19 @@ class KVCache(Owner):
             raise UnsupportedError(
                 "asked for the scales of a layout that has none; make it with KVLayout(scales='token_head')"
             )
-        return ScaledKV(*self._views[layer], *self._scales[layer])
+        return ScaledKV(*one_of(self._views, layer, "layer"), *self._scales[layer])
 
     def range(self, index: int) -> torch.Tensor:
         """A range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.
 
         For compilers, which take one tensor that is written in place better than many that share its memory. Not to be
         printed either.
+
+        Raises:
+            OutOfRangeError: there is no such range.
         """
         self.check_usable()
-        return self._ranges[index]
+        return one_of(self._ranges, index, "range")
 
     @operation
     def trim(self) -> int:

@@ -252,7 +252,7 @@ class Sequence:
 
         Raises:
             ArgumentError: the cache was made without `host_bytes`.
-            OutOfHostMemoryError: they are too small.
+            OutOfHostMemoryError: they are too small, or the host has less.
             SuspendedError: it is suspended already.
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
             UseAfterFreeError: the sequence or its cache is gone.

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Hashable, Iterator
 from itertools import islice
 from numbers import Real
+from operator import index
 from typing import Any, SupportsIndex, TypeGuard
 
 import numpy as np
@@ -50,9 +51,12 @@ class EventLog:
             max_tokens: the most token ids that they hold, 8 bytes each.
 
         Raises:
+            ArgumentError: one of them is no whole number.
             LayoutError: `block_size` is not positive.
             BudgetError: a bound is not positive.
         """
+        block_size, max_events = _whole("block_size", block_size), _whole("max_events", max_events)
+        max_tokens = _whole("max_tokens", max_tokens)
         if block_size < 1:
             raise LayoutError(f"blocks of {block_size} tokens; they need at least one")
         if max_events < 1 or max_tokens < 1:
@@ -324,6 +328,13 @@ class EventLog:
             event = Dropped(time.time(), missed) if missed else make()
             if event:
                 yield event
+
+
+def _whole(name: str, value: object) -> int:
+    """A whole number. Raises `ArgumentError` where it is none."""
+    if not isinstance(value, SupportsIndex):
+        raise ArgumentError(f"got {name}={value!r}; it must be a whole number")
+    return index(value)
 
 
 def check_ids(ids: NDArray[Any]) -> None:

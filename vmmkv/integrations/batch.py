@@ -233,7 +233,7 @@ class Batch:
             share: whether they may share pages: then what is written before `end` is to be unshared.
 
         Raises:
-            OutOfRowsError, OutOfPagesError, torch.OutOfMemoryError: there is no room; nothing has changed.
+            OutOfRowsError, OutOfPagesError, DriverOutOfMemoryError: there is no room; nothing has changed.
             DriverError: as in `KVCache.reorder`. After a failure in the middle no row that was there before, and was to
                 change, holds tokens any more.
         """

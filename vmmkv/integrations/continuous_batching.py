@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import ArgumentError
 from ..memory.budget import parse_bytes
+from ..memory.owner import check_given
 from ..memory.pool import FramePool
 from ..model_config import kv_dtype_from_name
 from .attention import can_attend
@@ -55,7 +56,8 @@ def enable(
     Raises:
         UnsupportedError: continuous batching of this version of transformers is not known here, or the model cannot
             run on rows.
-        ArgumentError: there is no `max_seq_len`, or one that is no number, or a limit beside a pool.
+        ArgumentError: there is no `max_seq_len`, or one that is no number, or a limit beside a pool; or the pool is
+            none, or a cache's own.
         BudgetError, LayoutError: a number that cannot be.
         DtypeError: there is no such kv_dtype, or the model's K and V cannot be kept so.
     """
@@ -70,8 +72,12 @@ def enable(
         raise not_for_rows(model, "an attention of its own, or does more with masks, K or V than to hand them to it")
     if (getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1) > 1:
         raise not_for_rows(model, "layers in several processes; tensor parallelism splits heads")
-    if pool is not None and max_bytes is not None:
-        raise ArgumentError(f"got max_bytes={max_bytes!r} beside a pool, which has a limit; give it to the FramePool")
+    if pool is not None:
+        check_given(pool)
+        if max_bytes is not None:
+            raise ArgumentError(
+                f"got max_bytes={max_bytes!r} beside a pool, which has a limit; give it to the FramePool"
+            )
     if max_bytes is not None:
         parse_bytes(max_bytes, free=0)
     if not idle_seconds >= 0:

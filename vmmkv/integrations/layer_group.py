@@ -342,7 +342,7 @@ class LayerGroup:
         as many sequences; each says by asking that the rest of it is about to follow. `add_rows` comes before.
 
         Raises:
-            OutOfPagesError, torch.OutOfMemoryError, DriverError: as in `Batch.reorder`.
+            OutOfPagesError, DriverError: as in `Batch.reorder`.
         """
         held = [extent for extent in self._extents if extent.rows]
         if self._are_alike():

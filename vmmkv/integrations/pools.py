@@ -12,6 +12,7 @@ import torch
 
 from ..errors import ArgumentError, DeviceError
 from ..memory.budget import parse_bytes
+from ..memory.owner import check_given
 from ..memory.pool import FramePool
 from .batch import check_size
 
@@ -25,14 +26,14 @@ class Pools:
         given: the one to use instead, which others may use as well.
 
     Raises:
-        ArgumentError: what must be a number, or a pool, is none; or there is a limit, or a page, beside a pool.
+        ArgumentError: what must be a number, or a pool, is none, or the pool is another cache's own; or there is a
+            limit, or a page, beside a pool.
         LayoutError, BudgetError: it is a number that cannot be, on any device.
     """
 
     def __init__(self, max_bytes: float | str | None, page_size: int | None, given: FramePool | None) -> None:
         if given is not None:
-            if not isinstance(given, FramePool):
-                raise ArgumentError(f"got pool={given!r}; it must be a vmmkv.FramePool")
+            check_given(given)
             if (max_bytes, page_size) != (None, None):
                 raise ArgumentError(
                     f"got max_bytes={max_bytes!r} and page_size={page_size!r} beside a pool, which has its own; give "

@@ -239,8 +239,10 @@ def _attempt(
 
 
 def _was_interrupted(error: BaseException, outside: BaseException | None) -> bool:
-    """Whether an error came while another was handled that is none of our own; `outside` was there before."""
+    """Whether an error came while another was handled that is none of our own, nor one that it says in our words
+    (`raise ... from`); `outside` was there before."""
     context = error.__context__
-    return (
-        context is not outside and context is not None and (not is_own(context) or _was_interrupted(context, outside))
-    )
+    if context is None or context is outside:
+        return False
+    is_said = error.__suppress_context__ and isinstance(context, Exception)
+    return not (is_said or is_own(context)) or _was_interrupted(context, outside)

@@ -65,8 +65,7 @@ class Owner(ABC):
                 before, monitor.is_dirty = monitor.is_dirty, True  # who is interrupted leaves the rest to others
                 self._give_back()
                 if self._owns_pool:
-                    self.pool.frames.close()
-                    self.pool.mapper = None
+                    self.pool.end()
                 monitor.is_dirty = before
                 self._is_open = False
 
@@ -121,11 +120,21 @@ def _forget_owners() -> None:
 os.register_at_fork(after_in_child=_forget_owners)
 
 
+def check_given(pool: object) -> None:
+    """Raises `ArgumentError` where a pool that somebody was given is none, or is another's own."""
+    if not isinstance(pool, FramePool):
+        raise ArgumentError(f"got pool={pool!r}; it must be a vmmkv.FramePool")
+    if not pool.is_shared:
+        raise ArgumentError(
+            f"got pool={pool!r}, which a cache, or a growable tensor, has made for itself, and which ends with it; "
+            "make a vmmkv.FramePool, and give it to both"
+        )
+
+
 def check_pool_alone(pool: object, **others: object) -> None:
     """Raises what is wrong with a pool that somebody was given, and with what else it was given, which a pool has."""
     if pool is None:
         return
-    if not isinstance(pool, FramePool):
-        raise ArgumentError(f"got pool={pool!r}; it must be a vmmkv.FramePool")
+    check_given(pool)
     if any(other is not None for other in others.values()):
         raise ValueError(f"give a pool, or {', '.join(others)}; a pool has its own")

@@ -170,6 +170,8 @@ class FramePool:
     def set_limit(self, max_bytes: float | str) -> None:
         """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
 
+        `max_bytes` is as it was when the pool was made; shares are of what is free now beside what the pool has.
+
         Raises:
             BudgetError: it is no size, or larger than the device, or less than what is guaranteed.
             OutOfPagesError: tokens take more.
@@ -342,12 +344,12 @@ class FramePool:
             raise self._unusable(_REASONS[self._unusable])
 
     def close(self) -> None:
-        """Gives all memory back now. Close what lies on the pool first.
+        """Gives all memory back now. Close what lies on the pool first. In a forked child it does nothing.
 
         Raises:
             BudgetError: something still lies on the pool.
         """
-        if self._unusable is UseAfterFreeError:
+        if self._unusable in (UseAfterFreeError, ForkError):
             return
         monitor = self.monitor
         monitor.check_outside("close")
@@ -362,8 +364,13 @@ class FramePool:
                     f"{len(self.accounts)} caches, growable tensors or memory pools (with what torch has made there) "
                     f"lie on this pool; close them first{report}"
                 )
-            self._unusable = UseAfterFreeError
-            self.frames.close()
+            self.end()
+
+    def end(self) -> None:
+        """Gives all memory back, whoever lies on it. Nobody can use the pool any more."""
+        self._unusable = UseAfterFreeError
+        self.mapper = None
+        self.frames.close()
 
     def _held(self) -> Iterator[str]:
         """Who has what, for a leak report."""

@@ -64,7 +64,7 @@ class HostTier:
         """Moves a live row's tokens to the host.
 
         Raises:
-            OutOfHostMemoryError: the tier has no room for them.
+            OutOfHostMemoryError: the tier, or the host, has no room for them.
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in both cases.
         """
         table, driver = self._table, self._rows.pool.driver
@@ -78,7 +78,12 @@ class HostTier:
             )
         table.fence_after(driver, [row]).order(driver.current_stream())
         pinned = driver.device.type == "cuda"
-        states = [torch.empty(len(each), dtype=each.dtype, pin_memory=pinned) for each in sources]
+        try:
+            states = [torch.empty(len(each), dtype=each.dtype, pin_memory=pinned) for each in sources]
+        except (MemoryError, RuntimeError) as error:  # torch raises either
+            raise OutOfHostMemoryError(
+                f"asked to suspend a sequence of {nbytes} bytes, which the tier has room for, but not the host: {error}"
+            ) from error
         for state, source in zip(states, sources):
             state.copy_(source, non_blocking=True)
         start, length = table.extents[row].tolist()

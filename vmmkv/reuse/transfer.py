@@ -142,10 +142,12 @@ class Peer:
             TransferError: the other process is gone, or has said something else.
         """
         self._post(head.packed())
-        first, reason, why = self._fetch().decode().split("\n", 2)
+        with self._understood():
+            token, reason, why = self._fetch().decode().split("\n", 2)
+            first = int(token)
         if reason:
             raise TransferRefusedError(f"rank {self.rank} refused {head.length} tokens: {reason}: {why}", reason)
-        return int(first)
+        return first
 
     def listen(self) -> Head:
         """What the other process has to tell of a sequence; `accept` follows, or an error within `told`.
@@ -153,7 +155,8 @@ class Peer:
         Raises:
             TransferError: it is gone, or has said something else.
         """
-        return Head.unpacked(self._fetch())
+        with self._understood():
+            return Head.unpacked(self._fetch())
 
     def accept(self, first: int) -> None:
         """Asks for all tokens from the first one that is wanted.
@@ -204,13 +207,24 @@ class Peer:
         """The bytes that the other process posts; the host waits for them."""
         first = self._arrived(FIRST)
         if not first.startswith(MARK):
-            raise TransferError(f"rank {self.rank} has sent something else than a sequence of this version of vmmkv")
+            raise ValueError(f"a letter begins with {MARK!r}")
         length = int.from_bytes(first[len(MARK) : BEGIN], "little")
         rest = length - (FIRST - BEGIN)
         return first[BEGIN : BEGIN + length] + (self._arrived(rest) if rest > 0 else b"")
 
+    @contextmanager
+    def _understood(self) -> Iterator[None]:
+        """Says that a letter is none of ours, where it cannot be read."""
+        try:
+            yield
+        except (ValueError, SyntaxError) as error:
+            raise TransferError(
+                f"rank {self.rank} has sent something else than a sequence of this version of vmmkv"
+            ) from error
+
     def _arrived(self, nbytes: int) -> bytes:
-        message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        with self._explained("received from"):  # also where nobody has room for what is said to come
+            message = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self._receive(message)
         return message.cpu().numpy().tobytes()
 

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..errors import UnsupportedError, VmmkvError
+from ..errors import DriverOutOfMemoryError, UnsupportedError, VmmkvError
 from ..memory.fence import Fence, wait_for_device
 from ..memory.frames import LARGE
 from ..memory.monitor import at_once
@@ -76,7 +76,7 @@ class Reordering:
             shrink: writes down what rows keep.
 
         Raises:
-            OutOfPagesError, UnsupportedError, StreamCaptureError: all rows hold what they did.
+            OutOfPagesError, DriverOutOfMemoryError, UnsupportedError, StreamCaptureError: all rows hold what they did.
             DriverError: either that, or the rows that were to change are nobody's any more.
         """
         sources = {row: source for row, source in sources.items() if row != source}
@@ -281,10 +281,14 @@ class Reordering:
         self._books.refresh(row)
 
     def _scratch(self, turns: list[list[Move]]) -> torch.Tensor:
-        """Memory for what turns keep aside."""
+        """Memory for what turns keep aside. Raises `DriverOutOfMemoryError` where there is none."""
         sizes = [end - begin for turn in turns for _, begin, end in self._parts(turn[-1])]
         nbytes = min(max([0, *sizes]), LARGE * self._books.page_size)
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
+        except (MemoryError, RuntimeError) as error:  # torch raises either
+            detail = f"{nbytes} bytes beside the cache, to reorder sequences in a circle"
+            raise DriverOutOfMemoryError("torch.empty", type(error).__name__, detail) from error
 
     def _take_turns(self, turn: list[Move], scratch: torch.Tensor, shrink: Shrink) -> None:
         """Makes rows hold each what the next one holds, and the last what the first one does."""

@@ -131,9 +131,11 @@ class CudaDriver:
         check("cuDeviceGet", status)
         status, self._context = cu.cuDevicePrimaryCtxRetain(ordinal)  # for ever, like torch
         check("cuDevicePrimaryCtxRetain", status)
-        self.features, self._property, self.granularity = self._probe(ordinal)
+        self.features, self.allocation, self.granularity = self._probe(ordinal)
+        """What pages can do, what `cuMemCreate` is asked for, and bytes of the smallest page."""
         self.page_size = check_page_size(page_size, self.granularity)
-        self._access = {writable: [self._access_description(writable)] for writable in (False, True)}
+        self.access = {writable: [self._access_description(writable)] for writable in (False, True)}
+        """What `cuMemSetAccess` is asked for, by whether pages may be written."""
 
     def _allocation_property(self, exportable: bool, rdma: bool) -> Any:
         """What `cuMemCreate` is asked for."""
@@ -151,7 +153,7 @@ class CudaDriver:
         """What `cuMemSetAccess` is asked for."""
         flags = cu.CUmemAccess_flags
         access = cu.CUmemAccessDesc()
-        access.location = self._property.location
+        access.location = self.allocation.location
         access.flags = flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE if writable else flags.CU_MEM_ACCESS_FLAGS_PROT_READ
         return access
 
@@ -193,8 +195,8 @@ class CudaDriver:
         addresses = {
             name: ctypes.cast(getattr(libcuda, symbol), ctypes.c_void_p).value or 0 for name, symbol in C_NAMES.items()
         }
-        access, read_access = (self._access[writable][0].getPtr() for writable in (True, False))
-        arguments = {"property": self._property.getPtr(), "access": access, "read_access": read_access}
+        access, read_access = (self.access[writable][0].getPtr() for writable in (True, False))
+        arguments = {"property": self.allocation.getPtr(), "access": access, "read_access": read_access}
         return addresses | arguments | {"context": int(self._context)}
 
     def error(self, name: str, status: int) -> DriverError:
@@ -223,7 +225,7 @@ class CudaDriver:
 
     def create(self, pages: int = 1) -> Handle:
         check_process(self._process)
-        status, handle = cu.cuMemCreate(self.page_size * pages, self._property, 0)
+        status, handle = cu.cuMemCreate(self.page_size * pages, self.allocation, 0)
         if status:
             check("cuMemCreate", status, f"{self.page_size * pages} bytes on {self.device}")
         return Handle(int(handle))
@@ -239,7 +241,7 @@ class CudaDriver:
             check("cuMemMap", status)
 
     def set_access(self, address: int, nbytes: int, writable: bool = True) -> None:
-        (status,) = cu.cuMemSetAccess(address, nbytes, self._access[writable], 1)
+        (status,) = cu.cuMemSetAccess(address, nbytes, self.access[writable], 1)
         if status:
             check("cuMemSetAccess", status)
 
