@@ -29,6 +29,8 @@ from .change import Change
 
 CHUNK = 16
 """Frames of one change: about half a millisecond of the driver's time, which who grows meanwhile may have to wait."""
+MADE = 4 * CHUNK
+"""Frames that are made at once, which takes about as long."""
 PATIENCE = 0.002
 """Seconds between two looks at what the device is at."""
 DELAY = 0.001
@@ -54,7 +56,7 @@ class Grower(Protocol):
         """Tokens that are to be mapped behind each sequence."""
 
     def plan_ahead(self, change: Change, frames: int) -> Lack:
-        """Plans to map up to so many frames, of those that are free; returns what lacks of them."""
+        """Plans to map up to so many frames, of those that are free; returns what lacks of them, up to `MADE`."""
 
     def plan_release(self, change: Change, pages: int) -> int:
         """Plans to unmap so many pages, of rows that nobody has, or behind others what these neither expect to need nor
@@ -282,7 +284,7 @@ def _plan_frames(pool: FramePool, lack: Lack) -> tuple[list[int], int]:
         (lack.large, wanted // LARGE if frames.has_large else 0, len(frames.free_large), LARGE),
         (lack.single, min(wanted, 2 * CHUNK), len(frames.free), 1),
     ):
-        count = min(missing + most - free, room // pages, CHUNK)
+        count = min(missing + most - free, room // pages, MADE)
         if count > 0 and free < missing + -(-most // 2):
             return frames.plan(count, pages), pages
     return [], 1
