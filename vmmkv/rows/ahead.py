@@ -66,6 +66,8 @@ class Ahead:
             if large + single:
                 self._plan(change, arena, row, large, single)
             firm -= pages
+            if change.frames and lack_large + lack_single and not self._pool.frames.free_pages:
+                break  # nothing is made before the next look
         return Lack(0, 0) if self._scrubbing.is_busy else Lack(lack_large, lack_single)  # some are about to be free
 
     def _needs(self) -> Iterator[tuple[Arena, int, int, int]]:
