@@ -29,8 +29,8 @@ from .change import Change
 
 CHUNK = 16
 """Frames of one change: about half a millisecond of the driver's time, which who grows meanwhile may have to wait."""
-MADE = 4 * CHUNK
-"""Frames that are made at once, which takes about as long."""
+MADE = 2 * CHUNK
+"""Frames of a size that are made at once, which takes no longer."""
 PATIENCE = 0.002
 """Seconds between two looks at what the device is at."""
 DELAY = 0.001
