@@ -30,8 +30,8 @@ from .change import Change
 CHUNK = 16
 """Frames of one change: about half a millisecond of the driver's time, which who grows meanwhile may have to wait."""
 MADE, RELEASED = 4 * CHUNK, 2 * CHUNK
-"""Frames of a size that are made at once, and pages that are unmapped: about as long, at 9 and 20 µs a frame where to map
-one takes 30 (H200)."""
+"""Frames of a size that are made at once, and pages that are unmapped: that takes about as long, as to make a frame, or
+to unmap one, costs less than to map it."""
 PATIENCE = 0.002
 """Seconds between two looks at what the device is at."""
 DELAY = 0.001
@@ -50,8 +50,7 @@ class Lack(NamedTuple):
 
 
 Making = tuple[int, int]
-"""Frames of a size that are made at once, and pages that are unmapped: that takes about as long, for to make a frame, or
-to unmap one, costs less than to map it."""
+"""So many frames to be made, and the pages of each."""
 
 
 class Grower(Protocol):
