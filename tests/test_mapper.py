@@ -20,7 +20,7 @@ from interruption import interrupted
 
 import vmmkv
 from vmmkv.errors import DriverError, OutOfPagesError, OutOfRowsError
-from vmmkv.space.mapper import PAUSES, Mapper
+from vmmkv.space.mapper import CHUNK, MADE, PAUSES, Mapper
 
 LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 512 bytes: 8 tokens in a page of 4 KiB
 PAGE_TOKENS = 8
@@ -77,6 +77,26 @@ def test_what_is_expected_is_mapped_ahead() -> None:
     changes = driver.changes
     sequence.extend(80)
     assert driver.changes == changes
+
+
+def test_prompts_that_are_announced_together_take_few_changes() -> None:
+    """Of an empty pool, in which frames of both sizes have to be made first: who serves shares the interpreter."""
+    driver = FaultyDriver(small_driver("cpu"))
+    expected = [random.randint(1, 60 * PAGE_TOKENS) for _ in range(20)]
+    cache = vmmkv.KVCache(
+        LAYOUT, 20, 64 * PAGE_TOKENS, max_bytes=2000 * driver.page_size, driver=driver, lookahead=LOOKAHEAD
+    )
+    mapper = cache.pool.mapper
+    assert isinstance(mapper, Mapper)
+    mapper.ring = lambda: None  # type: ignore[method-assign]
+    sequences = [cache.sequence(expected_tokens=tokens) for tokens in expected]
+    changes = 1
+    while mapper.work():
+        changes += 1
+    assert all(sequence.capacity >= tokens for sequence, tokens in zip(sequences, expected))
+    frames = mapper.meter.count("map")
+    assert frames < cache.stats().pages["surplus"]  # some are large
+    assert changes <= frames / CHUNK + 2 * frames / MADE + 5
 
 
 def test_a_lookahead_is_no_reason_to_run_out_of_pages() -> None:

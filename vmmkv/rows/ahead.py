@@ -13,7 +13,7 @@ from itertools import chain
 from ..memory.frames import LARGE
 from ..space.arena import Arena
 from ..space.change import Change
-from ..space.mapper import CHUNK, Lack
+from ..space.mapper import CHUNK, MADE, Lack
 from . import policy
 from .books import Books
 from .keeping import Keeping
@@ -44,7 +44,7 @@ class Ahead:
         return self._books.rules.lookahead
 
     def plan_ahead(self, change: Change, frames: int) -> Lack:
-        """Plans to map up to so many frames ahead, of those that are free; returns what lacks of them."""
+        """Plans to map up to so many frames ahead, of those that are free; returns what lacks of them, up to `MADE`."""
         self._books.catch_up()
         self._scrubbing.wishes.clear()
         lack_large = lack_single = 0
@@ -52,20 +52,22 @@ class Ahead:
         firm -= change.pages  # which are another's: they are in no books yet
         spare = sum(self._table.spare.size(row) - self._lookahead_pages for row in self._spare_rows())
         for arena, row, begin, end in self._needs():
-            room = frames - change.frames - lack_large - lack_single - self._scrubbing.wished
-            if room <= 0 or firm + spare <= 0:
+            room, short = frames - change.frames - self._scrubbing.wished, MADE - lack_large - lack_single
+            if min(room, short, firm + spare) <= 0:
                 break
             pages = max(min(end - begin, firm), 0)
             behind = min(end - begin - pages, max(spare, 0))  # firm pages: what goes of them is headroom
-            lack_single, spare = lack_single + min(behind, room), spare - behind
+            lack_single, spare = lack_single + min(behind, short), spare - behind
             wanted = policy.large_frames(pages, self._table.start[row]) if self._books.rules.large else 0
             large, single = self._available(pages, wanted, room)
-            lack_large += min(wanted, room) - large
+            lack_large += min(wanted - large, short)
             if large == wanted:
-                lack_single += min(pages - large * LARGE, room - large) - single
+                lack_single += min(pages - large * LARGE - single, short)
             if large + single:
                 self._plan(change, arena, row, large, single)
             firm -= pages
+            if change.frames and lack_large + lack_single and not self._pool.frames.free_pages:
+                break  # nothing is made before the next look
         return Lack(0, 0) if self._scrubbing.is_busy else Lack(lack_large, lack_single)  # some are about to be free
 
     def _needs(self) -> Iterator[tuple[Arena, int, int, int]]:

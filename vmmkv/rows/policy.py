@@ -107,6 +107,9 @@ def growing(table: RowTable, ahead: int, max_seq_len: int) -> tuple[npt.NDArray[
     """Live rows that may soon need pages, and the tokens that there is to be room for; the neediest first. A row that
     has half of its lookahead left is let alone, so that several pages come at once.
 
+    What a row expects comes whole, in the order in which rows said so; only those who have next to nothing left, of a
+    lookahead, come before. Otherwise every prompt would get its beginning before the first one got its end.
+
     Args:
         ahead: tokens that are to be mapped behind each row's length.
     """
@@ -117,5 +120,7 @@ def growing(table: RowTable, ahead: int, max_seq_len: int) -> tuple[npt.NDArray[
         table.needy = dict.fromkeys(rows[is_awake].tolist())
     tokens = wanted(table, rows, ahead, max_seq_len)
     needy = np.flatnonzero(is_awake & (tokens > capacities))
-    needy = needy[np.argsort((capacities - lengths)[needy], kind="stable")]
+    left = capacities - lengths
+    left = np.where(expected > capacities, np.minimum(left, ahead // 4), left)
+    needy = needy[np.argsort(left[needy], kind="stable")]
     return rows[needy], tokens[needy]

@@ -29,6 +29,9 @@ from .change import Change
 
 CHUNK = 16
 """Frames of one change: about half a millisecond of the driver's time, which who grows meanwhile may have to wait."""
+MADE, RELEASED = 4 * CHUNK, 2 * CHUNK
+"""Frames of a size that are made at once, and pages that are unmapped: that takes about as long, as to make a frame, or
+to unmap one, costs less than to map it."""
 PATIENCE = 0.002
 """Seconds between two looks at what the device is at."""
 DELAY = 0.001
@@ -46,6 +49,10 @@ class Lack(NamedTuple):
     single: int
 
 
+Making = tuple[int, int]
+"""So many frames to be made, and the pages of each."""
+
+
 class Grower(Protocol):
     """What knows what a holder will need: its attribute `ahead`, where it has one."""
 
@@ -54,7 +61,7 @@ class Grower(Protocol):
         """Tokens that are to be mapped behind each sequence."""
 
     def plan_ahead(self, change: Change, frames: int) -> Lack:
-        """Plans to map up to so many frames, of those that are free; returns what lacks of them."""
+        """Plans to map up to so many frames, of those that are free; returns what lacks of them, up to `MADE`."""
 
     def plan_release(self, change: Change, pages: int) -> int:
         """Plans to unmap so many pages, of rows that nobody has, or behind others what these neither expect to need nor
@@ -179,8 +186,7 @@ class Mapper:
     def _change(self, pool: FramePool) -> bool:
         """Maps ahead; where there is too little to map, makes frames, or has parked rows give theirs up."""
         change = Change(pool, self._calls)
-        new: list[int] = []
-        pages = 1
+        making: list[Making] = []
         with pool.monitor.lock:
             if pool.monitor.is_dirty or pool.monitor.is_unfinished:
                 return False
@@ -194,12 +200,12 @@ class Mapper:
                         pool.frames.break_up(self._calls)
                         return True
                     if not self._is_full:
-                        new, pages = _plan_frames(pool, lack)
-                    if not new:
+                        making = _frames_to_make(pool, lack)
+                    if not making:
                         _plan_release(pool, holders, change, lack)
             has_freed = pool.frames.free_pages > free
-        if new:
-            self._make(pool, new, pages)
+        if making:
+            self._make(pool, making)
             return True
         if change.is_empty:
             return has_freed or self._move(pool)  # freed: what was kept, and lay on no row
@@ -211,15 +217,14 @@ class Mapper:
         """Makes a change of a mover's; returns whether there was any."""
         self._is_waiting = False
         for mover in movers(pool):
-            change, new = Change(pool, self._calls), []
+            change, lacks = Change(pool, self._calls), False
             with pool.monitor.lock:
                 if pool.monitor.is_dirty:
                     return False
                 with pool.monitor.working(), self._noted():
-                    if mover.plan(change) and not self._is_full:
-                        new = pool.frames.plan(1, LARGE)
-            if new:
-                self._make(pool, new, LARGE)
+                    lacks = mover.plan(change)
+            if lacks and not self._is_full:
+                self._make(pool, [(1, LARGE)])
                 return True
             if not change.is_empty:
                 self._run(pool, change, mover=mover)
@@ -235,19 +240,26 @@ class Mapper:
         except VmmkvError as error:
             self.error = str(error)
 
-    def _make(self, pool: FramePool, new: list[int], pages: int) -> None:
-        """Makes planned frames."""
-        with pool.ranges.frames:
-            outcome = self._calls.create(pool.frames.handles, new, pages)
-        with pool.monitor.lock:
-            if pool.monitor.is_dirty:  # somebody was interrupted meanwhile: the next operation works out what there is
+    def _make(self, pool: FramePool, making: list[Making]) -> None:
+        """Makes frames."""
+        for count, pages in making:
+            with pool.monitor.lock:
+                if pool.monitor.is_dirty:  # somebody was interrupted: the next operation works out what there is
+                    return
+                with pool.monitor.working():
+                    new = pool.frames.plan(count, pages)
+            with pool.ranges.frames:
+                outcome = self._calls.create(pool.frames.handles, new, pages)
+            with pool.monitor.lock:
+                if pool.monitor.is_dirty:
+                    return
+                with pool.monitor.working():
+                    pool.frames.commit(new, outcome.done, pages)
+            try:
+                outcome.check()
+            except DriverOutOfMemoryError as error:  # what parked rows have may still be had
+                self._is_full, self.error = True, str(error)
                 return
-            with pool.monitor.working():
-                pool.frames.commit(new, outcome.done, pages)
-        try:
-            outcome.check()
-        except DriverOutOfMemoryError as error:  # what parked rows have may still be had
-            self._is_full, self.error = True, str(error)
 
     def _run(self, pool: FramePool, change: Change, holders: Sequence[Grower] = (), mover: Mover | None = None) -> None:
         """Runs a change that was planned for holders, or for a mover."""
@@ -274,18 +286,19 @@ def _must_break_up(pool: FramePool, lack: Lack) -> bool:
     return lack.single > 0 and not lack.large and bool(frames.free_large) and pool.accounts.room <= 0
 
 
-def _plan_frames(pool: FramePool, lack: Lack) -> tuple[list[int], int]:
-    """Frames to be made now, and of how many pages: those that lack, and the stock, where half of it is gone."""
+def _frames_to_make(pool: FramePool, lack: Lack) -> list[Making]:
+    """Those that lack, and the stock, where half of it is gone."""
     frames, wanted = pool.frames, stock(pool)
-    room = pool.accounts.room
+    room, making = pool.accounts.room, list[Making]()
     for missing, most, free, pages in (
         (lack.large, wanted // LARGE if frames.has_large else 0, len(frames.free_large), LARGE),
         (lack.single, min(wanted, 2 * CHUNK), len(frames.free), 1),
     ):
-        count = min(missing + most - free, room // pages, CHUNK)
+        count = min(missing + most - free, room // pages, MADE)
         if count > 0 and free < missing + -(-most // 2):
-            return frames.plan(count, pages), pages
-    return [], 1
+            making.append((count, pages))
+            room -= count * pages
+    return making
 
 
 def stock(pool: FramePool) -> int:
@@ -296,7 +309,7 @@ def stock(pool: FramePool) -> int:
 def _plan_release(pool: FramePool, holders: list[Grower], change: Change, lack: Lack) -> None:
     """Plans to have holders unmap what lacks, and the stock."""
     missing = lack.large * LARGE + lack.single + stock(pool) - pool.frames.free_pages
-    missing = min(missing, CHUNK)
+    missing = min(missing, RELEASED)
     for grower in holders:
         if missing > 0:
             missing -= grower.plan_release(change, missing)
