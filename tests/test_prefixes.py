@@ -394,7 +394,7 @@ def test_what_is_in_too_many_pieces_is_found_in_part(whole: bool) -> None:
     world = make(900, rows=7)
     ids: list[int] = []
     for number in range(6):
-        ids = ids + [number] * 24
+        ids = ids + [number] * 8
         world.commit(world.start((ids + [9] * 200)[:192]))
     assert 0 < world.start([*ids, 8], whole=whole).cached_tokens < len(ids)
     world.check()

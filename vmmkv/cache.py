@@ -298,7 +298,8 @@ class KVCache(Owner):
         if self.event_log:
             check_ids(ids)
             check_key(self.event_log, salt, adapter, tenant)
-        return self._sequence_of(ids, salt, adapter, whole, expected_tokens, tenant)
+        asked = ids, salt, adapter, whole, expected_tokens, tenant
+        return self._sequence_of_at_once(*asked) or self._sequence_of(*asked)
 
     def _check_ids(self, ids: Ids, tokens: int, row: int | None) -> int:
         """How many tokens these are, where they can be reused."""
@@ -332,6 +333,14 @@ class KVCache(Owner):
         if self._host_tier is None:
             raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
         return self._host_tier
+
+    @bookkeeping
+    def _sequence_of_at_once(
+        self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
+    ) -> Sequence | None:
+        """A sequence of given tokens, where nothing is mapped for it: then nobody waits for who maps for others."""
+        key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        return self._starting.begin_at_once(self, key, ids, whole, expected)
 
     @operation
     def _sequence_of(
