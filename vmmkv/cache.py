@@ -45,7 +45,7 @@ from .memory.pool import FramePool
 from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids
-from .reuse.prefixes import ids_of
+from .reuse.prefixes import Prefixes, ids_of
 from .reuse.states import states_of
 from .reuse.telling import Key, check_key, check_log
 from .reuse.transfer import Head, Peer
@@ -323,6 +323,29 @@ class KVCache(Owner):
         self._rows.release_abandoned()
         whose = self.pool.tenant_number(tenant)
         return (yield from self._starting.take(self, tokens, expected_tokens, whose, row))
+
+    def shared_pages(
+        self,
+        token_ids: npt.ArrayLike,
+        *,
+        salt: Hashable = None,
+        adapter: Hashable = None,
+        expected_tokens: int = 0,
+        tenant: Hashable = None,
+    ) -> int:
+        """How many pages a sequence of these tokens would have together with live ones if it began now: of
+        `available_pages` it takes so many fewer. Arguments, and errors of what they are, as in `sequence`.
+        """
+        ids = ids_of(token_ids)
+        check_hashable(salt=salt, adapter=adapter, tenant=tenant)
+        check_length(check_tokens(expected_tokens, "expected_tokens"), self.max_seq_len)
+        return self._shared_pages(ids, salt, adapter, expected_tokens, tenant)
+
+    @bookkeeping
+    def _shared_pages(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> int:
+        self._rows.release_collected()
+        keeper, key = self._rows.keeping.keeper, Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        return keeper.shared_pages(key, ids, expected) if isinstance(keeper, Prefixes) else 0
 
     def host_tier(self) -> HostTier:
         """Where its suspended sequences are.

@@ -73,6 +73,17 @@ class Prefixes(Keeper):
         """How many are known."""
         return self.known.tree.pages
 
+    def shared_pages(self, key: Key, ids: Ids, expected: int) -> int:
+        """How many pages that live sequences use a new one of these tokens would have, too."""
+        hit, size = self.finder.find(key, ids, expected), self._books.page_size
+        if hit.row is None:
+            shared = [frame for of in hit.laid for piece in of for frame in piece.frames]
+            pages = self._pool.frames.in_pages(shared)
+        else:
+            places = ((arena, hit.tokens * record // size) for arena, record in self._books.ranges)
+            pages = [page for arena, end in places for page in arena.table.pages_in(hit.row, 0, end).tolist()]
+        return int(np.count_nonzero(self._pool.frames.users[pages]))
+
     # ------------------------------------------------------------------ beginning with what is there
 
     def is_at_hand(self, hit: Hit) -> bool:
