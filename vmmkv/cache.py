@@ -253,8 +253,8 @@ class KVCache(Owner):
             token_ids: instead of `tokens`: what the sequence begins with, `[tokens]` whole numbers. The first
                 `Sequence.cached_tokens` of them hold K and V already, as `Sequence.commit` has made them known: on the
                 row of a sequence that has ended, where one holds all that is known, otherwise shared page by page, and
-                copied where a page holds other tokens as well, or is not full. The last token is never among them: it
-                has to be computed for what comes after it.
+                copied where a page holds other tokens as well, or is not full, or where they are few of many. The last
+                token is never among them: it has to be computed for what comes after it.
             salt: what is known under one salt is never seen under another.
             adapter: of the model, which K and V depend on; as `salt`.
             reuse: False neither begins with what is known nor leaves anything.

@@ -20,8 +20,9 @@ from .node import Ids, Node
 from .tree import Match
 
 COPIED = 8
-"""Of so many pages that a sequence is to have one is copied rather than shared. That takes its memory twice, and spares
-the calls that map it, and those that unmap what a row has and map the rest of its pages anew."""
+"""Of so many pages that a sequence is to have one is copied rather than shared, and a page of each range in any case.
+That takes its memory twice, and spares the calls that map it, and those that unmap what a row has, and map the rest of
+its pages anew."""
 
 
 class Hit(NamedTuple):
