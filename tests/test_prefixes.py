@@ -390,13 +390,29 @@ def test_what_one_range_has_left_is_there_for_the_copy_of_the_next(copies: int |
     world.check()
 
 
+@pytest.mark.parametrize("large_frames", [False, True])
+def test_pages_that_live_sequences_have_too_are_foretold(large_frames: bool) -> None:
+    world = make(900, rows=9, large_frames=large_frames)
+    world.commit(world.start([1] * 150))
+    world.commit(ended := world.start([2] * 150))
+    world.free(ended)
+    page_bytes, (record,) = world.cache.page_size, world.cache.layout.record_bytes
+    for ids in ([1] * 150, [1] * 70 + [3] * 20, [1] * 4 + [4] * 100, [2] * 160, [2] * 90, [5] * 30):
+        before, shared = world.cache.stats().pages["used"], world.cache.shared_pages(ids)
+        world.start(ids)
+        taken = world.cache.stats().pages["used"] - before
+        assert large_frames or taken == -(-len(ids) * record // page_bytes) - shared
+        assert (shared > 0) == (taken * page_bytes < len(ids) * record)
+    world.check()
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_what_is_in_too_many_pieces_is_found_in_part(whole: bool) -> None:
     """Each prompt begins with all before it, copied from parts of their large frames, and parts of its own follow."""
     world = make(900, rows=7)
     ids: list[int] = []
     for number in range(6):
-        ids = ids + [number] * 24
+        ids = ids + [number] * 8
         world.commit(world.start((ids + [9] * 200)[:192]))
     assert 0 < world.start([*ids, 8], whole=whole).cached_tokens < len(ids)
     world.check()

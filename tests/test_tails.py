@@ -221,21 +221,59 @@ def test_where_no_row_is_left_the_least_needed_tail_gives_its_row_up() -> None:
     world.check()
 
 
+class Copying:
+    """A cache whose device copies when it is told to, in which somebody has made 40 tokens known, a page and a tail."""
+
+    def __init__(self) -> None:
+        self.device, self.live = SimulatedDevice(Random()), list[vmmkv.Sequence]()
+        self.cache = vmmkv.KVCache(
+            FEW, 5, 200, max_bytes=100 * self.device.page_size, driver=self.device, large_frames=False
+        )
+        self.holder = self.cache.sequence(token_ids=array([1] * 40))
+        self.holder.commit(array([1] * 40))
+        self.device.finish()
+
+    def forget_row(self) -> None:
+        """Has what is known lie on no row: others have had all of them, and have left their pages there."""
+        self.holder.free()
+        self.cache.free([self.cache.sequence(70) for _ in range(5)])
+        self.device.finish()
+
+    def maps(self, common: int, other: int) -> int:
+        """How many pages are mapped for one that begins with so many of the tokens that are known."""
+        before = self.cache.stats().driver_calls["map"].count
+        self.live.append(self.cache.sequence(token_ids=array([*[1] * common, *[other] * 10])))
+        assert self.live[-1].cached_tokens == common
+        self.cache.check()
+        return self.cache.stats().driver_calls["map"].count - before
+
+    def close(self) -> None:
+        self.device.finish()
+        self.cache.close()
+
+
+def test_nothing_is_mapped_to_copy_from_a_row() -> None:
+    world = Copying()
+    assert [world.maps(20, other) for other in (2, 3, 4)] == [1, 1, 1]  # its own page
+    world.close()
+
+
 def test_what_is_being_copied_need_not_be_mapped_for_another_copy() -> None:
-    device, common = SimulatedDevice(Random()), [1] * 20
-    cache = vmmkv.KVCache(FEW, 6, 200, max_bytes=100 * device.page_size, driver=device, large_frames=False)
-    holder = cache.sequence(token_ids=array([1] * 40))
-    holder.commit(array([1] * 40))
-    device.finish()
-    maps, live = [cache.stats().driver_calls["map"].count], [holder]
+    world = Copying()
+    world.forget_row()
+    assert [world.maps(20, other) for other in (2, 3, 4)] == [1, 0, 0]
+    world.close()
+
+
+def test_what_was_copied_from_no_row_lies_on_one_from_then_on() -> None:
+    world = Copying()
+    world.forget_row()
+    maps = []
     for other in (2, 3, 4):
-        live.append(cache.sequence(token_ids=array([*common, *[other] * 10])))
-        assert live[-1].cached_tokens == len(common)
-        maps.append(cache.stats().driver_calls["map"].count)
-    assert np.diff(maps).tolist() == [2, 1, 1]  # its own page, and what it is copied from
-    cache.check()
-    device.finish()
-    cache.close()
+        maps.append(world.maps(32, other))
+        world.device.finish()
+    assert maps == [1, 0, 0]
+    world.close()
 
 
 def test_rows_that_are_kept_hold_on_to_no_page_behind_their_tokens() -> None:

@@ -46,7 +46,7 @@ from .memory.pool import FramePool
 from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids
-from .reuse.prefixes import ids_of
+from .reuse.prefixes import Prefixes, ids_of
 from .reuse.states import states_of
 from .reuse.telling import Key, check_key, check_log
 from .reuse.transfer import Head, Peer
@@ -256,8 +256,8 @@ class KVCache(Owner):
             token_ids: instead of `tokens`: what the sequence begins with, `[tokens]` whole numbers. The first
                 `Sequence.cached_tokens` of them hold K and V already, as `Sequence.commit` has made them known: on the
                 row of a sequence that has ended, where one holds all that is known, otherwise shared page by page, and
-                copied where a page holds other tokens as well, or is not full. The last token is never among them: it
-                has to be computed for what comes after it.
+                copied where a page holds other tokens as well, or is not full, or where they are few of many. The last
+                token is never among them: it has to be computed for what comes after it.
             salt: what is known under one salt is never seen under another.
             adapter: of the model, which K and V depend on; as `salt`.
             reuse: False neither begins with what is known nor leaves anything.
@@ -301,7 +301,8 @@ class KVCache(Owner):
         if self.event_log:
             check_ids(ids)
             check_key(self.event_log, salt, adapter, tenant)
-        return self._sequence_of(ids, salt, adapter, whole, expected_tokens, tenant)
+        asked = ids, salt, adapter, whole, expected_tokens, tenant
+        return self._sequence_of_at_once(*asked) or self._sequence_of(*asked)
 
     def _check_ids(self, ids: Ids, tokens: int, row: int | None) -> int:
         """How many tokens these are, where they can be reused."""
@@ -326,6 +327,29 @@ class KVCache(Owner):
         whose = self.pool.tenant_number(tenant)
         return (yield from self._starting.take(self, tokens, expected_tokens, whose, row))
 
+    def shared_pages(
+        self,
+        token_ids: npt.ArrayLike,
+        *,
+        salt: Hashable = None,
+        adapter: Hashable = None,
+        expected_tokens: int = 0,
+        tenant: Hashable = None,
+    ) -> int:
+        """How many pages a sequence of these tokens would have together with live ones if it began now: of
+        `available_pages` it takes so many fewer. Arguments, and errors of what they are, as in `sequence`.
+        """
+        ids = ids_of(token_ids)
+        check_hashable(salt=salt, adapter=adapter, tenant=tenant)
+        check_length(check_tokens(expected_tokens, "expected_tokens"), self.max_seq_len)
+        return self._shared_pages(ids, salt, adapter, expected_tokens, tenant)
+
+    @bookkeeping
+    def _shared_pages(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> int:
+        self._rows.release_collected()
+        keeper, key = self._rows.keeping.keeper, Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        return keeper.shared_pages(key, ids, expected) if isinstance(keeper, Prefixes) else 0
+
     def host_tier(self) -> HostTier:
         """Where its suspended sequences are.
 
@@ -335,6 +359,14 @@ class KVCache(Owner):
         if self._host_tier is None:
             raise ArgumentError("asked to suspend a sequence of a cache without a host tier; make it with host_bytes")
         return self._host_tier
+
+    @bookkeeping
+    def _sequence_of_at_once(
+        self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
+    ) -> Sequence | None:
+        """A sequence of given tokens, where nothing is mapped for it: then nobody waits for who maps for others."""
+        key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        return self._starting.begin_at_once(self, key, ids, whole, expected)
 
     @operation
     def _sequence_of(

@@ -70,6 +70,7 @@ class Starting:
         if row is None:
             return None
         sequence = self._new(cache, row)
+        self._rows.beginning.adoptions += self._rows.books.has_pages(row)
         self._rows.beginning.give(row, sequence.number, expected, stream, tenant)
         self._rows.ring()
         return sequence
@@ -84,40 +85,61 @@ class Starting:
         self._rows.ring()
         return sequence
 
+    def begin_at_once(self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence | None:
+        """`begin`, where nothing is mapped or unmapped for it: on a kept row, or on one that the sequence can have as
+        it is, with copies from others; None where there is no such row. Raises what `Prefixes.begin` raises."""
+        prefixes = self._rows.keeping.keeper
+        if self._host or not isinstance(prefixes, Prefixes):
+            return None
+        self._rows.release_collected()
+        hit, beginning = self._find(prefixes, key, ids, whole, expected), self._rows.beginning
+        tokens = len(ids) if whole else hit.tokens
+        row = hit.row
+        if row is not None:
+            row = row if beginning.is_ready(row, tokens) else None
+        elif prefixes.is_at_hand(hit):
+            stream = self._rows.pool.driver.current_stream()
+            row = beginning.pick_at_once(max(tokens, expected), stream, key.number, tokens)
+        return None if row is None else self._begin(cache, hit, key, ids, whole, expected, row)
+
     def begin(self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence:
         """Starts a sequence of given tokens, which begins with what is known of them; `whole`: it has the others, too.
-        Raises what `take` and `Prefixes.begin` raise."""
-        prefixes = self.prefixes
-        hit = prefixes.finder.find(key, ids)
-        if prefixes.evictor.make_way(hit, max(len(ids) if whole else 0, expected)):
-            hit = prefixes.finder.find(key, ids)
+        Raises what `Beginning.pick`, `Beginning.take` and `Prefixes.begin` raise."""
+        hit = self._find(self.prefixes, key, ids, whole, expected)
         try:
-            return self._begin(cache, hit, key, ids, whole, expected)
+            return self._begin(cache, hit, key, ids, whole, expected, hit.row)
         except OutOfPagesError:
             if not hit.tokens:
                 raise
         self._rows.release_abandoned()  # what is copied is there twice meanwhile; without it there may be room
-        return self._begin(cache, hit.given_up(), key, ids, whole, expected)
+        return self._begin(cache, hit.given_up(), key, ids, whole, expected, None)
 
-    def _begin(self, cache: KVCache, hit: Hit, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence:
-        prefixes = self.prefixes
+    def _find(self, prefixes: Prefixes, key: Key, ids: Ids, whole: bool, expected: int) -> Hit:
+        """What it can begin with, when kept rows have made way that it may adopt."""
+        hit = prefixes.finder.find(key, ids, expected)
+        if prefixes.evictor.make_way(hit, max(len(ids) if whole else 0, expected)):
+            hit = prefixes.finder.find(key, ids, expected)
+        return hit
+
+    def _begin(
+        self, cache: KVCache, hit: Hit, key: Key, ids: Ids, whole: bool, expected: int, row: int | None
+    ) -> Sequence:
+        """`begin`, with a hit, on a row that is picked, or kept; None: on one that is to be picked."""
+        prefixes, beginning = self.prefixes, self._rows.beginning
         with prefixes.completed(key, ids, hit) as (known, complete):
-            tokens = len(ids) if whole else known
+            tokens, stream = len(ids) if whole else known, self._rows.pool.driver.current_stream()
+            if row is None:  # one without pages, where any are laid there
+                row = beginning.pick(max(tokens, expected), stream, key.number if hit.is_copied else None)
+            sequence = self._new(cache, row)
             if hit.tokens:
-                stream = self._rows.pool.driver.current_stream()
-                row = hit.row
-                if row is None:  # a row without pages, where any are laid there
-                    tenant = key.number if hit.is_copied else None
-                    row = self._rows.beginning.pick(max(tokens, expected), stream, tenant)
-                sequence = self._new(cache, row)
                 try:
-                    prefixes.begin(sequence.index, sequence.number, hit, key, ids, tokens, expected, stream)
+                    prefixes.begin(row, sequence.number, hit, key, ids, tokens, expected, stream)
                 except VmmkvError:  # whoever holds it holds the sequence
                     self.abandon([sequence])
                     raise
-                self._rows.ring()
             else:
-                sequence = at_once(self.take(cache, tokens, expected, key.number))
+                at_once(beginning.take(row, sequence.number, tokens, expected, stream, key.number))
+            self._rows.ring()
             sequence.key, sequence.cached_tokens = key, complete(sequence.index)
             if sequence.cached_tokens < tokens and not whole:  # the host's could not be copied
                 self._rows.shrink(sequence.index, 0, sequence.cached_tokens)

@@ -3,7 +3,8 @@
 It is, in this order:
  1. A row that nobody has any more, adopted: if it holds as much of these tokens as anything does, and either nothing
     else, or less than it would cost to map the pages elsewhere.
- 2. Pages that the tree knows, laid on a row: whole frames are mapped there, pieces of frames are copied.
+ 2. Pages that the tree knows, laid on a row: whole frames are mapped there, pieces of frames are copied, and so are
+    whole frames where they are few of many pages that the sequence is to have: then any row will do.
  3. Behind these a copy of the tail of another row, kept or live, as far as it lies in one page more of each range.
 """
 
@@ -17,6 +18,11 @@ from ..rows.laying import Piece, pieces
 from .known import Known
 from .node import Ids, Node
 from .tree import Match
+
+COPIED = 8
+"""Of so many pages that a sequence is to have one is copied rather than shared, and a page of each range in any case.
+That takes its memory twice, and spares the calls that map it, and those that unmap what a row has, and map the rest of
+its pages anew."""
 
 
 class Hit(NamedTuple):
@@ -46,8 +52,8 @@ class Hit(NamedTuple):
 
     @property
     def is_copied(self) -> bool:
-        """Whether all of it is one copy in each range, as any row can begin with that has its pages for its own."""
-        return all(not of or (len(of) == 1 and not of[0].frames) for of in self.laid)
+        """Whether all of it is copied, if there is any, as any row can begin with that has its pages for its own."""
+        return not self.tokens or not any(piece.frames for of in self.laid for piece in of)
 
     def given_up(self) -> Hit:
         """Nothing, instead."""
@@ -78,19 +84,20 @@ class Finder:
     def __init__(self, known: Known) -> None:
         self._known, self._books, self._table, self._pool = known, known.books, known.books.table, known.books.pool
 
-    def find(self, key: Hashable, ids: Ids) -> Hit:
-        """What a sequence of these ids can begin with: at most all of its tokens but the last, which has to be computed
-        for what comes after it."""
+    def find(self, key: Hashable, ids: Ids, expected: int = 0) -> Hit:
+        """What a sequence of these ids can begin with, which expects to have so many tokens: at most all of its tokens
+        but the last, which has to be computed for what comes after it."""
+        expected = max(expected, len(ids))
         match = self._known.tree.match(key, ids[:-1])
         kept, live = self._longest(match, key, ids)
         hit = None
         longest = max(match.tokens, live.tokens if live else 0)
         if kept and kept.tokens >= longest and self._may_adopt(kept.row, kept.tokens):
             others = len(self._known.chains[kept.row].ids) - kept.tokens
-            hit = self._laid(match) if others else None
+            hit = self._laid(match, expected) if others else None
             if hit is None or others <= hit.calls:
                 return Hit(kept.tokens, kept.row, match.node, match.tokens)
-        hit = hit or self._laid(match)
+        hit = hit or self._laid(match, expected)
         for tail in sorted(filter(None, (kept, live)), key=lambda each: -each.tokens):
             if hit.tokens == match.tokens < tail.tokens and not self._is_captured(tail.row):
                 return self._with_tail(hit, match, tail)
@@ -138,12 +145,14 @@ class Finder:
         ]
         return Hit(tokens, None, hit.node, max(hit.locked, tail.begin), laid, partial, tail.row)
 
-    def _laid(self, match: Match) -> Hit:
-        """What of a match can be laid on a row."""
+    def _laid(self, match: Match, expected: int) -> Hit:
+        """What of a match can be laid on a row that is to have so many tokens."""
         geometry, frames, tokens = self._known.tree.geometry, self._pool.frames, match.tokens
+        few = max(sum(geometry.pages(expected)) // COPIED, len(geometry.records))
+        are_few = sum(geometry.pages(tokens)) <= few
         while True:
             wholes = geometry.pages(tokens)
-            laid = [pieces(numbers[:whole], frames) for numbers, whole in zip(match.pages, wholes)]
+            laid = [pieces(numbers[:whole], frames, are_few) for numbers, whole in zip(match.pages, wholes)]
             counts = [sum(piece.pages for piece in of) for of in laid]
             if counts == wholes:
                 break

@@ -347,11 +347,8 @@ def _places(arena: Arena, numbers: list[int], begin: int) -> Iterator[tuple[int,
     that they have in the path; None, where there is none. The last ones first."""
     table, wanted, end = arena.table, np.array(numbers, np.int32), len(numbers)
     while end > begin:
-        page = end - 1
-        rows = np.flatnonzero((table.ends > page) & (table.firsts <= page))
-        found = rows[table.memory[rows, page] == wanted[page]].tolist()
-        row = next((each for each in found if table.ready[each] > page), None)
-        first = page
+        first = page = end - 1
+        row = table.row_with(page, numbers[page])
         if row is not None:
             first = max(begin, table.first[row])
             differs = np.flatnonzero(table.memory[row, first:end] != wanted[first:end])

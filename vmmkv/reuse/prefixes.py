@@ -25,13 +25,14 @@ import numpy.typing as npt
 from ..errors import ArgumentError, DriverError, UnsupportedError
 from ..events import EventLog
 from ..events.log import check_ids
+from ..memory.fence import Fence
 from ..memory.monitor import at_once
 from ..rows.keeping import Keeper
 from ..rows.rows import Rows
 from .evicting import Evictor
 from .finding import Finder, Hit
 from .host_prefixes import NOTHING, HostPrefixes
-from .known import Chain, Known
+from .known import Chain, Known, Pages
 from .lookup import token_ids
 from .node import Ids, common
 from .promoting import Promotion
@@ -72,7 +73,22 @@ class Prefixes(Keeper):
         """How many are known."""
         return self.known.tree.pages
 
+    def shared_pages(self, key: Key, ids: Ids, expected: int) -> int:
+        """How many pages that live sequences use a new one of these tokens would have, too."""
+        hit, size = self.finder.find(key, ids, expected), self._books.page_size
+        if hit.row is None:
+            shared = [frame for of in hit.laid for piece in of for frame in piece.frames]
+            pages = self._pool.frames.in_pages(shared)
+        else:
+            places = ((arena, hit.tokens * record // size) for arena, record in self._books.ranges)
+            pages = [page for arena, end in places for page in arena.table.pages_in(hit.row, 0, end).tolist()]
+        return int(np.count_nonzero(self._pool.frames.users[pages]))
+
     # ------------------------------------------------------------------ beginning with what is there
+
+    def is_at_hand(self, hit: Hit) -> bool:
+        """Whether a row that has pages of its own can begin with a hit without a call that maps."""
+        return not hit.tokens or self._rows.laying.is_at_hand(hit.laid, hit.partial)
 
     def begin(
         self, row: int, owner: int, hit: Hit, key: Key, ids: Ids, tokens: int, expected: int, stream: Any
@@ -117,25 +133,36 @@ class Prefixes(Keeper):
             self._order_behind(row)
             if hit.source is not None:
                 self._table.fences[hit.source].order(self._pool.driver.current_stream())
-            self._rows.laying.lay(row, hit.tokens, tokens, hit.laid, hit.partial)
+            copied, nowhere = self._rows.laying.lay(row, hit.tokens, tokens, hit.laid, hit.partial)
             if hit.source is not None:
-                self._used_tail(hit.source)
+                self._used_tail(hit.source, copied)
+            self.known.written |= copied
+            for index, at, piece in nowhere:
+                self._know_instead(row, key, known, index, at, piece.page, piece.pages)
             self.known.chains[row] = self.known.locked(row, meanwhile, key, known)
             if self.promotion:
                 self.promotion.count(meanwhile, key, known, hit.laid)
         finally:
             self.known.tree.unlock(meanwhile)
 
-    def _used_tail(self, row: int) -> None:
-        """Says that a row's tail was copied: what is written there next must not be."""
-        staged = self._rows.sharing.staged
-        self._table.fence(row, staged)
+    def _used_tail(self, row: int, copied: Fence) -> None:
+        """Says that a row's tail was copied, behind a fence: what is written there next must not be."""
+        self._table.fence(row, copied)
         if self._table.is_live(row):
-            staged.order(self._table.own_streams[row])
+            copied.order(self._table.own_streams[row])
         elif tail := self.known.tails.of.get(row):  # or it has given way for what was copied
             tail.used = self.known.tree.use()
             self.known.tails.use(tail, self.known.tree.now())
             self._table.kept.move_to_end(row)
+
+    def _know_instead(self, row: int, key: Hashable, ids: Ids, index: int, first: int, number: int, pages: int) -> None:
+        """Has the tree know a row's copies of whole pages, instead of what lies on no row: that takes memory, and would
+        have to be mapped for each copy."""
+        arena, record = self._books.ranges[index]
+        if (first + pages) * self._books.page_size <= len(ids) * record:
+            old, new = list(range(number, number + pages)), arena.table.pages_in(row, first, first + pages).tolist()
+            if self.known.move(Pages(key, ids, index, first, old), new):
+                self._rows.sharing.mark(arena, row, 0, first + pages)
 
     def _order_behind(self, row: int) -> None:
         """Has a row's stream come behind what has written all that is known, and behind what may still read or write

@@ -81,22 +81,33 @@ class Beginning:
             raise
         return row
 
-    def pick_at_once(self, tokens: int, stream: Any, tenant: int) -> int | None:
-        """Takes a row off the lists that a sequence without tokens can have as it is, for which nothing is unmapped and
-        nobody waited for; None where the row that `pick` would take is another."""
-        if self._pool.accounts.has_guarantees:
-            return None
+    def pick_at_once(self, tokens: int, stream: Any, tenant: int, now: int = 0) -> int | None:
+        """Takes a row off the lists that a sequence can have as it is, for which nothing is mapped or unmapped and
+        nobody waited for; None where the row that `pick` would take is another.
+
+        Args:
+            now: of its tokens those that there is to be room for.
+        """
         table = self._table
         row, beyond = self._fitting(tokens, stream, tenant)
         if row is None:
             row = next(reversed(table.empty), None)
             if row is None or not table.fences[row].passed_for(stream):
                 return None
-        if beyond or any(arena.table.is_changing(row) for arena, _ in self._books.ranges):
-            return None  # also in a row that is empty: what is being mapped there was meant for who has just left it
+        if beyond or not self.is_ready(row, now):
+            return None
         table.pick_row(row)
-        self.adoptions += self._books.has_pages(row)
         return row
+
+    def is_ready(self, row: int, tokens: int) -> bool:
+        """Whether a sequence can have so many tokens on a row that nobody has as it is: nobody is asked for pages, none
+        are filled, and nothing is just being mapped there. (Not in an empty row either: that was meant for who has just
+        left it.)"""
+        if self._pool.accounts.has_guarantees or (tokens and self._books.rules.cleans):
+            return False
+        tables = [arena.table for arena, _ in self._books.ranges]
+        are_settled = all(not table.is_changing(row) and table.ready[row] == table.end[row] for table in tables)
+        return are_settled and tokens <= self._table.capacity[row]
 
     def _choose(self, tokens: int, stream: Any, tenant: int | None) -> int:
         """The row that suits a sequence best."""

@@ -5,11 +5,14 @@
 
 A large frame can only be mapped whole, at the place that it had. Where the last of its pages is wanted all of them are:
 whoever wrote it wrote the same tokens there.
+
+Copies are made from a row that has the page at the same place, for which nothing is mapped; what lies on no row is
+mapped in the staging row first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..memory.calls import SET_READ_ACCESS
@@ -35,9 +38,26 @@ class Piece:
     page: int = -1
 
 
-def pieces(numbers: list[int], frames: Frames) -> list[Piece]:
+Copy = tuple[int, int, Piece]
+"""What is copied: in which range, to which page of a row on, and what."""
+
+
+def copied_pieces(numbers: list[int], frames: Frames) -> list[Piece]:
+    """Pages, by number, as pieces that are all copied."""
+    found: list[Piece] = []
+    for page in numbers:
+        if found and frames.is_large[page] and page % LARGE and page == found[-1].page + found[-1].pages:
+            found[-1].pages += 1
+        else:
+            found.append(Piece(1, page=page))
+    return found
+
+
+def pieces(numbers: list[int], frames: Frames, are_few: bool = False) -> list[Piece]:
     """The pieces that pages, by number, are to be laid in: of all of them, or of the first ones, where more would have
-    to be copied than is worth it."""
+    to be copied than is worth it. Few are all copied, if they are in as few pieces."""
+    if are_few and len(all_copied := copied_pieces(numbers, frames)) <= MAX_COPIES:
+        return all_copied
     if not frames.has_large:
         return [Piece(len(numbers), numbers)] if numbers else []
     found: list[Piece] = []
@@ -67,6 +87,16 @@ def pieces(numbers: list[int], frames: Frames) -> list[Piece]:
     return found
 
 
+def copies_of(laid: Sequence[list[Piece]], partial: Sequence[int | None]) -> Iterator[Copy]:
+    """What is copied of pieces, and of the pages behind them that are not full."""
+    for index, (of, last) in enumerate(zip(laid, partial)):
+        at = 0
+        for piece in [*of, Piece(1, page=last)] if last is not None else of:
+            if not piece.frames:
+                yield index, at, piece
+            at += piece.pages
+
+
 class Laying:
     """See above.
 
@@ -81,11 +111,18 @@ class Laying:
         self._pool, self._account, self._books = books.pool, books.account, books
         self._reclaimer, self._growing, self._sharing = reclaimer, growing, sharing
 
+    def is_at_hand(self, laid: Sequence[list[Piece]], partial: Sequence[int | None]) -> bool:
+        """Whether a row that has pages of its own can begin so without a call that maps: all of it is copied, from
+        rows."""
+        if any(piece.frames for of in laid for piece in of):
+            return False
+        return all(self._source(copy) is not None for copy in copies_of(laid, partial))
+
     def lay(
         self, row: int, tokens: int, length: int, laid: Sequence[list[Piece]], partial: Sequence[int | None]
-    ) -> None:
+    ) -> tuple[Fence, list[Copy]]:
         """Gives a row its first tokens, from pages that are kept, and room for all of its tokens. It has no pages, or
-        nothing is to be laid there but a copy.
+        nothing is to be laid there but copies. Returns what passes when all is copied, and what of that lay on no row.
 
         Args:
             tokens: so many are there.
@@ -97,22 +134,28 @@ class Laying:
             OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`; the row has no tokens then.
         """
         frames = self._pool.frames
-        copied = [piece.page for of in laid for piece in of if not piece.frames]
-        copied += [page for page in partial if page is not None]
-        sources = list(dict.fromkeys(map(frames.frame_of, copied)))
+        copies = list(copies_of(laid, partial))
+        sources = list(dict.fromkeys(frames.frame_of(piece.page) for *_, piece in copies))
         frames.share(sources)  # until they are copied: what holds a partial page is nobody's, and might go to this row
         try:
             with Undo() as undo:
                 self._map(row, laid, undo)
                 self._afford(row, length, undo)
                 at_once(self._growing.make_room({row: (0, self._room(row, length))}, [row]))
-                self._copy(row, tokens, sources, laid, partial)
+                copied, nowhere = self._copy(row, tokens, copies)
         finally:
             self._pool.give(self._account, sources)
         for arena, _ in self._books.ranges:
             arena.table.belong(row, 0, arena.table.end[row], self._books.table.tenant[row])
         self._books.table.length[row] = length
         self._books.refresh(row)
+        return copied, nowhere
+
+    def _source(self, copy: Copy) -> int | None:
+        """The row that it can be copied from, if there is one."""
+        index, at, piece = copy
+        arena, _ = self._books.ranges[index]
+        return arena.table.row_with(at, piece.page)
 
     def _map(self, row: int, laid: Sequence[list[Piece]], undo: Undo) -> None:
         """Maps the pieces up to the last one that is shared, and new pages for the copies between them.
@@ -121,7 +164,8 @@ class Laying:
             OutOfPagesError, DriverError: that could not be done; the row has no pages that anybody uses then.
         """
         pool = self._pool
-        kept = [of[:-1] if of and not of[-1].frames else of for of in laid]  # the last copies lie on what grows there
+        # The last copies lie on what grows there.
+        kept = [of[: max((end for end, piece in enumerate(of, 1) if piece.frames), default=0)] for of in laid]
         if not any(kept):
             return
         new = sum(piece.pages for of in kept for piece in of if not piece.frames)
@@ -173,22 +217,25 @@ class Laying:
             return length
         return length if accounts.has_guarantees and new > accounts.headroom(self._account) else tokens
 
-    def _copy(
-        self, row: int, tokens: int, sources: list[int], laid: Sequence[list[Piece]], partial: Sequence[int | None]
-    ) -> None:
-        """Copies what is not shared, up to so many tokens, from frames that need not lie on any row."""
-        if not sources:
-            return
+    def _copy(self, row: int, tokens: int, copies: list[Copy]) -> tuple[Fence, list[Copy]]:
+        """Copies what is not shared, up to so many tokens. Returns what passes when that is done, and what lay on no
+        row."""
         size, driver, frames = self._books.page_size, self._pool.driver, self._pool.frames
-        addresses = self._sharing.show(sources)
+        if not copies:
+            return Fence(), []
+        rows = list(map(self._source, copies))
+        nowhere = [copy for copy, source in zip(copies, rows) if source is None]
+        shown = self._sharing.show(list(dict.fromkeys(frames.frame_of(piece.page) for *_, piece in nowhere)))
         with finished_on_error(driver):
-            for (arena, record), of, last in zip(self._books.ranges, laid, partial):
-                base, end, at = arena.table.address_of(row, 0), tokens * record, 0
-                for piece in [*of, Piece(1, page=last)] if last is not None else of:
-                    if not piece.frames:
-                        arena.table.belong(row, at, at + piece.pages, SEVERAL)  # until all is there: a copy may fail
-                        frame = frames.frame_of(piece.page)
-                        source = addresses[frame] + (piece.page - frame) * size
-                        driver.copy(base + at * size, source, min(piece.pages * size, end - at * size))
-                    at += piece.pages
-            self._sharing.staged |= Fence.after(driver, [driver.current_stream()])
+            for (index, at, piece), source in zip(copies, rows):
+                (arena, record), frame = self._books.ranges[index], frames.frame_of(piece.page)
+                table = arena.table
+                table.belong(row, at, at + piece.pages, SEVERAL)  # until all is there: a copy may fail
+                begin = shown[frame] + (piece.page - frame) * size if source is None else table.address_of(source, at)
+                driver.copy(table.address_of(row, at), begin, min(piece.pages * size, tokens * record - at * size))
+            copied = Fence.after(driver, [driver.current_stream()])
+        if nowhere:
+            self._sharing.staged |= copied
+        for source in {each for each in rows if each is not None}:
+            self._books.table.fence(source, copied)
+        return copied, nowhere

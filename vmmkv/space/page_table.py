@@ -132,6 +132,12 @@ class PageTable:
         begin, end = max(begin, self.first[row]), min(self.limit if end is None else end, self.end[row])
         return self.memory[row, begin : max(begin, end)]
 
+    def row_with(self, page: int, number: int) -> int | None:
+        """A row that has physical page `number` on its page `page`, where it can be read; None: there is no such."""
+        rows = np.flatnonzero((self.ends > page) & (self.firsts <= page))
+        found = rows[self.memory[rows, page] == number].tolist()
+        return next((row for row in found if self.ready[row] > page and not self.is_changing(row)), None)
+
     def frame_begin(self, row: int, page: int) -> int:
         """Where the frame begins that reaches over the place before a page; the page, where one begins there."""
         return page - self._inside(row, page) if self._frames.has_large else page
