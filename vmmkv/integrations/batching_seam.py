@@ -1,7 +1,8 @@
 """All that knows how transformers' continuous batching asks for its cache:
 
     manager     chooses attention, and makes a processor        RowManager
-    processor   makes what offloads                             RowProcessor
+    processor   makes what offloads, and what runs the model    RowProcessor
+    runner      pads batches, and makes graphs of them          RowRunner
     scheduler   chooses requests                                RowScheduler
     cache       admits, writes, forks, finds prefixes           RowCache
     offloading  moves tokens to the host                        RowOffloading
@@ -28,7 +29,7 @@ from transformers.utils import logging
 
 from ..errors import ArgumentError, UnsupportedAttentionError, UnsupportedError
 from .attention import NOT_ABOUT_ATTENTION
-from .batching_config import block_bytes, budget, check_compiling, host_bytes, with_defaults
+from .batching_config import block_bytes, budget, check_compiling, decode_sizes, host_bytes, with_defaults
 from .borrowed_attention import BorrowedAttention
 from .idle_memory import IdleMemory
 from .model_weights import adapters, addresses
@@ -70,6 +71,7 @@ try:
         HostDeviceIOPair,
         PagedAttentionArgs,
     )
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
     from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
@@ -201,7 +203,7 @@ def _run_token(model: PreTrainedModel, token: torch.Tensor, probe: Probe) -> Non
     model(input_ids=token, position_ids=token, cache=probe, use_cache=False)
 
 
-# ---------------------------------------------------------------------- the five of them
+# ---------------------------------------------------------------------- the six of them
 
 
 class RowManager(their_api.ContinuousBatchingManager):
@@ -371,6 +373,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
             OffloadingManager=RowOffloading,
             ContinuousBatchingIOs=RowBatch,
             ContinuousBatchingAsyncIOs=RowBatchesAhead,
+            ModelRunner=RowRunner,
         )
         begin(self, **kwargs)
         self.scheduler.handlers = self.output_router.result_handlers
@@ -497,6 +500,42 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
             super()._generation_step(model)
         else:  # there is nothing to compute before all of them fork
             batches.retrieve_device_outputs()
+
+
+class RowRunner(ModelRunner):
+    """Runs forward passes. transformers pads those of decode to powers of two; here they are padded to closer sizes,
+    see `decode_sizes`, of which a warm-up has made graphs or programs."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._all_sizes = decode_sizes(cast(int, self.cb_config.max_requests_per_batch))
+        self._sizes: list[int] = []
+        """Those that a warm-up was for."""
+        self._made_up = 0
+        """The size of the batch that is made up now; 0: none is."""
+
+    def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
+        tokens, read = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
+        if use_decode_fast_path and self.pad_inputs:
+            tokens = max(tokens, self._all_sizes[0])
+            tokens = self._made_up or min((size for size in self._sizes if size >= num_q_tokens), default=tokens)
+        return tokens, read
+
+    def run_one_warmup(self, model: Any, num_q_tokens: int, max_kv_read: int | None) -> float:
+        """Warms up a size: see `ModelRunner.run_one_warmup`. With a power of two, of decode, come those that would be
+        padded to it otherwise. One request is made up for each, and the others are padding."""
+        compiling, took = self.cb_config.decode_compile_config, 0.0
+        if max_kv_read is not None or (compiling and compiling.dynamic is False):  # a program for each would be slow
+            return float(super().run_one_warmup(model, num_q_tokens, max_kv_read))
+        for size in self._all_sizes:
+            if super().maybe_pad_inputs(size, 0, True)[0] == num_q_tokens:
+                self._made_up = size
+                try:
+                    took += super().run_one_warmup(model, 1, None)
+                finally:
+                    self._made_up = 0
+                self._sizes = sorted({*self._sizes, size})
+        return took
 
 
 class RowBatch(ContinuousBatchingIOs):
