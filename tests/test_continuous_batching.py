@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.continuous_batching import initialization, model_runner
 from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import vmmkv
 from vmmkv.integrations import batching_seam, row_groups
@@ -786,6 +787,38 @@ def test_forward_passes_are_compiled_as_the_config_says(
     with Served(model, **options) as served:
         served.check(expected)
     assert ran == compiled
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("model", ["llama-gqa", "mistral", "gemma2", "gpt-oss"], indirect=True)
+def test_a_compiled_layer_is_one_program(model: PreTrainedModel) -> None:
+    """Which any layer of its kind, of passes with prompts or of decode, may be: so there is one, or two of other sizes.
+    Once nobody runs on rows, layers are as before."""
+    programs: list[list[str]] = []
+
+    def compile_(graph: torch.fx.GraphModule, _: object) -> Any:
+        programs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    expected = answers(model, Random(), 6)
+    compiling = transformers.CompileConfig(mode=None, backend=compile_)
+    rows.enable(model, max_bytes="16MiB", max_seq_len=300)
+    torch.compiler.reset()
+    with Served(model, warm=True, varlen_compile_config=compiling, decode_compile_config=compiling) as served:
+        served.check(expected)
+        served.manager.stop(block=True)
+        assert not any(
+            "forward" in vars(each) for each in model.modules() if isinstance(each, GradientCheckpointingLayer)
+        )
+        served.manager.start()
+        served.check(expected)
+    layers = [targets for targets in programs if any("attend_inside" in target for target in targets)]
+    kinds = len({*(getattr(model.config, "layer_types", None) or ["full_attention"])})
+    assert kinds <= len(layers) <= 3 * kinds
+    for targets in layers:
+        assert sum("attend_inside" in target for target in targets) == 1
+        assert sum("linear" in target for target in targets) >= 4
+    torch.compiler.reset()
 
 
 @pytest.mark.gpu

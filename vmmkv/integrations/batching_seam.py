@@ -53,6 +53,7 @@ from .row_caches import Options, bytes_of_token, make_caches
 from .row_groups import Group, Probe, can_be_captured, check_pool, devices_of, layer_groups, not_for_rows
 from .row_ranks import Ranks
 from .row_stages import make_requests
+from .whole_layers import Inside, attend_inside, make_layers_whole, split_layers
 from .with_names import with_names
 
 NAME = "vmmkv_rows"
@@ -76,6 +77,7 @@ try:
     from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
     from transformers.generation.continuous_batching.utils import WorkloadHints, stream_context
+    from transformers.modeling_layers import GradientCheckpointingLayer
 except ImportError as error:
     raise UnsupportedError(
         f"transformers {transformers.__version__} has no continuous batching that is known here ({error}); "
@@ -104,7 +106,7 @@ CHILD = "__child#"
 
 logger = logging.get_logger(__name__)
 
-ATTENTION = BorrowedAttention(NAME)
+ATTENTION = BorrowedAttention(NAME, clear=split_layers)
 """Of models that managers run on rows."""
 
 GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
@@ -113,6 +115,11 @@ GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
 KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
 """Keywords of attention that are heeded, or mean nothing to it."""
 
+
+FOR_ATTENTION = PagedAttentionArgs.__annotations__.keys() - {
+    "input_ids", "attention_mask", "position_ids", "cache", "use_cache",
+}  # fmt: skip
+"""Of what layers are told, that which is for attention alone."""
 
 OF_GENERATE_BATCH = inspect.signature(their_api.ContinuousMixin.generate_batch).parameters.keys() - {"kwargs"}
 """What transformers heeds."""
@@ -139,7 +146,7 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
     vars(model)["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
-    defer_rotation(model, RowCache)
+    defer_rotation(model, RowCache | Inside)
 
 
 def take_off_rows(model: PreTrainedModel) -> None:
@@ -149,6 +156,11 @@ def take_off_rows(model: PreTrainedModel) -> None:
     for name in ("init_continuous_batching", "generate_batch"):
         vars(model).pop(name, None)
     restore_rotation(model)
+
+
+def compile_layers_whole(model: Any) -> None:
+    """Has compiled layers of a model be one program each, as long as somebody runs it on rows."""
+    make_layers_whole(model, GradientCheckpointingLayer, RowCache, FOR_ATTENTION)
 
 
 def _checked(max_seq_len: int) -> Callable[..., Any]:
@@ -227,6 +239,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         try:
             super().__init__(model.eval(), generation_config, config, workload_hints)
             self._allow_decode(config)
+            self._compile_layers()
             may_capture = self.groups[0].has_kernels and len(devices_of(self.groups)) == 1
             may_capture = may_capture and (is_told or can_be_captured(model, _run_token))
         except BaseException:
@@ -250,8 +263,13 @@ class RowManager(their_api.ContinuousBatchingManager):
         is_compiled = config.decode_compile_config or config.varlen_compile_config
         if is_compiled and (self.distributed_helper.tp_size > 1 or len(devices_of(self.groups)) > 1):
             raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
+        self._is_compiled = bool(is_compiled)
         self.continuous_batching_config.decode_compile_config = config.decode_compile_config
         self.continuous_batching_config.max_blocks_per_request = 1  # a row
+
+    def _compile_layers(self) -> None:
+        if self._is_compiled:
+            compile_layers_whole(self.model)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         ATTENTION.borrow(model, self)
@@ -262,6 +280,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         """Starts taking requests: see `ContinuousBatchingManager.start`."""
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
+            self._compile_layers()
             self._weights += 1
             ranks = Ranks(self.distributed_helper)
             if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
@@ -531,10 +550,12 @@ class RowRunner(ModelRunner):
             if super().maybe_pad_inputs(size, 0, True)[0] == num_q_tokens:
                 self._made_up = size
                 try:
-                    took += super().run_one_warmup(model, 1, None)
+                    seconds = super().run_one_warmup(model, 1, None)
                 finally:
                     self._made_up = 0
-                self._sizes = sorted({*self._sizes, size})
+                if seconds:  # or else it failed
+                    self._sizes = sorted({*self._sizes, size})
+                    took += seconds
         return took
 
 
@@ -939,18 +960,26 @@ def attend_rows(
     """
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
-    if not isinstance(cache, RowCache | Probe) or unknown:
+    if not isinstance(cache, RowCache | Inside | Probe) or unknown:
         what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
         raise UnsupportedAttentionError(
             f"{type(module).__name__} {what}, and attention on rows knows none of that; "
             "vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(cache, Inside):  # its layer was entered, and is not asked for its number: all are one program
+        return attend_inside(query, key, value, told.get("sliding_window"), scale, softcap or 0.0, s_aux), None
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
 
 
-# Compilers go around it.
-AttentionInterface.register(NAME, torch.compiler.disable(attend_rows))  # type: ignore[no-untyped-call]
+def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """`attend_rows`, which the compiler goes around in layers that were not entered."""
+    attend = attend_rows if isinstance(kwargs.get("cache"), Inside) else _attend_apart
+    return attend(*args, **kwargs)
+
+
+_attend_apart = torch.compiler.disable(attend_rows)  # type: ignore[no-untyped-call]
+AttentionInterface.register(NAME, attend_rows_or_go_around)
 
 
 def _nothing() -> None:
