@@ -29,11 +29,11 @@ from numba import cuda
 from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of, scales_of
 from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
 from .arithmetic import HALVES, clamp, exp2, fma, if_within, log2, maximum, pick_bytes, raising, reciprocal, tanh
-from .decode_parts import make_settle, results_of
+from .decode_parts import make_clear, make_settle, results_of
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
 from .eight_bits import EIGHT_BITS
 from .memory import load_16_cached, load_16_once, load_f32
-from .ptx import float32, inlined, uint32
+from .ptx import float32, inlined, int64, uint32
 from .softmax import Softmax, Visible, begin_softmax
 from .warp import any_lane, shuffle, shuffle_xor, transpose
 from .warp import multiply as multiplications
@@ -387,12 +387,13 @@ def make_decode(variant: Variant) -> Any:
     q_words, num_sums = 4 * k_chunks * vectors, 16 * v_chunks * vectors
     shared_floats = results_of(queries, head_dim).floats
 
-    share_of_block, piece_at, sequence_after = make_shares(queries, variant.windowed, variant.cascaded)
+    share_of_block, piece_at, sequence_after, is_empty = make_shares(queries, variant.windowed, variant.cascaded)
     first_query = make_first_query(queries.mixed)
     load_queries = make_load_queries(variant, queries)
     keys_of_lane, attend = make_attend(variant, queries)
     put_results = make_put_results(variant, queries)
     settle = make_settle(variant.dtype, head_dim, queries, variant.cascaded)
+    clear = make_clear(variant.dtype, head_dim, queries)
 
     @inlined
     def decode(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
@@ -404,6 +405,12 @@ def make_decode(variant: Variant) -> Any:
         sums = cuda.local.array(num_sums, float32)
         bundles = sizes.kv_heads * bundles_per_head
         lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, bundles, groups)
+
+        place = int64(cuda.blockIdx.x)
+        while place < sizes.batch:
+            if is_empty(place, lengths):
+                clear(place, bundles, at, strides, scoring.outer, thread)
+            place += cuda.gridDim.x
 
         share = share_of_block(sizes.batch, lengths, lane)
         unit, sequence, before = share.begin, share.sequence, share.before

@@ -232,6 +232,23 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
     return query_of, finish
 
 
+def make_clear(dtype: torch.dtype, head_dim: int, queries: Queries) -> Any:
+    """A function for kernels that makes the outputs of an empty sequence, in so many bundles: zeros."""
+    per_head, items = queries.per_head, queries.per_bundle * head_dim // 4
+    query_of, finish = make_finish(dtype, queries, head_dim // 4)
+
+    @inlined
+    def clear(sequence: int, bundles: int, at: Addresses, strides: Strides, outer: float, thread: int) -> None:
+        item = thread
+        while item < bundles * items:
+            query, kv_head = query_of(item % items, item // items)
+            if query < per_head:
+                finish(NOTHING, item % items, query, kv_head, sequence, at, strides, outer)
+            item += THREADS
+
+    return clear
+
+
 def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: bool) -> Any:
     """A function for kernels that makes an output, or a part of one, of what a block's warps left in shared memory."""
     results, per_head, items = results_of(queries, head_dim), queries.per_head, queries.per_bundle * head_dim // 4

@@ -116,8 +116,9 @@ class Piece(NamedTuple):
     token_end: int
 
 
-def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, Any, Any]:
-    """Functions for kernels: this block's share, the piece that a unit begins, and the sequence after one."""
+def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, Any, Any, Any]:
+    """Functions for kernels: this block's share, the piece that a unit begins, the sequence after one, and whether one
+    is empty."""
     q_len, mixed = queries.q_len, queries.mixed
     prefix_of = make_prefix_of(q_len)
 
@@ -133,14 +134,27 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
         return min(first, length), length
 
     @inlined
-    def units_of(sequence: int, lengths: Lengths) -> int:
-        """An empty sequence has a unit as well: somebody must write its output. One that is left out has none."""
+    def takes_part(sequence: int, lengths: Lengths) -> bool:
+        """Whether it has as many queries as the kernel is for."""
         if mixed:
             begin = load_i32(lengths.cu_seqlens + sequence * 4)
-            if load_i32(lengths.cu_seqlens + sequence * 4 + 4) - begin != q_len:
-                return 0
+            return load_i32(lengths.cu_seqlens + sequence * 4 + 4) - begin == q_len
+        return True
+
+    @inlined
+    def units_of(sequence: int, lengths: Lengths) -> int:
+        """One that sees none of its tokens has a unit as well: somebody must write its output."""
+        if not takes_part(sequence, lengths):
+            return 0
         first, length = span(sequence, lengths)
+        if length == 0:
+            return 0
         return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.bundles
+
+    @inlined
+    def is_empty(sequence: int, lengths: Lengths) -> bool:
+        """Whether it takes part without a token."""
+        return load_i32(lengths.seq_lens + sequence * 4) == 0 and takes_part(sequence, lengths)
 
     total, locate = make_ragged(units_of)
 
@@ -179,9 +193,8 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
     def sequence_after(sequence: int, share: Share, unit: int, lengths: Lengths) -> int:
         """The next sequence of a share, whose first unit this is."""
         sequence += 1
-        if mixed:
-            while unit < share.end and units_of(sequence, lengths) == 0:
-                sequence += 1
+        while unit < share.end and units_of(sequence, lengths) == 0:
+            sequence += 1
         return sequence
 
-    return share_of_block, piece_at, sequence_after
+    return share_of_block, piece_at, sequence_after, is_empty

@@ -29,10 +29,12 @@ from transformers import PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.continuous_batching import initialization, model_runner
 from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import vmmkv
 from vmmkv.integrations import batching_seam, row_groups
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.batching_config import decode_sizes
 from vmmkv.integrations.batching_seam import RowProcessor
 from vmmkv.integrations.pool_turns import PoolTurn
 from vmmkv.integrations.request_checks import AtMost
@@ -695,20 +697,48 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_one_graph_serves_a_batch_size_whatever_the_lengths(captures: tuple[str, list[int]]) -> None:
-    """All are captured before the first request, for each power of two, and twice where batches are made ahead."""
+    """All are captured before the first request, and twice where batches are made ahead. Batches are padded to the
+    next."""
     device, sizes = captures
     model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
     rounds = [answers(model, Random(), 7, most=most) for most in (9, 60)]
     rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
     try:
-        with Served(model, warm=True, use_cuda_graph=(False, True), max_requests_per_batch=8) as served:
-            before = sorted([1, 2, 4, 8] * (1 if device == "cpu" else 2))
+        with Served(
+            model, warm=True, use_cuda_graph=(False, True), max_batch_tokens=64, max_requests_per_batch=60
+        ) as served:
+            before = sorted([2, 4, 8, 16, 32, 48, 60] * (1 if device == "cpu" else 2))
             assert sorted(sizes) == before
+            runner = served.manager.batch_processor.model_runner
+            assert [runner.maybe_pad_inputs(size, 0, True)[0] for size in (1, 3, 8, 33, 49)] == [2, 4, 8, 48, 60]
             for expected in rounds:
                 served.check(expected)
             assert sorted(sizes) == before
     finally:
         rows.disable(model)
+
+
+def test_without_a_warm_up_there_are_no_more_graphs_than_transformers_has(captures: tuple[str, list[int]]) -> None:
+    """Who did not wait for them before, waits for none but these later."""
+    device, sizes = captures
+    model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
+    expected = answers(model, Random(), 40, most=9)
+    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
+    try:
+        with Served(model, use_cuda_graph=(False, True), max_batch_tokens=64, max_requests_per_batch=60) as served:
+            served.check(expected)
+        assert {*sizes} <= {2, 4, 8, 16, 32, 60}
+    finally:
+        rows.disable(model)
+
+
+def test_batches_of_decode_are_padded_by_little() -> None:
+    for most in (1, 2, 15, 16, 17, 250, *Random().sample(range(1, 2000), 5)):
+        sizes = decode_sizes(most)
+        assert sizes == sorted({*sizes})
+        assert {*sizes} >= {min(2 << power, most) for power in range(11)}
+        for requests in range(2, most + 1):
+            assert min(size for size in sizes if size >= requests) < requests + max(requests / 8, min(requests, 16))
 
 
 def test_logits_are_those_of_requests_though_a_batch_is_padded(captures: tuple[str, list[int]]) -> None:
@@ -757,6 +787,38 @@ def test_forward_passes_are_compiled_as_the_config_says(
     with Served(model, **options) as served:
         served.check(expected)
     assert ran == compiled
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("model", ["llama-gqa", "mistral", "gemma2", "gpt-oss"], indirect=True)
+def test_a_compiled_layer_is_one_program(model: PreTrainedModel) -> None:
+    """Which any layer of its kind, of passes with prompts or of decode, may be: so there is one, or two of other sizes.
+    Once nobody runs on rows, layers are as before."""
+    programs: list[list[str]] = []
+
+    def compile_(graph: torch.fx.GraphModule, _: object) -> Any:
+        programs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    expected = answers(model, Random(), 6)
+    compiling = transformers.CompileConfig(mode=None, backend=compile_)
+    rows.enable(model, max_bytes="16MiB", max_seq_len=300)
+    torch.compiler.reset()
+    with Served(model, warm=True, varlen_compile_config=compiling, decode_compile_config=compiling) as served:
+        served.check(expected)
+        served.manager.stop(block=True)
+        assert not any(
+            "forward" in vars(each) for each in model.modules() if isinstance(each, GradientCheckpointingLayer)
+        )
+        served.manager.start()
+        served.check(expected)
+    layers = [targets for targets in programs if any("attend_inside" in target for target in targets)]
+    kinds = len({*(getattr(model.config, "layer_types", None) or ["full_attention"])})
+    assert kinds <= len(layers) <= 3 * kinds
+    for targets in layers:
+        assert sum("attend_inside" in target for target in targets) == 1
+        assert sum("linear" in target for target in targets) >= 4
+    torch.compiler.reset()
 
 
 @pytest.mark.gpu

@@ -360,6 +360,21 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
         assert (out[index] == 0).all()
 
 
+def test_places_without_tokens_give_zeros_and_change_nothing() -> None:
+    """To the last bit: they are no part of the work that blocks share, with a query or without."""
+    _, k, v, _, _ = new_tokens()
+    lens = int32([7, *(python_random.choice([0, 0, 0, python_random.randint(1, 64)]) for _ in range(39))])
+    rows, there = int32([python_random.randrange(3) for _ in lens]), lens > 0
+    q = torch.randn(40, 1, 4, 64, device=DEVICE).to(bf16)
+    options = {"sinks": torch.randn(4, device=DEVICE), "window": python_random.choice([0, 20]), "kernel": "mma"}
+    alone = decode(q[there], k, v, lens[there], rows[there], **options)
+    out = decode(q, k, v, lens, rows, out=torch.full_like(q, torch.nan), **options)
+    assert torch.equal(out[there], alone)
+    assert (out[~there] == 0).all()
+    cu_seqlens = torch.cat([int32([0]), there.cumsum(0, dtype=torch.int32)])
+    assert torch.equal(mixed(q[there, 0], k, v, cu_seqlens, lens, rows, **options), alone[:, 0])
+
+
 def test_a_number_of_another_type_is_not_met_again() -> None:
     """As one that is equal, and rounded to its type, in the launch of who gives the exact one. Powers of two in a scale
     are exact wherever they stand."""

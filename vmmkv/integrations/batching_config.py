@@ -61,6 +61,17 @@ def block_bytes(config: Any, token_bytes: int) -> int:
     return int(config.page_size * token_bytes)
 
 
+def decode_sizes(most: int) -> list[int]:
+    """Batch sizes of decode, ascending, up to so many requests: powers of two up to 16, and steps of 16, or of an
+    eighth of the power of two before them, so that a batch is padded by no more than that. None is 1, unless all are:
+    `torch.compile` makes a program of its own for that."""
+    sizes = [min(2, most)]
+    while sizes[-1] < most:
+        last = sizes[-1]
+        sizes.append(min(2 * last if last < 16 else last + max(16, (1 << last.bit_length()) // 16), most))
+    return sizes
+
+
 def host_bytes(config: Any) -> int:
     """What may be moved to the host."""
     if config.cpu_offload_space is None:

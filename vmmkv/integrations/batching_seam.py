@@ -1,7 +1,8 @@
 """All that knows how transformers' continuous batching asks for its cache:
 
     manager     chooses attention, and makes a processor        RowManager
-    processor   makes what offloads                             RowProcessor
+    processor   makes what offloads, and what runs the model    RowProcessor
+    runner      pads batches, and makes graphs of them          RowRunner
     scheduler   chooses requests                                RowScheduler
     cache       admits, writes, forks, finds prefixes           RowCache
     offloading  moves tokens to the host                        RowOffloading
@@ -28,7 +29,7 @@ from transformers.utils import logging
 
 from ..errors import ArgumentError, UnsupportedAttentionError, UnsupportedError
 from .attention import NOT_ABOUT_ATTENTION
-from .batching_config import block_bytes, budget, check_compiling, host_bytes, with_defaults
+from .batching_config import block_bytes, budget, check_compiling, decode_sizes, host_bytes, with_defaults
 from .borrowed_attention import BorrowedAttention
 from .idle_memory import IdleMemory
 from .model_weights import adapters, addresses
@@ -51,6 +52,7 @@ from .row_caches import Options, bytes_of_token, make_caches
 from .row_groups import Group, Probe, can_be_captured, check_pool, devices_of, layer_groups, not_for_rows
 from .row_ranks import Ranks
 from .row_stages import make_requests
+from .whole_layers import Inside, attend_inside, make_layers_whole, split_layers
 from .with_names import with_names
 
 NAME = "vmmkv_rows"
@@ -69,10 +71,12 @@ try:
         HostDeviceIOPair,
         PagedAttentionArgs,
     )
+    from transformers.generation.continuous_batching.model_runner import ModelRunner
     from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
     from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
     from transformers.generation.continuous_batching.scheduler import SCHEDULER_MAPPING, Scheduler
     from transformers.generation.continuous_batching.utils import WorkloadHints, stream_context
+    from transformers.modeling_layers import GradientCheckpointingLayer
 except ImportError as error:
     raise UnsupportedError(
         f"transformers {transformers.__version__} has no continuous batching that is known here ({error}); "
@@ -101,7 +105,7 @@ CHILD = "__child#"
 
 logger = logging.get_logger(__name__)
 
-ATTENTION = BorrowedAttention(NAME)
+ATTENTION = BorrowedAttention(NAME, clear=split_layers)
 """Of models that managers run on rows."""
 
 GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
@@ -110,6 +114,11 @@ GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
 KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
 """Keywords of attention that are heeded, or mean nothing to it."""
 
+
+FOR_ATTENTION = PagedAttentionArgs.__annotations__.keys() - {
+    "input_ids", "attention_mask", "position_ids", "cache", "use_cache",
+}  # fmt: skip
+"""Of what layers are told, that which is for attention alone."""
 
 OF_GENERATE_BATCH = inspect.signature(their_api.ContinuousMixin.generate_batch).parameters.keys() - {"kwargs"}
 """What transformers heeds."""
@@ -136,7 +145,7 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
     vars(model)["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
-    defer_rotation(model, RowCache)
+    defer_rotation(model, RowCache | Inside)
 
 
 def take_off_rows(model: PreTrainedModel) -> None:
@@ -146,6 +155,11 @@ def take_off_rows(model: PreTrainedModel) -> None:
     for name in ("init_continuous_batching", "generate_batch"):
         vars(model).pop(name, None)
     restore_rotation(model)
+
+
+def compile_layers_whole(model: Any) -> None:
+    """Has compiled layers of a model be one program each, as long as somebody runs it on rows."""
+    make_layers_whole(model, GradientCheckpointingLayer, RowCache, FOR_ATTENTION)
 
 
 def _checked(max_seq_len: int) -> Callable[..., Any]:
@@ -200,7 +214,7 @@ def _run_token(model: PreTrainedModel, token: torch.Tensor, probe: Probe) -> Non
     model(input_ids=token, position_ids=token, cache=probe, use_cache=False)
 
 
-# ---------------------------------------------------------------------- the five of them
+# ---------------------------------------------------------------------- the six of them
 
 
 class RowManager(their_api.ContinuousBatchingManager):
@@ -224,6 +238,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         try:
             super().__init__(model.eval(), generation_config, config, workload_hints)
             self._allow_decode(config)
+            self._compile_layers()
             may_capture = self.groups[0].has_kernels and len(devices_of(self.groups)) == 1
             may_capture = may_capture and (is_told or can_be_captured(model, _run_token))
         except BaseException:
@@ -247,8 +262,13 @@ class RowManager(their_api.ContinuousBatchingManager):
         is_compiled = config.decode_compile_config or config.varlen_compile_config
         if is_compiled and (self.distributed_helper.tp_size > 1 or len(devices_of(self.groups)) > 1):
             raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
+        self._is_compiled = bool(is_compiled)
         self.continuous_batching_config.decode_compile_config = config.decode_compile_config
         self.continuous_batching_config.max_blocks_per_request = 1  # a row
+
+    def _compile_layers(self) -> None:
+        if self._is_compiled:
+            compile_layers_whole(self.model)
 
     def switch_to_cb_friendly_attn(self, model: Any, auto_switch_to_flash: bool = True) -> None:
         ATTENTION.borrow(model, self)
@@ -259,6 +279,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         """Starts taking requests: see `ContinuousBatchingManager.start`."""
         if not self.is_running():
             self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
+            self._compile_layers()
             self._weights += 1
             ranks = Ranks(self.distributed_helper)
             if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
@@ -368,6 +389,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
             OffloadingManager=RowOffloading,
             ContinuousBatchingIOs=RowBatch,
             ContinuousBatchingAsyncIOs=RowBatchesAhead,
+            ModelRunner=RowRunner,
         )
         begin(self, **kwargs)
         self.scheduler.handlers = self.output_router.result_handlers
@@ -494,6 +516,44 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
             super()._generation_step(model)
         else:  # there is nothing to compute before all of them fork
             batches.retrieve_device_outputs()
+
+
+class RowRunner(ModelRunner):
+    """Runs forward passes. transformers pads those of decode to powers of two; here they are padded to closer sizes,
+    see `decode_sizes`, of which a warm-up has made graphs or programs."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._all_sizes = decode_sizes(cast(int, self.cb_config.max_requests_per_batch))
+        self._sizes: list[int] = []
+        """Those that a warm-up was for."""
+        self._made_up = 0
+        """The size of the batch that is made up now; 0: none is."""
+
+    def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
+        tokens, read = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
+        if use_decode_fast_path and self.pad_inputs:
+            tokens = max(tokens, self._all_sizes[0])
+            tokens = self._made_up or min((size for size in self._sizes if size >= num_q_tokens), default=tokens)
+        return tokens, read
+
+    def run_one_warmup(self, model: Any, num_q_tokens: int, max_kv_read: int | None) -> float:
+        """Warms up a size: see `ModelRunner.run_one_warmup`. With a power of two, of decode, come those that would be
+        padded to it otherwise. One request is made up for each, and the others are padding."""
+        compiling, took = self.cb_config.decode_compile_config, 0.0
+        if max_kv_read is not None or (compiling and compiling.dynamic is False):  # a program for each would be slow
+            return float(super().run_one_warmup(model, num_q_tokens, max_kv_read))
+        for size in self._all_sizes:
+            if super().maybe_pad_inputs(size, 0, True)[0] == num_q_tokens:
+                self._made_up = size
+                try:
+                    seconds = super().run_one_warmup(model, 1, None)
+                finally:
+                    self._made_up = 0
+                if seconds:  # or else it failed
+                    self._sizes = sorted({*self._sizes, size})
+                    took += seconds
+        return took
 
 
 class RowBatch(ContinuousBatchingIOs):
@@ -897,18 +957,26 @@ def attend_rows(
     """
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
-    if not isinstance(cache, RowCache | Probe) or unknown:
+    if not isinstance(cache, RowCache | Inside | Probe) or unknown:
         what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
         raise UnsupportedAttentionError(
             f"{type(module).__name__} {what}, and attention on rows knows none of that; "
             "vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if isinstance(cache, Inside):  # its layer was entered, and is not asked for its number: all are one program
+        return attend_inside(query, key, value, told.get("sliding_window"), scale, softcap or 0.0, s_aux), None
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
 
 
-# Compilers go around it.
-AttentionInterface.register(NAME, torch.compiler.disable(attend_rows))  # type: ignore[no-untyped-call]
+def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """`attend_rows`, which the compiler goes around in layers that were not entered."""
+    attend = attend_rows if isinstance(kwargs.get("cache"), Inside) else _attend_apart
+    return attend(*args, **kwargs)
+
+
+_attend_apart = torch.compiler.disable(attend_rows)  # type: ignore[no-untyped-call]
+AttentionInterface.register(NAME, attend_rows_or_go_around)
 
 
 def _nothing() -> None:

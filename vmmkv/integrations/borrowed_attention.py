@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -12,10 +13,11 @@ class BorrowedAttention:
 
     Args:
         name: of the `attn_implementation`.
+        clear: called with a model that nobody uses any more.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, clear: Callable[[Any], None]) -> None:
+        self._name, self._clear = name, clear
         self._lock = threading.RLock()
         """Of the two tables below."""
         self._before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
@@ -38,3 +40,4 @@ class BorrowedAttention:
             users.discard(user)
             if not users and (before := self._before.pop(model, None)):
                 model.set_attn_implementation(before)
+                self._clear(model)

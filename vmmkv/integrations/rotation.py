@@ -174,7 +174,7 @@ def _rotate_halves(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
 # ---------------------------------------------------------------------- in the attention of a model
 
 
-def defer_rotation(model: torch.nn.Module, cache: type) -> None:
+def defer_rotation(model: torch.nn.Module, cache: Any) -> None:
     """Has all layers of a model that call `apply_rotary_pos_emb` leave it to attention, in forward passes that are told
     of such a `cache`; all others are as before. Layers whose `forward` somebody else has replaced stay as they are."""
     restore_rotation(model)
@@ -195,11 +195,11 @@ def restore_rotation(model: torch.nn.Module) -> None:
 class _Forward:
     """The `forward` of a layer, of two kinds."""
 
-    def __init__(self, forward: FunctionType, cache: type) -> None:
+    def __init__(self, forward: FunctionType, cache: Any) -> None:
         functools.update_wrapper(self, forward)
         self._forward, self._cache = forward, cache
         self._deferring = with_names(forward, **{NAME: deferring(forward.__globals__[NAME])})
 
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        run = self._deferring if isinstance(kwargs.get("cache"), self._cache) else self._forward
-        return run(module, *args, **kwargs)
+        waits = isinstance(kwargs.get("cache"), self._cache) and not torch.compiler.is_compiling()
+        return (self._deferring if waits else self._forward)(module, *args, **kwargs)
