@@ -37,6 +37,10 @@ class Queries(NamedTuple):
     q_len: int
     mixed: bool = False
     """They are where `cu_seqlens` says; sequences with more or fewer are left out."""
+    most_at_once: int = 1
+    """Octets that a warp has registers for."""
+    heads: int = 1
+    """Neighbouring KV heads that a block works on; there is a multiple of so many."""
 
     @property
     def per_head(self) -> int:
@@ -45,20 +49,33 @@ class Queries(NamedTuple):
 
     @property
     def octets_per_head(self) -> int:
-        return -(-self.per_head // 8)
+        """Behind the last query others are made up, so that warps have as many octets each."""
+        octets = -(-self.per_head // 8)
+        return -(-octets // self.at_once) * self.at_once
 
     @property
     def per_octet(self) -> int:
         return min(8, self.per_head)
 
     @property
-    def octets(self) -> int:
-        """Of a bundle: a warp works on one of them."""
-        return gcd(WARPS, self.octets_per_head)
+    def at_once(self) -> int:
+        """Octets of a head that a warp works on: it loads K and V once for all of them."""
+        return min(self.most_at_once, -(-self.per_head // 8))
 
     @property
-    def bundles_per_head(self) -> int:
-        return self.octets_per_head // self.octets
+    def sharing(self) -> int:
+        """Warps that work on the same tokens of a bundle, each on other octets."""
+        return gcd(WARPS, self.octets_per_head // self.at_once * self.heads)
+
+    @property
+    def read_again(self) -> bool:
+        """Whether other warps of the block read the same K and V."""
+        return self.at_once < self.octets_per_head and self.sharing > 1
+
+    @property
+    def octets(self) -> int:
+        """Of a bundle."""
+        return self.sharing * self.at_once
 
     @property
     def per_bundle(self) -> int:
@@ -66,8 +83,12 @@ class Queries(NamedTuple):
 
     @property
     def token_warps(self) -> int:
-        """Warps of a block that work on the same octet, and on different tokens."""
-        return WARPS // self.octets
+        """Warps of a block that work on the same octets, and on different tokens."""
+        return WARPS // self.sharing
+
+    def bundles(self, kv_heads: int) -> int:
+        """Of a sequence."""
+        return kv_heads * self.octets_per_head // self.octets
 
 
 class Lengths(NamedTuple):

@@ -152,19 +152,22 @@ def variant_of(
 
 def make_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
     """The plan of a geometry on tensor cores, with so many bytes of room behind that for its own parts."""
-    blocks = multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant)
-    queries = Queries(variant.group, variant.q_len, variant.mixed)
+    kv_heads = given.k.shape[2]
+    queries = decode_mma.queries_of(variant, kv_heads)
+    blocks = multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant, queries)
     return attention.make_plan(
         given,
-        mma_kernel(variant),
+        mma_kernel(variant, queries),
         (blocks, 1),
         partial_bytes=2 * blocks * part_bytes(queries, variant.head_dim) + more_bytes,
-        counters=given.seq_lens.shape[0] * given.k.shape[2] * queries.bundles_per_head,
+        counters=given.seq_lens.shape[0] * queries.bundles(kv_heads),
     )
 
 
 @cache
-def mma_kernel(variant: Variant) -> Kernel:
+def mma_kernel(variant: Variant, queries: Queries) -> Kernel:
     """The kernel on tensor cores."""
-    structs, blocks_per_sm = attention.structs_of(variant), decode_mma.blocks_per_sm(variant)
-    return Kernel(decode_mma.make_decode, (variant,), structs, decode_shares.THREADS, blocks_per_sm=blocks_per_sm)
+    structs, blocks_per_sm = attention.structs_of(variant), decode_mma.blocks_per_sm(variant, queries)
+    return Kernel(
+        decode_mma.make_decode, (variant, queries), structs, decode_shares.THREADS, blocks_per_sm=blocks_per_sm
+    )

@@ -172,6 +172,8 @@ DECODE_FAST = [
     Case(bf16, 256, 16, 1, q_len=1, sinks=True, window=40),
     Case(fp16, 64, 12, 2, q_len=4, starts=True, sinks=True),
     Case(bf16, 128, 20, 1, q_len=5),
+    Case(bf16, 128, 12, 2, q_len=4),
+    Case(bf16, 80, 8, 4, q_len=8, starts=True),
     Case(bf16, 64, 10, 1, q_len=8, window=17),
     Case(bf16, 128, 8, 2, q_len=1, block_size=16),
     Case(fp16, 64, 4, 2, q_len=3, block_size=32, window=50, starts=True),

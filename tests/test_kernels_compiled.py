@@ -15,23 +15,30 @@ COMPILE = """
     from typing import get_type_hints
     os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
     import torch
-    from vmmkv.kernels import compiler, plain, row_append, row_copy, row_decode, row_prefill
+    from vmmkv.kernels import compiler, decode_mma, plain, row_append, row_copy, row_decode, row_prefill
     from vmmkv.kernels.arguments import Variant
     gc.disable()  # a tenth of the compiler's time
     bf16, family, ptxas, few = torch.bfloat16, *sys.argv[1:]
     DEVICES = (8, 0), (9, 0)
     # A block table adds the look-up of a tile to what is there without: one of each family shows it. Shared prefixes
     # add something as well, which those show that are not too common.
+
+    def decode_kernel(variant):
+        return row_decode.mma_kernel(variant, decode_mma.queries_of(variant, 8))
+
     if family == "decode":
         kernels = {
-            f"decode, mma, {dim}, {paged}": row_decode.mma_kernel(
-                Variant(bf16, dim, 4, 1, paged, True, False, False, mixed)
+            f"decode, mma, {dim}, {q_len}, {paged}": decode_kernel(
+                Variant(bf16, dim, 4, q_len, paged, True, False, False, mixed)
             )
-            for dim, paged, mixed in ((64, 16, True), (128, 0, False), (256, 0, False))
+            for dim, q_len, paged, mixed in (
+                (64, 1, 16, True), (80, 1, 0, False), (80, 8, 0, False), (128, 1, 0, False), (128, 4, 0, False),
+                (256, 1, 0, False)
+            )
         }
         eight_bits = Variant(bf16, 128, 4, 1, 0, True, False, False, False, torch.float8_e4m3fn, cascaded=True)
         for device in DEVICES:  # for others the instructions are the same, registers are not; to compile twice is slow
-            kernels[f"decode, mma, 8 bits, {device}"] = row_decode.mma_kernel(eight_bits)
+            kernels[f"decode, mma, 8 bits, {device}"] = decode_kernel(eight_bits)
     else:
         kernels = {
             "append": row_append.append_kernel(128, 16, 128, 16, True, 0, False),
