@@ -10,7 +10,7 @@ Words, each with one meaning in all of these files:
     box, panel      tokens that the copy engine copies at a time; 64 of their elements, 128 bytes a token
     unit            16 tokens: what decode's work is counted in
     octet           up to eight queries that share a KV head: the columns of a product in decode
-    bundle          the octets that a block of threads works on at a time, a warp or more on each
+    bundle          the octets that a block of threads works on at a time, a warp or more on some of them
     share, piece    the units of a block of threads; those of one sequence and bundle in it
     part            the sums of a piece which is not a whole bundle; of a prefix, those of some of its tokens
     prefix          the first tokens of some sequences, which are the same: a group's, in `cascade`

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from .addressing import Tokens, make_addressing
 from .arguments import Variant
 from .arithmetic import clamp
-from .decode_shares import Piece, Queries
-from .memory import load_4_once, load_8_once, load_16_once, load_16_shared, load_f32
+from .decode_shares import Piece
+from .memory import load_4_once, load_8_once, load_16_once, load_f32
 from .ptx import inlined
 
 
@@ -86,13 +86,13 @@ def make_load_run(run: Run, load_16: Any) -> Any:
     return load_run
 
 
-def make_loads(variant: Variant, queries: Queries) -> tuple[Any, Any, Any]:
+def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
     """Functions for kernels: a lane's part of K, of V, and of scales, of 16 tokens; those outside of the live ones
     repeat one."""
     _, address_of = make_addressing(variant.block_size)
     k_run, v_run = runs_of(variant)
     k_words, v_words = k_run.words, v_run.words
-    load_16 = (load_16_shared if queries.read_again else load_16_once)[max(gcd(k_run.nbytes, 256), 64)]
+    load_16 = load_16_once[max(gcd(k_run.nbytes, 256), 64)]
     load_k_run, load_v_run = make_load_run(k_run, load_16), make_load_run(v_run, load_16)
 
     @inlined

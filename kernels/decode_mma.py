@@ -6,8 +6,11 @@ Transposed, a step of attention is two products of matrices whose 8 columns are 
     O = V^T P      [head_dim x 16 tokens] [16 tokens x 8 queries]
 
 The dims are summed in the first product and label the rows of the second, so their order is free: each lane
-takes 16 bytes of K and of V as they lie. No shared memory, and no waiting for other warps, while tokens stream past.
+takes bytes of K and of V as they lie. No shared memory, and no waiting for other warps, while tokens stream past.
 P comes out of the first product as the second wants it but for a transposition in registers.
+
+Where more than 8 queries share a KV head, a warp multiplies the same registers by several octets: what bounds several
+queries is how often K and V are brought from the second cache, not how often they are multiplied.
 
 K and V of 8 bits become f16 on the way from register to product, without loss, and so without their scales: a scale of
 K multiplies its token's scores, and one of V its token's weights. What they are multiplied with has to be f16 as well,
@@ -15,7 +18,8 @@ so it is brought to where f16 has most digits: each query by a power of two, whi
 they are relative to, which is not the greatest score but the greatest weight with its scale. (As if no scale were below
 2**-40, so that the sum of the weights without their scales stays finite, and that of zeros counts beside great V.)
 
-For shares of the work see `decode_shares`, for what becomes of the sums `decode_parts`.
+For how K and V are loaded see `decode_loads`, for shares of the work `decode_shares`, for what becomes of the sums
+`decode_parts`.
 """
 
 from __future__ import annotations
@@ -46,7 +50,7 @@ LEAST_SCALE = 2.0**-40
 
 
 class Octet(NamedTuple):
-    """Up to 8 queries that share a KV head: a warp's."""
+    """Up to 8 queries that share a KV head."""
 
     kv_head: int
     column: int
@@ -75,22 +79,27 @@ def words_of(variant: Variant) -> Words:
     return Words(2 * k.words, 4 * v.words, k.words * vectors, 4 * v.words * vectors)
 
 
+def registers_for(variant: Variant) -> tuple[int, ...]:
+    """How many blocks of threads a multiprocessor has registers for, with one octet at once in a warp, with two, ...
+
+    Of narrow heads, and of 8-bit numbers, a warp has few bytes on their way, in few registers: with more warps there
+    are as many bytes. Wide heads leave no room for them.
+    """
+    if variant.kv_dtype:
+        return (4,) if variant.head_dim <= 128 else (2,)
+    return {64: (4, 3, 2, 2), 80: (3, 3, 2, 2), 96: (3, 2), 128: (2, 2)}.get(variant.head_dim, (2,))
+
+
 def queries_of(variant: Variant, kv_heads: int) -> Queries:
-    """How queries are worked on: as many octets at once as there are registers for; and two heads at a time where they
-    share pieces of 64 bytes, which memory gives as a whole."""
-    heads = 2 if runs_of(variant)[0].nbytes % 64 and kv_heads % 2 == 0 else 1
-    at_once = 1 if variant.kv_dtype or variant.head_dim > 128 else 2 if variant.head_dim > 80 else 4
-    return Queries(variant.group, variant.q_len, variant.mixed, at_once, heads)
+    """How queries are worked on: two heads at a time where these share pieces of 64 bytes, which memory gives whole."""
+    run, _ = runs_of(variant)
+    heads = 2 if run.nbytes % 64 and kv_heads % 2 == 0 else 1
+    return Queries(variant.group, variant.q_len, variant.mixed, len(registers_for(variant)), heads)
 
 
 def blocks_per_sm(variant: Variant, queries: Queries) -> int:
-    """Of narrower heads, and of 8-bit numbers, a warp has fewer bytes on their way, in fewer registers: more warps have
-    as many."""
-    if queries.at_once > 1:
-        return 2
-    if variant.kv_dtype:
-        return 4 if variant.head_dim <= 128 else 2
-    return {64: 4, 80: 4, 96: 3}.get(variant.head_dim, 2)
+    """As many as there are registers for."""
+    return registers_for(variant)[queries.at_once - 1]
 
 
 def multiplied_dtype(variant: Variant) -> torch.dtype:
@@ -282,7 +291,7 @@ def make_attend(variant: Variant, queries: Queries) -> Any:
     stride = queries.token_warps * UNIT
 
     home_of, _ = make_addressing(variant.block_size)
-    load_k, load_v, load_scales = make_loads(variant, queries)
+    load_k, load_v, load_scales = make_loads(variant)
     score, accumulate = make_products(variant, at_once)
     weigh = make_weigh(variant, num_sums)
 

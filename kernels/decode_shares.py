@@ -64,13 +64,8 @@ class Queries(NamedTuple):
 
     @property
     def sharing(self) -> int:
-        """Warps that work on the same tokens of a bundle, each on other octets."""
+        """Warps that work on the same tokens of a bundle, each on other octets of it."""
         return gcd(WARPS, self.octets_per_head // self.at_once * self.heads)
-
-    @property
-    def read_again(self) -> bool:
-        """Whether other warps of the block read the same K and V."""
-        return self.at_once < self.octets_per_head and self.sharing > 1
 
     @property
     def octets(self) -> int:

@@ -105,20 +105,13 @@ load_16_once = {
 """16 bytes at a 16-byte aligned address, read once: they bypass the first cache. By how many bytes come to the second:
 no more than are read next, since the rest would push others out before it is wanted."""
 
-load_16_shared = {
-    nbytes: instruction(
-        f"ld.global.nc.L2::{nbytes}B.v4.u32 {{$0, $1, $2, $3}}, [$4];", "rrrr", "l", _load_16, reads_only=True
-    )
-    for nbytes in (64, 128, 256)
-}
-"""The same, of what other warps of the block read as well: it comes to the first cache."""
-
-# The rest of a head whose bytes no greater power of 2 divides.
 load_8_once = instruction(
     "ld.global.nc.L1::no_allocate.L2::64B.v2.u32 {$0, $1}, [$2];", "rr", "l", _load_8, reads_only=True
 )
+"""8 bytes at an 8-byte aligned address, read once."""
 
 load_4_once = instruction("ld.global.nc.L1::no_allocate.L2::64B.u32 $0, [$1];", "r", "l", _load_4, reads_only=True)
+"""4 bytes at an address, read once."""
 
 load_16 = load_16_once[256]
 """16 bytes of a long run."""

@@ -74,7 +74,7 @@ def decode_rows() -> list[torch.Tensor]:
 
 def decode_blocks() -> list[torch.Tensor]:
     k, v, table = blocks()
-    return [decode(random(len(LENGTHS), 2, HEADS, DIM), k, v, int32(*LENGTHS), block_table=table)]
+    return [decode(random(len(LENGTHS), 8, HEADS, DIM), k, v, int32(*LENGTHS), block_table=table)]
 
 
 def decode_8_bits() -> list[torch.Tensor]:
