@@ -161,6 +161,9 @@ class Prefixes(Keeper):
         arena, record = self._books.ranges[index]
         if (first + pages) * self._books.page_size <= len(ids) * record:
             old, new = list(range(number, number + pages)), arena.table.pages_in(row, first, first + pages).tolist()
+            is_large = self._pool.frames.is_large
+            if is_large[number] and not is_large[new].all():
+                return  # in so many pieces it would not be copied again, but shared page by page
             if self.known.move(Pages(key, ids, index, first, old), new):
                 self._rows.sharing.mark(arena, row, 0, first + pages)
 
