@@ -13,7 +13,7 @@ Result = dict[str, Any]
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 ENGINE = 4287
 """Output tokens/s of `benchmarks.engine`, same requests and memory, when the aim was set; today's are in
-`serve_h200.json`."""
+`serve_vllm_h200.json`."""
 
 
 def batching_table(result: Result) -> Table:
@@ -89,15 +89,22 @@ def compare_ranks(result: Result) -> list[Result]:
     return found
 
 
-def over_engine(result: Result, served: Result) -> Result:
+def over_engine(result: Result, served: Result) -> list[Result]:
     """How rows do beside the engine of today, by what `benchmarks.serve` has measured of the same requests."""
     (engine,) = (
         row["output_tokens_per_s"]
         for row in served["serving"]
         if (row["trace"], row["load"], row["backend"]) == (result["workload"], "saturation", "vmm")
     )
-    speed = median(row["tokens_per_s"] for row in result["served"] if row["system"] == "rows")
-    return {"what": f"tokens/s on rows over the engine's {engine:,.0f} of today", "value": speed / engine}
+    *ours, _ = result["served"]
+    speeds = {
+        system: median(row["tokens_per_s"] for row in rows)
+        for system, rows in groupby(ours, key=lambda row: row["system"])
+    }
+    return [
+        {"what": f"tokens/s on {system} over the engine's {engine:,.0f} of today", "value": speed / engine}
+        for system, speed in speeds.items()
+    ]
 
 
 def first_tokens_table(result: Result) -> Table:

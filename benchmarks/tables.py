@@ -92,7 +92,7 @@ def headline(replayed: Result, generated: Result, batched: Result) -> str:
         ),
         (
             "tokens/s of transformers' continuous batching, K and V in 16 GiB (`batching_h200.json`)",
-            rates["rows"],
+            f"{rates['rows']}; compiled {rates['rows, compiled']}",
             f"{rates['blocks, sdpa']} on its own blocks with `sdpa`, stopped after {stopped['seconds']:.0f} s",
         ),
     ]
@@ -599,9 +599,9 @@ def batching_first_tokens(result: Result) -> str:
     return markdown(*batching_tables.first_tokens_table(result))
 
 
-@table("batching_h200.json", "serve_h200.json")
+@table("batching_h200.json", "serve_vllm_h200.json")
 def batching_comparisons(result: Result, served: Result) -> str:
-    found = [*batching_tables.compare(result), batching_tables.over_engine(result, served)]
+    found = [*batching_tables.compare(result), *batching_tables.over_engine(result, served)]
     return markdown(aims.COLUMNS, aims.lines(found))
 
 
