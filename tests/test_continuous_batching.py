@@ -896,6 +896,8 @@ def test_what_does_not_fit_a_row_is_refused_when_it_is_asked_for(model: PreTrain
     with Served(model) as served:
         with pytest.raises(vmmkv.SequenceTooLongError, match="25 tokens and 12 new ones"):
             served.manager.add_request([5] * 25)
+        with pytest.raises(vmmkv.ArgumentError, match="max_new_tokens=0; it must be 1 or more"):
+            served.manager.add_request([5] * 25, max_new_tokens=0)
         name = served.manager.add_request([5] * 25, max_new_tokens=AtMost(12))
         assert len(served.results(1)[name].generated_tokens) == 5
         served.check(expected)
@@ -964,6 +966,8 @@ def test_a_batch_with_what_does_not_fit_a_row_is_refused(model: PreTrainedModel)
     for _ in range(2):
         with pytest.raises(vmmkv.SequenceTooLongError, match="19 tokens and 12 new ones"):
             model.generate_batch([[5] * 9, [5] * 19], **config())
+        with pytest.raises(vmmkv.ArgumentError, match="max_new_tokens=-1; it must be 1 or more"):
+            model.generate_batch([[5] * 9], max_new_tokens=-1, **config())
         model.generate_batch([[5] * 9], persistent_manager=True, **config())  # who is there already refuses it, too
 
 

@@ -242,6 +242,7 @@ NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
     {"n": 2}, {"logprobs": True}, {"top_logprobs": 2}, {"response_format": {"type": "json_object"}}, {"stop": ["w5"]},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, {"tool_choice": "required"},
     {"logit_bias": {"5": 3.0}}, {"reasoning_effort": "high"}, {"messages": SEEN}, {"messages": SEEN, "stream": True},
+    {"messages": [{"role": "user", "content": ["w5"]}]}, {"messages": [{"role": "user", "content": [["w5"]]}]},
 ]  # fmt: skip
 CHANGES_NOTHING: dict[str, Any] = {
     "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop": None, "top_p": 1.0, "seed": 7,

@@ -139,13 +139,15 @@ def check_length(max_seq_len: int, tokens: int, new: int | None) -> int:
     """How many new tokens a request of so many gets: those that it asks for, or as many as a row has room for.
 
     Raises:
-        ArgumentError: `new` is no whole number.
+        ArgumentError: `new` is no whole number, or less than 1.
         SequenceTooLongError: there is room for fewer than it asks for, or for none.
     """
     try:
         wanted = max_seq_len if new is None else operator.index(new)
     except TypeError:
         raise ArgumentError(f"got max_new_tokens={new!r}; give a whole number") from None
+    if wanted < 1:
+        raise ArgumentError(f"got max_new_tokens={new}; it must be 1 or more")
     is_asked = not (new is None or isinstance(new, AtMost))
     least, room = wanted if is_asked else 1, max_seq_len - tokens
     if room < least:

@@ -77,10 +77,11 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
         lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-        others = {str(part.get("type")) for parts in lists for part in parts} - TEXT
+        parts = [part for parts in lists for part in parts]
+        others = {str(part.get("type")) if isinstance(part, dict) else repr(part) for part in parts} - TEXT
         if modality is Modality.LLM and others:
             raise UnsupportedError(
-                f"asked about {', '.join(sorted(others))}; this model reads text alone. Leave it out"
+                f"asked about {', '.join(sorted(others))}; this model reads text, in parts of type text. Leave it out"
             )
         return cast(list[dict[str, Any]], BaseHandler.get_processor_inputs_from_messages(messages, modality))
 
