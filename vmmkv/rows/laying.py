@@ -234,8 +234,8 @@ class Laying:
                 begin = shown[frame] + (piece.page - frame) * size if source is None else table.address_of(source, at)
                 driver.copy(table.address_of(row, at), begin, min(piece.pages * size, tokens * record - at * size))
             copied = Fence.after(driver, [driver.current_stream()])
-        if nowhere:
-            self._sharing.staged |= copied
-        for source in {each for each in rows if each is not None}:
-            self._books.table.fence(source, copied)
+            if nowhere:
+                self._sharing.staged |= copied
+            for source in {each for each in rows if each is not None}:
+                self._books.table.fence(source, copied)
         return copied, nowhere
