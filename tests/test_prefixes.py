@@ -772,6 +772,49 @@ def test_trim_waits_for_who_reads_kept_rows() -> None:
     world.cache.check()
 
 
+@pytest.mark.parametrize("is_forked", [False, True])
+def test_what_is_copied_when_somebody_is_interrupted_stays_until_it_has_been(
+    is_forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = SimulatedDevice(Random())
+    world = make(driver=device, large_frames=False)
+    first = world.start([1] * 30)
+    world.commit(first)
+    device.current = device.streams[1]
+
+    def copy(*arguments: Any) -> None:
+        SimulatedDevice.copy(device, *arguments)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(device, "copy", copy)
+        with pytest.raises(KeyboardInterrupt):
+            _ = first.fork() if is_forked else world.cache.sequence(token_ids=[1] * 9 + [2] * 3, expected_tokens=180)
+    device.current = device.streams[0]
+    world.free(first)
+    assert world.cache._rows.reclaim(8)
+    device.finish()
+    world.cache.check()
+
+
+def test_what_is_being_cleaned_behind_a_beginning_is_not_unmapped() -> None:
+    device = SimulatedDevice(Random())
+    world = World(Random(), 100, vmmkv.KVLayout(2, 2, 128, torch.float32), rows=8, driver=device)  # a page for a token
+    key = None, None, "bob"
+    first = world.start([1] * 40, key)
+    world.commit(first)
+    others = [world.cache.sequence(11, tenant="alice") for _ in range(5)]  # no large frames
+    world.cache.free(others)
+    device.finish()
+    world.cache._rows.reclaim(60)
+    device.current = device.streams[1]
+    second = world.cache.sequence(token_ids=[1] * 40 + [2] * 2, tenant="bob", expected_tokens=200)
+    assert second.capacity > 42
+    assert not world.cache._rows.table.fences[second.row].passed()
+    device.finish()
+    world.cache.check()
+
+
 def test_a_capture_changes_nothing() -> None:
     device = SimulatedDevice(Random())
     world = World(Random(), 40, LAYOUT, driver=device)

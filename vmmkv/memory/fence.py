@@ -33,10 +33,11 @@ def wait_for_device(driver: Driver) -> None:
 
 @contextmanager
 def finished_on_error(driver: Driver) -> Iterator[None]:
-    """Around what queues work, and records a fence behind it: where that fails, waits for what no fence knows."""
+    """Around what queues work, records a fence behind it and writes that down: where that fails, or is interrupted,
+    waits for what no fence knows."""
     try:
         yield
-    except VmmkvError:
+    except BaseException:
         with suppress(VmmkvError):
             wait_for_device(driver)
         raise

@@ -141,7 +141,7 @@ class Laying:
             with Undo() as undo:
                 self._map(row, laid, undo)
                 self._afford(row, length, undo)
-                at_once(self._growing.make_room({row: (0, self._room(row, length))}, [row]))
+                self._make_room(row, length)
                 copied, nowhere = self._copy(row, tokens, copies)
         finally:
             self._pool.give(self._account, sources)
@@ -200,6 +200,13 @@ class Laying:
         undo.push(self._books.claims.clear)
         self._reclaimer.afford(sum(end for _, end in self._books.used(row)))
 
+    def _make_room(self, row: int, length: int) -> None:
+        """Maps what a row lacks that is to have so many tokens. Raises what `Growing.make_room` raises."""
+        room, table = self._room(row, length), self._books.table
+        at_once(self._growing.make_room({row: (0, room)}, [row]))
+        if room > length and (self._books.rules.cleans or self._pool.tenants):  # what nobody uses may be being filled
+            table.fence(row, table.fence_after(self._pool.driver, [row]))
+
     def _room(self, row: int, length: int) -> int:
         """Up to which token a row that is to have so many is mapped: the end of a large frame, where more are expected,
         and as much is idle. That takes a call, and single pages would take one each."""
@@ -234,8 +241,8 @@ class Laying:
                 begin = shown[frame] + (piece.page - frame) * size if source is None else table.address_of(source, at)
                 driver.copy(table.address_of(row, at), begin, min(piece.pages * size, tokens * record - at * size))
             copied = Fence.after(driver, [driver.current_stream()])
-        if nowhere:
-            self._sharing.staged |= copied
-        for source in {each for each in rows if each is not None}:
-            self._books.table.fence(source, copied)
+            if nowhere:
+                self._sharing.staged |= copied
+            for source in {each for each in rows if each is not None}:
+                self._books.table.fence(source, copied)
         return copied, nowhere

@@ -83,7 +83,7 @@ class Sharing:
                         begin = max(max(split, arena.table.own[child]) * self._books.page_size, extent[0] * record)
                         has_copied |= self.copy(arena, row, child, begin, extent[1] * record)
                 copied = Fence.after(self._driver, [current] if has_copied else [])
-            table.fence(row, copied)
+                table.fence(row, copied)
             copied.order(table.own_streams[row])  # what is written there next must not be copied
         for child in children:
             table.extents[child] = extent
