@@ -9,6 +9,7 @@ import pytest
 import torch
 from conftest import ROUNDS, small_driver, small_layout
 from faulty import FaultyDriver
+from simulated_device import SimulatedDevice
 
 import vmmkv
 from vmmkv.memory.fence import Fence
@@ -230,6 +231,25 @@ def test_a_failed_call_leaves_what_was_or_nothing(make_cache, call: str) -> None
             continue
         for beam, index in zip(beams, indices):
             assert all(map(torch.equal, tokens_of(beam), before[index]))
+
+
+def test_what_is_being_filled_when_it_fails_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(Random())
+    cache = vmmkv.KVCache(small_layout(device), 4, 100, max_bytes=100 * device.page_size, driver=device, scrub=True)
+    sequences = [cache.sequence(5), cache.sequence(90)]
+    device.finish()
+
+    def empty(*arguments: object, **options: object) -> None:
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as context:
+        context.setattr(torch, "empty", empty)
+        with pytest.raises(vmmkv.DriverOutOfMemoryError):
+            cache.reorder(sequences, [1, 0])
+    device.current = device.streams[1]
+    cache.trim()
+    device.finish()
+    cache.check()
 
 
 def _is_live(sequence: vmmkv.Sequence) -> bool:

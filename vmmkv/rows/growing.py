@@ -6,10 +6,11 @@ cleaned where that is promised, and whatever fails takes all of it back.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from contextlib import suppress
 
 from ..errors import DriverError, OutOfPagesError, UseAfterFreeError, VmmkvError
-from ..memory.fence import Fence
+from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import Supply
 from ..memory.monitor import Steps
 from ..space.arena import Arena
@@ -74,6 +75,14 @@ class Growing:
             for row in empty:
                 self.keep(row, claims[row][1])
             yield from self.make_room(claims, needing)
+
+    def fence_fills(self, rows: Collection[int]) -> None:
+        """Keeps what was mapped for rows, and nobody uses yet, until it has been filled."""
+        if self._books.rules.cleans or self._pool.tenants:
+            with finished_on_error(self._driver):
+                fence = self._table.fence_after(self._driver, rows)
+                for row in rows:
+                    self._table.fence(row, fence)
 
     def keep(self, row: int, tokens: int) -> None:
         """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""

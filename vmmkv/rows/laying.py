@@ -202,10 +202,10 @@ class Laying:
 
     def _make_room(self, row: int, length: int) -> None:
         """Maps what a row lacks that is to have so many tokens. Raises what `Growing.make_room` raises."""
-        room, table = self._room(row, length), self._books.table
+        room = self._room(row, length)
         at_once(self._growing.make_room({row: (0, room)}, [row]))
-        if room > length and (self._books.rules.cleans or self._pool.tenants):  # what nobody uses may be being filled
-            table.fence(row, table.fence_after(self._pool.driver, [row]))
+        if room > length:
+            self._growing.fence_fills([row])
 
     def _room(self, row: int, length: int) -> int:
         """Up to which token a row that is to have so many is mapped: the end of a large frame, where more are expected,

@@ -228,6 +228,7 @@ class Reordering:
                 claims[move.row] = min(start, new_start), max(length, new_length)
         try:
             at_once(self._growing.make_room(claims, [*claims]))
+            self._growing.fence_fills(claims)  # for what fails before anything is copied there
             missing = sum(self._missing(move) for move in moves)
             if missing:
                 self._books.claims = claims  # nobody is to take back what was mapped for them
