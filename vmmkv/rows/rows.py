@@ -285,7 +285,7 @@ class Rows:
 
     def recover(self) -> None:
         """Makes the books right after an interruption: what follows from other books is worked out anew."""
-        if self.rules.poison or self.keeping.keeper.is_copying:
+        if self.rules.poison or self.keeping.keeper.is_copying or self.books.unsettled:
             wait_for_device(self._driver)  # for what was being filled, or copied, which no fence may know
         self.books.claims = {}
         self._recover_suspended()
