@@ -773,23 +773,14 @@ def test_trim_waits_for_who_reads_kept_rows() -> None:
 
 
 @pytest.mark.parametrize("is_forked", [False, True])
-def test_what_is_copied_when_somebody_is_interrupted_stays_until_it_has_been(
-    is_forked: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_copied_when_somebody_is_interrupted_stays_until_it_has_been(is_forked: bool) -> None:
     device = SimulatedDevice(Random())
     world = make(driver=device, large_frames=False)
     first = world.start([1] * 30)
     world.commit(first)
     device.current = device.streams[1]
-
-    def copy(*arguments: Any) -> None:
-        SimulatedDevice.copy(device, *arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as context:
-        context.setattr(device, "copy", copy)
-        with pytest.raises(KeyboardInterrupt):
-            _ = first.fork() if is_forked else world.cache.sequence(token_ids=[1] * 9 + [2] * 3, expected_tokens=180)
+    with device.interrupted_behind_a_copy():
+        _ = first.fork() if is_forked else world.cache.sequence(token_ids=[1] * 9 + [2] * 3, expected_tokens=180)
     device.current = device.streams[0]
     world.free(first)
     assert world.cache._rows.reclaim(8)

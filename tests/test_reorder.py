@@ -252,20 +252,13 @@ def test_what_is_being_filled_when_it_fails_is_not_unmapped(monkeypatch: pytest.
     cache.check()
 
 
-def test_what_is_being_copied_when_somebody_is_interrupted_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_being_copied_when_somebody_is_interrupted_is_not_unmapped() -> None:
     device = SimulatedDevice(Random())
     cache = vmmkv.KVCache(small_layout(device), 4, 100, max_bytes=100 * device.page_size, driver=device)
     target, source = cache.sequence(50), cache.sequence(50)
     device.current = device.streams[1]
-
-    def copy(*arguments: int) -> None:
-        SimulatedDevice.copy(device, *arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as context:
-        context.setattr(device, "copy", copy)
-        with pytest.raises(KeyboardInterrupt):
-            cache.reorder([target, source], [1, 1], share=False)
+    with device.interrupted_behind_a_copy():
+        cache.reorder([target, source], [1, 1], share=False)
     device.current = device.streams[0]
     source.free()
     assert cache._rows.reclaim(100)
