@@ -9,11 +9,13 @@ Row = dict[str, Any]
 COLUMNS = "what", "measured", "aim", "met"
 
 
-def compared(result: Row, what: str, value: float, *, most: float | None = None, least: float | None = None) -> Row:
+def compared(
+    result: Row, what: str, value: float | None, *, most: float | None = None, least: float | None = None
+) -> Row:
     """One of a result's comparisons: a value that is to be so much at most, or at least; or that is only told, as on a
-    machine without a GPU."""
+    machine without a GPU. None was not measured."""
     row: Row = {"what": what, "value": value}
-    if "cuda_driver" not in result["environment"]:
+    if value is None or "cuda_driver" not in result["environment"]:
         return row
     if most is not None:
         row |= {"aim": f"<= {most:g}", "met": value <= most}

@@ -40,10 +40,9 @@ def compare(result: Result) -> list[Result]:
     for system, rounds in groupby(ours, key=lambda row: row["system"]):
         rows = list(rounds)
         speed = median(row["tokens_per_s"] for row in rows)
+        times = speed / blocks["tokens_per_s"] if blocks["tokens_per_s"] else None  # none of its requests had finished
         found += [
-            aims.compared(
-                result, f"tokens/s on {system} over {blocks['system']}", speed / blocks["tokens_per_s"], least=10
-            ),
+            aims.compared(result, f"tokens/s on {system} over {blocks['system']}", times, least=10),
             aims.compared(
                 result, f"tokens/s on {system} over the engine's {ENGINE:,} of then", speed / ENGINE, least=0.9
             ),

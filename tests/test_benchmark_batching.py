@@ -67,3 +67,15 @@ def test_aims_are_met_or_not() -> None:
     }
     (most,) = (row for row in batching_tables.compare(result) if "most" in row["what"])
     assert (most["value"], most["aim"], most["met"]) == (1.0, "<= 0.02", False)
+
+
+def test_who_has_finished_nothing_is_no_measure() -> None:
+    served = [
+        {"system": system, "round": 0, "tokens_per_s": speed, "waste": None, "most_waste": None}
+        for system, speed in (("rows", 4000.0), ("blocks, sdpa", 0.0))
+    ]
+    first = {"tokens": 100, "known": 0.9, "new_s": 4.0, "known_s": 1.0}
+    result = {"environment": {"cuda_driver": "13.0"}, "memory_bytes": 100, "served": served, "first_tokens": first}
+    found = {row["what"]: row for row in batching_tables.compare(result)}
+    assert found["tokens/s on rows over blocks, sdpa"]["value"] is None
+    assert not any("met" in row for row in found.values() if row["value"] is None)
