@@ -378,7 +378,8 @@ class Rows:
             StreamCaptureError: whole pages would leave the sequence while a CUDA graph is captured.
         """
         leaving = self.books.leaving(row, start, length)
-        if leaving:
+        drops_pages = self.rules.cleans and self.books.spans(start, length) != self.books.touched(row)
+        if leaving or drops_pages:  # those of a frame that stays are filled before it uses them again
             self.table.fence(row, self.table.fence_after(self._driver, [row]))
             self.page_uses += self.books.leave(row, leaving)
         self.table.extents[row] = start, length
