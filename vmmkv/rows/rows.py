@@ -32,6 +32,7 @@ from ..memory.monitor import Steps, at_once, is_own
 from ..memory.pool import FramePool
 from ..space.arena import Arena, free_waiting
 from ..space.mapper import Mover
+from ..space.undo import Undo
 from .ahead import Ahead
 from .beginning import Beginning
 from .books import Books, Rules
@@ -396,7 +397,8 @@ class Rows:
         """Has a live row have what it holds from a token on for its own. Raises what `Sharing.make_own` raises."""
         places = zip(self.books.records, self.books.used(row))
         pages = [max(token * record // self.books.page_size, first) for record, (first, _) in places]
-        self.sharing.make_own_from(row, pages)
+        with Undo() as undo:
+            self.sharing.make_own_from(row, pages, undo)
         if self.rules.zero_tail:  # what lay behind is gone
             at_once(self.growing.make_room({row: self.books.extent(row)}, [row]))
         self.keeping.keeper.shorten(row, token)  # what is known to be there may be written over
