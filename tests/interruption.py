@@ -81,15 +81,18 @@ def disturbed(
     return line - left if left > 0 else None
 
 
-def interrupted(operation: Callable[[], object], line: int) -> int | None:
+def interrupted(operation: Callable[[], object], line: int, sources: str = SOURCES) -> int | None:
     """Runs an operation and interrupts it at the n-th line of vmmkv that it comes to.
+
+    Args:
+        sources: as for `disturbed`.
 
     Returns:
         None; of an operation that is shorter, its lines.
     """
 
     try:
-        return disturbed(operation, line, interrupt)
+        return disturbed(operation, line, interrupt, sources)
     except Interruption:
         pass
     left = sys.exc_info()[1]  # Python takes it for handled still, where the interrupt came as an `except` ended

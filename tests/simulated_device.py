@@ -35,6 +35,10 @@ class Stream:
         self.queue.append(work)  # type: ignore[arg-type]
         self.submitted += 1
 
+    def __hash__(self) -> int:
+        """Sets of streams are in the same order in each run."""
+        return int.from_bytes(self.name.encode())
+
     def __repr__(self) -> str:
         return f"<stream {self.name}>"
 

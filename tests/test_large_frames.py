@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 
 import pytest
 import torch
 from conftest import small_driver
 from faulty import FaultyDriver, has_memory
+from simulated_device import SimulatedDevice
 
 import vmmkv
 from vmmkv.memory.frames import LARGE
@@ -76,6 +78,24 @@ def test_who_is_truncated_into_one_keeps_it_until_it_grows_or_ends() -> None:
     assert used(cache) == LARGE
     sequence.free()
     assert used(cache) == 0
+
+
+def test_what_is_dropped_inside_of_one_is_not_zeroed_before_it_was_read() -> None:
+    device = SimulatedDevice(random.Random())
+    cache = vmmkv.KVCache(LAYOUT, 1, 999, max_bytes=3 * LARGE * device.page_size, driver=device, scrub=True)
+    sequence = cache.sequence(LARGE * TOKENS)
+    device.finish()
+    last = sequence.k(0)[-1]
+    last.fill_(3)
+    read, reader = [], device.streams[1]
+    sequence.record_stream(reader)
+    reader.submit(lambda: read.append(ctypes.c_float.from_address(last.data_ptr()).value))
+    sequence.truncate(1)
+    sequence.extend(LARGE * TOKENS)
+    device.streams[0].queue[0]()  # comes first, if it does not wait
+    device.finish()
+    assert read == [3]
+    assert not last.any()
 
 
 def test_one_in_the_middle_of_which_no_token_is_left_goes_to_others() -> None:

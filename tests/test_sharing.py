@@ -1,7 +1,8 @@
 """Sequences that are forked: what they share takes memory once, and nobody can write to it but to a copy of its own.
 
 That any of them hold their own tokens after any operations is for the state machine to say, and what becomes of calls
-that fail, of interruptions and of streams that run late for `test_faults`, `test_interruption` and `test_asynchronous`.
+that fail, of interruptions and of streams that run late for `test_faults`, `test_interruption` and
+`test_random_machines`.
 """
 
 from __future__ import annotations

@@ -197,3 +197,24 @@ def test_a_write_to_the_tail_is_a_fault(device: str) -> None:
     assert child.stdout == "read 0.0\n"
     assert child.returncode == (-11 if device == "cpu" else 1)
     assert device == "cpu" or "illegal memory access" in child.stderr or "ILLEGAL_ADDRESS" in child.stderr
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_who_shares_can_be_read_to_the_end_after_any_failure(make_cache, device: str) -> None:
+    """Also where a page was had alone in one range, and then a call failed in the next."""
+    for skip in range(100):
+        driver = FaultyDriver(small_driver(device))
+        cache = make_cache(driver=driver, pages=60, layers_per_range=1, zero_tail=True)
+        sequence = cache.sequence(90)
+        child = sequence.fork()
+        child.truncate(20)
+        fault = driver.fail("any", skip)
+        with contextlib.suppress(vmmkv.DriverError):
+            child.extend(1)
+        driver.heal()
+        for row in (sequence.row, child.row):
+            for arena, _ in cache._rows.ranges:
+                address = arena.table.address_of(row, 0)
+                assert driver.accessible.issuperset(range(address, address + arena.row_bytes, driver.page_size))
+        if not fault.was_met:
+            return

@@ -56,7 +56,7 @@ class Growing:
         plan = self._plan(needing)
         if plan or self._books.rules.cleans:
             with Undo() as undo, self._pool.ranges.growth:
-                undo.push(self._look_again, needing)
+                undo.push(self.look_again, needing)
                 self._reclaimer.afford(sum([pages for _, _, _, _, pages, _, _ in plan]))
                 yield from self._map(needing, plan, undo)
         self._books.claims = {}
@@ -193,7 +193,7 @@ class Growing:
         for row in rows:
             self._table.fence(row, fills[-1])
 
-    def _look_again(self, rows: list[int]) -> None:
+    def look_again(self, rows: list[int]) -> None:
         """Brings the books of rows up to what is mapped, and has zeros behind them begin there."""
         self._books.claims = {}
         for row in rows:

@@ -23,6 +23,7 @@ from ..memory.frames import LARGE
 from ..memory.monitor import at_once
 from ..space.arena import Arena
 from ..space.page_table import PageTable
+from ..space.undo import Undo
 from .books import Books
 from .growing import Growing
 from .keeping import Keeping
@@ -86,9 +87,10 @@ class Reordering:
         self._check_tenants(sources)
         fence = self._table.fence_after(self._driver, rows)
         chains, circles = _in_order(sources)
-        for circle in circles:
-            self._own_circle(circle, sources)
-        turns = [self._turn(circle, sources) for circle in circles]
+        with Undo() as undo:
+            for circle in circles:
+                self._own_circle(circle, sources, undo)
+            turns = [self._turn(circle, sources) for circle in circles]
         turning = {row for circle in circles for row in circle}
         moves = self._plan(chains, sources, turning if share else turning | {*sources.values()})
         self._prepare([*moves, *(move for turn in turns for move in turn)])
@@ -122,7 +124,7 @@ class Reordering:
 
     # ------------------------------------------------------------------ what is to be done
 
-    def _own_circle(self, circle: list[int], sources: dict[int, int]) -> None:
+    def _own_circle(self, circle: list[int], sources: dict[int, int], undo: Undo) -> None:
         """Has rows that take each other's place have what they will write to for their own.
 
         Raises:
@@ -131,7 +133,7 @@ class Reordering:
         same = [min(pages) for pages in zip(*(self._common(row, sources[row]) for row in circle))]
         for row in circle:  # up to there all of them have the same frames, and behind it none of another's
             begins = [max(page, first) for page, (first, _) in zip(same, self._books.used(row))]
-            self._sharing.make_own_from(row, begins)
+            self._sharing.make_own_from(row, begins, undo)
 
     def _turn(self, circle: list[int], sources: dict[int, int]) -> list[Move]:
         """Moves of rows that take each other's place.

@@ -32,6 +32,7 @@ from ..memory.monitor import Steps, at_once, is_own
 from ..memory.pool import FramePool
 from ..space.arena import Arena, free_waiting
 from ..space.mapper import Mover
+from ..space.undo import Undo
 from .ahead import Ahead
 from .beginning import Beginning
 from .books import Books, Rules
@@ -378,7 +379,8 @@ class Rows:
             StreamCaptureError: whole pages would leave the sequence while a CUDA graph is captured.
         """
         leaving = self.books.leaving(row, start, length)
-        if leaving:
+        drops_pages = self.rules.cleans and self.books.spans(start, length) != self.books.touched(row)
+        if leaving or drops_pages:  # those of a frame that stays are filled before it uses them again
             self.table.fence(row, self.table.fence_after(self._driver, [row]))
             self.page_uses += self.books.leave(row, leaving)
         self.table.extents[row] = start, length
@@ -395,7 +397,8 @@ class Rows:
         """Has a live row have what it holds from a token on for its own. Raises what `Sharing.make_own` raises."""
         places = zip(self.books.records, self.books.used(row))
         pages = [max(token * record // self.books.page_size, first) for record, (first, _) in places]
-        self.sharing.make_own_from(row, pages)
+        with Undo() as undo:
+            self.sharing.make_own_from(row, pages, undo)
         if self.rules.zero_tail:  # what lay behind is gone
             at_once(self.growing.make_room({row: self.books.extent(row)}, [row]))
         self.keeping.keeper.shorten(row, token)  # what is known to be there may be written over

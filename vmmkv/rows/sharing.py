@@ -172,15 +172,18 @@ class Sharing:
         """
         if not self._pool.frames.has_shared:
             return
-        for row in rows:
-            length, size = self._table.length[row], self._books.page_size
-            pages = [length * record // size for record in self._books.records]
-            if any(page < arena.table.own[row] for (arena, _), page in zip(self._books.ranges, pages)):
-                self.make_own_from(row, pages)
+        with Undo() as undo:
+            for row in rows:
+                length, size = self._table.length[row], self._books.page_size
+                pages = [length * record // size for record in self._books.records]
+                if any(page < arena.table.own[row] for (arena, _), page in zip(self._books.ranges, pages)):
+                    self.make_own_from(row, pages, undo)
 
-    def make_own_from(self, row: int, pages: list[int]) -> None:
-        """Sees to it that a row may write from a page on, in each range. Raises what `make_own` raises."""
+    def make_own_from(self, row: int, pages: list[int], undo: Undo) -> None:
+        """Sees to it that a row may write from a page on, in each range; to grow puts the zeros back that were behind
+        it, and so does `undo`. Raises what `make_own` raises."""
         books, length = self._books, self._table.length[row]
+        undo.push(self._growing.look_again, [row])
         places = zip(books.ranges, pages, books.touched(row), books.used(row))
         for (arena, record), page, (first, end), used in places:
             page = max(page, arena.table.first[row])
