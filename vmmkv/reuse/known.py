@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from ..errors import InvariantError
 from ..events import EventLog
 from ..memory.fence import Fence
@@ -200,13 +198,11 @@ class Known:
 
     def _disown(self, gone: Iterable[Page]) -> None:
         """Says that the tree knows other pages instead of these, which rows may have."""
-        rows = np.fromiter(self.chains, np.int64, len(self.chains))
         for arena, page, number in gone:
-            table = self.books.ranges[arena][0].table
             before = page * self.books.page_size // self.books.records[arena]
-            for row in rows[(table.memory[rows, page] == number) & (table.ends[rows] > page)].tolist():
+            for row in self.books.ranges[arena][0].table.rows_with(page, number):
                 if chain := self.chains.get(row):
-                    self.chains[row] = Chain(chain.key, chain.ids, chain.node, min(chain.own, before))
+                    self.chains[row] = chain._replace(own=min(chain.own, before))
 
     def move(self, pages: Pages, numbers: list[int]) -> bool:
         """Has pages of a path be those of other numbers, which hold the same; returns False where they have left it.

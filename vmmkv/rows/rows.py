@@ -260,8 +260,9 @@ class Rows:
             self.books.vacate(row)
             self._cleaner.spoil(row, own, leaving)  # last: who is interrupted before still has the tokens
 
-    def release_abandoned(self) -> None:
-        """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
+    def release_abandoned(self) -> bool:
+        """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture.
+        Returns whether there were such sequences."""
         free_waiting()
         self.pool.collect()
         if self.sharing.may_be_staged:
@@ -269,19 +270,21 @@ class Rows:
                 self.sharing.clear(wait=False)  # of what was copied, or a failure has left
         if len(self.table.stirred) >= MANY:
             self.books.catch_up()
-        self.release_collected()
+        return self.release_collected()
 
-    def release_collected(self) -> None:
-        """Frees the rows of sequences that were garbage-collected, for which nothing is mapped or unmapped."""
+    def release_collected(self) -> bool:
+        """Frees the rows of sequences that were garbage-collected, for which nothing is mapped or unmapped. Returns
+        whether there were such."""
         if not self.abandoned:
-            return
+            return False
         references = list(self.abandoned)
         try:
             self.release(reference.key for reference in references)
         except StreamCaptureError:
-            return  # later, then
+            return False  # later, then
         for _ in references:
             self.abandoned.popleft()
+        return True
 
     def recover(self) -> None:
         """Makes the books right after an interruption: what follows from other books is worked out anew."""
