@@ -92,9 +92,7 @@ class Starting:
         self._rows.ring()
         return sequence
 
-    def begin_at_once(
-        self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int
-    ) -> Sequence | Found | None:
+    def begin_at_once(self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence | Found | None:
         """`begin`, where nothing is mapped or unmapped for it: on a kept row, or on one that the sequence can have as
         it is, with copies from others; what was found for it, where there is no such row. Raises what `Prefixes.begin`
         raises."""

@@ -79,8 +79,8 @@ class PageTable:
         self.memory: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
         """By row and page, where something is mapped: the number of the page of physical memory."""
         self._flat = self.memory.reshape(-1).data
-        self.places = Places()
-        """Of frames, in rows."""
+        self._places: Places | None = None
+        """Of frames, in rows: since somebody has asked for one."""
         columns = np.zeros((7, num_rows), np.int64)
         columns[4:6] = limit
         self.first, self.end, self.ready, self.own, self.zeros, self.zeros_ready, self.guest = (
@@ -135,10 +135,21 @@ class PageTable:
         begin, end = max(begin, self.first[row]), min(self.limit if end is None else end, self.end[row])
         return self.memory[row, begin : max(begin, end)]
 
-    def rows_with(self, page: int, number: int) -> list[int]:
+    @property
+    def places(self) -> Places:
+        """In which rows each frame lies. Who asks first has all rows looked at, and nobody after that."""
+        if self._places is None:
+            places = Places()
+            for row in np.flatnonzero(self.ends).tolist():
+                places.add(row, self.frames_in(row, self.first[row], self.end[row]))
+            self._places = places
+        return self._places
+
+    def rows_with(self, page: int, number: int) -> Iterator[int]:
         """The rows that have physical page `number` on their page `page`."""
-        rows = self.places.rows(self._frames.frame_of(number))
-        return [row for row in rows if self.first[row] <= page < self.end[row] and self.memory[row, page] == number]
+        for row in self.places.rows(self._frames.frame_of(number)):
+            if self.first[row] <= page < self.end[row] and self.memory[row, page] == number:
+                yield row
 
     def row_with(self, page: int, number: int) -> int | None:
         """One of them, where it can be read; None: there is no such."""
@@ -258,7 +269,7 @@ class PageTable:
         pages: list[int] | npt.NDArray[np.int64] = frames
         if len(frames) < run.end - begin:
             is_large = self._frames.is_large.data
-            are_large = len(frames) > 1 and all(is_large[frame] for frame in frames)
+            are_large = len(frames) > 1 and all(map(is_large.__getitem__, frames))
             pages = np.add.outer(frames, OF_A_FRAME).ravel() if are_large else self._frames.in_pages(frames)
         if len(pages) > LARGE:
             self.memory[row, begin : begin + len(pages)] = pages
@@ -266,7 +277,8 @@ class PageTable:
             for place, page in enumerate(pages, row * self.limit + begin):
                 self._flat[place] = page
         self.end[row] = begin + len(pages)
-        self.places.add(row, frames)
+        if self._places is not None:
+            self._places.add(row, frames)
         return len(pages)
 
     def take_off(self, run: Run) -> list[int]:
@@ -275,7 +287,8 @@ class PageTable:
         if row in self._left:
             self.tell_uses(row)
         frames = self.frames_in(row, begin, end)
-        self.places.remove(row, frames)
+        if self._places is not None:
+            self._places.remove(row, frames)
         if run.is_front:
             self.first[row] = max(end, self.first[row])
         else:
@@ -307,9 +320,7 @@ class PageTable:
             self.take_off(run)
             self.doubt.pop()
         np.minimum(self.owns, self.ends, out=self.owns)  # pages that were to be shared, and are not there
-        self.places.clear()
-        for row in np.flatnonzero(self.ends).tolist():
-            self.places.add(row, self.frames_in(row, self.first[row], self.end[row]))
+        self._places = None  # nobody knows how far it is right
 
     def unmap_all(self) -> list[int]:
         """Unmaps everything, in whatever state the driver is; returns the frames that are free now."""

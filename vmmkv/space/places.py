@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 
 class Places:
@@ -18,10 +18,11 @@ class Places:
         """How many there are: a frame has as many as it has rows."""
         return len(self._row) + sum(map(len, self._others.values()))
 
-    def rows(self, frame: int) -> list[int]:
+    def rows(self, frame: int) -> Iterator[int]:
         """Those that a frame lies in."""
-        row = self._row.get(frame)
-        return [] if row is None else [row, *self._others.get(frame, ())]
+        if frame in self._row:
+            yield self._row[frame]
+            yield from self._others.get(frame, ())
 
     def add(self, row: int, frames: Collection[int]) -> None:
         """Says that frames lie in a row, too."""
@@ -29,8 +30,12 @@ class Places:
             self._row.update(dict.fromkeys(frames, row))
             return
         for frame in frames:
-            if self._row.setdefault(frame, row) != row:
-                self._others.setdefault(frame, {})[row] = None
+            if frame not in self._row:
+                self._row[frame] = row
+            elif frame in self._others:
+                self._others[frame][row] = None
+            else:
+                self._others[frame] = {row: None}
 
     def remove(self, row: int, frames: Collection[int]) -> None:
         """Says that frames lie in a row no more."""
@@ -45,8 +50,3 @@ class Places:
                 others.pop(row, None)
             if not others:
                 del self._others[frame]
-
-    def clear(self) -> None:
-        """Says that nothing lies anywhere."""
-        self._row.clear()
-        self._others.clear()
