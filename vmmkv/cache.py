@@ -643,6 +643,7 @@ class KVCache(Owner):
     @bookkeeping
     def _free(self, batch: list[Sequence]) -> None:
         self._rows.release((sequence.index, sequence.number) for sequence in batch)
+        self._starting.forget(batch)
 
     # ------------------------------------------------------------------ memory
 

@@ -62,6 +62,13 @@ class Starting:
             if reference and reference() is sequence:
                 self._rows.abandoned.append(reference)
 
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Has nothing done any more when sequences are collected: they have ended."""
+        for sequence in sequences:
+            reference = self._references[sequence.index]
+            if reference and reference() is sequence:
+                self._references[sequence.index] = None
+
     def _new(self, cache: KVCache, row: int) -> Sequence:
         """Makes a sequence for a picked row, which it has not yet."""
         sequence = Sequence(cache, self._rows, next(self._numbers), row)
