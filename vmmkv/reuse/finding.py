@@ -112,8 +112,9 @@ class Finder:
             begin = -(-count * size // record)
             place = key if not count else behind if count > len(pages) else pages[count - 1]
             between = slice(match.tokens, begin)  # of a token that lies in two pages
+            asked = ids[begin:-1]
             for which, is_kept in enumerate((True, False)):
-                found = None if longest[which] else self._known.tails.longest(place, ids[begin:-1], is_kept)
+                found = None if longest[which] else self._known.tails.longest(place, asked, is_kept)
                 if found and self._known.chains[found.tail.row].ids[between].tobytes() == ids[:-1][between].tobytes():
                     longest[which] = Longer(found.tail.row, begin + found.tokens, begin)
         kept, live = longest

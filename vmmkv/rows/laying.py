@@ -198,6 +198,8 @@ class Laying:
         Raises:
             OutOfPagesError: it may not.
         """
+        if not self._pool.accounts.has_guarantees:
+            return
         self._books.claims = {row: (0, length)}
         undo.push(self._books.claims.clear)
         self._reclaimer.afford(sum(end for _, end in self._books.used(row)))
