@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from dataclasses import replace
 from random import Random
 
 import numpy as np
@@ -129,8 +130,10 @@ def test_streams_that_run_late_see_their_own_bytes(policy: dict) -> None:
 def run_late(policy: dict, random: Random) -> None:
     """Uses a cache at random."""
     device = SimulatedDevice(random)
-    layout = small_layout(device, layers_per_range=random.choice([None, 2]))
-    cache = vmmkv.KVCache(layout, ROWS, MAX_SEQ_LEN, max_bytes=BUDGET * device.page_size, driver=device, **policy)
+    layout, times = small_layout(device, layers_per_range=random.choice([None, 2])), random.choice([1, 8])
+    layout = replace(layout, num_kv_heads=times * layout.num_kv_heads)  # in so many pages more there are large frames
+    nbytes = times * BUDGET * device.page_size
+    cache = vmmkv.KVCache(layout, ROWS, MAX_SEQ_LEN, max_bytes=nbytes, driver=device, **policy)
     users: list[User] = []
     operations = [
         "start",

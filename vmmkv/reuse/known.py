@@ -204,7 +204,7 @@ class Known:
             before = page * self.books.page_size // self.books.records[arena]
             for row in self.books.ranges[arena][0].table.rows_with(page, number):
                 if chain := self.chains.get(row):
-                    self.chains[row] = chain._replace(own=min(chain.own, before))
+                    self.chains[row] = Chain(chain.key, chain.ids, chain.node, min(chain.own, before))
 
     def move(self, pages: Pages, numbers: list[int]) -> bool:
         """Has pages of a path be those of other numbers, which hold the same; returns False where they have left it.

@@ -380,16 +380,19 @@ class Rows:
         Raises:
             StreamCaptureError: whole pages would leave the sequence while a CUDA graph is captured.
         """
-        leaving = self.books.leaving(row, start, length)
-        if leaving:
+        books = self.books
+        leaving = books.leaving(row, start, length)
+        # Pages of a large frame that is still used stay, too, but are filled before they are used again.
+        if leaving or (self.rules.cleans and books.spans(0, length) != books.spans(0, self.table.length[row])):
             self.table.fence(row, self.table.fence_after(self._driver, [row]))
-            self.page_uses += self.books.leave(row, leaving)
+        if leaving:
+            self.page_uses += books.leave(row, leaving)
         self.table.extents[row] = start, length
         self.table.stir(row)
-        self.books.retire_front(row)
+        books.retire_front(row)
         self.keeping.keeper.shorten(row, length)
-        if self.books.is_shared(row):
-            self.books.refresh(row)  # it may not write where others read
+        if books.is_shared(row):
+            books.refresh(row)  # it may not write where others read
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)
 
     # ------------------------------------------------------------------ holding what others hold
