@@ -17,6 +17,7 @@ from statistics import median
 from time import thread_time_ns
 from typing import Annotated, Any, NamedTuple
 
+import numpy as np
 import torch
 import typer
 
@@ -33,6 +34,8 @@ Row = dict[str, Any]
 PAGE = 16
 TOKENS, AHEAD, MOST = 8 * PAGE, 2 * PAGE, 256 * PAGE
 """Of a sequence, mapped behind it, and of a row."""
+KNOWN = 3 * PAGE // 2
+"""Tokens that a sequence begins with which another one has: a page of them, and half of the next one."""
 BATCH, CROSSING = 256, 16
 """Sequences of a step, and those of them that begin a page in it."""
 PAGES = 10, 10_000
@@ -141,6 +144,29 @@ def adopt_one_after_another(house: House) -> Iterator[float]:
     house.cache.free(adopted)
 
 
+def start_with_a_copy(house: House) -> Iterator[float]:
+    ids = np.arange(3 * PAGE)
+    holder = house.cache.sequence(token_ids=ids[:KNOWN])
+    holder.commit(ids[:KNOWN])
+    begun: list[Sequence] = []
+
+    def start() -> None:
+        begun.append(house.cache.sequence(token_ids=ids, whole=False, expected_tokens=TOKENS))
+
+    def end(sequence: Sequence) -> None:
+        sequence.truncate(0)  # so that nobody keeps its row
+        sequence.free()
+
+    try:
+        while True:
+            yield microseconds(start)
+            assert begun[0].cached_tokens == KNOWN
+            end(begun.pop())
+    finally:
+        for sequence in [*begun, holder]:
+            end(sequence)
+
+
 def ask_what_is_available(house: House) -> Iterator[float]:
     while True:
         yield microseconds(lambda: house.cache.available_pages)
@@ -218,6 +244,7 @@ OPERATIONS: dict[str, tuple[bool, Callable[[House], Iterator[float]]]] = {
     "free": (True, free),
     "start on a parked row": (True, adopt),
     "start on parked rows, one after another": (True, adopt_one_after_another),
+    "start on a parked row, with copies from another": (True, start_with_a_copy),
     "available_pages": (True, ask_what_is_available),
     "stats()": (False, ask_for_statistics),
     "extend onto a page": (True, extend_onto_a_page),

@@ -54,6 +54,9 @@ class BookkeepingDriver(HostDriver):
     def unmap(self, address: int, nbytes: int) -> None:
         pass
 
+    def copy(self, destination: int, source: int, nbytes: int, stream: None = None) -> None:
+        pass
+
 
 class Rested(Mapper):
     """A mapper that works only when it is called."""

@@ -33,6 +33,7 @@ def test_each_operation_does_what_it_is_called(monkeypatch: pytest.MonkeyPatch) 
     assert rounds(scale.free) == rounds(scale.adopt) == rounds(scale.adopt_one_after_another) == nothing
     assert rounds(scale.extend_onto_a_page) == (2, 0)
     assert rounds(scale.extend_many_onto_pages) == (crossing, 0)
+    assert rounds(scale.start_with_a_copy) == nothing
     assert rounds(scale.map_nothing) == nothing
     assert rounds(scale.map_for_some) == (0, 2 * crossing)
     parked = len(table.parked)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import small_driver, some
+from conftest import ROUNDS, small_driver, some
 from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
 from test_driver import limited
@@ -877,3 +877,43 @@ def test_what_there_is_no_room_to_copy_is_computed_anew(ids: list[int]) -> None:
     sequence = cache.sequence(token_ids=ids)
     assert (sequence.length, sequence.cached_tokens, taken.length) == (32, 0, 36 * 8)
     cache.check()
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, RANGES])
+def test_what_was_found_may_be_gone_or_another_s_before_a_sequence_begins_with_it(
+    layout: vmmkv.KVLayout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random, begin, used = Random(), vmmkv.KVCache._sequence_of, list[bool]()
+    world = World(random, 60, layout, lookahead=0, large_frames=random.random() < 0.5)
+
+    def meddled_with(cache: vmmkv.KVCache, ids: Any, *others: Any) -> vmmkv.Sequence:
+        with monkeypatch.context() as alone:
+            alone.setattr(vmmkv.KVCache, "_sequence_of", begin)
+            live = random.choice(list(world.ids)) if world.ids else None
+            deed = random.randrange(6)  # or none
+            with suppress(vmmkv.OutOfPagesError, vmmkv.OutOfRowsError):
+                if deed == 0:
+                    cache.trim()
+                elif deed == 1 and len(ids):
+                    world.commit(world.start([int(each) for each in ids]))
+                elif deed == 2 and live:
+                    world.free(live)
+                elif deed == 3 and live:  # collected: no operation of anybody's comes between
+                    del world.ids[live], world.keys[live], live
+                elif deed == 4 and live:
+                    tokens = random.randrange(live.length + 1)
+                    live.truncate(tokens)
+                    world.ids[live] = world.ids[live][:tokens]
+        used.append(others[-1] is not None and others[-1].hit.tokens > 0)
+        return begin(cache, ids, *others)
+
+    monkeypatch.setattr(vmmkv.KVCache, "_sequence_of", meddled_with)
+    prompts = [[random.randrange(2) for _ in range(120)] for _ in range(3)]
+    for _ in range(60 * ROUNDS):
+        ids = random.choice(prompts)[: random.randrange(8, 120)] + [random.randrange(9) for _ in range(9)]
+        with suppress(vmmkv.OutOfPagesError, vmmkv.OutOfRowsError):
+            world.commit(world.start(ids, whole=random.random() < 0.5))
+        world.check()
+        while len(world.ids) > random.randrange(2, 6):
+            world.free(random.choice(list(world.ids)))
+    assert any(used)

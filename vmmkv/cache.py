@@ -56,7 +56,7 @@ from .sequence import Sequence, check_length, check_tokens
 from .snapshot import mapped_ranges, snapshot
 from .space.arena import check_address_space
 from .space.mapper import Mapper
-from .starting import Starting
+from .starting import Found, Starting
 from .stats import CacheStats, MappedRange
 from .tensors import ScaledKV, export_range, kv_views, scale_views
 
@@ -302,7 +302,8 @@ class KVCache(Owner):
             check_ids(ids)
             check_key(self.event_log, salt, adapter, tenant)
         asked = ids, salt, adapter, whole, expected_tokens, tenant
-        return self._sequence_of_at_once(*asked) or self._sequence_of(*asked)
+        begun = self._sequence_of_at_once(*asked)
+        return begun if isinstance(begun, Sequence) else self._sequence_of(*asked, begun)
 
     def _check_ids(self, ids: Ids, tokens: int, row: int | None) -> int:
         """How many tokens these are, where they can be reused."""
@@ -363,18 +364,24 @@ class KVCache(Owner):
     @bookkeeping
     def _sequence_of_at_once(
         self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
-    ) -> Sequence | None:
+    ) -> Sequence | Found | None:
         """A sequence of given tokens, where nothing is mapped for it: then nobody waits for who maps for others."""
         key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
         return self._starting.begin_at_once(self, key, ids, whole, expected)
 
     @operation
     def _sequence_of(
-        self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
+        self,
+        ids: Ids,
+        salt: Hashable,
+        adapter: Hashable,
+        whole: bool,
+        expected: int,
+        tenant: Hashable,
+        found: Found | None,
     ) -> Sequence:
-        self._rows.release_abandoned()
         key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
-        return self._starting.begin(self, key, ids, whole, expected)
+        return self._starting.begin(self, key, ids, whole, expected, found)
 
     def receive(
         self,
@@ -636,6 +643,7 @@ class KVCache(Owner):
     @bookkeeping
     def _free(self, batch: list[Sequence]) -> None:
         self._rows.release((sequence.index, sequence.number) for sequence in batch)
+        self._starting.forget(batch)
 
     # ------------------------------------------------------------------ memory
 

@@ -11,6 +11,7 @@ from .errors import InvariantError
 from .memory.frames import LARGE
 from .memory.pool import FramePool
 from .rows.rows import Rows
+from .space.arena import Arena
 
 
 def ensure(holds: bool, what: str) -> None:
@@ -94,6 +95,7 @@ def check_rows(rows: Rows) -> None:
     check_counts(rows)
     staging = rows.sharing.staging
     staged = {*staging.table.mapped_pages()} if staging else set()  # what a failure has left there nobody reads
+    placed = Counter[Arena]()
     for row in range(table.num_rows):
         start, length, capacity = table.start[row], table.length[row], table.capacity[row]
         live = table.is_live(row)
@@ -112,6 +114,9 @@ def check_rows(rows: Rows) -> None:
             first, ready, end, zeros = (of[row] for of in (pages.first, pages.ready, pages.end, pages.zeros))
             ensure(first <= ready <= end, f"row {row}: first, ready, end out of order")
             ensure(pages.own[row] <= end, f"row {row} shares pages that it has not")
+            frames = pages.frames_in(row, first, end)
+            ensure(all(row in pages.places.rows(frame) for frame in frames), f"row {row}: a frame cannot be found")
+            placed[arena] += len(frames)
             alone = {*pages.frames_in(row, max(pages.own[row], first), end)} - staged
             ensure(not rows.pool.frames.shares[[*alone]].any(), f"row {row} may write to a page that others have, too")
             ordered = end <= zeros <= pages.zeros_ready[row] <= pages.limit
@@ -124,6 +129,8 @@ def check_rows(rows: Rows) -> None:
                 ensure(not pages.pages(row) and first == 0, f"empty row {row} has pages")
             if row in table.parked or row in table.kept:
                 ensure(first == 0, f"parked row {row} has a hole in front")
+    for arena, _ in rows.ranges:
+        ensure(len(arena.table.places) == placed[arena], "a frame is said to lie in a row that it has left")
 
 
 def check_counts(rows: Rows) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .errors import OutOfPagesError, VmmkvError
 from .events import EventLog
@@ -24,6 +24,13 @@ from .sequence import Sequence
 
 if TYPE_CHECKING:
     from .cache import KVCache
+
+
+class Found(NamedTuple):
+    """What a sequence can begin with, and the turn in which that was found: it holds in the next one."""
+
+    hit: Hit
+    turn: int
 
 
 class Starting:
@@ -55,6 +62,13 @@ class Starting:
             if reference and reference() is sequence:
                 self._rows.abandoned.append(reference)
 
+    def forget(self, sequences: Iterable[Sequence]) -> None:
+        """Has nothing done any more when sequences are collected: they have ended."""
+        for sequence in sequences:
+            reference = self._references[sequence.index]
+            if reference and reference() is sequence:
+                self._references[sequence.index] = None
+
     def _new(self, cache: KVCache, row: int) -> Sequence:
         """Makes a sequence for a picked row, which it has not yet."""
         sequence = Sequence(cache, self._rows, next(self._numbers), row)
@@ -85,9 +99,10 @@ class Starting:
         self._rows.ring()
         return sequence
 
-    def begin_at_once(self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence | None:
+    def begin_at_once(self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence | Found | None:
         """`begin`, where nothing is mapped or unmapped for it: on a kept row, or on one that the sequence can have as
-        it is, with copies from others; None where there is no such row. Raises what `Prefixes.begin` raises."""
+        it is, with copies from others; what was found for it, where there is no such row. Raises what `Prefixes.begin`
+        raises."""
         prefixes = self._rows.keeping.keeper
         if self._host or not isinstance(prefixes, Prefixes):
             return None
@@ -100,12 +115,24 @@ class Starting:
         elif prefixes.is_at_hand(hit):
             stream = self._rows.pool.driver.current_stream()
             row = beginning.pick_at_once(max(tokens, expected), stream, key.number, tokens)
-        return None if row is None else self._begin(cache, hit, key, ids, whole, expected, row)
+        if row is None:
+            return Found(hit, self._rows.pool.monitor.turn)
+        return self._begin(cache, hit, key, ids, whole, expected, row)
 
-    def begin(self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int) -> Sequence:
+    def begin(
+        self, cache: KVCache, key: Key, ids: Ids, whole: bool, expected: int, found: Found | None = None
+    ) -> Sequence:
         """Starts a sequence of given tokens, which begins with what is known of them; `whole`: it has the others, too.
-        Raises what `Beginning.pick`, `Beginning.take` and `Prefixes.begin` raise."""
-        hit = self._find(self.prefixes, key, ids, whole, expected)
+        Raises what `Beginning.pick`, `Beginning.take` and `Prefixes.begin` raise.
+
+        Args:
+            found: what `begin_at_once` has found for it: if somebody has had the books since, it is found anew.
+        """
+        have_ended = self._rows.release_abandoned()
+        if found and found.turn + 1 == self._rows.pool.monitor.turn and not have_ended:
+            hit = found.hit
+        else:
+            hit = self._find(self.prefixes, key, ids, whole, expected)
         try:
             return self._begin(cache, hit, key, ids, whole, expected, hit.row)
         except OutOfPagesError:

@@ -28,10 +28,11 @@ class ReusingVmmKV(VmmKV):
 
     def _has_room(self, ids: Ids, tokens: int, spare: int) -> bool:
         """`fits`, also for who shares pages with those who run."""
-        if not self.free_rows or self.fits(tokens, spare):
-            return bool(self.free_rows)
-        shared = self.cache.shared_pages(ids, expected_tokens=tokens)
-        return self.fits(tokens - shared * self.cache.page_size // self.cache.layout.token_bytes, spare)
+        if not self.free_rows:
+            return False
+        cache, wanted = self.cache, (tokens + self.overread + spare) * self.cache.layout.token_bytes
+        missing = wanted - cache.available_pages * cache.page_size
+        return missing <= 0 or missing <= cache.shared_pages(ids, expected_tokens=tokens) * cache.page_size
 
     def commit(self, row: int, ids: Ids) -> None:
         self.sequences[row].commit(ids)

@@ -57,6 +57,8 @@ class Monitor:
         self.running = threading.Lock()
         """Held in the middle of a change, by who holds `changing`: nobody else may change anything in this thread."""
         self.is_dirty = self.is_unfinished = False
+        self.turn = 0
+        """The number of the operation that has the books: what one has found there holds in the next one, too."""
 
     @property
     def inside(self) -> threading.Lock:
@@ -94,6 +96,7 @@ class Monitor:
         """Around what another thread than users' does to the books, which holds the lock."""
         with self.inside:
             self.is_dirty = True
+            self.turn += 1
             yield
             self.is_dirty = False
 
@@ -200,6 +203,7 @@ def _recover(owner: User) -> None:
     monitor = owner.pool.monitor
     if monitor.is_dirty or monitor.is_unfinished:
         monitor.is_dirty = True
+        monitor.turn += 1
         owner.pool.recover()
         monitor.is_unfinished = False
 
@@ -226,6 +230,7 @@ def _attempt(
 ) -> Result:
     outside = sys.exception()
     monitor.is_dirty = True
+    monitor.turn += 1
     try:
         result = method(*args, **kwargs)
     except OWN_ERRORS as error:

@@ -146,7 +146,7 @@ class Evictor:
     def _behind(self, row: int) -> int:
         """How many pages a kept row has behind those that the tree knows."""
         geometry = self._known.tree.geometry
-        counts = geometry.pages(geometry.known(len(self._known.chains[row].ids)))
+        counts = geometry.known_pages(len(self._known.chains[row].ids))
         return sum(max(arena.table.end[row] - count, 0) for (arena, _), count in zip(self._books.ranges, counts))
 
     def _let_go(self, gone: Sequence[Page], rows: list[int]) -> tuple[list[int], int]:

@@ -106,15 +106,16 @@ class Finder:
     def _longest(self, match: Match, key: Hashable, ids: Ids) -> tuple[Longer | None, Longer | None]:
         """The tails of a kept row and of a live one that go on longest where a match ends."""
         size, record, geometry = self._books.page_size, self._books.records[0], self._known.tree.geometry
-        pages = match.pages[0] + [page for page in match.partial[:1] if page is not None]
+        pages, behind = match.pages[0], match.partial[0]
         longest: list[Longer | None] = [None, None]
-        for count in range(len(pages), geometry.pages(geometry.known(match.tokens))[0] - 1, -1):
-            begin, place = -(-count * size // record), pages[count - 1] if count else key
+        for count in range(len(pages) + (behind is not None), geometry.known_pages(match.tokens)[0] - 1, -1):
+            begin = -(-count * size // record)
+            place = key if not count else behind if count > len(pages) else pages[count - 1]
             between = slice(match.tokens, begin)  # of a token that lies in two pages
-            asked = ids[:-1][between].tobytes()
+            asked = ids[begin:-1]
             for which, is_kept in enumerate((True, False)):
-                found = None if longest[which] else self._known.tails.longest(place, ids[begin:-1], is_kept)
-                if found and self._known.chains[found.tail.row].ids[between].tobytes() == asked:
+                found = None if longest[which] else self._known.tails.longest(place, asked, is_kept)
+                if found and self._known.chains[found.tail.row].ids[between].tobytes() == ids[:-1][between].tobytes():
                     longest[which] = Longer(found.tail.row, begin + found.tokens, begin)
         kept, live = longest
         return kept, live

@@ -51,3 +51,7 @@ class Geometry:
     def known(self, tokens: int) -> int:
         """How many of these tokens a prefix tree knows: up to the page that is whole last of those that can be read."""
         return self.whole_after(self.readable(tokens))
+
+    def known_pages(self, tokens: int) -> list[int]:
+        """By arena, how many pages a prefix tree knows of these tokens."""
+        return self.pages(self.known(tokens))

@@ -26,10 +26,11 @@ class Held:
     def hold(self, pages: Iterable[int]) -> None:
         """Holds the frames of pages that have become known."""
         frames, held, new = self._pool.frames, self._pages, list[int]()
-        for frame, count in Counter(frames.frames_of(pages)).items():
-            before = held.get(frame, 0)
-            held[frame] = before + count
-            if not before:
+        for frame in frames.frames_of(pages):
+            if frame in held:
+                held[frame] += 1
+            else:
+                held[frame] = 1
                 new.append(frame)
         frames.share(new)
 
@@ -37,9 +38,10 @@ class Held:
         """Gives up the frames of pages that are known no more, if they were the last ones there. Returns how many pages
         these still have on rows that do not use them."""
         frames, held, gone = self._pool.frames, self._pages, list[int]()
-        for frame, count in Counter(frames.frames_of(pages)).items():
-            held[frame] -= count
-            if not held[frame]:
+        for frame in frames.frames_of(pages):
+            if held[frame] > 1:
+                held[frame] -= 1
+            else:
                 del held[frame]
                 gone.append(frame)
         shares, users = frames.shares.data, frames.users.data

@@ -14,8 +14,6 @@ import weakref
 from collections.abc import Hashable, Iterable
 from typing import NamedTuple
 
-import numpy as np
-
 from ..errors import InvariantError
 from ..events import EventLog
 from ..memory.fence import Fence
@@ -131,10 +129,12 @@ class Known:
     def tail_of(self, row: int, before: Tail | None, used: int = 0, kept: bool = False) -> Tail | None:
         """The tail of a row, as its chain says: to be kept as the one before, if that was at the same place. None where
         the tree does not know by pages of this row what lies before it."""
-        ids, geometry, place = self.chains[row].ids, self.tree.geometry, self._place(row)
+        ids, geometry = self.chains[row].ids, self.tree.geometry
+        count = geometry.known_pages(len(ids))[0]
+        place = self._place(row, count)
         if place is None:
             return None
-        begin = -(-geometry.pages(geometry.known(len(ids)))[0] * geometry.page_size // geometry.records[0])
+        begin = -(-count * geometry.page_size // geometry.records[0])
         tail = Tail(row, place, ids[begin:].tobytes(), kept, used)
         if before and before.place == place:
             tail.priority, tail.expires = before.priority, before.expires
@@ -145,15 +145,15 @@ class Known:
         if tail := self.tail_of(row, before):
             self.tails.put(tail, self.tree.now())
 
-    def _place(self, row: int) -> Hashable | None:
-        """Where the tail of a row is, if it can be found."""
-        chain, geometry = self.chains[row], self.tree.geometry
-        arena, _ = self.books.ranges[0]
-        count = geometry.pages(geometry.known(len(chain.ids)))[0]
-        if count > arena.table.end[row] or arena.table.first[row] or not len(chain.ids):
+    def _place(self, row: int, count: int) -> Hashable | None:
+        """Where the tail of a row is, if it can be found: behind so many pages that the tree knows."""
+        chain, table = self.chains[row], self.books.ranges[0][0].table
+        if count > table.end[row] or table.first[row] or not len(chain.ids):
             return None
-        page = arena.table.memory.item(row, count - 1) if count else -1
-        return page if page in self.tree.numbers[0] else None if count else chain.key
+        if not count:
+            return chain.key
+        page = table.memory.item(row, count - 1)
+        return page if page in self.tree.numbers[0] else None
 
     # ------------------------------------------------------------------ what is known no more, or elsewhere
 
@@ -200,11 +200,9 @@ class Known:
 
     def _disown(self, gone: Iterable[Page]) -> None:
         """Says that the tree knows other pages instead of these, which rows may have."""
-        rows = np.fromiter(self.chains, np.int64, len(self.chains))
         for arena, page, number in gone:
-            table = self.books.ranges[arena][0].table
             before = page * self.books.page_size // self.books.records[arena]
-            for row in rows[(table.memory[rows, page] == number) & (table.ends[rows] > page)].tolist():
+            for row in self.books.ranges[arena][0].table.rows_with(page, number):
                 if chain := self.chains.get(row):
                     self.chains[row] = Chain(chain.key, chain.ids, chain.node, min(chain.own, before))
 
@@ -241,7 +239,7 @@ class Known:
         for row, tail in self.tails.of.items():
             ids = self.chains[row].ids
             pages = self.tree.match(self.chains[row].key, ids).pages[0]
-            count = self.tree.geometry.pages(self.tree.geometry.known(len(ids)))[0]
+            count = self.tree.geometry.known_pages(len(ids))[0]
             place = self.chains[row].key if not count else pages[count - 1] if count <= len(pages) else tail.place
             if tail.kept != (row in self._table.kept) or tail.place != place:
                 raise InvariantError(f"row {row} cannot be found where its tail is")

@@ -6,6 +6,7 @@ All tokens of a node were used together, are locked together and are kept alike:
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from itertools import chain
 from math import inf
 
 import numpy as np
@@ -89,7 +90,7 @@ class Node:
     def path_pages(self) -> list[list[int]]:
         """By arena the numbers of all pages of the path."""
         path = list(self.path())[::-1]
-        return [[number for node in path for number in node.pages[arena]] for arena in range(len(self.pages))]
+        return [list(chain.from_iterable([node.pages[arena] for node in path])) for arena in range(len(self.pages))]
 
     def told(self) -> tuple[Span, int] | None:
         """The span of its last token that routers were told of, where there is one, and the position behind it."""

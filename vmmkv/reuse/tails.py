@@ -117,11 +117,18 @@ class Tails:
     def longest(self, place: Hashable, ids: Ids, kept: bool) -> Found | None:
         """The tail of a live or a kept row at a place that has most in common with these ids; of several the one that
         has nothing else, if there is one."""
-        entries = self._at.get(place, ([], []))[kept]
-        if not entries:
+        at_place = self._at.get(place)
+        if at_place is None or not (entries := at_place[kept]):
             return None
         asked = ids.tobytes()
         at = bisect_left(entries, (asked,))
-        most = max(common(np.frombuffer(near, np.int64), ids) for near, _ in entries[max(at - 1, 0) : at + 1])
+        most = max([_common(near, asked) for near, _ in entries[max(at - 1, 0) : at + 1]])
         at = bisect_left(entries, (asked[: most * TOKEN],))  # the first one that begins so
         return Found(self.of[entries[at][1]], most)
+
+
+def _common(tail: bytes, asked: bytes) -> int:
+    """How many ids a tail and those that are asked for begin with alike."""
+    if asked.startswith(tail):  # all of it, as most do
+        return len(tail) // TOKEN
+    return common(np.frombuffer(tail, np.int64), np.frombuffer(asked, np.int64))

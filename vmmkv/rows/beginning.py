@@ -105,9 +105,10 @@ class Beginning:
         left it.)"""
         if self._pool.accounts.has_guarantees or (tokens and self._books.rules.cleans):
             return False
-        tables = [arena.table for arena, _ in self._books.ranges]
-        are_settled = all(not table.is_changing(row) and table.ready[row] == table.end[row] for table in tables)
-        return are_settled and tokens <= self._table.capacity[row]
+        for arena, _ in self._books.ranges:
+            if arena.table.ready[row] < arena.table.end[row] or arena.table.is_changing(row):
+                return False
+        return tokens <= self._table.capacity[row]
 
     def _choose(self, tokens: int, stream: Any, tenant: int | None) -> int:
         """The row that suits a sequence best."""

@@ -61,28 +61,30 @@ def pieces(numbers: list[int], frames: Frames, are_few: bool = False) -> list[Pi
     if not frames.has_large:
         return [Piece(len(numbers), numbers)] if numbers else []
     found: list[Piece] = []
+    shared = Piece(0)
     at = copies = 0
-    while at < len(numbers):
+    is_large, end = frames.is_large.data, len(numbers)
+    while at < end:
         page = numbers[at]
-        last = numbers[at + LARGE - 1] if at + LARGE <= len(numbers) else 0
-        if frames.is_large[last] and last % LARGE == LARGE - 1:
-            page, count, is_shared = last - LARGE + 1, LARGE, True
-        elif not frames.is_large[page]:
-            count, is_shared = 1, True
+        last = numbers[at + LARGE - 1] if at + LARGE <= end else 0
+        if is_large[last] and last % LARGE == LARGE - 1:
+            page, count = last - LARGE + 1, LARGE
+        elif not is_large[page]:
+            count = 1
         elif copies < MAX_COPIES:
-            count, is_shared = 1, False
+            count = 1
             while (page + count) % LARGE and numbers[at + count : at + count + 1] == [page + count]:
                 count += 1
-            copies += 1
+            found.append(Piece(count, page=page))
+            shared = Piece(0)
+            copies, at = copies + 1, at + count
+            continue
         else:
             break
-        if not is_shared:
-            found.append(Piece(count, page=page))
-        else:
-            if not found or not found[-1].frames:
-                found.append(Piece(0))
-            found[-1].pages += count
-            found[-1].frames.append(page)
+        if not shared.frames:
+            found.append(shared)
+        shared.pages += count
+        shared.frames.append(page)
         at += count
     return found
 
@@ -196,6 +198,8 @@ class Laying:
         Raises:
             OutOfPagesError: it may not.
         """
+        if not self._pool.accounts.has_guarantees:
+            return
         self._books.claims = {row: (0, length)}
         undo.push(self._books.claims.clear)
         self._reclaimer.afford(sum(end for _, end in self._books.used(row)))

@@ -261,8 +261,9 @@ class Rows:
             self.books.vacate(row)
             self._cleaner.spoil(row, own, leaving)  # last: who is interrupted before still has the tokens
 
-    def release_abandoned(self) -> None:
-        """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture."""
+    def release_abandoned(self) -> bool:
+        """Frees the rows of sequences that were garbage-collected, and ranges of caches that were, during a capture.
+        Returns whether there were such sequences."""
         free_waiting()
         self.pool.collect()
         if self.sharing.may_be_staged:
@@ -270,19 +271,21 @@ class Rows:
                 self.sharing.clear(wait=False)  # of what was copied, or a failure has left
         if len(self.table.stirred) >= MANY:
             self.books.catch_up()
-        self.release_collected()
+        return self.release_collected()
 
-    def release_collected(self) -> None:
-        """Frees the rows of sequences that were garbage-collected, for which nothing is mapped or unmapped."""
+    def release_collected(self) -> bool:
+        """Frees the rows of sequences that were garbage-collected, for which nothing is mapped or unmapped. Returns
+        whether there were such."""
         if not self.abandoned:
-            return
+            return False
         references = list(self.abandoned)
         try:
             self.release(reference.key for reference in references)
         except StreamCaptureError:
-            return  # later, then
+            return False  # later, then
         for _ in references:
             self.abandoned.popleft()
+        return True
 
     def recover(self) -> None:
         """Makes the books right after an interruption: what follows from other books is worked out anew."""
@@ -378,17 +381,19 @@ class Rows:
         Raises:
             StreamCaptureError: whole pages would leave the sequence while a CUDA graph is captured.
         """
-        leaving = self.books.leaving(row, start, length)
-        drops_pages = self.rules.cleans and self.books.spans(start, length) != self.books.touched(row)
+        books = self.books
+        leaving = books.leaving(row, start, length)
+        drops_pages = self.rules.cleans and books.spans(start, length) != books.touched(row)
         if leaving or drops_pages:  # those of a frame that stays are filled before it uses them again
             self.table.fence(row, self.table.fence_after(self._driver, [row]))
-            self.page_uses += self.books.leave(row, leaving)
+        if leaving:
+            self.page_uses += books.leave(row, leaving)
         self.table.extents[row] = start, length
         self.table.stir(row)
-        self.books.retire_front(row)
+        books.retire_front(row)
         self.keeping.keeper.shorten(row, length)
-        if self.books.is_shared(row):
-            self.books.refresh(row)  # it may not write where others read
+        if books.is_shared(row):
+            books.refresh(row)  # it may not write where others read
         self._cleaner.spoil(row, self.table.own_streams[row], leaving)
 
     # ------------------------------------------------------------------ holding what others hold

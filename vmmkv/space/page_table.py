@@ -31,6 +31,7 @@ from ..memory.accounts import Account
 from ..memory.driver import Driver
 from ..memory.frames import LARGE, Frames
 from ..stats import MappedRange
+from .places import Places
 
 OF_A_FRAME = np.arange(LARGE)
 """Pages of a large frame, from its first one."""
@@ -77,7 +78,9 @@ class PageTable:
         self.address, self.num_rows, self.limit, self._stride = address, num_rows, limit, stride
         self.memory: npt.NDArray[np.int32] = np.zeros((num_rows, limit), np.int32)  # addresses only, until written
         """By row and page, where something is mapped: the number of the page of physical memory."""
-        self._places = self.memory.reshape(-1).data
+        self._flat = self.memory.reshape(-1).data
+        self._places: Places | None = None
+        """Of frames, in rows: since somebody has asked for one."""
         columns = np.zeros((7, num_rows), np.int64)
         columns[4:6] = limit
         self.first, self.end, self.ready, self.own, self.zeros, self.zeros_ready, self.guest = (
@@ -132,11 +135,26 @@ class PageTable:
         begin, end = max(begin, self.first[row]), min(self.limit if end is None else end, self.end[row])
         return self.memory[row, begin : max(begin, end)]
 
+    @property
+    def places(self) -> Places:
+        """In which rows each frame lies. Who asks first has all rows looked at, and nobody after that."""
+        if self._places is None:
+            places = Places()
+            for row in np.flatnonzero(self.ends).tolist():
+                places.add(row, self.frames_in(row, self.first[row], self.end[row]))
+            self._places = places
+        return self._places
+
+    def rows_with(self, page: int, number: int) -> Iterator[int]:
+        """The rows that have physical page `number` on their page `page`."""
+        for row in self.places.rows(self._frames.frame_of(number)):
+            if self.first[row] <= page < self.end[row] and self.memory[row, page] == number:
+                yield row
+
     def row_with(self, page: int, number: int) -> int | None:
-        """A row that has physical page `number` on its page `page`, where it can be read; None: there is no such."""
-        rows = np.flatnonzero((self.ends > page) & (self.firsts <= page))
-        found = rows[self.memory[rows, page] == number].tolist()
-        return next((row for row in found if self.ready[row] > page and not self.is_changing(row)), None)
+        """One of them, where it can be read; None: there is no such."""
+        rows = self.rows_with(page, number)
+        return next((row for row in rows if self.ready[row] > page and not self.is_changing(row)), None)
 
     def frame_begin(self, row: int, page: int) -> int:
         """Where the frame begins that reaches over the place before a page; the page, where one begins there."""
@@ -251,14 +269,16 @@ class PageTable:
         pages: list[int] | npt.NDArray[np.int64] = frames
         if len(frames) < run.end - begin:
             is_large = self._frames.is_large.data
-            are_large = len(frames) > 1 and all(is_large[frame] for frame in frames)
+            are_large = len(frames) > 1 and all(map(is_large.__getitem__, frames))
             pages = np.add.outer(frames, OF_A_FRAME).ravel() if are_large else self._frames.in_pages(frames)
         if len(pages) > LARGE:
             self.memory[row, begin : begin + len(pages)] = pages
         else:  # for few, numpy takes several times as long
             for place, page in enumerate(pages, row * self.limit + begin):
-                self._places[place] = page
+                self._flat[place] = page
         self.end[row] = begin + len(pages)
+        if self._places is not None:
+            self._places.add(row, frames)
         return len(pages)
 
     def take_off(self, run: Run) -> list[int]:
@@ -267,6 +287,8 @@ class PageTable:
         if row in self._left:
             self.tell_uses(row)
         frames = self.frames_in(row, begin, end)
+        if self._places is not None:
+            self._places.remove(row, frames)
         if run.is_front:
             self.first[row] = max(end, self.first[row])
         else:
@@ -298,6 +320,7 @@ class PageTable:
             self.take_off(run)
             self.doubt.pop()
         np.minimum(self.owns, self.ends, out=self.owns)  # pages that were to be shared, and are not there
+        self._places = None  # nobody knows how far it is right
 
     def unmap_all(self) -> list[int]:
         """Unmaps everything, in whatever state the driver is; returns the frames that are free now."""
