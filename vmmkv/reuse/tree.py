@@ -123,11 +123,6 @@ class PrefixTree:
         """How many are known."""
         return sum(map(len, self.numbers))
 
-    @property
-    def evictable_pages(self) -> int:
-        """How many `evict` could give."""
-        return self.pages - self.locked_pages
-
     # ------------------------------------------------------------------ looking
 
     def match(self, key: Hashable, ids: npt.NDArray[np.integer[Any]]) -> Match:
