@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .arguments import (
     batch_of,
     check_hashable,
+    check_priority,
     check_shape,
     indices_of,
     lookahead_tokens,
@@ -146,6 +147,7 @@ class KVCache(Owner):
     ) -> None:
         if event_log is not None:
             check_log(event_log)
+        check_priority(host_priority)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
         self.layout = layout
