@@ -318,6 +318,10 @@ class KVCache(Owner):
             )
         return len(ids)
 
+    def _key(self, salt: Hashable, adapter: Hashable, tenant: Hashable) -> Key:
+        """What K and V depend on beside token ids."""
+        return Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+
     @bookkeeping
     def _sequence_at_once(self, expected_tokens: int, tenant: Hashable) -> Sequence | None:
         """A sequence without tokens, where it can have a row as it is: then nobody waits for who maps for others."""
@@ -349,7 +353,7 @@ class KVCache(Owner):
     @bookkeeping
     def _shared_pages(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> int:
         self._rows.release_collected()
-        keeper, key = self._rows.keeping.keeper, Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        keeper, key = self._rows.keeping.keeper, self._key(salt, adapter, tenant)
         return keeper.shared_pages(key, ids, expected) if isinstance(keeper, Prefixes) else 0
 
     def host_tier(self) -> HostTier:
@@ -367,7 +371,7 @@ class KVCache(Owner):
         self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
     ) -> Sequence | None:
         """A sequence of given tokens, where nothing is mapped for it: then nobody waits for who maps for others."""
-        key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        key = self._key(salt, adapter, tenant)
         return self._starting.begin_at_once(self, key, ids, whole, expected)
 
     @operation
@@ -375,7 +379,7 @@ class KVCache(Owner):
         self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
     ) -> Sequence:
         self._rows.release_abandoned()
-        key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        key = self._key(salt, adapter, tenant)
         return self._starting.begin(self, key, ids, whole, expected)
 
     def receive(
