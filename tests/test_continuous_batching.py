@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from conftest import soon
 from faulty import FaultyDriver
 from parity.batching import NEW, Answer, answer, config, without_kernels
 from tiny_models import LEAST_MODELS, VOCABULARY, tiny_model
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.generation.continuous_batching import initialization, model_runner
 from transformers.generation.continuous_batching.requests import RequestStatus, create_warmup_future_states
@@ -37,7 +38,7 @@ from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching_config import decode_sizes
 from vmmkv.integrations.batching_seam import RowProcessor
 from vmmkv.integrations.pool_turns import PoolTurn
-from vmmkv.integrations.request_checks import AtMost
+from vmmkv.integrations.request_checks import AtMost, check_same
 from vmmkv.integrations.row_admission import Admission
 from vmmkv.integrations.row_ranks import Ranks
 from vmmkv.integrations.row_requests import RowRequests
@@ -1035,6 +1036,15 @@ def test_a_manager_that_is_kept_is_not_asked_for_other_settings(model: PreTraine
     other["generation_config"].update(do_sample=True)
     with pytest.raises(vmmkv.ArgumentError, match="asked for do_sample=True of a persistent manager"):
         model.generate_batch([[5] * 9], persistent_manager=True, **other)
+
+
+def test_ids_that_end_a_request_are_in_no_order() -> None:
+    ids = [None, -1, 2, [2], [2, 3], [3, 2], [3, 4]]
+    means = [{-1}, {-1}, {2}, {2}, {2, 3}, {2, 3}, {3, 4}]
+    for asked, wanted in zip(ids, means):
+        for used, has in zip(ids, means):
+            with nullcontext() if wanted == has else pytest.raises(vmmkv.ArgumentError, match="eos_token_id"):
+                check_same(GenerationConfig(eos_token_id=asked), GenerationConfig(eos_token_id=used))
 
 
 @pytest.mark.parametrize("wrong", [[], [5, VOCABULARY], [[5, 6]], "text"], ids=str)

@@ -210,6 +210,8 @@ def test_what_is_worth_too_little_is_gone() -> None:
     for wrong in (-1, 101, 3.5, True, "30"):
         with pytest.raises(vmmkv.ArgumentError, match="host_priority"):
             tiered(Random(), 40, host_priority=wrong)
+        with pytest.raises(vmmkv.ArgumentError, match="host_priority"):
+            vmmkv.KVCache(LAYOUT, 1, 8, max_bytes="1MiB", device="cpu", host_priority=wrong)  # without a host, too
 
 
 def test_on_the_host_the_least_needed_makes_way() -> None:

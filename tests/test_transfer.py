@@ -584,9 +584,12 @@ def test_a_process_that_disappears(who: int, when: str) -> None:
 
 
 NO_LETTERS = [
-    length.to_bytes(8, "little") + text
-    for length, text in [(8, b"nonsense"), (9, b"{}\n1\n()\n"), (10, b"{}\n1 2\n(\n"), (3, b"\xff\n\n"), (1 << 62, b"")]
-]
+    len(text).to_bytes(8, "little") + text
+    for text in (
+        b"nonsense", b"{}\n1\n()\n", b"{}\n1 2\n(\n", b"\xff\n\n", b"{}\n1 2\n5\n", b"{}\n1 2\n{[]: 1}\n",
+        b"{}\n-1 2\nNone\n", b"{}\n3 2\nNone\n", b"{}\n0 0\nNone\n" + bytes(8), b"-1\n\n", b"4\n\n",
+    )
+] + [(1 << 62).to_bytes(8, "little")]  # fmt: skip
 """They begin as letters do, and end otherwise."""
 
 
@@ -607,6 +610,12 @@ def talk_of_something_else(rank: int) -> None:
             dist.recv(torch.empty(FIRST, dtype=torch.uint8), SENDER)
             dist.send(torch.frombuffer(bytearray(letter), dtype=torch.uint8), SENDER)
     assert cache.stats().rows["live"] == 0
+
+
+@pytest.mark.parametrize("geometry", ["", "nonsense", "5", "(", "{[]: 1}", "(" * 10_000, "-" * 100_000 + "1"])
+def test_no_layout_at_all_is_refused_like_another_one(geometry: str) -> None:
+    with pytest.raises(vmmkv.TransferError, match="something else"):
+        Head(geometry, 0, 1, None, np.empty(0, np.int64)).check(LAYOUT)
 
 
 def test_something_else_is_no_sequence() -> None:

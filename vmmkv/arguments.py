@@ -13,6 +13,7 @@ import numpy.typing as npt
 from .errors import ArgumentError, LayoutError, OutOfRangeError
 from .layout import KVLayout, shown, whole_number
 from .memory.pool import FramePool
+from .reuse.retention import MAX_PRIORITY, MIN_PRIORITY, is_priority
 from .sequence import Sequence, check_length, check_tokens
 
 
@@ -65,6 +66,14 @@ def lookahead_tokens(asked: int | None, layout: KVLayout, pool: FramePool, zero_
             "waits for the GPU. Leave one of the two"
         )
     return tokens
+
+
+def check_priority(priority: int | None) -> None:
+    """Raises `ArgumentError` where a host's lowest priority is none."""
+    if priority is not None and not is_priority(priority):
+        raise ArgumentError(
+            f"got host_priority={priority!r}; it is a priority from {MIN_PRIORITY} to {MAX_PRIORITY}, or None"
+        )
 
 
 def check_hashable(**arguments: object) -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from .arguments import (
     batch_of,
     check_hashable,
+    check_priority,
     check_shape,
     indices_of,
     lookahead_tokens,
@@ -146,6 +147,7 @@ class KVCache(Owner):
     ) -> None:
         if event_log is not None:
             check_log(event_log)
+        check_priority(host_priority)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
         self.layout = layout
@@ -317,6 +319,10 @@ class KVCache(Owner):
             )
         return len(ids)
 
+    def _key(self, salt: Hashable, adapter: Hashable, tenant: Hashable) -> Key:
+        """What K and V depend on beside token ids."""
+        return Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+
     @bookkeeping
     def _sequence_at_once(self, expected_tokens: int, tenant: Hashable) -> Sequence | None:
         """A sequence without tokens, where it can have a row as it is: then nobody waits for who maps for others."""
@@ -348,7 +354,7 @@ class KVCache(Owner):
     @bookkeeping
     def _shared_pages(self, ids: Ids, salt: Hashable, adapter: Hashable, expected: int, tenant: Hashable) -> int:
         self._rows.release_collected()
-        keeper, key = self._rows.keeping.keeper, Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        keeper, key = self._rows.keeping.keeper, self._key(salt, adapter, tenant)
         return keeper.shared_pages(key, ids, expected) if isinstance(keeper, Prefixes) else 0
 
     def host_tier(self) -> HostTier:
@@ -366,7 +372,7 @@ class KVCache(Owner):
         self, ids: Ids, salt: Hashable, adapter: Hashable, whole: bool, expected: int, tenant: Hashable
     ) -> Sequence | Found | None:
         """A sequence of given tokens, where nothing is mapped for it: then nobody waits for who maps for others."""
-        key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        key = self._key(salt, adapter, tenant)
         return self._starting.begin_at_once(self, key, ids, whole, expected)
 
     @operation
@@ -380,7 +386,7 @@ class KVCache(Owner):
         tenant: Hashable,
         found: Found | None,
     ) -> Sequence:
-        key = Key(salt, adapter, tenant, self.pool.tenant_number(tenant))
+        key = self._key(salt, adapter, tenant)
         return self._starting.begin(self, key, ids, whole, expected, found)
 
     def receive(

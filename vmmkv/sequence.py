@@ -338,9 +338,7 @@ class Sequence:
         Raises:
             DeviceError: the stream is on another device than the cache.
         """
-        check_stream(stream)
-        if stream.device != self.pool.device:
-            raise DeviceError(f"got a stream on {stream.device}; this cache is on {self.pool.device}")
+        check_stream(stream, self.pool.device)
         self._rows.table.streams[self.index].add(stream)
 
     def check_usable(self) -> None:

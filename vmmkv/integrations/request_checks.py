@@ -73,13 +73,17 @@ def check_same(asked: GenerationConfig, used: GenerationConfig) -> None:
     another. `max_new_tokens` is each call's."""
     for name in vars(used).keys() - {"max_new_tokens", "transformers_version"}:
         wanted, has = getattr(asked, name, None), getattr(used, name)
-        if name == "eos_token_id" and wanted is None:
-            wanted = -1 if has == -1 else None  # transformers writes it so
-        if name[0].isalpha() and wanted != has:
+        is_same = _ids(wanted) == _ids(has) if name == "eos_token_id" else wanted == has
+        if name[0].isalpha() and not is_same:
             raise ArgumentError(
                 f"asked for {name}={wanted!r} of a persistent manager whose GenerationConfig has {has!r}; "
                 "destroy_cached_continuous_batching_manager() lets the next have another"
             )
+
+
+def _ids(ids: int | list[int] | None) -> set[int]:
+    """Ids that end a request, in no order; none is -1, as transformers writes it."""
+    return {-1} if ids is None else {ids} if isinstance(ids, int) else set(ids)
 
 
 def check_told(told: Mapping[str, Any], inputs: Any, config: GenerationConfig) -> None:

@@ -10,14 +10,18 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from ..errors import ArgumentError, DeviceLostError, VmmkvError
+import torch
+
+from ..errors import ArgumentError, DeviceError, DeviceLostError, VmmkvError
 from .driver import Driver, Event
 
 
-def check_stream(stream: Any) -> None:
-    """Raises `ArgumentError` for what is no stream of a device."""
+def check_stream(stream: Any, device: torch.device) -> None:
+    """Raises `ArgumentError` for what is no stream, and `DeviceError` for one of another device."""
     if not hasattr(stream, "device"):
         raise ArgumentError(f"got {stream!r}; it must be a torch.cuda.Stream")
+    if stream.device != device:
+        raise DeviceError(f"got a stream on {stream.device}; the memory that it is to use is on {device}")
 
 
 def wait_for_device(driver: Driver) -> None:

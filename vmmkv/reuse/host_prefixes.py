@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ArgumentError, DriverError, InvariantError, OutOfHostMemoryError, StreamCaptureError, VmmkvError
+from ..errors import DriverError, InvariantError, OutOfHostMemoryError, StreamCaptureError, VmmkvError
 from ..events import EventLog
 from ..memory.fence import Fence, wait_for_device
 from ..memory.frames import LARGE
@@ -31,7 +31,7 @@ from ..rows.rows import Rows
 from ..space.arena import Arena
 from .host_pages import HostPages, Place
 from .node import Ids, Node
-from .retention import DEFAULT_PRIORITY, MAX_PRIORITY, MIN_PRIORITY, Retention, is_priority
+from .retention import DEFAULT_PRIORITY, MAX_PRIORITY, Retention
 from .telling import Key
 from .tree import PrefixTree
 
@@ -60,16 +60,9 @@ class HostPrefixes:
         limit: the most bytes that they, and suspended sequences, may take.
         priority: the lowest that is worth to be kept; None: none is.
         log: what is told of them to routers, if anything is.
-
-    Raises:
-        ArgumentError: there is no such priority.
     """
 
     def __init__(self, rows: Rows, limit: int, priority: int | None, log: EventLog | None) -> None:
-        if priority is not None and not is_priority(priority):
-            raise ArgumentError(
-                f"got host_priority={priority!r}; it is a priority from {MIN_PRIORITY} to {MAX_PRIORITY}, or None"
-            )
         self._rows: Rows = weakref.proxy(rows)  # whose keeper holds this
         self._limit, self._priority, self._log = limit, priority, log
         self._driver, self._books, self._table = rows.pool.driver, rows.books, rows.table

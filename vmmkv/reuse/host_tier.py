@@ -38,7 +38,6 @@ class HostTier:
 
     Raises:
         BudgetError: it is no size.
-        ArgumentError: there is no such priority.
     """
 
     def __init__(

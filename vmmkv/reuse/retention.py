@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TypeGuard
+from numbers import Real
+from operator import index
 
 from ..errors import RetentionError
 
@@ -39,11 +40,14 @@ class Retention:
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        if not _is_whole(self.start) or self.start < 0:
+        start, end = _whole(self.start), None if self.end is None else _whole(self.end)
+        if start < 0:
             raise RetentionError(f"asked for tokens from {self.start!r} on; the first token is 0")
-        if self.end is not None and (not _is_whole(self.end) or self.end <= self.start):
+        if end is not None and end <= start:
             raise RetentionError(f"asked for tokens [{self.start}, {self.end!r}); the end is behind the start, or None")
         _check(self.priority, self.seconds)
+        for name, number in ("start", start), ("end", end), ("priority", index(self.priority)):  # not numpy's
+            object.__setattr__(self, name, number)
 
     def __str__(self) -> str:
         return f"[{self.start}, {'end' if self.end is None else self.end})"
@@ -105,15 +109,19 @@ def in_order(ranges: Iterable[Retention]) -> tuple[Retention, ...]:
 
 def is_priority(value: object) -> bool:
     """Whether it is a priority."""
-    return _is_whole(value) and MIN_PRIORITY <= value <= MAX_PRIORITY
+    return MIN_PRIORITY <= _whole(value) <= MAX_PRIORITY
 
 
 def _check(priority: object, seconds: object) -> None:
     if not is_priority(priority):
         raise RetentionError(f"asked for priority {priority!r}; it is a number from {MIN_PRIORITY} to {MAX_PRIORITY}")
-    if seconds is not None and (not isinstance(seconds, int | float) or not seconds >= 0):
+    if seconds is not None and (not isinstance(seconds, Real) or not float(seconds) >= 0):
         raise RetentionError(f"asked for {seconds!r} seconds; it is a time of at least 0, or None for ever")
 
 
-def _is_whole(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _whole(value: object) -> int:
+    """A whole number, or -1 for what is none."""
+    try:
+        return -1 if isinstance(value, bool) else index(value)  # type: ignore[arg-type]
+    except TypeError:
+        return -1

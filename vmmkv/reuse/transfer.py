@@ -33,6 +33,8 @@ FIRST = 4096
 """Bytes of a letter's first message: its mark, its length, and what there is room for."""
 BEGIN = len(MARK) + 8
 """Where that begins."""
+NOT_UNDERSTOOD = ValueError, SyntaxError, TypeError, MemoryError, RecursionError
+"""What reading a letter, or a literal in it, fails with."""
 
 
 @dataclass(frozen=True)
@@ -75,17 +77,24 @@ class Head:
 
     @classmethod
     def unpacked(cls, letter: bytes) -> Head:
-        """What was packed."""
-        geometry, tokens, key, ids = letter.split(b"\n", 3)
+        """What was packed. Raises one of `NOT_UNDERSTOOD` where nothing was."""
+        geometry, tokens, words, numbers = letter.split(b"\n", 3)
         start, length = map(int, tokens.split())
-        return cls(geometry.decode(), start, length, literal_eval(key.decode()), np.frombuffer(ids, "<i8"))
+        key, ids = literal_eval(words.decode()), np.frombuffer(numbers, "<i8")
+        is_key = key is None or (isinstance(key, tuple) and len(key) == 2)
+        if not (is_key and 0 <= start <= length >= len(ids)):
+            raise ValueError("there is no such sequence")
+        return cls(geometry.decode(), start, length, key, ids)
 
     def check(self, layout: KVLayout) -> None:
-        """Raises `LayoutError` where a cache of a layout cannot hold it."""
+        """Raises `LayoutError` where a cache of a layout cannot hold it, and `TransferError` where its own is none."""
         geometry = geometry_of(layout)
         if self.geometry == geometry:
             return
-        theirs, ours = literal_eval(self.geometry), literal_eval(geometry)
+        try:
+            theirs, ours = dict(literal_eval(self.geometry)), literal_eval(geometry)
+        except NOT_UNDERSTOOD as error:
+            raise TransferError(f"got a sequence of layout {self.geometry[:100]!r}, which is something else") from error
         pairs = [(name, theirs.get(name), ours.get(name)) for name in ours | theirs]
         wrong = [f"{name} {there} there, {here} here" for name, there, here in pairs if there != here]
         raise LayoutError(
@@ -145,6 +154,8 @@ class Peer:
         with self._understood():
             token, reason, why = self._fetch().decode().split("\n", 2)
             first = int(token)
+            if not (reason or head.start <= first <= head.length):
+                raise ValueError("there is no such token")
         if reason:
             raise TransferRefusedError(f"rank {self.rank} refused {head.length} tokens: {reason}: {why}", reason)
         return first
@@ -217,7 +228,7 @@ class Peer:
         """Says that a letter is none of ours, where it cannot be read."""
         try:
             yield
-        except (ValueError, SyntaxError) as error:
+        except NOT_UNDERSTOOD as error:
             raise TransferError(
                 f"rank {self.rank} has sent something else than a sequence of this version of vmmkv"
             ) from error

@@ -113,8 +113,6 @@ class PrefixTree:
         """How many there are, but for roots."""
         self.tokens = 0
         """How many there are, those that sequences share counting once."""
-        self.locked_pages = 0
-        """Those of nodes that somebody uses."""
         self.now = clock
         self._uses = count(1)
 
@@ -122,11 +120,6 @@ class PrefixTree:
     def pages(self) -> int:
         """How many are known."""
         return sum(map(len, self.numbers))
-
-    @property
-    def evictable_pages(self) -> int:
-        """How many `evict` could give."""
-        return self.pages - self.locked_pages
 
     # ------------------------------------------------------------------ looking
 
@@ -245,7 +238,6 @@ class PrefixTree:
                 self.teller.forgotten(node)
             self.nodes -= node.parent is not None
             self.tokens -= len(node.ids)
-            self.locked_pages -= node.num_pages if node.locks else 0
             self._drop(node, node.begin, gone)
             node.parent, node.children = None, {}
         return gone
@@ -276,7 +268,6 @@ class PrefixTree:
         node = self._node_ending(node, self.geometry.last_whole(end))
         node.holders += 1
         for each in node.path():
-            self.locked_pages += 0 if each.locks else each.num_pages
             each.locks += 1
         return node
 
@@ -292,7 +283,6 @@ class PrefixTree:
         path = list(node.path())
         for each in path:
             each.locks -= 1
-            self.locked_pages -= 0 if each.locks else each.num_pages
         self._use(node)
         for each in path:
             self._join(each)

@@ -72,8 +72,10 @@ class Ahead:
 
     def _needs(self) -> Iterator[tuple[Arena, int, int, int]]:
         """Arenas, rows, where their pages end, and the page up to which they are to be mapped; the neediest first."""
-        books = self._books
-        rows, tokens = policy.growing(self._table, self._reach(), books.rules.max_seq_len)
+        books, awake = self._books, policy.awake(self._table)
+        if len(awake) < len(self._table.needy):
+            self._table.needy = dict.fromkeys(awake.tolist())
+        rows, tokens = policy.growing(self._table, awake, self._reach(), books.rules.max_seq_len)
         for row, length in zip(rows.tolist(), tokens.tolist()):
             for (arena, _), (first, end) in zip(books.ranges, books.spans(self._table.start[row], length)):
                 table = arena.table

@@ -103,9 +103,18 @@ def wanted(table: RowTable, rows: npt.NDArray[np.int64], ahead: int, max_seq_len
     return np.where((lengths > 0) | (expected > 0), np.minimum(np.maximum(lengths + ahead, expected), max_seq_len), 0)
 
 
-def growing(table: RowTable, ahead: int, max_seq_len: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Live rows that may soon need pages, and the tokens that there is to be room for; the neediest first. A row that
-    has half of its lookahead left is let alone, so that several pages come at once.
+def awake(table: RowTable) -> npt.NDArray[np.int64]:
+    """Those of the needy rows that still are. A row that has half of its lookahead left is let alone, so that several
+    pages come at once."""
+    rows = np.fromiter(table.needy, np.int64, len(table.needy))
+    lengths, expected = table.lengths[rows], table.expectations[rows]
+    return rows[(lengths > table.wakes[rows]) | (expected > table.capacities[rows])]
+
+
+def growing(
+    table: RowTable, rows: npt.NDArray[np.int64], ahead: int, max_seq_len: int
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Those of live rows that are to have more pages, and the tokens that there is to be room for; the neediest first.
 
     What a row expects comes whole, in the order in which rows said so; only those who have next to nothing left, of a
     lookahead, come before. Otherwise every prompt would get its beginning before the first one got its end.
@@ -113,14 +122,10 @@ def growing(table: RowTable, ahead: int, max_seq_len: int) -> tuple[npt.NDArray[
     Args:
         ahead: tokens that are to be mapped behind each row's length.
     """
-    rows = np.fromiter(table.needy, np.int64, len(table.needy))
-    lengths, expected, capacities = table.lengths[rows], table.expectations[rows], table.capacities[rows]
-    is_awake = (lengths > table.wakes[rows]) | (expected > capacities)
-    if not is_awake.all():
-        table.needy = dict.fromkeys(rows[is_awake].tolist())
     tokens = wanted(table, rows, ahead, max_seq_len)
-    needy = np.flatnonzero(is_awake & (tokens > capacities))
-    left = capacities - lengths
+    rows, tokens = rows[tokens > table.capacities[rows]], tokens[tokens > table.capacities[rows]]
+    expected, capacities = table.expectations[rows], table.capacities[rows]
+    left = capacities - table.lengths[rows]
     left = np.where(expected > capacities, np.minimum(left, ahead // 4), left)
-    needy = needy[np.argsort(left[needy], kind="stable")]
-    return rows[needy], tokens[needy]
+    order = np.argsort(left, kind="stable")
+    return rows[order], tokens[order]

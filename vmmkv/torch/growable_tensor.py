@@ -189,9 +189,7 @@ class GrowableTensor(Owner):
         Raises:
             DeviceError: the stream is on another device.
         """
-        check_stream(stream)
-        if stream.device != self.device:
-            raise DeviceError(f"got a stream on {stream.device}; this tensor is on {self.device}")
+        check_stream(stream, self.device)
         self._streams.add(stream)
 
     @operation
