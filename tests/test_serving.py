@@ -225,10 +225,13 @@ NOT_DONE: list[dict[str, Any]] = [
     {"n": 3}, {"best_of": 3}, {"echo": True}, {"logprobs": 0}, {"logprobs": 2}, {"stop": "w5"}, {"stop": ["w5"]},
     {"logit_bias": {"5": 3.0}}, {"presence_penalty": 2.0}, {"frequency_penalty": 0.5}, {"top_p": 0.1, "temperature": 2},
     {"temperature": 2, "seed": 1}, {"temperature": -1}, {"max_tokens": 0},
+    {"max_tokens": 1.5}, {"max_tokens": True}, {"max_tokens": "3"},
     {"temperature": 2, "extra_body": {"generation_config": '{"top_k": 3}'}},
+    {"max_tokens": None, "extra_body": {"generation_config": '{"max_new_tokens": true}'}},
     *({"extra_body": {"generation_config": json.dumps(each)}} for each in (
         {"guidance_scale": 3.0}, {"forced_eos_token_id": 3}, {"num_beams": 3}, {"num_beams": True},
         {"stop_strings": ["w5"]},
+        {"eos_token_id": "x"}, {"eos_token_id": [1, "x"]}, {"eos_token_id": 1.5}, {"do_sample": "no"},
         {"repetition_penalty": 2.0}, {"sequence_bias": [[[5], 3.0]]}, {"max_time": 1.0}, {"nonsense": 1}, [],
     )),
 ]  # fmt: skip

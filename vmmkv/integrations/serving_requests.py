@@ -91,6 +91,9 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
         if not use_cb:
             return super()._build_generation_config(body, model_generation_config, use_cb=use_cb)
         check_fields(body, self._unused_fields)
+        for name in LENGTHS:  # transformers would round others
+            if type(body.get(name)) not in (int, type(None)):
+                raise ArgumentError(f"got {name}={body[name]!r}; give a whole number")
         given = own_config(body.get("generation_config"), model_generation_config)
         plain = {name: value for name, value in body.items() if name not in ("generation_config", "seed")}
         try:
@@ -103,7 +106,7 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
         for name in PER_REQUEST & given.keys():
             if body.get(name) is None:
                 setattr(config, name, given[name])
-        if not isinstance(config.max_new_tokens, int) or config.max_new_tokens < 1:
+        if type(config.max_new_tokens) is not int or config.max_new_tokens < 1:
             raise ArgumentError(f"got {config.max_new_tokens!r} new tokens; ask for a whole number, 1 or more")
         if not is_length_told and "max_new_tokens" not in given:
             config.max_new_tokens = AtMost(config.max_new_tokens)
@@ -151,6 +154,11 @@ def own_config(given: str | None, of_model: GenerationConfig) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"got generation_config={given!r}; give JSON of one ({error})") from None
     own = {name: value for name, value in own.items() if value is not None}
+    ends = own.get("eos_token_id", [])
+    if not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends])):
+        raise ArgumentError(f"got generation_config with eos_token_id={ends!r}; give a whole number, or a list of them")
+    if not isinstance(own.get("do_sample", True), bool):
+        raise ArgumentError(f"got generation_config with do_sample={own['do_sample']!r}; give true or false")
     for name in own.keys() - PER_REQUEST - {"transformers_version"}:
         shared = getattr(of_model, name)
         if own[name] != shared and not (shared is None and _is_one_of(own[name], NEUTRAL.get(name, ()))):
