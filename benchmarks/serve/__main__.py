@@ -28,17 +28,18 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import inf
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import typer
 from rich import progress as progress_bar
 
 from benchmarks.attention.peers import versions
-from benchmarks.engine.engine import BACKENDS, REUSING, SUSPENDING
-from benchmarks.engine.model import MODELS, Config, load_model, random_model, read_config
+from benchmarks.engine.engine import BACKENDS
+from benchmarks.engine.model import MODELS, Config, Model, load_model, random_model, read_config
 from benchmarks.engine.suspending import PREFILL_TOKENS_PER_S, costs
 from benchmarks.environment import complete, environment, to_json
 from vmmkv.cli.options import Device
@@ -46,7 +47,8 @@ from vmmkv.cli.output import check_plot, console, errors
 from vmmkv.memory.budget import parse_bytes
 from vmmkv.memory.driver import open_driver
 
-from .measure import LONGEST, REUSE, SUSPEND, Load, Progress, Settings, free_memory, serve
+from . import options
+from .measure import LONGEST, SUSPEND, Load, Progress, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
 from .vllm_peer import SHARE, VLLM, Task, Vllm
@@ -54,13 +56,6 @@ from .workloads import Limits, Usual, Workload, make_workload, system_prompts
 
 GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
 HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
-CHOICES = [
-    *BACKENDS,
-    *(f"{name}+{REUSE}" for name in REUSING),
-    *(f"{name}+{SUSPEND}" for name in SUSPENDING),
-    *("vmm+fa3", "paged+flashinfer", f"static+{LONGEST}", *VLLM),
-]
-"""Backends."""
 
 
 class Plan(NamedTuple):
@@ -87,86 +82,53 @@ LARGEST = 0.9
 
 
 def main(
-    trace: Annotated[
-        list[Path] | None,
-        typer.Option(exists=True, dir_okay=False, help="Azure CSV or Mooncake JSON lines; the first is the main one."),
-    ] = None,
-    model: Annotated[str | None, typer.Option(help=f"{', '.join(MODELS)}, or a folder of safetensors.")] = None,
-    memory: Annotated[str | None, typer.Option(help="Budget for K and V, of each backend.")] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Saturation alone, of rows and blocks; see above.")] = False,
-    reuse: Annotated[bool, typer.Option("--reuse", help="With prefix reuse and without; see above.")] = False,
-    shared_prompts: Annotated[int, typer.Option(min=1, help="System prompts, with --reuse.")] = 8,
-    backends: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(CHOICES)}.")] = None,
-    vllm: Annotated[
-        Path | None, typer.Option(exists=True, file_okay=False, help="vLLM, unpacked; None: it may be installed.")
-    ] = None,
-    rates: Annotated[list[float] | None, typer.Option(help="Of the main trace: shares of saturation.")] = None,
-    rounds: Annotated[
-        int | None, typer.Option(min=1, help="Of the main trace at saturation; the median is reported.")
-    ] = None,
-    seeds: Annotated[
-        int | None, typer.Option(min=1, help="At each rate: prompts and pauses anew; the median is reported.")
-    ] = None,
-    wait: Annotated[
-        bool | None, typer.Option(help="Of the main trace at saturation, also wait for each step's tokens.")
-    ] = None,
-    unknown: Annotated[
-        bool, typer.Option("--unknown", help="Likewise, with lengths of answers that the schedule does not know.")
-    ] = False,
-    busy: Annotated[bool, typer.Option("--busy", help="Likewise, waiting, beside a busy Python thread.")] = False,
-    requests: Annotated[int | None, typer.Option(min=1, help="Most requests of a trace.")] = None,
-    tokens: Annotated[
-        int,
-        typer.Option(min=1, help="Most tokens of the main trace, or of each with --reuse; else of others half."),
-    ] = 400_000,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
-    max_seq_len: Annotated[
-        int | None, typer.Option(help="What static slots are made for, if no request is longer.")
-    ] = None,
-    chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
-    prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the long prompts.")] = None,
-    shorten: Annotated[int | None, typer.Option(min=1, help="Divide the lengths of a trace.")] = None,
-    lengthen: Annotated[int, typer.Option(min=1, help="Multiply the lengths of answers.")] = 1,
-    lookahead: Annotated[
-        int | None,
-        typer.Option(min=0, help="Tokens that are mapped ahead of each sequence; 0 without a mapper, else the usual."),
-    ] = None,
+    trace: options.Traces = None,
+    model: options.ModelName = None,
+    memory: options.Memory = None,
+    quick: options.Quick = False,
+    reuse: options.Reuse = False,
+    shared_prompts: options.SharedPrompts = 8,
+    backends: options.Backends = None,
+    vllm: options.VllmFolder = None,
+    rates: options.Rates = None,
+    rounds: options.Rounds = None,
+    seeds: options.Seeds = None,
+    wait: options.Wait = None,
+    unknown: options.Unknown = False,
+    busy: options.Busy = False,
+    requests: options.Requests = None,
+    tokens: options.Tokens = 400_000,
+    max_sequences: options.MaxSequences = 256,
+    max_seq_len: options.MaxSeqLen = None,
+    chunk: options.Chunk = 2048,
+    prompt_tokens: options.PromptTokens = None,
+    shorten: options.Shorten = None,
+    lengthen: options.Lengthen = 1,
+    lookahead: options.Lookahead = None,
     device: Device = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and random requests.")] = 0,
-    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
-    json_output: Annotated[Path | None, typer.Option("--json", help="Write the result.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw memory and concurrency over time.")] = None,
+    seed: options.Seed = 0,
+    budget_seconds: options.BudgetSeconds = 480.0,
+    json_output: options.JsonFile = None,
+    plot: options.Plot = None,
 ) -> None:
     """Measure serving with each KV backend."""
     deadline = perf_counter() + budget_seconds
-    if quick and reuse:
-        raise typer.BadParameter("--quick and --reuse are two benchmarks")
-    plan = QUICK if quick else SHARING if reuse else FULL
-    asked = backends or plan.backends
-    peers = [name for name in VLLM if name in asked or (vllm and name in VLLM[: 1 + reuse])]
+    plan = make_plan(
+        quick, reuse, backends=backends, rates=rates, rounds=rounds, seeds=seeds, requests=requests, wait=wait
+    )
+    peers = [name for name in VLLM if name in plan.backends or (vllm and name in VLLM[: 1 + reuse])]
     peer = Vllm(peers, vllm, Path(model) if model and model not in MODELS else None)
-    backends = [name for name in asked if name not in VLLM]
-    rates = sorted(set(rates or plan.rates))
-    for backend in asked:
-        if backend not in CHOICES:
-            raise typer.BadParameter(f"{backend}: backends are {', '.join(CHOICES)}")
-    if rates and rates[0] <= 0:
-        raise typer.BadParameter(f"--rates {rates[0]:g}: a share of saturation is more than 0")
-    if plot:
-        check_plot(plot)
-    if json_output and not json_output.absolute().parent.is_dir():
-        raise typer.BadParameter(f"--json {json_output}: write it in a folder that exists")
+    check_files(json_output, plot)
+
     driver = open_driver(device)
     usual = GPU if driver.device.type == "cuda" else HOST
     name = model or usual.model
-    config = find_config(name)
-    dtype = torch.bfloat16 if usual is GPU else torch.float32
+    config, dtype = find_config(name), torch.bfloat16 if usual is GPU else torch.float32
     max_bytes = parse_bytes(memory or usual.memory, driver.memory_info()[0])
-    token_bytes = config.kv_layout(dtype).token_bytes
     limits = Limits(
-        requests or plan.requests,
+        plan.requests,
         tokens,
-        longest=int(LARGEST * max_bytes) // token_bytes,
+        longest=int(LARGEST * max_bytes) // config.kv_layout(dtype).token_bytes,
         max_seq_len=max_seq_len or usual.max_seq_len,
         shorten=shorten or usual.shorten,
         lengthen=lengthen,
@@ -175,66 +137,54 @@ def main(
         workloads = [make_workload(path, limits, seed) for path in trace or []]
         workloads.append(system_prompts(shared_prompts, limits._replace(shorten=usual.shorten), seed))
     else:
-        first, *others = trace or [None]
-        workloads = [make_workload(first, limits, seed)]
-        workloads += [make_workload(path, limits._replace(tokens=tokens // 2), seed) for path in others]
+        workloads = make_workloads(trace or [], limits, seed)
     prompt = prompt_tokens or usual.prompt_tokens
     positions = max(prompt, *(workload.max_seq_len for workload in workloads))
-    make = random_model if name in MODELS else load_model
-    weights = make(config if name in MODELS else Path(name), positions, driver.device, dtype)
-    settings = Settings(
-        weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead, late=reuse, seeds=seeds or plan.seeds
-    )
-    if name in PREFILL_TOKENS_PER_S:
-        settings = settings._replace(tokens_per_s=PREFILL_TOKENS_PER_S[name])
-    elif any(backend.endswith(f"+{SUSPEND}") for backend in backends):
-        raise typer.BadParameter(f"{name}: nobody has measured how fast it computes prompts, so what suspending saves")
-    result: dict[str, Any] = {
-        "environment": environment(driver.device),
-        "peers": versions(),
-        "model": name,
-        "dtype": str(dtype).removeprefix("torch."),
-        "budget_bytes": max_bytes,
-        "token_bytes": token_bytes,
-        "preempting": costs(token_bytes, settings.tokens_per_s) if name in PREFILL_TOKENS_PER_S else None,
-        "max_sequences": max_sequences,
-        "chunk": chunk,
-        "lookahead": lookahead,
-        "workloads": [describe(workload) for workload in workloads],
-        "serving": [],
-        "prefill": [],
-        "skipped": [],
-        "missed": [],
-    }
-    try:
-        ways = [
-            (plan.wait if wait is None else wait, Load(wait=True)),
-            (unknown, Load(unknown=True)),
-            (busy, Load(wait=True, busy=True)),
-        ]
-        loads = [Load(), *(load for is_asked, load in ways if is_asked), *map(Load, rates)]
-        rounds = rounds or plan.rounds
-        ours = settings
-        if peer.names and peer.can_be_had:
-            ours = settings._replace(deadline=deadline - SHARE * budget_seconds)
+    weights = make_model(name, config, positions, driver.device, dtype)
+    speed = prefill_speed(name, plan.backends)
+    settings = Settings(weights, max_bytes, max_sequences, chunk, deadline, seed, lookahead, late=reuse)
+    settings = ours = settings._replace(tokens_per_s=speed, seeds=plan.seeds)
+    if peer.names and peer.can_be_had:
+        ours = settings._replace(deadline=deadline - SHARE * budget_seconds)
+    backends = [backend for backend in plan.backends if backend not in VLLM]
+    result = begin_result(name, settings, workloads)
+    with reported(result, json_output, plot):
         if reuse:
-            measure_all(result, ours, workloads, backends, rounds)
-            tasks = [Task(workload, [Load()], rounds) for workload in workloads]
+            measure_all(result, ours, workloads, backends, plan.rounds)
+            tasks = [Task(workload, [Load()], plan.rounds) for workload in workloads]
         else:
-            measure(result, ours, workloads, backends, loads, rounds, prompt if plan.prompts else None)
-            tasks = [Task(workloads[0], [Load(), *map(Load, rates)], rounds)]
+            loads = make_loads(plan, unknown, busy)
+            measure(result, ours, workloads, backends, loads, plan.rounds, prompt if plan.prompts else None)
+            tasks = [Task(workloads[0], [Load(), *map(Load, plan.rates)], plan.rounds)]
         peer.serve(result, settings, tasks)
-    except BaseException as error:
-        result["missed"].append(f"all that was to follow: {type(error).__name__} {error}".rstrip())
-        raise
-    finally:  # what was measured is not lost to what fails behind it
-        result["comparisons"] = compare(result)
-        if json_output:
-            json_output.write_text(to_json(complete(result)) + "\n")
-        for table in tables(result):
-            console.print(table)
-        if plot and result["serving"]:
-            draw(result, plot)
+
+
+def make_plan(quick: bool, reuse: bool, **asked: Any) -> Plan:
+    """What is measured: what one asks for, and the rest as of one of the plans."""
+    if quick and reuse:
+        raise typer.BadParameter("--quick and --reuse are two benchmarks")
+    plan = QUICK if quick else SHARING if reuse else FULL
+    plan = plan._replace(**{name: value for name, value in asked.items() if value not in (None, [])})
+    for backend in plan.backends:
+        if backend not in options.CHOICES:
+            raise typer.BadParameter(f"{backend}: backends are {', '.join(options.CHOICES)}")
+    if min(plan.rates, default=1) <= 0:
+        raise typer.BadParameter(f"--rates {min(plan.rates):g}: a share of saturation is more than 0")
+    return plan._replace(rates=sorted(set(plan.rates)))
+
+
+def make_loads(plan: Plan, unknown: bool, busy: bool) -> list[Load]:
+    """How requests of the main trace come, and are served."""
+    ways = [(plan.wait, Load(wait=True)), (unknown, Load(unknown=True)), (busy, Load(wait=True, busy=True))]
+    return [Load(), *(load for is_asked, load in ways if is_asked), *map(Load, plan.rates)]
+
+
+def check_files(json_output: Path | None, plot: Path | None) -> None:
+    """Refuses, before anything is measured, files that could not be written."""
+    if plot:
+        check_plot(plot)
+    if json_output and not json_output.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--json {json_output}: write it in a folder that exists")
 
 
 def find_config(model: str) -> Config:
@@ -245,6 +195,50 @@ def find_config(model: str) -> Config:
     if not path.is_file():
         raise typer.BadParameter(f"{model}: it must be one of {', '.join(MODELS)}, or a folder with a config.json")
     return read_config(json.loads(path.read_text()))
+
+
+def make_model(name: str, config: Config, positions: int, device: torch.device, dtype: torch.dtype) -> Model:
+    """With random weights, or with those of a folder."""
+    if name in MODELS:
+        return random_model(config, positions, device, dtype)
+    return load_model(Path(name), positions, device, dtype)
+
+
+def prefill_speed(model: str, backends: list[str]) -> float:
+    """Tokens of prompts that a model computes in a second, which says whether suspending saves time."""
+    if model not in PREFILL_TOKENS_PER_S and any(backend.endswith(f"+{SUSPEND}") for backend in backends):
+        raise typer.BadParameter(f"{model}: nobody has measured how fast it computes prompts, so what suspending saves")
+    return PREFILL_TOKENS_PER_S.get(model, inf)
+
+
+def make_workloads(traces: list[Path], limits: Limits, seed: int) -> list[Workload]:
+    """The main trace, or random conversations where there is none, and half as many tokens of others."""
+    halved = limits._replace(tokens=limits.tokens // 2)
+    first, *others = traces or [None]
+    return [make_workload(first, limits, seed), *(make_workload(path, halved, seed) for path in others)]
+
+
+def begin_result(model: str, settings: Settings, workloads: list[Workload]) -> dict[str, Any]:
+    """What was asked for; what is measured is added."""
+    device, dtype = settings.model.device, settings.model.dtype
+    token_bytes = settings.model.config.kv_layout(dtype).token_bytes
+    return {
+        "environment": environment(device),
+        "peers": versions(),
+        "model": model,
+        "dtype": str(dtype).removeprefix("torch."),
+        "budget_bytes": settings.max_bytes,
+        "token_bytes": token_bytes,
+        "preempting": costs(token_bytes, settings.tokens_per_s) if model in PREFILL_TOKENS_PER_S else None,
+        "max_sequences": settings.max_sequences,
+        "chunk": settings.chunk,
+        "lookahead": settings.lookahead,
+        "workloads": [describe(workload) for workload in workloads],
+        "serving": [],
+        "prefill": [],
+        "skipped": [],
+        "missed": [],
+    }
 
 
 def describe(workload: Workload) -> dict[str, Any]:
@@ -259,6 +253,24 @@ def describe(workload: Workload) -> dict[str, Any]:
         "longest": workload.longest,
         "left_out": workload.left_out,
     }
+
+
+@contextmanager
+def reported(result: dict[str, Any], json_output: Path | None, plot: Path | None) -> Iterator[None]:
+    """Compares, writes and shows what has been measured, even if something fails: it is not lost to that."""
+    try:
+        yield
+    except BaseException as error:
+        result["missed"].append(f"all that was to follow: {type(error).__name__} {error}".rstrip())
+        raise
+    finally:
+        result["comparisons"] = compare(result)
+        if json_output:
+            json_output.write_text(to_json(complete(result)) + "\n")
+        for table in tables(result):
+            console.print(table)
+        if plot and result["serving"]:
+            draw(result, plot)
 
 
 def measure(
