@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -18,87 +18,103 @@ from .. import aims
 Row = dict[str, Any]
 
 
+class Aim(NamedTuple):
+    """What a ratio is to be: of the main trace at saturation alone, on a GPU alone, or always."""
+
+    least: float = 0.0
+    most: float = inf
+    of_main: bool = False
+    on_gpu: bool = False
+
+
+TIMED = partial(Aim, of_main=True, on_gpu=True)
+# What is compared, and where it is in a row.
+SPEED, FIRST = ("tokens/s", "output_tokens_per_s"), ("time to first token", "first_token_s")
+CROWD = "concurrency while others wait", "crowded_concurrency"
+RECOMPUTED, FOUND = ("tokens computed anew", "recomputed_tokens"), ("prompt tokens that were there", "hit_rate")
+MANAGER, TAIL = ("cache manager's host time a step", "manager_us"), ("in the slowest hundredth", "manager_p99_us")
+IDLE = "memory when idle", "idle_bytes"
+Ratios = dict[tuple[str, str], Aim | None]
+BESIDE_BLOCKS: Ratios = {
+    SPEED: TIMED(1.0),
+    CROWD: Aim(0.99, of_main=True),
+    FIRST: TIMED(most=1.0),
+    MANAGER: TIMED(most=1.0),
+    TAIL: TIMED(most=1.0),
+    IDLE: Aim(most=0.01, of_main=True),
+}
+BESIDE_VLLM: Ratios = {SPEED: TIMED(1.0), FIRST: Aim(most=1.0, on_gpu=True)}
+BOTH_REUSE: Ratios = {SPEED: Aim(1.0, on_gpu=True), FIRST: Aim(most=1.0, on_gpu=True), FOUND: None}
+PAIRS: list[tuple[str, str, Ratios]] = [
+    ("vmm", "paged", BESIDE_BLOCKS),
+    ("vmm", "static", {SPEED: None, CROWD: Aim(3.0, of_main=True)}),
+    ("vmm", "static+longest", {SPEED: None, CROWD: None}),
+    ("vmm", "vllm", BESIDE_VLLM),
+    ("vmm+reuse", "vllm+reuse", BESIDE_VLLM),
+    ("vmm+reuse", "paged+reuse", BOTH_REUSE),
+    ("vmm+fa3", "paged+flashinfer", {SPEED: None}),
+    ("vmm+fa3", "vmm", {SPEED: None}),
+    ("paged+flashinfer", "paged", {SPEED: None}),
+    ("vmm+suspend", "vmm", {SPEED: None, RECOMPUTED: None}),
+    ("vmm+suspend", "paged", {SPEED: None, RECOMPUTED: None}),
+    ("vmm+reuse", "vmm", {SPEED: None, FIRST: None}),
+    ("paged+reuse", "paged", {SPEED: None, FIRST: None}),
+]
+"""Backends that are compared, of which figures, and the aims."""
+KERNELS = [(("vmm", "fa3"), ("paged", "flashinfer"), Aim(1.2)), (("vmm", "numba"), ("paged", "numba"), None)]
+"""Of prompts, the backends and kernels that are compared."""
+
+
 def compare(result: dict[str, Any]) -> list[Row]:
     """The ratios that the benchmark is for, and what we aim at: at saturation of the main trace, and for prompts. Where
     there are several rounds, of their medians.
 
     There are no aims for speed without a GPU.
     """
-    found: list[Row] = []
+    return [*compare_serving(result), *compare_prompts(result["prefill"])]
+
+
+def compare_serving(result: dict[str, Any]) -> Iterator[Row]:
+    """Those of backends that have finished all requests, for each trace and load."""
     on_gpu = "cuda_driver" in result["environment"]
-
-    def add(what: str, pair: tuple[Any, Any], at_least: float | None = None, at_most: float = inf) -> None:
-        if pair[0] is not None and pair[1]:
-            value = pair[0] / pair[1]
-            row = {"what": what, "value": value}
-            if at_least is not None:
-                aim = f">= {at_least:g}" if at_most == inf else f"<= {at_most:g}"
-                row |= {"aim": aim, "met": at_least <= value <= at_most}
-            found.append(row)
-
-    cases = by_case(result["serving"])
-    trace = result["serving"][0]["trace"] if cases else ""
-    for name, measured in cases:
+    for name, measured in by_case(result["serving"]):
         rows = {backend: row for backend, row in measured.items() if row["finished"] == row["requests"]}
-        main = name.startswith(f"{trace}, saturation")
-        timed = main and on_gpu
-        at_most: dict[str, float | None] = {"at_least": 0.0 if timed else None, "at_most": 1.0}
-        if {"vmm", "paged"} <= rows.keys():
-            names, both = f"{name}: vmm over paged", partial(typical, rows["vmm"], rows["paged"])
-            add(f"{names}, tokens/s", both("output_tokens_per_s"), 1.0 if timed else None)
-            add(f"{names}, concurrency while others wait", both("crowded_concurrency"), 0.99 if main else None)
-            add(f"{names}, time to first token", both("first_token_s"), **at_most)
-            add(f"{names}, cache manager's host time a step", both("manager_us"), **at_most)
-            add(f"{names}, in the slowest hundredth", both("manager_p99_us"), **at_most)
-            idle = rows["vmm"]["idle_bytes"], rows["paged"]["idle_bytes"]
-            add(f"{names}, memory when idle", idle, 0.0 if main else None, at_most=0.01)
-        for slots, aim in (("static", 3.0), ("static+longest", None)):
-            if {"vmm", slots} <= rows.keys():
-                names, both = f"{name}: vmm over {slots}", partial(typical, rows["vmm"], rows[slots])
-                add(f"{names}, tokens/s", both("output_tokens_per_s"))
-                add(f"{names}, concurrency while others wait", both("crowded_concurrency"), aim if main else None)
-        for ours, other in (("vmm", "vllm"), ("vmm+reuse", "vllm+reuse")):
+        is_main = name.startswith(f"{result['serving'][0]['trace']}, saturation")
+        for ours, other, ratios in PAIRS:
             if {ours, other} <= rows.keys():
-                names, both = f"{name}: {ours} over {other}", partial(typical, rows[ours], rows[other])
-                add(f"{names}, tokens/s", both("output_tokens_per_s"), 1.0 if timed else None)
-                if "first_token_s" in rows[other]["each_round"]:
-                    add(f"{names}, time to first token", both("first_token_s"), 0.0 if on_gpu else None, at_most=1.0)
-        if {"vmm+reuse", "paged+reuse"} <= rows.keys():
-            names, both = (
-                f"{name}: vmm+reuse over paged+reuse",
-                partial(typical, rows["vmm+reuse"], rows["paged+reuse"]),
-            )
-            add(f"{names}, tokens/s", both("output_tokens_per_s"), 1.0 if on_gpu else None)
-            add(f"{names}, time to first token", both("first_token_s"), 0.0 if on_gpu else None, at_most=1.0)
-            add(f"{names}, prompt tokens that were there", both("hit_rate"))
-        for ours, other in (("vmm+fa3", "paged+flashinfer"), ("vmm+fa3", "vmm"), ("paged+flashinfer", "paged")):
-            if {ours, other} <= rows.keys():
-                both = partial(typical, rows[ours], rows[other])
-                add(f"{name}: {ours} over {other}, tokens/s", both("output_tokens_per_s"))
-        for other in ("vmm", "paged"):
-            if {"vmm+suspend", other} <= rows.keys():
-                names, both = f"{name}: vmm+suspend over {other}", partial(typical, rows["vmm+suspend"], rows[other])
-                add(f"{names}, tokens/s", both("output_tokens_per_s"))
-                add(f"{names}, tokens computed anew", both("recomputed_tokens"))
-        for backend in ("vmm", "paged"):
-            if {backend, f"{backend}+reuse"} <= rows.keys():
-                names = f"{name}: {backend}+reuse over {backend}"
-                both = partial(typical, rows[f"{backend}+reuse"], rows[backend])
-                add(f"{names}, tokens/s", both("output_tokens_per_s"))
-                add(f"{names}, time to first token", both("first_token_s"))
-    prompts = {(row["backend"], row["kernel"]): row for row in result["prefill"]}
-    for aim, *both in ((1.2, ("vmm", "fa3"), ("paged", "flashinfer")), (None, ("vmm", "numba"), ("paged", "numba"))):
-        if prompts.keys() >= set(both):
-            names = "prompts: {} {} over {} {}".format(*both[0], *both[1])
+                for (what, key), aim in ratios.items():
+                    has_aim = aim and (is_main or not aim.of_main) and (on_gpu or not aim.on_gpu)
+                    names = f"{name}: {ours} over {other}, {what}"
+                    values = typical(rows[ours], key), typical(rows[other], key)
+                    yield from ratio(names, *values, aim if has_aim else None)
+
+
+def compare_prompts(prefill: list[Row]) -> Iterator[Row]:
+    """Those of long prompts."""
+    rows = {(row["backend"], row["kernel"]): row for row in prefill}
+    for ours, other, aim in KERNELS:
+        if {ours, other} <= rows.keys():
+            names = "prompts: {} {} over {} {}".format(*ours, *other)
             for what, key in (("whole prefill", "tokens_per_s"), ("attention alone", "attention_tokens_per_s")):
-                add(f"{names}, {what}", (prompts[both[0]][key], prompts[both[1]][key]), aim)
-    return found
+                yield from ratio(f"{names}, {what}", rows[ours][key], rows[other][key], aim)
 
 
-def typical(one: Row, other: Row, key: str) -> tuple[float | None, float | None]:
-    """The median over the rounds of a figure, of two backends."""
-    first, second = (row["each_round"][key] for row in (one, other))
-    return (None, None) if None in first + second else (median(first), median(second))
+def ratio(what: str, ours: float | None, other: float | None, aim: Aim | None) -> Iterator[Row]:
+    """A comparison, where both were measured."""
+    if ours is None or not other:
+        return
+    value = ours / other
+    row = {"what": what, "value": value}
+    if aim:
+        text = f">= {aim.least:g}" if aim.most == inf else f"<= {aim.most:g}"
+        row |= {"aim": text, "met": aim.least <= value <= aim.most}
+    yield row
+
+
+def typical(row: Row, key: str) -> float | None:
+    """The median of a figure over the rounds; None where one lacks it, as those of other engines may."""
+    values = row["each_round"].get(key, [row.get(key)])
+    return None if None in values else median(values)
 
 
 def by_case(rows: list[Row]) -> list[tuple[str, dict[str, Row]]]:
