@@ -37,8 +37,9 @@ from vmmkv.memory.budget import parse_bytes
 from vmmkv.memory.driver import open_driver
 
 from .engine.engine import Engine
-from .engine.model import MODELS, Model, random_model
+from .engine.model import MODELS, random_model
 from .engine.vmm import make_driver
+from .serve import options
 from .serve.measure import Settings, figures, free_memory, make_engine
 from .serve.workloads import Limits, Usual, Workload, make_workload
 
@@ -176,17 +177,14 @@ def main(
     ] = None,
     bursts: Annotated[int, typer.Option(min=1, help="Of each model.")] = 1,
     rounds: Annotated[int, typer.Option(min=1, help="Of each mode, in turns; the median is reported.")] = 3,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Most requests that run at a time.")] = 256,
-    chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
+    max_sequences: options.MaxSequences = 256,
+    chunk: options.Chunk = 2048,
     prompt_tokens: Annotated[int | None, typer.Option(min=1, help="Of the prompts for which memory moves.")] = None,
     move_memory: Annotated[str | None, typer.Option(help="That moves; as much as --memory by default.")] = None,
-    lookahead: Annotated[
-        int | None,
-        typer.Option(min=0, help="Tokens that are mapped ahead of each sequence; 0 without a mapper, else the usual."),
-    ] = None,
+    lookahead: options.Lookahead = None,
     device: Device = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of prompts and random requests.")] = 0,
-    budget_seconds: Annotated[float, typer.Option(help="When to stop, and say what was not reached.")] = 480.0,
+    seed: options.Seed = 0,
+    budget_seconds: options.BudgetSeconds = 480.0,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure two models on one pool."""
@@ -203,9 +201,7 @@ def main(
     sizes = sorted(set(requests or (SIZES if usual is GPU else SIZES[:1])), reverse=True)
     works = {size: [workload(trace, layout, nbytes // 2, size, usual, seed) for layout in layouts] for size in sizes}
     longest = max(work.max_seq_len for work in works[sizes[0]])
-    models: dict[str, Model] = {}
-    for name in names:
-        models[name] = models.get(name) or random_model(MODELS[name], longest, driver.device, dtype)
+    models = {name: random_model(MODELS[name], longest, driver.device, dtype) for name in dict.fromkeys(names)}
     settings = [Settings(models[name], nbytes, max_sequences, chunk, deadline, seed, lookahead) for name in names]
     prompt = prompt_tokens or usual.prompt_tokens
     result: Row = {

@@ -119,8 +119,7 @@ def serve(
         if number < repeats(backend, load, rounds, settings.seeds)
     ]
     found: dict[tuple[str, str], list[Row]] = {}
-    engines: dict[str, Engine] = {}
-    refused: set[str] = set()
+    engines: dict[str, Engine | None] = {}
     reference: Run | None = None
     with ExitStack() as stack:
         stack.callback(lambda: result["serving"].extend(map(middle, found.values())))  # also if something fails
@@ -129,20 +128,13 @@ def serve(
             if perf_counter() > settings.deadline:
                 result["missed"].append(name)
                 continue
-            if backend in refused:
-                continue
             if backend not in engines:
-                try:
-                    engines[backend] = stack.enter_context(closing(make_engine(settings, workload, backend)))
-                except Exception as error:  # whatever a peer raises is its reason
-                    if backend.partition("+")[2] not in PEERS:
-                        raise
-                    refused.add(backend)
-                    reason = f"{type(error).__name__}: {error}"
-                    result["skipped"].append({"backend": backend, "kernel": "", "reason": reason})
-                    continue
+                engines[backend] = open_engine(stack, result, settings, workload, backend)
+            engine = engines[backend]
+            if engine is None:
+                continue
             told = partial(progress, name)
-            run, row = run_load(settings, workload, engines[backend], load, number, reference, told)
+            run, row = run_load(settings, workload, engine, load, number, reference, told)
             free_memory()
             if run.finished < len(run.outputs):
                 result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
@@ -154,6 +146,20 @@ def serve(
                 about = {"trace": workload.name, "load": load.name} | load._asdict() | {"backend": backend}
                 same = {"same_tokens": same_tokens(run, reference) if load.rate is None else None}
                 found.setdefault((load.name, backend), []).append(about | row | same)
+
+
+def open_engine(
+    stack: ExitStack, result: dict[str, Any], settings: Settings, workload: Workload, backend: str
+) -> Engine | None:
+    """An engine, closed with the stack; None where its attention is others', and cannot be had: a result says why."""
+    try:
+        return stack.enter_context(closing(make_engine(settings, workload, backend)))
+    except Exception as error:  # whatever a peer raises is its reason
+        if backend.partition("+")[2] not in PEERS:
+            raise
+        reason = f"{type(error).__name__}: {error}"
+        result["skipped"].append({"backend": backend, "kernel": "", "reason": reason})
+        return None
 
 
 def repeats(backend: str, load: Load, rounds: int, seeds: int) -> int:
