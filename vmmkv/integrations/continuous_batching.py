@@ -62,16 +62,7 @@ def enable(
         DtypeError: there is no such kv_dtype, or the model's K and V cannot be kept so.
     """
     check_version()
-    if not isinstance(model, PreTrainedModel):
-        raise ArgumentError(
-            f"got {type(model).__name__}; give the PreTrainedModel inside, whose generate_batch it calls"
-        )
-    if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise not_for_rows(model, "no position_ids, so that it cannot tell requests apart that lie in one batch")
-    if not can_attend(model):
-        raise not_for_rows(model, "an attention of its own, or does more with masks, K or V than to hand them to it")
-    if (getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1) > 1:
-        raise not_for_rows(model, "layers in several processes; tensor parallelism splits heads")
+    _check_model(model)
     if pool is not None:
         check_given(pool)
         if max_bytes is not None:
@@ -95,3 +86,18 @@ def enable(
 def disable(model: PreTrainedModel) -> None:
     """Has a model's continuous batching keep K and V in blocks again, from the next manager on."""
     take_off_rows(model)
+
+
+def _check_model(model: PreTrainedModel) -> None:
+    """Raises `UnsupportedError` where a model calls attention, or is shared out, as rows cannot serve;
+    `ArgumentError` where it is none."""
+    if not isinstance(model, PreTrainedModel):
+        raise ArgumentError(
+            f"got {type(model).__name__}; give the PreTrainedModel inside, whose generate_batch it calls"
+        )
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise not_for_rows(model, "no position_ids, so that it cannot tell requests apart that lie in one batch")
+    if not can_attend(model):
+        raise not_for_rows(model, "an attention of its own, or does more with masks, K or V than to hand them to it")
+    if (getattr(getattr(model.config, "distributed_config", None), "pp_size", None) or 1) > 1:
+        raise not_for_rows(model, "layers in several processes; tensor parallelism splits heads")
