@@ -34,6 +34,26 @@ def test_a_copy_without_its_history_is_told(tmp_path: Path, monkeypatch: pytest.
     assert environment.environment(torch.device("cpu"))["commit"] == "0123abc"
 
 
+def test_results_that_were_written_since_change_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> None:
+        who = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", tmp_path, *who, *words], check=True, capture_output=True)
+
+    code, result = tmp_path / "vmmkv" / "environment.py", tmp_path / "result.json"
+    code.parent.mkdir()
+    code.write_text("")
+    result.write_text("")
+    git("init")
+    git("add", "-A")
+    git("commit", "-m", "as it was")
+    monkeypatch.setattr(environment, "__file__", str(code))
+    monkeypatch.delenv("VMMKV_COMMIT", raising=False)
+    result.write_text("1")
+    assert not environment.environment(torch.device("cpu"))["commit"].endswith("-dirty")
+    code.write_text("1")
+    assert environment.environment(torch.device("cpu"))["commit"].endswith("-dirty")
+
+
 def test_versions_and_inputs_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = tmp_path / "trace.csv"
     trace.write_bytes(b"1,2")

@@ -33,14 +33,18 @@ def environment(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit that this code is of, and whether it was changed since; where nobody knows, `unknown`. A copy without
-    its history, or with another's, is told by `VMMKV_COMMIT`."""
+    """The commit that this code is of, and whether any of it was changed since; where nobody knows, `unknown`. A copy
+    without its history, or with another's, is told by `VMMKV_COMMIT`."""
     root = Path(__file__).parent.parent
     told = os.environ.get("VMMKV_COMMIT")
     if told or not (root / ".git").exists():  # installed somewhere, perhaps within another repository
         return told or "unknown"
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+        commit = _git(root, "rev-parse", "--short=12", "HEAD")
+        return f"{commit}-dirty" if _git(root, "diff", "--name-only", "HEAD", "--", "*.py") else commit
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+
+
+def _git(root: Path, *words: str) -> str:
+    return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, check=True).stdout.strip()
