@@ -3,10 +3,11 @@
     python -m benchmarks.all [--kind gpu|gpus|host] [--traces DIR] [--vllm DIR] [--only NAME]... [--skip NAME]...
                             [--list]
 
-Each ends when its minutes are over, and the next begins whatever has become of it; what failed is named at the end.
-What one leaves of its minutes those behind it may use, each as many again as it has itself. Those of one GPU take 28
-minutes at most together. The first of them compiles what others run. A result takes the place of the old one when it is
-whole; one whose benchmark had to be stopped says itself what it misses, if it could still be written.
+Each has some minutes, and may take twice as many on a slow machine: what is stopped is mostly lost. The next begins
+whatever has become of it, as long as the minutes of all are not over: those of one GPU are 28. What failed, or was not
+begun, is named at the end. With `--only`, each that was asked for may take its double. The first of them compiles what
+others run. A result takes the place of the old one when it is whole; one whose benchmark had to be stopped says itself
+what it misses, if it could still be written.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Benchmark(NamedTuple):
 
     Attributes:
         kind: of the machine that it is for.
-        minutes: after which it is stopped.
+        minutes: that it takes, with some to spare; it is stopped after twice as many.
         command: behind `python`. It prints JSON, or writes it to {json}; {conv}, {code}, {mooncake} are traces,
             {seconds} is a part of the minutes, in which it stops by itself and says what is missing. With {vllm}, the
             folder of `--vllm`, it runs only if there is one.
@@ -184,12 +185,15 @@ def main(
         return
     # Scripts begin what they do not wait for with ctrl-C ignored, which what we begin would take over.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    outcomes, spare = [], 0.0
+    outcomes = []
+    left = 60 * sum(benchmark.minutes for benchmark in chosen.values()) * (2 if only else 1)
     for name, benchmark in chosen.items():
         start, own = perf_counter(), benchmark.minutes * 60
-        reason = run(name, benchmark, own + min(spare, own), traces.absolute(), vllm)
+        reason = "not begun: the minutes of all are over"
+        if left > own / 2:
+            reason = run(name, benchmark, min(2 * own, left), traces.absolute(), vllm)
         took = perf_counter() - start
-        spare = max(spare + own - took, 0.0)
+        left -= took
         outcomes.append((name, f"{took:.0f}", reason or "written"))
         errors.print(": ".join(outcomes[-1]), highlight=False, markup=False)
     console.print(make_table("Benchmarks", ("name", "seconds", ""), outcomes))

@@ -85,7 +85,7 @@ def test_it_goes_on_past_those_that_fail_and_names_them(results: Path, tmp_path:
     done = CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--kind", "host", "--traces", str(tmp_path)])
     assert done.exit_code == 1
     reasons = "it ended with 1", "stopped after 0.02 minutes", "does not say how", "there is no azure"
-    for words in (*reasons, "stopped after 0.1 minutes, and written"):  # with what others left
+    for words in (*reasons, "stopped after 0.1 minutes, and written"):  # after twice its own
         assert words in done.stdout
     assert done.stdout.count("written") == 3
     assert "peer" not in done.stdout
@@ -94,6 +94,16 @@ def test_it_goes_on_past_those_that_fail_and_names_them(results: Path, tmp_path:
     assert (results / "fails.json").read_text() == "old"
     assert json.loads((results / "prints.json").read_text()) == {"environment": 1}
     assert json.loads((results / "writes.json").read_text()) == {"environment": 2}
+
+
+def test_all_together_take_no_longer_than_their_minutes(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); time.sleep(1000)"
+    slow = every.Benchmark(every.Kind.HOST, 0.01, f"-c '{code}'")
+    monkeypatch.setattr(every, "BENCHMARKS", {"hangs": slow, "also hangs": slow, "too late": slow})
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--kind", "host"])
+    assert done.exit_code == 1
+    assert "stopped after 0.02 minutes" in done.stdout  # twice its own; the next has what is left
+    assert "not begun" in done.stdout
 
 
 def test_what_runs_can_be_chosen(results: Path) -> None:
