@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import BusyError, DriverError, StreamCaptureError, UseAfterFreeError, VmmkvError
+from ..errors import BusyError, DriverError, StreamCaptureError, UseAfterFreeError
 from ..memory.accounts import Account
 from ..memory.fence import wait_for_device
-from ..memory.monitor import Steps, at_once, is_own
+from ..memory.monitor import Steps, at_once
 from ..memory.pool import FramePool
 from ..space.arena import Arena, free_waiting
 from ..space.mapper import Mover
@@ -45,7 +45,8 @@ from .reordering import Reordering
 from .scrubbing import Scrubbing
 from .sharing import Sharing
 from .shelf import Shelf
-from .table import NOBODY, Place, RowTable, Suspended
+from .suspending import Suspending
+from .table import NOBODY, RowTable, Suspended
 
 FREE_PAGE = -1
 """In `KVCache.page_map`: the page exists and belongs to nobody."""
@@ -123,6 +124,8 @@ class Rows:
         """What has them begin with pages that are kept."""
         self.reordering = Reordering(books, self.keeping, self.reclaimer, self.growing, self.sharing)
         """What has them hold what others held."""
+        self.suspending = Suspending(books, self.keeping)
+        """What has their tokens be on the host meanwhile."""
         pool.accounts.open(account, self)
         if rules.zero_tail:
             try:
@@ -292,7 +295,7 @@ class Rows:
         if self.rules.poison or self.keeping.keeper.is_copying or self.books.unsettled:
             wait_for_device(self._driver)  # for what was being filled, or copied, which no fence may know
         self.books.claims = {}
-        self._recover_suspended()
+        self.suspending.recover()
         table = self.table
         parked, retired = list(table.parked), [*table.retired, *table.fronts]
         table.parked, table.spare, table.retired, table.fronts = Shelf(), Shelf(), OrderedDict(), OrderedDict()
@@ -415,52 +418,20 @@ class Rows:
     # ------------------------------------------------------------------ tokens on the host
 
     def put_away(self, row: int, record: Suspended) -> None:
-        """Has a live row hold no tokens, once they have been copied to where the record says, behind a fence."""
-        self.table.suspended[row] = record
-        try:
-            self.shrink(row, 0, 0)
-        except VmmkvError as error:
-            if is_own(error):
-                del self.table.suspended[row]
-            raise
-        record.place, self.table.expected[row] = Place.AWAY, 0
-        self.keeping.keeper.forget(row)
-        self.books.refresh(row)
+        """Has a live row hold no tokens, which are on the host: see `Suspending.put_away`."""
+        self.suspending.put_away(row, record, self.shrink)
 
     def bring_back(self, row: int, record: Suspended) -> None:
-        """Maps the pages that a suspended row's tokens are to be copied to; `settle_back` follows.
-
-        Raises:
-            DriverError, StreamCaptureError: see `Growing.make_room`; it is suspended still.
-        """
-        record.place, self.table.expected[row] = Place.COMING, record.expected
-        try:
-            at_once(self.grow(np.array([row]), np.array([record.length]), np.array([record.start])))
-        except VmmkvError:
-            record.place, self.table.expected[row] = Place.AWAY, 0
-            raise
+        """Maps pages for a suspended row's tokens: see `Suspending.bring_back`."""
+        self.suspending.bring_back(row, record, self.grow)
 
     def settle_back(self, row: int) -> None:
         """Writes down that a row's tokens are there again."""
-        del self.table.suspended[row]
-        self.books.refresh(row)
+        self.suspending.settle_back(row)
 
     def leave_away(self, row: int, record: Suspended) -> None:
-        """Writes down that a row's tokens are on the host only, whatever is on its way back."""
-        with suppress(VmmkvError):
-            wait_for_device(self._driver)
-        record.place, self.table.expected[row] = Place.AWAY, 0
-        self.table.extents[row] = 0
-        self.books.refresh(row)
-
-    def _recover_suspended(self) -> None:
-        """After an interruption: what was leaving is here, or gone; what was coming is not here yet."""
-        for row, record in list(self.table.suspended.items()):
-            if record.place is Place.LEAVING and self.table.length[row]:
-                self.table.expected[row] = record.expected
-                del self.table.suspended[row]
-            else:
-                self.leave_away(row, record)
+        """Writes down that a row's tokens are on the host only."""
+        self.suspending.leave_away(row, record)
 
     def ring(self) -> None:
         """Has pages mapped ahead, where that is wanted."""
