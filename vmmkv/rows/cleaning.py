@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 from ..errors import DriverError, StreamCaptureError
@@ -19,9 +20,23 @@ POISON = 0xFF
 """Bytes that are no number in any floating-point format, of 1, 2 or 4 bytes."""
 
 
-Growth = tuple[Arena, int, int, int, int, int, int]
-"""Pages that a row is to have in one arena: the row, their first and end; how many of them are missing, and in how many
-large frames they may be; and the end of those that could be used before."""
+@dataclass(eq=False, slots=True)
+class Growth:
+    """Pages `[first, end)` that a row is to have in one arena.
+
+    Attributes:
+        missing: how many of them are to be mapped.
+        large: in how many large frames they may be.
+        ready: the end of those that could be used before.
+    """
+
+    arena: Arena
+    row: int
+    first: int
+    end: int
+    missing: int
+    large: int
+    ready: int
 
 
 class Cleaner:
@@ -48,9 +63,9 @@ class Cleaner:
         of what their sequences do with them."""
         own_streams = set()
         unclean = [(row, each) for row in rows for each in self._unclean(row)]
-        for arena, row, _, end, *_, ready in plan if self._pool.tenants else ():
-            tenant = self._table.tenant[row]
-            unclean += [(row, each) for each in arena.table.unclean(row, ready, end, tenant)]
+        for growth in plan if self._pool.tenants else ():
+            table, row = growth.arena.table, growth.row
+            unclean += [(row, each) for each in table.unclean(row, growth.ready, growth.end, self._table.tenant[row])]
         for row, (address, nbytes) in unclean:
             own = self._table.own_streams[row]
             self._table.fences[row].order(own)  # who had the pages before may still read them
@@ -59,8 +74,8 @@ class Cleaner:
         current = self._driver.current_stream()
         for own in own_streams - {current}:
             self._driver.record(own).wait(current)  # what is written there next must not be zeroed
-        for arena, row, _, end, *_, ready in plan:
-            arena.table.belong(row, ready, end, self._table.tenant[row])
+        for growth in plan:
+            growth.arena.table.belong(growth.row, growth.ready, growth.end, self._table.tenant[growth.row])
 
     def spoil(self, row: int, own: Any, leaving: list[tuple[Arena, int, int]]) -> None:
         """Fills the pages that a sequence has left, where that is wanted, in order behind the row's fence, on the

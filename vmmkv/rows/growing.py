@@ -57,7 +57,7 @@ class Growing:
         if plan or self._books.rules.cleans:
             with Undo() as undo, self._pool.ranges.growth:
                 undo.push(self.look_again, needing)
-                self._reclaimer.afford(sum([pages for _, _, _, _, pages, _, _ in plan]))
+                self._reclaimer.afford(sum([growth.missing for growth in plan]))
                 yield from self._map(needing, plan, undo)
         self._books.claims = {}
         for row in needing:
@@ -119,18 +119,19 @@ class Growing:
             start, length = books.claims[row]
             for (arena, _), (first, end) in zip(books.ranges, books.spans(start, length)):
                 table = arena.table
-                reaches, ready = table.reaches(row, first), table.ready[row]
+                reaches = table.reaches(row, first)
+                mapped, ready = (table.end[row], table.ready[row]) if reaches else (first, first)
                 if end > ready or not reaches:
-                    pages = max(end - (table.end[row] if reaches else first), 0)
-                    large = policy.large_frames(pages, start) if is_large else 0
-                    plan.append((arena, row, first, end, pages, large, ready if reaches else first))
+                    missing = max(end - mapped, 0)
+                    large = policy.large_frames(missing, start) if is_large else 0
+                    plan.append(Growth(arena, row, first, end, missing, large, ready))
         return plan
 
     def _supply(self, plan: list[Growth]) -> Supply:
         """Frames for a plan. Raises what `Reclaimer.supply` raises."""
         missing = large = 0
-        for _, _, _, _, pages, large_frames, _ in plan:
-            missing, large = missing + pages, large + large_frames
+        for growth in plan:
+            missing, large = missing + growth.missing, large + growth.large
         if not missing:
             return Supply([], [])
         supply = self._reclaimer.supply(missing, large)
@@ -140,14 +141,14 @@ class Growing:
 
     def _change(self, plan: list[Growth], supply: Supply) -> Change:
         """One change of a plan."""
-        for arena, row, first, end, *_ in plan:
-            if not arena.table.reaches(row, first):
-                self._begin(arena, row, first)
+        for growth in plan:
+            if not growth.arena.table.reaches(growth.row, growth.first):
+                self._begin(growth.arena, growth.row, growth.first)
             if self._books.rules.zero_tail:
-                arena.make_way(row, end)
+                growth.arena.make_way(growth.row, growth.end)
         change = Change(self._pool)
-        for arena, row, _, end, _, large, _ in plan:
-            change.map(arena.table, row, end, supply, large)
+        for growth in plan:
+            change.map(growth.arena.table, growth.row, growth.end, supply, growth.large)
         return change
 
     def _run(self, change: Change, rows: list[int]) -> Steps[None]:
@@ -183,9 +184,9 @@ class Growing:
                 fence.wait()  # who reads all that is mapped must not see these pages, so they cannot stay until later
             if not fence.passed():
                 return
-        for arena, row, *_, ready in plan:
+        for growth in plan:
             with suppress(DriverError):
-                arena.unmap_back(row, ready)
+                growth.arena.unmap_back(growth.row, growth.ready)
 
     def _fence(self, rows: list[int], fills: list[Fence]) -> None:
         """Undoes `Cleaner.clean`, of which some may be under way; not during a capture, which has refused it."""
