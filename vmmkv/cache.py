@@ -155,15 +155,8 @@ class KVCache(Owner):
         self.max_seq_len = max_seq_len
         overread = not_negative("overread", overread)
         owns_pool = pool is None
-        limit: int | None = None
-        if pool is None:
-            driver = driver_for(driver, device, page_size)
-            if max_bytes is None and max_tokens is None:
-                max_bytes = "80%"
-            pages = budget_pages(driver, layout, max_sequences, max_bytes, max_tokens, zero_tail, overread)
-            pool = FramePool(pages * driver.page_size, driver=driver)
-        elif max_bytes is not None or max_tokens is not None:
-            limit = budget_pages(pool, layout, max_sequences, max_bytes, max_tokens, zero_tail, overread)
+        memory = driver_for(driver, device, page_size) if pool is None else pool
+        pool, limit = self._pool_on(memory, max_bytes, max_tokens, zero_tail, overread)
         super().__init__(pool, owns_pool)
         rules = Rules(
             max_seq_len,
@@ -191,6 +184,25 @@ class KVCache(Owner):
         if event_log:
             on_host = self._host_tier.limit if self._host_tier and host_priority is not None else 0
             self._begin_telling(event_log, pool.accounts.limit_of(self._rows.account), on_host)
+
+    def _pool_on(
+        self,
+        memory: Driver | FramePool,
+        max_bytes: float | str | None,
+        max_tokens: int | None,
+        zero_tail: bool,
+        overread: int,
+    ) -> tuple[FramePool, int | None]:
+        """Returns the pool that the cache lies on, its own on a driver or the given one, and the most pages that it may
+        have of a given one. Raises what `budget_pages` raises."""
+        if max_bytes is None and max_tokens is None:
+            if isinstance(memory, FramePool):
+                return memory, None
+            max_bytes = "80%"
+        pages = budget_pages(memory, self.layout, self.max_sequences, max_bytes, max_tokens, zero_tail, overread)
+        if isinstance(memory, FramePool):
+            return memory, pages
+        return FramePool(pages * memory.page_size, driver=memory), None
 
     def _row_bytes(self, overread: int) -> list[int]:
         """Of a row in each range. Raises `LayoutError` where all rows together take too many addresses."""
