@@ -139,7 +139,7 @@ def check_counts(rows: Rows) -> None:
     Raises:
         InvariantError: something differs; the message says what.
     """
-    table, books, rules = rows.table, rows.books, rows.rules
+    table, books, tables, rules = rows.table, rows.books, rows.books.tables, rows.rules
     live = table.live_rows()
     used, bound, parked = books.used_pages, books.bound_pages(), books.parked_pages
     counted = books.pages_used(live, table.extents[live])
@@ -153,7 +153,6 @@ def check_counts(rows: Rows) -> None:
     firm += books.used_pages
     for row in live.tolist():
         length, kept = table.length[row], books.spans(table.start[row], max(table.length[row], table.expected[row]))
-        tables = [arena.table for arena, _ in rows.ranges]
         ends = [max(end, each.first[row]) for each, (_, end) in zip(tables, books.used(row))]
         behind = sum(max(each.end[row] - end, 0) for each, end in zip(tables, ends))
         spare = sum(max(each.end[row] - max(end, kept_end), 0) for each, end, (_, kept_end) in zip(tables, ends, kept))

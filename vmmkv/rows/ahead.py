@@ -152,7 +152,7 @@ class Ahead:
 
     def commit_ahead(self, change: Change) -> None:
         """Brings the books of rows up to what a change has done."""
-        for row in {row for arena, _ in self._books.ranges for row in change.rows_of(arena.table)}:
+        for row in {row for table in self._books.tables for row in change.rows_of(table)}:
             if self._table.is_live(row):
                 self._books.refresh(row)
             else:

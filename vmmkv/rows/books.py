@@ -99,7 +99,10 @@ class Books:
         """How many pages too many come of counting the pages of each live row, where several use the same."""
         self.zero_frames: list[int] = []
         """The one frame of the zeros behind rows, where there are any."""
+        self.tables = [arena.table for arena, _ in ranges]
+        """Per range what lies in it."""
         self.records = [record for _, record in ranges]
+        """Per range the bytes of a token record."""
         self._no_spans: list[Span] = [(0, 0)] * len(ranges)
         self.page_tokens = -(-self.page_size // min(self.records))
         """Tokens that a page has room for at least in one range."""
@@ -130,10 +133,9 @@ class Books:
     def _whole_frames(self, row: int, spans: list[Span]) -> list[Span]:
         if not self.rules.large or not self._frames.has_large:
             return spans
-        tables = [arena.table for arena, _ in self.ranges]
         return [
             (table.frame_begin(row, first), table.frame_end(row, end)) if first < end else (first, end)
-            for table, (first, end) in zip(tables, spans)
+            for table, (first, end) in zip(self.tables, spans)
         ]
 
     def leaving(self, row: int, start: int, length: int) -> list[tuple[Arena, int, int]]:
@@ -159,30 +161,29 @@ class Books:
 
     def use(self, row: int) -> None:
         """Counts a live row among the users of its pages, after an interruption."""
-        for (arena, _), span in zip(self.ranges, self.used(row)):
-            if arena.table.is_shared(row):
-                self.duplicates += arena.table.use(row, *span)
+        for table, span in zip(self.tables, self.used(row)):
+            if table.is_shared(row):
+                self.duplicates += table.use(row, *span)
 
     def is_shared(self, row: int) -> bool:
         """Whether pages of a row may lie in others, too."""
-        return self._frames.has_shared and any(arena.table.is_shared(row) for arena, _ in self.ranges)
+        return self._frames.has_shared and any(table.is_shared(row) for table in self.tables)
 
     def shares_surplus(self, row: int) -> bool:
         """Whether surplus pages of a row may lie in others, too."""
         return self._frames.has_shared and any(
-            arena.table.own[row] > end or arena.table.first[row] < min(first, arena.table.own[row])
-            for (arena, _), (first, end) in zip(self.ranges, self.used(row))
+            table.own[row] > end or table.first[row] < min(first, table.own[row])
+            for table, (first, end) in zip(self.tables, self.used(row))
         )
 
     def has_pages(self, row: int) -> bool:
         """Whether anything is mapped in a row."""
-        return any(arena.table.pages(row) for arena, _ in self.ranges)
+        return any(table.pages(row) for table in self.tables)
 
     def surplus(self, row: int) -> int:
         """Surplus pages of one row. A row that is just growing may not have all of its used pages yet."""
         surplus = 0
-        for (arena, _), (first, end) in zip(self.ranges, self.used(row)):
-            table = arena.table
+        for table, (first, end) in zip(self.tables, self.used(row)):
             surplus += table.pages(row) - max(min(end, table.end[row]) - max(first, table.first[row]), 0)
         return surplus
 
@@ -287,12 +288,12 @@ class Books:
         `[rows, 2]`."""
         used = 0
         spans = policy.page_spans(extents, self.records, self.page_size, self.rules.overread)
-        for (arena, _), (first, end) in zip(self.ranges, spans):
+        for table, (first, end) in zip(self.tables, spans):
             used += int((end - first).sum())
             if self.rules.large:
                 held = first < end
-                used += arena.table.ragged_pages(rows[held], first[held], before=True)
-                used += arena.table.ragged_pages(rows[held], end[held], before=False)
+                used += table.ragged_pages(rows[held], first[held], before=True)
+                used += table.ragged_pages(rows[held], end[held], before=False)
         return used
 
     def bound_pages(self) -> int:
@@ -308,10 +309,10 @@ class Books:
         pages = set[int]()
         rows = self.table.live if self._frames.has_shared else ()
         for row in [row for row in rows if self.extent(row)[1]]:
-            for (arena, _), (_, end) in zip(self.ranges, self.used(row)):
-                begin, stop = max(end, arena.table.first[row]), arena.table.own[row]
+            for table, (_, end) in zip(self.tables, self.used(row)):
+                begin, stop = max(end, table.first[row]), table.own[row]
                 if begin < stop:
-                    pages.update(arena.table.pages_in(row, begin, stop).tolist())
+                    pages.update(table.pages_in(row, begin, stop).tolist())
         return sum(not self._frames.users[page] for page in pages)
 
     def refresh(self, row: int) -> None:
@@ -346,8 +347,7 @@ class Books:
     def retire_front(self, row: int) -> None:
         """Notes whether a live row has pages in front of its first token: nobody will ever use them there."""
         if self.extent(row)[0] and any(
-            arena.table.first[row] < min(first, arena.table.end[row])
-            for (arena, _), (first, _) in zip(self.ranges, self.used(row))
+            table.first[row] < min(first, table.end[row]) for table, (first, _) in zip(self.tables, self.used(row))
         ):
             self.table.fronts[row] = None
         else:
@@ -357,8 +357,8 @@ class Books:
         """Works out what a row without a sequence is good for: to be adopted, or empty, or nothing."""
         table = self.table
         if not self.has_pages(row):
-            for arena, _ in self.ranges:
-                arena.table.begin_at(row, 0)
+            for each in self.tables:
+                each.begin_at(row, 0)
             self.refresh(row)
             table.parked.remove(row)
             table.retired.pop(row, None)
@@ -368,7 +368,7 @@ class Books:
         self.refresh(row)
         if row in table.kept:
             return
-        if all(arena.table.first[row] == 0 and arena.table.have_alone(row) for arena, _ in self.ranges):
+        if all(each.first[row] == 0 and each.have_alone(row) for each in self.tables):
             table.retired.pop(row, None)
             table.parked.put(row, table.capacity[row])
         else:

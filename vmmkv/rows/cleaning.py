@@ -105,9 +105,9 @@ class Cleaner:
     def _unclean(self, row: int) -> Iterator[tuple[int, int]]:
         """Addresses and bytes of the pages that a row begins to use with what it claims."""
         books, old_end = self._books, self._table.length[row]
-        for (arena, _), (first, end), (_, used_end) in zip(books.ranges, books.touched(row), books.spans(0, old_end)):
+        for table, (first, end), (_, used_end) in zip(books.tables, books.touched(row), books.spans(0, old_end)):
             if books.rules.zero_tail and not old_end and books.extent(row)[1]:
-                end = arena.table.ready[row]  # a dense kernel reads all that the row has adopted
-            first = max(first, used_end, arena.table.own[row])
+                end = table.ready[row]  # a dense kernel reads all that the row has adopted
+            first = max(first, used_end, table.own[row])
             if end > first:
-                yield arena.table.address_of(row, first), (end - first) * self._books.page_size
+                yield table.address_of(row, first), (end - first) * books.page_size

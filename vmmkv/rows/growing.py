@@ -86,8 +86,8 @@ class Growing:
 
     def keep(self, row: int, tokens: int) -> None:
         """Gives back what a row without tokens has adopted beyond so many: soon nobody else may have it."""
-        places = zip(self._books.ranges, self._books.spans(0, tokens))
-        if any(arena.table.end[row] > end for (arena, _), (_, end) in places):
+        places = zip(self._books.tables, self._books.spans(0, tokens))
+        if any(table.end[row] > end for table, (_, end) in places):
             self._table.fences[row].wait()
             self._reclaimer.unmap_surplus({row: tokens})
 
@@ -203,9 +203,9 @@ class Growing:
                 self._books.settle(row)
                 continue
             if not self._table.length[row]:
-                for arena, _ in self._books.ranges:
-                    if not arena.table.pages(row):
-                        arena.table.begin_at(row, 0)
+                for table in self._books.tables:
+                    if not table.pages(row):
+                        table.begin_at(row, 0)
             elif self._books.rules.zero_tail:
                 with suppress(VmmkvError):
                     self._fill_zeros(row)

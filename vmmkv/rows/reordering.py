@@ -155,7 +155,7 @@ class Reordering:
         Args:
             alone: rows of which nothing may be shared, such as those that will copy to what they have to themselves.
         """
-        shared_ends = {row: [arena.table.own[row] for arena, _ in self._books.ranges] for row in chains}
+        shared_ends = {row: [table.own[row] for table in self._books.tables] for row in chains}
         moves = []
         for row in chains:
             source = sources[row]
@@ -180,10 +180,10 @@ class Reordering:
             lasts: whether the source keeps its tokens.
         """
         copying = sharing = spared = 0
-        places = zip(self._books.ranges, common, self._books.used(source), splits)
-        for (arena, _), page, (_, used_end), (_, split) in places:
-            copying += used_end - page + MAKE * max(used_end - max(arena.table.end[row], page), 0)
-            sharing += MAP * (len(arena.table.frames_in(source, page, split)) if page < split else 0)
+        places = zip(self._books.tables, common, self._books.used(source), splits)
+        for table, page, (_, used_end), (_, split) in places:
+            copying += used_end - page + MAKE * max(used_end - max(table.end[row], page), 0)
+            sharing += MAP * (len(table.frames_in(source, page, split)) if page < split else 0)
             sharing += MAKE * (used_end - max(split, page))
             spared += max(split - page, 0)
         self._table.debt[row] += spared
@@ -202,17 +202,14 @@ class Reordering:
     def _reaches(self, row: int, source: int) -> bool:
         """Whether a row's pages lead up to where a source's tokens begin, so that it can hold them."""
         return all(
-            arena.table.reaches(row, first) and arena.table.ready[row] == arena.table.end[row]
-            for (arena, _), (first, _) in zip(self._books.ranges, self._books.touched(source))
+            table.reaches(row, first) and table.ready[row] == table.end[row]
+            for table, (first, _) in zip(self._books.tables, self._books.touched(source))
         )
 
     def _can_write(self, move: Move) -> bool:
         """Whether a row has the pages where a source's tokens begin, and to itself what it will copy to."""
-        places = zip(self._books.ranges, self._books.touched(move.source), move.common)
-        return all(
-            arena.table.first[move.row] <= first and arena.table.own[move.row] <= page
-            for (arena, _), (first, _), page in places
-        )
+        places = zip(self._books.tables, self._books.touched(move.source), move.common)
+        return all(table.first[move.row] <= first and table.own[move.row] <= page for table, (first, _), page in places)
 
     # ------------------------------------------------------------------ doing it
 

@@ -172,8 +172,8 @@ class Rows:
     def pages(self, row: int) -> list[tuple[list[int], list[int]]]:
         """Per arena what lies on the row's pages, and on those that are used."""
         return [
-            (arena.table.pages_in(row).tolist(), arena.table.pages_in(row, *span).tolist())
-            for (arena, _), span in zip(self.ranges, self.books.used(row))
+            (table.pages_in(row).tolist(), table.pages_in(row, *span).tolist())
+            for table, span in zip(self.books.tables, self.books.used(row))
         ]
 
     def page_map(self) -> npt.NDArray[np.int64]:
@@ -185,11 +185,11 @@ class Rows:
         pages[list(self.frames_taken() - set(self.books.zero_frames))] = SURPLUS_PAGE
         pages[self.keeping.keeper.held_pages()] = KEPT_PAGE
         for row in self.table.live:  # one after another: a page may lie in several rows
-            for (arena, _), wanted in zip(self.ranges, self.books.wanted(row)):
-                pages[arena.table.pages_in(row, *wanted)] = LOOKAHEAD_PAGE
+            for table, wanted in zip(self.books.tables, self.books.wanted(row)):
+                pages[table.pages_in(row, *wanted)] = LOOKAHEAD_PAGE
         for row in self.table.live:
-            for (arena, _), used in zip(self.ranges, self.books.used(row)):
-                pages[arena.table.pages_in(row, *used)] = self.table.owner[row]
+            for table, used in zip(self.books.tables, self.books.used(row)):
+                pages[table.pages_in(row, *used)] = self.table.owner[row]
         pages[frames.users[: len(pages)] > 1] = SHARED_PAGE
         return pages
 
