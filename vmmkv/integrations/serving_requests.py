@@ -92,7 +92,7 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
         self.fields.check(body)
-        if body.get("chat_template_kwargs", {}) is None:
+        if body.get("chat_template_kwargs", {}) is None:  # transformers would unpack it
             del body["chat_template_kwargs"]
 
     def _resolve_model(self, body: dict[str, Any]) -> Any:
