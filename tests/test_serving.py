@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import openai
 import pytest
@@ -38,7 +39,12 @@ NEW = 24
 """Tokens of an answer."""
 ENDLESS = 130_000
 """Tokens that nobody waits for."""
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+RAISES = "a message that the chat template refuses"
+TEMPLATE = (
+    "{% for message in messages %}{{ raise_exception('no') if message['content'] == '"
+    + RAISES
+    + "' else message['content'] }}{% endfor %}"
+)
 
 
 def save(name: str, folder: Path) -> str:
@@ -225,13 +231,19 @@ NOT_DONE: list[dict[str, Any]] = [
     {"n": 3}, {"best_of": 3}, {"echo": True}, {"logprobs": 0}, {"logprobs": 2}, {"stop": "w5"}, {"stop": ["w5"]},
     {"logit_bias": {"5": 3.0}}, {"presence_penalty": 2.0}, {"frequency_penalty": 0.5}, {"top_p": 0.1, "temperature": 2},
     {"temperature": 2, "seed": 1}, {"temperature": -1}, {"max_tokens": 0},
-    {"max_tokens": 1.5}, {"max_tokens": True}, {"max_tokens": "3"},
+    {"max_tokens": 1.5}, {"max_tokens": True}, {"max_tokens": "3"}, {"top_p": 2}, {"top_p": "x"}, {"top_p": True},
+    {"temperature": True}, {"temperature": "0"}, {"seed": "x"}, {"model": ""},
+    *({"extra_body": each} for each in (
+        {"stream": "false"}, {"stream": 1}, {"suffix": 3}, {"suffix": ["w5"]}, {"model": None}, {"model": 5},
+        {"model": {"name": "m"}},
+    )),
     {"temperature": 2, "extra_body": {"generation_config": '{"top_k": 3}'}},
     {"max_tokens": None, "extra_body": {"generation_config": '{"max_new_tokens": true}'}},
     *({"extra_body": {"generation_config": json.dumps(each)}} for each in (
         {"guidance_scale": 3.0}, {"forced_eos_token_id": 3}, {"num_beams": 3}, {"num_beams": True},
         {"stop_strings": ["w5"]},
         {"eos_token_id": "x"}, {"eos_token_id": [1, "x"]}, {"eos_token_id": 1.5}, {"do_sample": "no"},
+        {"top_p": "x"}, {"top_p": 2, "do_sample": False},
         {"repetition_penalty": 2.0}, {"sequence_bias": [[[5], 3.0]]}, {"max_time": 1.0}, {"nonsense": 1}, [],
     )),
 ]  # fmt: skip
@@ -245,7 +257,29 @@ NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
     {"n": 2}, {"logprobs": True}, {"top_logprobs": 2}, {"response_format": {"type": "json_object"}}, {"stop": ["w5"]},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, {"tool_choice": "required"},
     {"logit_bias": {"5": 3.0}}, {"reasoning_effort": "high"}, {"messages": SEEN}, {"messages": SEEN, "stream": True},
-    {"messages": [{"role": "user", "content": ["w5"]}]}, {"messages": [{"role": "user", "content": [["w5"]]}]},
+    {"max_completion_tokens": NEW - 1},
+    *({"extra_body": {"messages": each}} for each in (
+        None, [], "w5", {"role": "user", "content": "w5"}, ["w5"], [None], [{}], [{"content": "w5"}],
+        [{"role": 5, "content": "w5"}],
+    )),
+    *({"extra_body": {"messages": [{"role": "user", **each}]}} for each in (
+        {"content": 5}, {"content": {"type": "text", "text": "w5"}}, {"content": ["w5"]}, {"content": [["w5"]]},
+        {"content": [{"type": "text"}]}, {"content": [{"type": "text", "text": 5}]}, {"content": RAISES},
+        {"tool_calls": 5}, {"tool_calls": [{}]}, {"tool_calls": [{"function": {"name": "f", "arguments": "{"}}]},
+    )),
+    *({"extra_body": {"chat_template_kwargs": each}} for each in (
+        5, "x", {"truncation": True, "max_length": 2}, {"padding": "max_length", "max_length": 99}, {"tokenize": False},
+        {"tokenizer_kwargs": {"truncation": True, "max_length": 2}}, {"return_tensors": "pt"}, {"return_dict": False},
+        {"add_generation_prompt": False}, {"tools": []}, {"conversation": []}, {"conversations": []},
+        {"continue_final_message": True}, {"load_audio_from_video": True}, {"chat_template": "w5"},
+    )),
+]  # fmt: skip
+NOT_DONE_IN_RESPONSES: list[dict[str, Any]] = [
+    {"input": []}, {"instructions": 5},
+    *({"input": [each]} for each in (
+        5, {}, {"role": "user", "content": 5}, {"type": "function_call_output", "output": "w5"},
+    )),
+    {"input": [{"role": "user", "content": "w5"}, {"type": "function_call_output", "output": "w5"}]},
 ]  # fmt: skip
 CHANGES_NOTHING: dict[str, Any] = {
     "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop": None, "top_p": 1.0, "seed": 7,
@@ -268,8 +302,13 @@ def test_what_is_asked_is_done_or_refused_and_never_anothers(llama: str) -> None
                         await texts.create(prompt=answer.prompt, **plain | wrong)
                     assert refused.value.type == "invalid_request_error"
                 for wrong in NOT_DONE_IN_CHATS:
-                    with pytest.raises(openai.BadRequestError):
+                    with pytest.raises(openai.BadRequestError) as refused:
                         await openai_client.chat.completions.create(**{"messages": messages} | plain | wrong)
+                    assert refused.value.type == "invalid_request_error"
+                for wrong in NOT_DONE_IN_RESPONSES:
+                    with pytest.raises(openai.BadRequestError) as refused:
+                        await openai_client.responses.create(**{"model": llama, "input": answer.prompt} | wrong)
+                    assert refused.value.type == "invalid_request_error"
                 random = await texts.create(prompt=answer.prompt, **plain | {"temperature": 1e9})
                 assert random.choices[0].text != answer.text
                 greedy = json.dumps({"max_new_tokens": NEW, "do_sample": False})
@@ -287,10 +326,32 @@ def test_what_is_asked_is_done_or_refused_and_never_anothers(llama: str) -> None
                     response_format={"type": "text"},
                     tool_choice="none",
                     verbosity="medium",
+                    max_completion_tokens=NEW,
                 )
                 return [each.choices[0].text for each in found] + [chat.choices[0].message.content or ""]
 
     assert asyncio.run(all_of_them()) == [answer.text] * 5
+
+
+def test_who_asks_for_another_model_is_told_that_it_is_not_there(address: str, llama: str, tmp_path: Path) -> None:
+    """At once, whether the server has one model or those of its machine: nothing is fetched while others wait."""
+
+    async def ask_for(address: str, *names: str) -> None:
+        async with client(address) as server:
+            for name in names:
+                with pytest.raises(openai.NotFoundError, match=re.escape(name)) as unknown:
+                    await ask(name, server, "w5", chat=False, stream=False)
+                assert unknown.value.code == "model_not_found"
+            for name in (llama, f"{llama}@main"):
+                await ask(name, server, "w5", chat=True, stream=False)
+            nulls: dict[str, Any] = {"role": "assistant", "content": "w5", "tool_calls": None}
+            await server.chat.completions.create(
+                model=llama, messages=[cast(Any, nulls)], max_tokens=1, extra_body={"chat_template_kwargs": None}
+            )
+
+    asyncio.run(ask_for(address, "nobody/has-it", "nobody/has-it@v1", "nobody/has-it:q4.gguf", str(tmp_path), "/a/b/c"))
+    with server(llama, "--max-bytes", "64MiB", "--max-seq-len", "4096") as of_one:
+        asyncio.run(ask_for(of_one, "nobody/has-it", f"{llama}@v1", str(tmp_path)))
 
 
 def test_requests_of_one_batch_are_sampled_each_in_its_own_way() -> None:

@@ -40,18 +40,19 @@ from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
 from ..model_config import kv_dtype_from_name
 from ..publication import publish
+from . import serving_fields
 from .batching_seam import check_version
 from .continuous_batching import enable
-from .serving_requests import OneTemperatureEach, RowHandler, config_of_batch, sampling
+from .serving_requests import OneTemperatureEach, RowHandler, UnknownModelError, config_of_batch, sampling
 from .with_names import with_names
 
 HANDLERS = (
-    (their_chat, "ChatCompletionHandler"),
-    (their_completion, "CompletionHandler"),
-    (their_response, "ResponseHandler"),
+    (their_chat, "ChatCompletionHandler", serving_fields.Chat),
+    (their_completion, "CompletionHandler", serving_fields.Request),
+    (their_response, "ResponseHandler", serving_fields.Response),
 )
-"""Where those are that read requests for text."""
-NAMES = {"GenerationState", "build_server", *(name for _, name in HANDLERS)}
+"""Where those are that read requests for text, and what these have."""
+NAMES = {"GenerationState", "build_server", *(name for _, name, _ in HANDLERS)}
 """What `Serve` imports while it is made, and finds something else."""
 OFF = "--no-continuous-batching"
 
@@ -106,8 +107,8 @@ def serve(
         stack.enter_context(_in_place_of(their_utils, GenerationState=functools.partial(RowState, to_rows)))
         build = functools.partial(_build, their_server.build_server)
         stack.enter_context(_in_place_of(their_server, build_server=build))
-        for module, name in HANDLERS:
-            handler = type(name, (RowHandler, getattr(module, name)), {})
+        for module, name, fields in HANDLERS:
+            handler = type(name, (RowHandler, getattr(module, name)), {"fields": fields})
             stack.enter_context(_in_place_of(module, **{name: handler}))
         made: Serve = command.main(
             ["--continuous-batching", *_device(), *arguments], prog_name="vmmkv serve", standalone_mode=False
@@ -275,5 +276,6 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
 
 def _refuse(request: Request, error: Exception) -> JSONResponse:
     """Answers a request that cannot be served, now or later, as OpenAI's server does."""
-    told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": told}, status_code=400)
+    status, code = (404, "model_not_found") if isinstance(error, UnknownModelError) else (400, None)
+    told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": code}
+    return JSONResponse({"error": told}, status_code=status)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+import traceback
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
+from fastapi import HTTPException
 from transformers import GenerationConfig
-from transformers.cli.serving.utils import BaseHandler, Modality
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.utils import BaseHandler, Modality, split_model_id
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
+from transformers.utils.hub import cached_file
 
-from ..errors import ArgumentError, UnsupportedError
+from ..errors import ArgumentError, UnsupportedError, VmmkvError
 from .request_checks import LEAST_TEMPERATURE, NOT_IN_BATCHES, AtMost
+from .serving_fields import TEXT, Fields, Message, OwnConfig, without_null
 
 HEEDED = {
     "chat_template_kwargs", "generation_config", "input", "instructions", "max_completion_tokens", "max_output_tokens",
@@ -56,18 +61,42 @@ NEUTRAL = NOT_IN_BATCHES | {
     "typical_p": (1,),
 }
 """Of a `generation_config`, what changes nothing where the model's own has None."""
-SAMPLING = ("do_sample", "temperature", "top_k", "top_p")
-PER_REQUEST = {*SAMPLING, "max_new_tokens", "eos_token_id"}
+PER_REQUEST = OwnConfig.model_fields.keys()
 """What of a `generation_config` a request may have of its own."""
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-TEXT = {"text", "input_text", "output_text"}
-"""Parts of a message that a model of text reads."""
+READERS = {"_normalize_input", "get_processor_inputs_from_messages", "apply_chat_template"}
+"""transformers' functions that only read what a client has sent: they fail where it cannot be read."""
+
+
+class UnknownModelError(ArgumentError):
+    """The server has no model of this name."""
 
 
 class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
     """Takes requests. Those for a batch are refused where they ask for what it cannot do for one of its requests."""
 
+    fields: ClassVar[type[Fields]]
+    """Of what kind the fields of its requests are."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        try:
+            return await super().handle_request(body, request_id)  # type: ignore[misc, unused-ignore]
+        except (VmmkvError, HTTPException):
+            raise
+        except Exception as error:
+            frames = traceback.walk_tb(error.__traceback__)
+            if not READERS & {frame.f_code.co_name for frame, _ in frames}:
+                raise
+            raise ArgumentError(f"got a chat that cannot be read: {type(error).__name__}: {error}") from error
+
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        super()._validate_request(body)
+        self.fields.check(body)
+        if body.get("chat_template_kwargs", {}) is None:  # transformers would unpack it
+            del body["chat_template_kwargs"]
+
     def _resolve_model(self, body: dict[str, Any]) -> Any:
+        body["model"] = known_model(body.get("model"), self.model_manager)
         found = super()._resolve_model(body)
         template = str(getattr(found[2], "chat_template", None))
         if body.get("tools") and "tools" not in template:
@@ -76,9 +105,11 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
 
     @staticmethod
     def get_processor_inputs_from_messages(messages: list[dict[str, Any]], modality: Modality) -> list[dict[str, Any]]:
+        for message in messages:
+            Message.check(message)
+        messages = [without_null(message) for message in messages]
         lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
-        parts = [part for parts in lists for part in parts]
-        others = {str(part.get("type")) if isinstance(part, dict) else repr(part) for part in parts} - TEXT
+        others = {part["type"] for parts in lists for part in parts} - TEXT
         if modality is Modality.LLM and others:
             raise UnsupportedError(
                 f"asked about {', '.join(sorted(others))}; this model reads text, in parts of type text. Leave it out"
@@ -91,23 +122,15 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
         if not use_cb:
             return super()._build_generation_config(body, model_generation_config, use_cb=use_cb)
         check_fields(body, self._unused_fields)
-        for name in LENGTHS:  # transformers would round others
-            if type(body.get(name)) not in (int, type(None)):
-                raise ArgumentError(f"got {name}={body[name]!r}; give a whole number")
         given = own_config(body.get("generation_config"), model_generation_config)
         plain = {name: value for name, value in body.items() if name not in ("generation_config", "seed")}
-        try:
-            config = super()._build_generation_config(plain, model_generation_config, use_cb=use_cb)
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"got a request with what is no number: {error}") from None
+        config = super()._build_generation_config(plain, model_generation_config, use_cb=use_cb)
         is_length_told = any(body.get(name) is not None for name in LENGTHS)
         if is_length_told:
             given.pop("max_new_tokens", None)
         for name in PER_REQUEST & given.keys():
             if body.get(name) is None:
                 setattr(config, name, given[name])
-        if type(config.max_new_tokens) is not int or config.max_new_tokens < 1:
-            raise ArgumentError(f"got {config.max_new_tokens!r} new tokens; ask for a whole number, 1 or more")
         if not is_length_told and "max_new_tokens" not in given:
             config.max_new_tokens = AtMost(config.max_new_tokens)
         is_told = body.get("temperature") is not None or given.get("temperature") is not None
@@ -117,6 +140,33 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
                 "asked for a seed; requests of a batch draw from one generator. temperature=0 draws none"
             )
         return config
+
+
+def known_model(asked: str | None, models: ModelManager) -> str:
+    """The model that a request is for, where it is there: what has to be fetched would keep all requests waiting.
+
+    Raises:
+        ArgumentError: it names none, and the server has not just one.
+        UnknownModelError: it is not there.
+    """
+    pinned, name_of = models.force_model, models.process_model_name
+    if pinned is not None:
+        if asked is None or name_of(asked) == name_of(pinned):
+            return pinned
+        raise UnknownModelError(f"asked for model={asked!r}; this server has {pinned!r}")
+    if asked is None:
+        raise ArgumentError("got no model; this server was started without one, so that each request names its own")
+    repository, file = split_model_id(asked)
+    name, revision = name_of(repository).split("@", 1)
+    try:
+        found = cached_file(name, file or "config.json", revision=revision, local_files_only=True)
+    except OSError:
+        found = None
+    if found is None:
+        raise UnknownModelError(
+            f"asked for model={asked!r}, which is not on this machine; POST /load_model with its name fetches it"
+        )
+    return asked
 
 
 def check_fields(body: Mapping[str, Any], unused: set[str]) -> None:
@@ -153,12 +203,8 @@ def own_config(given: str | None, of_model: GenerationConfig) -> dict[str, Any]:
             raise ValueError("its names are those of GenerationConfig")
     except (TypeError, ValueError) as error:
         raise ArgumentError(f"got generation_config={given!r}; give JSON of one ({error})") from None
-    own = {name: value for name, value in own.items() if value is not None}
-    ends = own.get("eos_token_id", [])
-    if not all(type(each) is int for each in (ends if isinstance(ends, list) else [ends])):
-        raise ArgumentError(f"got generation_config with eos_token_id={ends!r}; give a whole number, or a list of them")
-    if not isinstance(own.get("do_sample", True), bool):
-        raise ArgumentError(f"got generation_config with do_sample={own['do_sample']!r}; give true or false")
+    OwnConfig.check(own)
+    own = without_null(own)
     for name in own.keys() - PER_REQUEST - {"transformers_version"}:
         shared = getattr(of_model, name)
         if own[name] != shared and not (shared is None and _is_one_of(own[name], NEUTRAL.get(name, ()))):
@@ -183,7 +229,6 @@ def sampling(config: GenerationConfig, supported: Mapping[str, type]) -> dict[st
 
     Raises:
         UnsupportedError: the model's batches have none of what it asks for.
-        ArgumentError: it asks for what is no number.
     """
     if not config.do_sample:
         return {"temperature": LEAST_TEMPERATURE}
@@ -195,10 +240,7 @@ def sampling(config: GenerationConfig, supported: Mapping[str, type]) -> dict[st
                 f"asked for {name}={numbers[name]}; this model's generation_config.json has none, and the server sorts "
                 f"vocabularies for none of its requests. Put {name} there, or leave it out"
             )
-    try:
-        return {name: supported[name](value) for name, value in numbers.items() if name in supported}
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"got numbers to sample with that are none: {error}") from None
+    return {name: supported[name](value) for name, value in numbers.items() if name in supported}
 
 
 class OneTemperatureEach(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc, unused-ignore]
