@@ -129,10 +129,8 @@ class Starting:
             found: what `begin_at_once` has found for it: if somebody has had the books since, it is found anew.
         """
         have_ended = self._rows.release_abandoned()
-        if found and found.turn + 1 == self._rows.pool.monitor.turn and not have_ended:
-            hit = found.hit
-        else:
-            hit = self._find(self.prefixes, key, ids, whole, expected)
+        holds = not have_ended and found and found.turn + 1 == self._rows.pool.monitor.turn
+        hit = self._find(self.prefixes, key, ids, whole, expected, found.hit if found and holds else None)
         try:
             return self._begin(cache, hit, key, ids, whole, expected, hit.row)
         except OutOfPagesError:
@@ -141,9 +139,10 @@ class Starting:
         self._rows.release_abandoned()  # what is copied is there twice meanwhile; without it there may be room
         return self._begin(cache, hit.given_up(), key, ids, whole, expected, None)
 
-    def _find(self, prefixes: Prefixes, key: Key, ids: Ids, whole: bool, expected: int) -> Hit:
-        """What it can begin with, when kept rows have made way that it may adopt."""
-        hit = prefixes.finder.find(key, ids, expected)
+    def _find(self, prefixes: Prefixes, key: Key, ids: Ids, whole: bool, expected: int, hit: Hit | None = None) -> Hit:
+        """What it can begin with, when kept rows have made way that it may adopt; `hit`: as far as that is known. Where
+        none that had made way was good enough, more do."""
+        hit = hit or prefixes.finder.find(key, ids, expected)
         if prefixes.evictor.make_way(hit, max(len(ids) if whole else 0, expected)):
             hit = prefixes.finder.find(key, ids, expected)
         return hit
