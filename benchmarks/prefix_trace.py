@@ -174,7 +174,9 @@ def main(
     if least < longest:
         raise typer.BadParameter(f"--pages {least}: the longest prompt has {longest} blocks")
     budgets = [(each, host * each) for each in pages or BUDGETS for host in (0, HOST)]
-    budgets.append((distinct + ROWS, 0))  # room for all, and for the own tokens of prompts whose rows are kept
+    # Room for all, for the own tokens of prompts whose rows are kept, and for a beginning that is there twice,
+    # while it is copied from another row.
+    budgets.append((distinct + ROWS + longest, 0))
     prompts = prompts_of(requests)
     result: Row = {
         "environment": environment(torch.device("cpu")),
