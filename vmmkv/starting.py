@@ -129,8 +129,9 @@ class Starting:
             found: what `begin_at_once` has found for it: if somebody has had the books since, it is found anew.
         """
         have_ended = self._rows.release_abandoned()
-        holds = not have_ended and found and found.turn + 1 == self._rows.pool.monitor.turn
-        hit = self._find(self.prefixes, key, ids, whole, expected, found.hit if found and holds else None)
+        if found and (have_ended or found.turn + 1 != self._rows.pool.monitor.turn):
+            found = None
+        hit = self._find(self.prefixes, key, ids, whole, expected, found and found.hit)
         try:
             return self._begin(cache, hit, key, ids, whole, expected, hit.row)
         except OutOfPagesError:

@@ -104,6 +104,6 @@ class HostTier:
                 target.copy_(state, non_blocking=True)
             driver.record(driver.current_stream()).wait(table.own_streams[row])
         except VmmkvError:
-            self._rows.leave_away(row, record)
+            self._rows.suspending.leave_away(row, record)
             raise
-        self._rows.settle_back(row)
+        self._rows.suspending.settle_back(row)

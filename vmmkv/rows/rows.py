@@ -425,14 +425,6 @@ class Rows:
         """Maps pages for a suspended row's tokens: see `Suspending.bring_back`."""
         self.suspending.bring_back(row, record, self.grow)
 
-    def settle_back(self, row: int) -> None:
-        """Writes down that a row's tokens are there again."""
-        self.suspending.settle_back(row)
-
-    def leave_away(self, row: int, record: Suspended) -> None:
-        """Writes down that a row's tokens are on the host only."""
-        self.suspending.leave_away(row, record)
-
     def ring(self) -> None:
         """Has pages mapped ahead, where that is wanted."""
         if self.rules.lookahead and self.pool.mapper:
