@@ -14,6 +14,7 @@ from faulty import FaultyDriver, has_memory
 from interruption import MONITOR, SOURCES, Interruption, disturbed, interrupt, interrupted, interrupted_after
 
 import vmmkv
+from vmmkv.rows import sharing
 from vmmkv.torch import GrowableTensor
 
 
@@ -194,6 +195,30 @@ def test_an_interruption_of_a_reordering(
         return lines
 
     for line in some_lines(check(EVERYTHING)):
+        assert check(line) is None
+
+
+@pytest.mark.parametrize("policy", [{}, {"zero_tail": True}, {"large_frames": True}], ids=str)
+@pytest.mark.parametrize("device", ["cpu"])
+def test_an_interruption_of_the_first_fork(make_cache, device: str, policy: dict) -> None:
+    """Nothing was ever shared before, so that nothing is looked for that may be; the row is marked all the same."""
+
+    def check(line: int) -> int | None:
+        cache = make_cache(pages=60, layers_per_range=2, **policy)
+        sequence = cache.sequence(20)
+        lines = interrupted(sequence.fork, line, str(sharing.__file__))
+        with contextlib.suppress(vmmkv.InterruptedChangeError):
+            cache.check()
+            sequence.truncate(3)
+            cache.check()
+            sequence.extend(9)
+            cache.check()
+        cache.close()
+        return lines
+
+    lines = check(EVERYTHING)
+    assert lines
+    for line in range(1, lines + 1):
         assert check(line) is None
 
 

@@ -124,7 +124,7 @@ class Frames:
         self.shares = np.zeros(0, np.int32)
         """By frame: in how many places it is, beyond the first."""
         self.has_shared = False
-        """Whether there has ever been one in several."""
+        """Whether there has ever been one in several, or was about to be."""
         self.users = np.zeros(0, np.int32)
         """By page: how many sequences use it, of those who may share it."""
         self.uses = np.zeros(0, np.int64)
@@ -241,9 +241,14 @@ class Frames:
         is_large = self.is_large.data
         return [page // LARGE * LARGE if is_large[page] else page for page in pages]
 
+    def expect_shares(self) -> None:
+        """Says that frames are about to be in several places: first of all, for who is interrupted leaves rows that are
+        marked, and whoever asks for `has_shared` before looking there must see them."""
+        self.has_shared = True
+
     def share(self, frames: Collection[int]) -> None:
         """Says that frames are in one place more."""
-        self.has_shared = True
+        self.expect_shares()
         shares = self.shares.data
         for frame in frames:
             shares[frame] += 1

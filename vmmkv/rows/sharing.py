@@ -144,7 +144,7 @@ class Sharing:
         table = arena.table
         before = table.own[row]
         if split > before:
-            table.own[row] = split
+            table.mark(row, split)
             self._books.duplicates += table.use(row, max(before, first), split)
 
     def copy(self, arena: Arena, row: int, child: int, begin: int, end: int) -> bool:

@@ -116,7 +116,13 @@ class PageTable:
 
     def lend(self, row: int, end: int) -> None:
         """Writes down that pages of a row up to `end` are about to be mapped there, read-only, which lie in others."""
+        self._frames.expect_shares()
         self.own[row] = self.guest[row] = end
+
+    def mark(self, row: int, end: int) -> None:
+        """Writes down that pages of a row up to `end` may lie in others from now on."""
+        self._frames.expect_shares()
+        self.own[row] = end
 
     def have_alone(self, row: int) -> bool:
         """Writes down that no page of a row lies in others, if none does and all can be written; returns whether."""
