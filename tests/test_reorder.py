@@ -45,12 +45,12 @@ def started(cache: vmmkv.KVCache, *lengths: int) -> list[vmmkv.Sequence]:
     return sequences
 
 
-def reordered(sequences: list[vmmkv.Sequence], indices: list[int]) -> None:
+def reordered(sequences: list[vmmkv.Sequence], indices: list[int], copy: bool = True) -> None:
     """Reorders, and compares with the model; rows and addresses stay."""
     cache = sequences[0].cache
     before = [(s.start, s.length, tokens_of(s)) for s in sequences]
     rows = [sequence.row for sequence in sequences]
-    cache.reorder(sequences, indices)
+    cache.reorder(sequences, indices, copy=copy)
     cache.check()
     assert [sequence.row for sequence in sequences] == rows
     for sequence, index in zip(sequences, indices):
@@ -110,7 +110,7 @@ def reorder_at_random(cache: vmmkv.KVCache, random: Random) -> None:
         if not random.randrange(3):
             random.shuffle(indices := list(range(len(chosen))))
         try:
-            reordered(chosen, indices)
+            reordered(chosen, indices, copy=random.random() < 0.7)
         except vmmkv.UnsupportedError:
             assert any(sequence.start for sequence in chosen)
 
@@ -179,6 +179,16 @@ def test_what_is_copied_again_and_again_is_shared_at_last(make_cache) -> None:
     reordered(beams, [1, 0])
     reordered(beams, [0, 0])
     assert mapped(cache) <= before + 2  # a page of their own to grow into
+
+
+def test_what_must_not_be_copied_is_shared_at_once(make_cache) -> None:
+    cache = make_cache(3, 100, pages=60)
+    sequences = started(cache, 64, 64, 64)
+    apart = cache.stats().pages["used"]
+    with pytest.raises(vmmkv.ArgumentError):
+        cache.reorder(sequences, [0, 0, 0], share=False, copy=False)
+    reordered(sequences, [0, 0, 0], copy=False)
+    assert cache.stats().pages["used"] <= apart // 3 + 2
 
 
 def test_what_turns_in_a_circle_is_never_shared(make_cache) -> None:

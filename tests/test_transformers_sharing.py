@@ -9,11 +9,13 @@ from __future__ import annotations
 import copy
 import gc
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+from conftest import ROUNDS
 from faulty import FaultyDriver
 from generation import LENGTHS, PAGE_SIZE, caches, inside_a_graph, left_padding, random_tokens
 from tiny_models import DECODER, tiny_model
@@ -322,6 +324,77 @@ def test_beams_come_to_share_what_they_copy_again_and_again() -> None:
         forward(4, 1, cache, reference)
     assert used(cache) <= apart // 4 + 4 * full_pages(cache, 40), "the prompt once"
     check(cache, reference)
+
+
+@pytest.mark.few(8)
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("name", ["llama-gqa", "mistral", "gemma3", "gemma4", "qwen3-next"])
+@pytest.mark.parametrize("mode", [{"do_sample": True, "num_return_sequences": 4}, {"num_beams": 4}], ids=str)
+def test_generate_comes_to_hold_a_prompt_once(name: str, compile: bool, mode: dict) -> None:
+    """It repeats prompts before the model reads them: they lie apart while it does, and once from then on."""
+    if compile and name == "qwen3-next":
+        pytest.skip("made with compile=True it is refused")
+    model = tiny_model(name, "sdpa", "cpu")
+    prompts, rows = random_tokens(model, 2, 90), 8
+    outputs, took = [], []
+    for cache in caches(model, compile=compile, lookahead=0):
+
+        def look(ids: torch.Tensor, scores: torch.Tensor, cache: Cache = cache) -> torch.Tensor:
+            if isinstance(cache, VmmCache):
+                longest = max(cache.kv_caches, key=lambda kv_cache: kv_cache.stats().tokens)
+                took.append((longest.stats().pages["used"], ids.shape[1] * longest.layout.token_bytes))
+            return scores
+
+        torch.manual_seed(3)
+        arguments = {"do_sample": False, **LENGTHS, **mode, "attention_mask": left_padding(prompts)}
+        outputs.append(model.generate(prompts, past_key_values=cache, logits_processor=[look], **arguments))
+    assert torch.equal(*outputs)
+    if name == "mistral":
+        return  # a window does not fill a page
+    (apart, nbytes), *then = took
+    page_size = PAGE_SIZE["cpu"]
+    assert apart == rows * -(-nbytes // page_size)
+    full = nbytes // (LARGE * page_size) * LARGE or nbytes // page_size  # at least: other pages of large frames are own
+    for used_then, nbytes_then in then:
+        assert used_then <= 2 * full + rows * (-(-nbytes_then // page_size) - full), "each prompt once, and tails"
+
+
+@pytest.mark.parametrize("seed", range(4 * ROUNDS))
+def test_equal_prompts_share_and_no_others(seed: int) -> None:
+    """Of random bytes, some of which are NaN. Neighbours are equal, or differ in a bit of one layer."""
+    random = Random(seed)
+    rows, tokens = random.randint(2, 6), random.randint(10, 150)
+    cache, reference = pair(lookahead=0)
+    layers = [random_bits(2, 1, 2, tokens, 16).repeat(1, rows, 1, 1, 1) for _ in cache.layers]
+    differing = [row for row in range(1, rows) if random.random() < 0.4]
+    for row in differing:
+        random.choice(layers)[random.randrange(2), row:, random.randrange(2), random.randrange(tokens)] ^= 1 << row
+    chunks = random.choice([[tokens], [tokens // 2, tokens - tokens // 2]])
+    for begin, end in pairwise(accumulate(chunks, initial=0)):
+        write_bits([states[:, :, :, begin:end] for states in layers], cache, reference)
+    apart = used(cache)
+    write_bits([random_bits(2, rows, 2, 1, 16) for _ in layers], cache, reference)
+    if len(chunks) == 1:  # of several, rows that come to differ share the first
+        grown = rows * (tokens % 8 == 0)
+        assert used(cache) == apart + grown - (rows - 1 - len(differing)) * full_pages(cache, tokens) * (tokens > 8)
+    dropped = random.randint(1, tokens)
+    for each in (cache, reference):
+        each.crop(-dropped)
+    for count in (1, 20):
+        write_bits([random_bits(2, rows, 2, count, 16) for _ in layers], cache, reference)
+    for kv_cache in cache.kv_caches:
+        kv_cache.check()
+
+
+def random_bits(*shape: int) -> torch.Tensor:
+    return torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32)
+
+
+def write_bits(layers: list[torch.Tensor], cache: VmmCache, reference: DynamicCache) -> None:
+    """A pass of K and V, int32 `[2, rows, heads, tokens, head_dim]` for each layer; both must hold the same bits."""
+    for index, (k, v) in enumerate(states.view(torch.float32) for states in layers):
+        pairs = zip(cache.update(k, v, index), reference.update(k, v, index))
+        assert all(torch.equal(one.view(torch.int32), other.view(torch.int32)) for one, other in pairs)
 
 
 def test_a_batch_without_room_for_more_is_as_before() -> None:

@@ -493,7 +493,9 @@ class KVCache(Owner):
         self._rows.release_abandoned()
         return self._starting.fork(self, parent, count)
 
-    def reorder(self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True) -> None:
+    def reorder(
+        self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True, copy: bool = True
+    ) -> None:
         """Makes sequence i hold what sequence `indices[i]` of them held, as beams do: its row, and the address of that,
         stay. All of them or none.
 
@@ -514,8 +516,11 @@ class KVCache(Owner):
             indices: as many numbers, of sequences in this list; any number of times.
             share: whether pages may be shared. Otherwise all is copied, and who writes over tokens that are there may
                 go on to do so.
+            copy: whether what is full may be copied where it could be shared. Otherwise it is shared at once, whatever
+                that costs: for sequences that hold the same already, or will stay alike for long.
 
         Raises:
+            ArgumentError: neither `share` nor `copy`.
             OutOfPagesError: there is no memory for what longer sequences need, or for pages that were shared.
             DriverOutOfMemoryError: nor for up to 32 MiB beside the cache, which sequences in a circle take.
             StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. Nothing has changed in these cases.
@@ -528,17 +533,21 @@ class KVCache(Owner):
                 whole numbers, or not as many.
         """
         batch = batch_of(self, sequences)
-        self._reorder(batch, indices_of(indices, len(batch)), share)
+        if not (share or copy):
+            raise ArgumentError(
+                "asked for share=False and copy=False; what another sequence holds comes by one of the two"
+            )
+        self._reorder(batch, indices_of(indices, len(batch)), share, copy)
 
     @operation
-    def _reorder(self, batch: list[Sequence], indices: list[int], share: bool) -> None:
+    def _reorder(self, batch: list[Sequence], indices: list[int], share: bool, copy: bool) -> None:
         self._rows.release_abandoned()
         rows, keys = [sequence.row for sequence in batch], [sequence.key for sequence in batch]
         changing = [(sequence, keys[index]) for sequence, index in zip(batch, indices) if sequence.key != keys[index]]
         for sequence, _ in changing:
             sequence.key = None  # who is interrupted makes nothing known under a key that may be another's
         try:
-            self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share)
+            self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share, copy)
         except VmmkvError as error:
             for sequence, key in zip(batch, keys) if is_own(error) else ():
                 sequence.key = key

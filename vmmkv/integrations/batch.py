@@ -248,6 +248,19 @@ class Batch:
             self._set_rows(rows)
         self._is_changing = False
 
+    def share(self, row: int, source: int) -> None:
+        """Has two rows that hold the same bytes share the pages that are full. What is written before `end` is to be
+        unshared then.
+
+        Raises:
+            OutOfPagesError, DriverError: as in `reorder`.
+        """
+        self._finish_change()
+        self._is_changing = True
+        self.shared_end = self.end
+        self.kv_cache.reorder([self._sequences[source], self._sequences[row]], [0, 0], copy=False)
+        self._is_changing = False
+
     def fork(self) -> Batch | None:
         """Another batch that holds the same tokens, on the same pages as far as those are full; None where there are no
         rows for it. What is written before `end` is to be unshared then, in both.

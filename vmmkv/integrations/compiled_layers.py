@@ -189,6 +189,8 @@ class CompiledLayerGroup(LayerGroup):
         if held:
             if not (is_told or self.is_reserved):
                 self.tell_all()
+            if not self.is_reserved:
+                self.share_prompts()
             rows, first, _ = self._needed()
             end = max(extent.end for extent in held) + tokens
             self._make_room(rows, first, end)

@@ -8,13 +8,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Self
 
 import torch
 
-from ..errors import AutogradError, DeviceError, DtypeError, ShapeError, StreamCaptureError
+from ..errors import (
+    AutogradError,
+    DeviceError,
+    DriverOutOfMemoryError,
+    DtypeError,
+    OutOfPagesError,
+    ShapeError,
+    StreamCaptureError,
+)
 from ..layout import KVLayout
 from .batch import Batch, Limits
 from .extents import Extent, Passes, unfinished
@@ -23,6 +31,8 @@ from .scaled_states import ScaledStates, check_quantizable
 
 _SAVED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 """What dtypes are pickled as that torch does not unpickle."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+"""What numbers of so many bytes are compared as: a NaN equals itself, and 0 is not -0."""
 
 
 def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -70,6 +80,8 @@ class LayerGroup:
         """Whether rows were put into another order as a whole, so that layers need not do it one by one."""
         self._is_shown = False
         """Whether anybody has views of K and V to write to."""
+        self._compared_pass = 0, 0
+        """The last one behind which rows were compared, as in `Extent.last_pass`."""
 
     @property
     def device(self) -> torch.device | None:
@@ -209,6 +221,7 @@ class LayerGroup:
                     "and call reserve(seq_len) before the capture"
                 )
             self.fit()  # the forward pass before this one has been submitted as a whole: its windows may move on
+            self.share_prompts()
         if not batch.holds(rows, first, end):
             self._check_rows()
             batch.reserve(rows, first, end)
@@ -308,6 +321,39 @@ class LayerGroup:
     def _can_share(self) -> bool:
         """Whether all that may be written comes behind what rows hold, so that they may share pages."""
         return not self._is_shown and all(e.end == self._held().end for e in self._extents if e.rows)
+
+    def share_prompts(self) -> None:
+        """Has neighbouring sequences that hold the same bytes share pages, once behind a pass of more than a page: less
+        fills none. `generate` repeats a prompt for each beam, and for each sequence that it is to return. It comes
+        before the next pass: all layers have written, and beams have been put into order.
+
+        Raises:
+            DriverError: as in `Batch.share`. Where there is no memory for it nothing is shared.
+        """
+        batch, last = self._held(), self._extents[-1]
+        if last.rows < 2 or last.last_pass[1] <= batch.page_tokens or last.last_pass == self._compared_pass:
+            return
+        self._compared_pass = last.last_pass
+        self.fit()
+        if not (self._are_alike() and self._can_share()):
+            return
+        with suppress(OutOfPagesError, DriverOutOfMemoryError, torch.OutOfMemoryError):
+            newest = _bits(batch.parts(self.num_layers - 1, last.rows, last.end - 1, last.end)[0])
+            source = 0
+            for row, looks_alike in enumerate((newest[1:] == newest[:-1]).flatten(1).all(1).tolist(), start=1):
+                if looks_alike and self._are_equal(source, row):
+                    batch.share(row, source)
+                else:
+                    source = row
+
+    def _are_equal(self, row: int, other: int) -> bool:
+        """Whether two rows hold the same bytes of all tokens that layers hold."""
+        return all(
+            torch.equal(_bits(states[row]), _bits(states[other]))
+            for layer, extent in enumerate(self._extents)
+            if extent.rows
+            for states in self._held().parts(layer, extent.rows, extent.first, extent.end)
+        )
 
     def select(self, layer: int, indices: torch.Tensor) -> None:
         """Makes the layer's i-th sequence what its `indices[i]`-th was. A copy of its K, or V, is made meanwhile.
@@ -420,6 +466,11 @@ class LayerGroup:
                 extent = self._extents[index]
                 for states, new in zip(self.batch.parts(index, extent.rows, extent.first, extent.end), saved):
                     states.copy_(new.view(states.dtype))
+
+
+def _bits(states: torch.Tensor) -> torch.Tensor:
+    """The same memory as whole numbers."""
+    return states.view(_BITS[states.itemsize])
 
 
 def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:

@@ -69,11 +69,12 @@ class Reordering:
         self._keeping, self._reclaimer, self._growing, self._sharing = keeping, reclaimer, growing, sharing
         self._driver = books.pool.driver
 
-    def reorder(self, sources: dict[int, int], share: bool, shrink: Shrink) -> None:
+    def reorder(self, sources: dict[int, int], share: bool, copy: bool, shrink: Shrink) -> None:
         """Has each row hold what its source held before.
 
         Args:
             share: whether rows may come to lie on the same frames.
+            copy: whether one may copy what it could share.
             shrink: writes down what rows keep.
 
         Raises:
@@ -92,7 +93,7 @@ class Reordering:
                 self._own_circle(circle, sources, undo)
             turns = [self._turn(circle, sources) for circle in circles]
         turning = {row for circle in circles for row in circle}
-        moves = self._plan(chains, sources, turning if share else turning | {*sources.values()})
+        moves = self._plan(chains, sources, turning if share else turning | {*sources.values()}, copy)
         self._prepare([*moves, *(move for turn in turns for move in turn)])
         scratch = self._scratch(turns)
         current = self._driver.current_stream()
@@ -149,11 +150,12 @@ class Reordering:
             )
         return turn
 
-    def _plan(self, chains: list[int], sources: dict[int, int], alone: set[int]) -> list[Move]:
+    def _plan(self, chains: list[int], sources: dict[int, int], alone: set[int], copy: bool) -> list[Move]:
         """Moves of rows in an order in which each is read before it changes.
 
         Args:
             alone: rows of which nothing may be shared, such as those that will copy to what they have to themselves.
+            copy: whether a row may copy what it could share.
         """
         shared_ends = {row: [table.own[row] for table in self._books.tables] for row in chains}
         moves = []
@@ -161,7 +163,7 @@ class Reordering:
             source = sources[row]
             common = self._common(row, source)
             is_own = all(end <= page for end, page in zip(shared_ends[row], common))
-            can_copy = is_own and self._reaches(row, source)
+            can_copy = copy and is_own and self._reaches(row, source)
             splits = self._sharing.splits(source)
             if source in alone:
                 splits = [(first, first) for first, _ in splits]

@@ -411,9 +411,9 @@ class Rows:
             at_once(self.growing.make_room({row: self.books.extent(row)}, [row]))
         self.keeping.keeper.shorten(row, token)  # what is known to be there may be written over
 
-    def reorder(self, sources: dict[int, int], share: bool) -> None:
+    def reorder(self, sources: dict[int, int], share: bool, copy: bool) -> None:
         """Has live rows hold what others hold: see `Reordering.reorder`."""
-        self.reordering.reorder(sources, share, self.shrink)
+        self.reordering.reorder(sources, share, copy, self.shrink)
 
     # ------------------------------------------------------------------ tokens on the host
 
