@@ -719,6 +719,7 @@ CHANGES: dict[str, Callable[[Cache, Tokens], object]] = {
     "prompt": write,
     "forward": write,
     "graph": write,
+    "sharing": lambda cache, kv: (cache.get_mask_sizes(20, 0), write(cache, kv)),
     "announcement": lambda cache, kv: cache.get_mask_sizes(20, 0),
     "reorder": lambda cache, kv: cache.reorder_cache(torch.tensor([1, 1], device=kv[0][0].device)),
     "repeat": lambda cache, kv: cache.batch_repeat_interleave(2),
@@ -746,7 +747,10 @@ def test_an_interrupt_anywhere(change: str, compile: bool, device: str, mixed_co
         config.num_hidden_layers, config.layer_types = layers, mixed_config.layer_types[:layers]
         cache, before = new_cache(), DynamicCache(config=config)
         before.activate_past_recording()
-        for kv in [] if change == "prompt" else [new_tokens(device, 2, count, layers) for count in (9, 1)]:
+        first = [] if change == "prompt" else [new_tokens(device, 2, count, layers) for count in (9, 1)]
+        if change == "sharing":  # of a prompt, behind which rows are alike
+            first = [[(k.repeat(2, 1, 1, 1), v.repeat(2, 1, 1, 1)) for k, v in new_tokens(device, 1, 20, layers)]]
+        for kv in first:
             write(cache, kv)
             write(before, kv)
         kv = new_tokens(device, 2, 20, layers)

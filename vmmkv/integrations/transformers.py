@@ -53,12 +53,13 @@ from .spans import NAME
 class VmmCache(DynamicCache):
     """K and V in rows of virtual memory: for `generate(..., past_key_values=cache)`, or `model(...)` by hand.
 
-    Pages are taken as tokens come, on the device of the first K and V and in their dtype; layers with a sliding
-    window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped
-    for it: what fits into them costs no driver call (a window that has moved starts over at the front of its
-    rows, and pages move there). `trim()` of each of the `pools` gives them back to the system, as does the
-    end of the cache. `copy.deepcopy` forks: full pages are shared, the rest is copied. `pickle` and `torch.save` keep
-    the tokens that are there and nothing else (not with `compile=True`).
+    Pages are taken as tokens come, on the device of the first K and V and in their dtype; layers with a sliding window
+    give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it: what fits
+    into them costs no driver call (a window that has moved starts over at the front of its rows, and pages move there).
+    `trim()` of each of the `pools` gives them back to the system, as does the end of the cache. `copy.deepcopy` forks:
+    full pages are shared, the rest is copied. Neighbouring sequences that hold the same bytes behind a prompt, as
+    `generate` repeats it for beams and samples, share full pages likewise. `pickle` and `torch.save` keep the tokens
+    that are there and nothing else (not with `compile=True`).
 
     Full attention and each window have rows of their own; on each device all of them lie on one `FramePool`, and what
     some do not use others can have, copies of the cache included. With `pool` they share it with whatever else lies
