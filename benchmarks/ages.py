@@ -38,11 +38,15 @@ class Age(NamedTuple):
     Attributes:
         name: its name.
         date: when it was measured.
+        device: on what.
+        commit: of which code, in short.
         changed: modules that it measures, and that have changed since then; None: nobody knows.
     """
 
     name: str
     date: str
+    device: str
+    commit: str
     changed: list[str] | None
 
     @property
@@ -75,14 +79,20 @@ def ages(root: Path) -> list[Age]:
     return [_age(project, path) for path in sorted((root / RESULTS).glob("*.json"))]
 
 
+def has_history(root: Path) -> bool:
+    """Whether the commits are here, as in a whole clone."""
+    return (_git(root, "rev-parse", "--is-shallow-repository") or "").strip() == "false"
+
+
 def _age(project: Project, path: Path) -> Age:
     facts = json.loads(path.read_text()).get("environment", {})
     modules = project.closure(measured_by(project, facts.get("command", "")))
-    then = _files_at(project.root, facts.get("commit") or "unknown")
-    if then is None or not modules:
-        return Age(path.name, facts.get("date", ""), None)
-    changed = sorted(name for name in modules if not DESCRIBING.search(name) and _has_changed(project, name, then))
-    return Age(path.name, facts.get("date", ""), changed)
+    commit = facts.get("commit") or "unknown"
+    then = _files_at(project.root, commit)
+    changed = None
+    if then is not None and modules:
+        changed = sorted(name for name in modules if not DESCRIBING.search(name) and _has_changed(project, name, then))
+    return Age(path.name, facts.get("date", ""), facts.get("device", ""), commit, changed)
 
 
 def measured_by(project: Project, command: str) -> str:

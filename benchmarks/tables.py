@@ -36,6 +36,7 @@ from . import (
     swap,
     transfer,
 )
+from .ages import ROOT, ages, has_history
 from .attention import aims_tables
 from .layout_order import tables as layout_order_tables
 from .serve import report as serving
@@ -49,14 +50,15 @@ class Table:
     """Writes Markdown from the results in `sources`, files of `benchmarks/results/`."""
 
     sources: tuple[str, ...]
-    write: Callable[..., str]
+    write: Callable[..., str | None]
+    """None: it cannot be told here, and the text stays."""
 
 
 TABLES: dict[str, Table] = {}
 
 
-def table(*sources: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
-    def register(write: Callable[..., str]) -> Callable[..., str]:
+def table(*sources: str) -> Callable[[Callable[..., str | None]], Callable[..., str | None]]:
+    def register(write: Callable[..., str | None]) -> Callable[..., str | None]:
         TABLES[write.__name__.replace("_", "-")] = Table(sources, write)
         return write
 
@@ -66,6 +68,29 @@ def table(*sources: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     head, *lines = (f"| {' | '.join(cells)} |" for cells in (columns, *rows))
     return "\n".join([head, "|---" * len(columns) + "|", *lines])
+
+
+# ------------------------------------------------------------------ where figures are from
+
+
+@table()
+def result_files() -> str | None:
+    """What each result file was measured on, and whether the code that it measures is still the same; None: without
+    history nobody can say."""
+    if not has_history(ROOT):
+        return None
+    rows = [
+        (f"`{age.name}`", age.device.removeprefix("NVIDIA "), age.date[:10], age.commit[:7], changes(age.changed))
+        for age in ages(ROOT)
+    ]
+    return markdown(("file", "measured on", "date", "commit", "its code since"), rows)
+
+
+def changes(modules: list[str] | None) -> str:
+    """How much of what was measured has changed since."""
+    if modules is None:
+        return "not known"
+    return f"{len(modules)} module{'s' * (len(modules) > 1)} changed" if modules else "the same"
 
 
 # ------------------------------------------------------------------ the first screen

@@ -40,12 +40,18 @@ def test_code_that_was_measured_counts_if_it_does_something_else(
     results = tmp_path / ages.RESULTS
     results.mkdir()
     for name, of in (("new", measured), ("dirty", f"{measured}-dirty"), ("unknown", None)):
-        facts = {"commit": of, "date": "today", "command": "python -m benchmarks.scale --json"}
+        facts = {"commit": of, "date": "today", "device": "some", "command": "python -m benchmarks.scale --json"}
         (results / f"{name}.json").write_text(json.dumps({"environment": facts}))
     monkeypatch.setattr(ages, "ROOT", tmp_path)
 
     def told() -> dict[str, list[str] | None]:
         return {each["name"]: each["changed"] for each in json.loads(CliRunner().invoke(APP, ["--json"]).stdout)}
+
+    assert not ages.has_history(tmp_path / ages.RESULTS / "nowhere")
+    assert ages.has_history(tmp_path)
+    shallow = tmp_path / "shallow"
+    subprocess.run(["git", "clone", "--quiet", "--depth", "1", tmp_path.as_uri(), str(shallow)], check=True)
+    assert not ages.has_history(shallow)
 
     assert told() == {"dirty.json": None, "new.json": [], "unknown.json": None}
     changed: list[str] = []

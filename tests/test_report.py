@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT
 
-from benchmarks import report
+from benchmarks import report, tables
 from benchmarks.aims import compared, lines
 from benchmarks.cited import unheld
 from benchmarks.tables import TABLES, Table
@@ -78,6 +79,18 @@ def test_without_a_result_the_text_stays(root: Path) -> None:
     assert not stale
     assert "answer.json" in missing
     assert "\nold\n" in (root / "docs" / "page.md").read_text()
+
+
+def test_without_history_what_it_says_stays(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = root / "docs" / "page.md"
+    page.write_text("<!-- table: result-files -->\nold\n<!-- /table -->\n")
+    monkeypatch.setattr(tables, "ROOT", root)
+    assert not report.update(root, check=False)[0]
+    assert "\nold\n" in page.read_text()
+    subprocess.run(["git", "init", "--quiet", str(root)], check=True)
+    (root / report.RESULTS / "answer.json").write_text('{"environment": {"commit": "0123456789ab", "date": "2000"}}')
+    assert report.update(root, check=False)[0] == ["docs/page.md"]
+    assert "| `answer.json` |  | 2000 | 0123456 | not known |" in page.read_text()
 
 
 @pytest.mark.parametrize(
