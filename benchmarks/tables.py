@@ -87,41 +87,46 @@ def result_files() -> str | None:
 
 
 def changes(modules: list[str] | None) -> str:
-    """How much of what was measured has changed since."""
-    if modules is None:
-        return "not known"
-    return f"{len(modules)} module{'s' * (len(modules) > 1)} changed" if modules else "the same"
+    """Whether what was measured has changed since."""
+    return "not known" if modules is None else "changed" if modules else "the same"
 
 
 # ------------------------------------------------------------------ the first screen
 
 
-@table("demo_azure_h200.json", "generate_h200.json", "batching_h200.json")
-def headline(replayed: Result, generated: Result, batched: Result) -> str:
-    """Three figures of ours, each with those of its peers."""
+@table("generate_h200.json", "batching_h200.json", "serve_vllm_h200.json", "demo_azure_h200.json")
+def headline(generated: Result, batched: Result, served: Result, replayed: Result) -> str:
+    """Figures of ours, each with those of its peers."""
     steps = {cell["contender"]: step_ms(cell) for cell in generated["cells"] if is_long_batch(cell)}
     rates = {row["system"]: f"{row['tokens_per_s']:,.0f}" for row in batched["served"]}
     *_, stopped = batched["served"]
+    done = f"{stopped['finished']} of {batched['requests']} requests in {stopped['seconds']:.0f} s"
+    engines = {row["backend"]: f"{row['output_tokens_per_s']:,.0f}" for row in served["serving"] if not row["rate"]}
     waste = {scheme: f"{part:.1%}" for scheme, part in replayed["waste"].items()}
     rows = [
+        (
+            "a decode step of `generate`, 8 x 32,768 tokens (`generate_h200.json`)",
+            f"{steps['VmmCache, vmmkv, compiled']} ms",
+            f"{steps['DynamicCache, sdpa, flash']} with `DynamicCache` and FlashAttention-2, "
+            f"{steps['StaticCache, sdpa, compiled']} with a compiled `StaticCache`",
+        ),
+        (
+            "tokens/s of transformers' continuous batching (`batching_h200.json`)",
+            f"{rates['rows']}; compiled {rates['rows, compiled']}",
+            f"{rates['blocks, sdpa']} on its own paged cache with `sdpa` ({done}; FlashAttention not measured)",
+        ),
+        (
+            "tokens/s of our benchmark engine on rows (`serve_vllm_h200.json`)",
+            engines["vmm"],
+            f"{engines['vllm']} by vLLM {served['peers']['vllm']} in the same run",
+        ),
         (
             "memory that holds no token, Azure trace (`demo_azure_h200.json`)",
             waste["vmmkv"],
             f"{waste['block_table_16']} in blocks of 16; {waste['static']} with 8,192 tokens reserved",
         ),
-        (
-            "a decode step of `generate`, 8 x 32,768 tokens (`generate_h200.json`)",
-            f"{steps['VmmCache, vmmkv, compiled']} ms",
-            f"{steps['DynamicCache, sdpa, flash']} with `DynamicCache` and flash, "
-            f"{steps['StaticCache, sdpa, compiled']} with a compiled `StaticCache`",
-        ),
-        (
-            "tokens/s of transformers' continuous batching, K and V in 16 GiB (`batching_h200.json`)",
-            f"{rates['rows']}; compiled {rates['rows, compiled']}",
-            f"{rates['blocks, sdpa']} on its own blocks with `sdpa`, stopped after {stopped['seconds']:.0f} s",
-        ),
     ]
-    columns = "one NVIDIA H200, Llama-3.1-8B's shape in bf16", "vmmkv", "beside it"
+    columns = "one NVIDIA H200, Llama-3.1-8B's shape in bf16, serving with 16 GiB of K and V", "vmmkv", "beside it"
     return markdown(columns, ((what, f"**{ours}**", theirs) for what, ours, theirs in rows))
 
 
