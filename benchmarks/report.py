@@ -25,15 +25,16 @@ from vmmkv.cli.output import console, errors
 from . import fragmentation, idle, reuse
 from .ages import RESULTS, ROOT
 from .cited import unheld
+from .newest import GPU, caption, newest
 from .serve import report as serving
 from .tables import TABLES
 
 DOCUMENTS = ("README.md", "kernels/README.md", "docs/**/*.md")
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
-    "docs/assets/reuse.svg": ("reuse_h200.json", reuse.plot),
-    "docs/assets/idle.svg": ("idle_h200.json", idle.plot),
-    "docs/assets/serve.svg": ("serve_h200.json", serving.draw),
+    "docs/assets/reuse.svg": ("reuse_gpu.json", reuse.plot),
+    "docs/assets/idle.svg": ("idle_gpu.json", idle.plot),
+    "docs/assets/serve.svg": ("serve_gpu.json", serving.draw),
 }
 
 OPENING = "<!-- table:"
@@ -54,11 +55,15 @@ def fill(text: str, results: Path) -> tuple[str, set[str]]:
             raise ValueError(f"there is no table {name!r}; there are {', '.join(TABLES)}")
         if OPENING in body:
             raise ValueError(f"table {name!r} has no <!-- /table -->")
-        paths = [results / source for source in TABLES[name].sources]
+        paths = [newest(results, source) for source in TABLES[name].sources]
         absent = {path.name for path in paths if not path.exists()}
         missing.update(absent)
         told = None if absent else TABLES[name].write(*(json.loads(path.read_text()) for path in paths))
-        return match[0] if told is None else f"{opening}{told}\n{closing}"
+        if told is None:
+            return match[0]
+        on_gpus = [path for source, path in zip(TABLES[name].sources, paths) if source.endswith(GPU)]
+        where = f"\n{caption(on_gpus)}\n" if on_gpus else ""
+        return f"{opening}{told}\n{where}{closing}"
 
     filled, tables = MARKED.subn(write, text)
     if tables != text.count(OPENING):
@@ -93,11 +98,11 @@ def update(root: Path, check: bool) -> tuple[list[str], set[str]]:
             if not check:
                 path.write_text(filled)
     for name, (source, plot) in PLOTS.items():
-        result, picture = root / RESULTS / source, root / name
+        result, picture = newest(root / RESULTS, source), root / name
         if not result.exists():
             missing.add(source)
             continue
-        mark = f"<!-- {source} sha256 {hashlib.sha256(result.read_bytes()).hexdigest()} -->\n"
+        mark = f"<!-- {result.name} sha256 {hashlib.sha256(result.read_bytes()).hexdigest()} -->\n"
         if not picture.exists() or not picture.read_text().endswith(mark):
             stale.append(name)
             if not check:

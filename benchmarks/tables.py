@@ -47,7 +47,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """Writes Markdown from the results in `sources`, files of `benchmarks/results/`."""
+    """Writes Markdown from the results in `sources`, files of `benchmarks/results/`; see `newest` for `_gpu`."""
 
     sources: tuple[str, ...]
     write: Callable[..., str | None]
@@ -94,7 +94,7 @@ def changes(modules: list[str] | None) -> str:
 # ------------------------------------------------------------------ the first screen
 
 
-@table("generate_h200.json", "batching_h200.json", "serve_vllm_h200.json", "demo_azure_h200.json")
+@table("generate_gpu.json", "batching_gpu.json", "serve_vllm_gpu.json", "demo_azure_gpu.json")
 def headline(generated: Result, batched: Result, served: Result, replayed: Result) -> str:
     """Figures of ours, each with those of its peers."""
     steps = {cell["contender"]: step_ms(cell) for cell in generated["cells"] if is_long_batch(cell)}
@@ -105,28 +105,28 @@ def headline(generated: Result, batched: Result, served: Result, replayed: Resul
     waste = {scheme: f"{part:.1%}" for scheme, part in replayed["waste"].items()}
     rows = [
         (
-            "a decode step of `generate`, 8 x 32,768 tokens (`generate_h200.json`)",
+            "a decode step of `generate`, 8 x 32,768 tokens",
             f"{steps['VmmCache, vmmkv, compiled']} ms",
             f"{steps['DynamicCache, sdpa, flash']} with `DynamicCache` and FlashAttention-2, "
             f"{steps['StaticCache, sdpa, compiled']} with a compiled `StaticCache`",
         ),
         (
-            "tokens/s of transformers' continuous batching (`batching_h200.json`)",
+            "tokens/s of transformers' continuous batching",
             f"{rates['rows']}; compiled {rates['rows, compiled']}",
             f"{rates['blocks, sdpa']} on its own paged cache with `sdpa` ({done}; FlashAttention not measured)",
         ),
         (
-            "tokens/s of our benchmark engine on rows (`serve_vllm_h200.json`)",
+            "tokens/s of our benchmark engine on rows",
             engines["vmm"],
             f"{engines['vllm']} by vLLM {served['peers']['vllm']} in the same run",
         ),
         (
-            "memory that holds no token, Azure trace (`demo_azure_h200.json`)",
+            "memory that holds no token, Azure trace",
             waste["vmmkv"],
             f"{waste['block_table_16']} in blocks of 16; {waste['static']} with 8,192 tokens reserved",
         ),
     ]
-    columns = "one NVIDIA H200, Llama-3.1-8B's shape in bf16, serving with 16 GiB of K and V", "vmmkv", "beside it"
+    columns = "one GPU, Llama-3.1-8B's shape in bf16, serving with 16 GiB of K and V", "vmmkv", "beside it"
     return markdown(columns, ((what, f"**{ours}**", theirs) for what, ours, theirs in rows))
 
 
@@ -137,7 +137,7 @@ def is_long_batch(cell: Result) -> bool:
 # ------------------------------------------------------------------ the demo and the allocator
 
 
-@table("demo_azure_h200.json")
+@table("demo_azure_gpu.json")
 def demo(result: Result) -> str:
     labels = {
         "static": "static reservation of 8192 tokens",
@@ -151,7 +151,7 @@ def demo(result: Result) -> str:
     return markdown(("scheme, same live sequences", "allocated bytes without a token"), rows)
 
 
-@table("demo_azure_h200.json")
+@table("demo_azure_gpu.json")
 def demo_pages(result: Result) -> str:
     return (
         "{pages_created:,} pages were created and served {page_uses:,} times ({reuse_factor:.0f} uses a page); "
@@ -161,7 +161,7 @@ def demo_pages(result: Result) -> str:
     ).format(**result)
 
 
-@table("allocator_h200.json")
+@table("allocator_gpu.json")
 def allocator(result: Result) -> str:
     rows = []
     for part, what in (("growth_new", "new pages"), ("growth_reclaimed", "pages of a parked row")):
@@ -213,7 +213,7 @@ ABSENT = {
 }
 
 
-@table("attention_h200.json")
+@table("attention_gpu.json")
 def attention_decode(result: Result) -> str:
     cases = {
         "16 x 4096": "16 x 4,096 tokens",
@@ -225,14 +225,14 @@ def attention_decode(result: Result) -> str:
     return markdown(("decode, GB/s of K and V read", *LAYOUTS.values()), rows)
 
 
-@table("attention_h200.json")
+@table("attention_gpu.json")
 def attention_prefill(result: Result) -> str:
     cases = {"1 x 16384": "1 x 16,384 tokens", "2048 after 30000": "2,048 tokens after 30,000"}
     columns = ("prefill, causal, TFLOP/s", *LAYOUTS.values())
     return markdown(columns, kernel_rows(result["prefill"], cases, "tflops"))
 
 
-@table("attention_shapes_h200.json")
+@table("attention_shapes_gpu.json")
 def attention_shapes(result: Result) -> str:
     cases = list(dict.fromkeys(row["case"] for row in result["shapes"]))
     found = {(row["shape"], row["case"]): row for row in result["shapes"]}
@@ -242,7 +242,7 @@ def attention_shapes(result: Result) -> str:
     return markdown(("decode, heads", *columns), rows)
 
 
-@table("attention_h200.json", "attention_shapes_h200.json", "eight_bits.json")
+@table("attention_gpu.json", "attention_shapes_gpu.json", "eight_bits.json")
 def attention_aims(result: Result, shapes: Result, eight_bits: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(aims_tables.compare(result, shapes, eight_bits)))
 
@@ -269,17 +269,17 @@ def kernel_rows(measured: list[Result], cases: dict[str, str], figure: str) -> l
     return rows
 
 
-@table("overread_h200.json")
+@table("overread_gpu.json")
 def overread_decode(result: Result) -> str:
     return markdown(*overread.table(result))
 
 
-@table("overread_h200.json")
+@table("overread_gpu.json")
 def overread_nan(result: Result) -> str:
     return overread.verdict(result)
 
 
-@table("ncu_h200.json")
+@table("ncu_gpu.json")
 def kernel_bounds(result: Result) -> str:
     lines = {
         "memory, of its peak rate": "{dram_throughput_percent_of_peak:.0f} %",
@@ -301,7 +301,7 @@ def layout_order_waste(result: Result) -> str:
     return markdown(*layout_order_tables.waste_table(result))
 
 
-@table("layout_order_h200.json")
+@table("layout_order_gpu.json")
 def layout_order_speed(result: Result) -> str:
     return markdown(*layout_order_tables.speed_table(result))
 
@@ -309,13 +309,13 @@ def layout_order_speed(result: Result) -> str:
 # ------------------------------------------------------------------ transformers
 
 
-@table("generate_h200.json")
+@table("generate_gpu.json")
 def generate_step(result: Result) -> str:
     shapes = [(1, 512), (1, 8192), (1, 32_768), (8, 512), (8, 32_768), (32, 8192)]
     return generate_table(result["cells"], "ms a decode step", shapes, step_ms)
 
 
-@table("generate_h200.json")
+@table("generate_gpu.json")
 def generate_step_qwen(result: Result) -> str:
     shapes = [(1, 512), (1, 32_768), (8, 512), (8, 32_768), (32, 8192), (32, 32_768)]
     return generate_table(result["cells"], "ms a decode step", shapes, step_ms, "Qwen3-0.6B")
@@ -325,7 +325,7 @@ def step_ms(cell: Result) -> str:
     return f"{cell['step_ms']:.1f}"
 
 
-@table("generate_h200.json")
+@table("generate_gpu.json")
 def generate_memory(result: Result) -> str:
     shapes = [(1, 8192), (8, 32_768), (32, 8192)]
     return generate_table(
@@ -336,7 +336,7 @@ def generate_memory(result: Result) -> str:
     )
 
 
-@table("generate_h200.json")
+@table("generate_gpu.json")
 def generate_copies(result: Result) -> str:
     shapes = [(1, 512), (1, 32_768), (8, 32_768), (32, 8192)]
     plain = [cell for cell in result["cells"] if not cell["compiled"]]
@@ -453,42 +453,42 @@ def comparisons_table(result: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(result["comparisons"]))
 
 
-for name, source in (("serve", "serve_h200.json"), ("serve-qwen3", "serve_qwen3_h200.json")):
+for name, source in (("serve", "serve_gpu.json"), ("serve-qwen3", "serve_qwen3_gpu.json")):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-load"] = Table((source,), rates_tables)
     TABLES[f"{name}-prompts"] = Table((source,), prompts_table)
     TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
-for name, source in (("rounds", "serve_rounds_h200.json"), ("rounds-qwen3", "serve_rounds_qwen3_h200.json")):
+for name, source in (("rounds", "serve_rounds_gpu.json"), ("rounds-qwen3", "serve_rounds_qwen3_gpu.json")):
     TABLES[f"{name}-ahead"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-waiting"] = Table((source,), partial(serving_table, load="waited for"))
     TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
 for name, source in (
-    ("serve-vllm", "serve_vllm_h200.json"),
-    ("serve-vllm-qwen3", "serve_vllm_qwen3_h200.json"),
-    ("serve-pressure", "serve_pressure_h200.json"),
-    ("serve-peers", "serve_peers_h200.json"),
+    ("serve-vllm", "serve_vllm_gpu.json"),
+    ("serve-vllm-qwen3", "serve_vllm_qwen3_gpu.json"),
+    ("serve-pressure", "serve_pressure_gpu.json"),
+    ("serve-peers", "serve_peers_gpu.json"),
 ):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
-TABLES["serve-vllm-qwen3-load"] = Table(("serve_vllm_qwen3_h200.json",), rates_tables)
+TABLES["serve-vllm-qwen3-load"] = Table(("serve_vllm_qwen3_gpu.json",), rates_tables)
 
 
-@table("compiling_h200.json")
+@table("compiling_gpu.json")
 def what_is_compiled(result: Result) -> str:
     return markdown(compiling.COLUMNS, compiling.lines(result))
 
 
 for name, load in (("mooncake", "mooncake_conversation, saturation"), ("system", "system prompts, saturation")):
-    TABLES[f"serve-reuse-{name}"] = Table(("serve_reuse_h200.json",), partial(serving_table, load=load))
-TABLES["serve-reuse-comparisons"] = Table(("serve_reuse_h200.json",), comparisons_table)
+    TABLES[f"serve-reuse-{name}"] = Table(("serve_reuse_gpu.json",), partial(serving_table, load=load))
+TABLES["serve-reuse-comparisons"] = Table(("serve_reuse_gpu.json",), comparisons_table)
 
 
-@table("reuse_h200.json")
+@table("reuse_gpu.json")
 def page_reuse(result: Result) -> str:
     return markdown(("", *(case["case"] for case in result["cases"])), reuse.table(result))
 
 
-@table("idle_h200.json")
+@table("idle_gpu.json")
 def idle_memory(result: Result) -> str:
     return markdown(("", *(run["mode"] for run in result["runs"])), idle.table(result))
 
@@ -506,17 +506,17 @@ def scale_of_pages(result: Result) -> str:
 # ------------------------------------------------------------------ mapping ahead, and two models on one pool
 
 
-@table("mapper_h200.json")
+@table("mapper_gpu.json")
 def mapper_decode(result: Result) -> str:
     return markdown(*mapper.decode_table(result))
 
 
-@table("mapper_h200.json")
+@table("mapper_gpu.json")
 def mapper_launches(result: Result) -> str:
     return markdown(*mapper.launch_table(result))
 
 
-@table("mapper_h200.json")
+@table("mapper_gpu.json")
 def mapper_prompts(result: Result) -> str:
     return markdown(*mapper.prompt_table(result))
 
@@ -529,41 +529,41 @@ def moves_table(result: Result) -> str:
     return markdown(pools.MOVES, pools.moves(result))
 
 
-TABLES["mapper-comparisons"] = Table(("mapper_h200.json",), comparisons_table)
-TABLES["pools"] = Table(("pools_h200.json",), modes_table)
-TABLES["pool-moves"] = Table(("pools_h200.json",), moves_table)
-TABLES["pool-comparisons"] = Table(("pools_h200.json",), comparisons_table)
+TABLES["mapper-comparisons"] = Table(("mapper_gpu.json",), comparisons_table)
+TABLES["pools"] = Table(("pools_gpu.json",), modes_table)
+TABLES["pool-moves"] = Table(("pools_gpu.json",), moves_table)
+TABLES["pool-comparisons"] = Table(("pools_gpu.json",), comparisons_table)
 
 
 # ------------------------------------------------------------------ forks
 
 
-@table("sharing_h200.json")
+@table("sharing_gpu.json")
 def forking(result: Result) -> str:
     return markdown(*sharing.fork_table(result))
 
 
-@table("sharing_h200.json")
+@table("sharing_gpu.json")
 def forking_kernels(result: Result) -> str:
     return markdown(*sharing.kernel_table(result))
 
 
-@table("sharing_h200.json")
+@table("sharing_gpu.json")
 def samples(result: Result) -> str:
     return markdown(*sharing.sample_table(result))
 
 
-@table("sharing_h200.json")
+@table("sharing_gpu.json")
 def forking_comparisons(result: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(sharing.compare(result)))
 
 
-@table("prefixes_h200.json")
+@table("prefixes_gpu.json")
 def beginnings(result: Result) -> str:
     return markdown(*prefixes.start_table(result))
 
 
-@table("prefixes_h200.json")
+@table("prefixes_gpu.json")
 def beginnings_comparisons(result: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(prefixes.compare(result)))
 
@@ -581,22 +581,22 @@ def prefix_trace_hits(result: Result) -> str:
 # ------------------------------------------------------------------ the host, and other processes
 
 
-@table("swap_h200.json")
+@table("swap_gpu.json")
 def swapping(result: Result) -> str:
     return markdown(*swap.way_table(result))
 
 
-@table("swap_h200.json")
+@table("swap_gpu.json")
 def swapping_comparisons(result: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(swap.compare(result)))
 
 
-@table("transfer_h200.json")
+@table("transfer_gpu.json")
 def handing_over(result: Result) -> str:
     return markdown(*transfer.way_table(result))
 
 
-@table("transfer_h200.json")
+@table("transfer_gpu.json")
 def handing_over_comparisons(result: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(transfer.compare(result)))
 
@@ -619,28 +619,28 @@ def cache_sizes() -> str:
 # ------------------------------------------------------------------ continuous batching
 
 
-@table("batching_h200.json")
+@table("batching_gpu.json")
 def batching(result: Result) -> str:
     return markdown(*batching_tables.batching_table(result))
 
 
-@table("batching_h200.json")
+@table("batching_gpu.json")
 def batching_first_tokens(result: Result) -> str:
     return markdown(*batching_tables.first_tokens_table(result))
 
 
-@table("batching_h200.json", "serve_vllm_h200.json")
+@table("batching_gpu.json", "serve_vllm_gpu.json")
 def batching_comparisons(result: Result, served: Result) -> str:
     found = [*batching_tables.compare(result), *batching_tables.over_engine(result, served)]
     return markdown(aims.COLUMNS, aims.lines(found))
 
 
-@table("batching_ranks_h200.json")
+@table("batching_ranks_gpu.json")
 def batching_ranks(result: Result) -> str:
     return markdown(*batching_tables.ranks_table(result))
 
 
-@table("batching_ranks_h200.json")
+@table("batching_ranks_gpu.json")
 def batching_ranks_comparisons(result: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(batching_tables.compare_ranks(result)))
 

@@ -20,14 +20,14 @@ from vmmkv.cli.app import app
 
 APP = typer.Typer()
 APP.command()(every.main)
-BY_HAND = {"ncu_h200.json"}
+BY_HAND = {"ncu_gpu.json"}
 """Made by a profiler."""
 
 
 def test_it_makes_all_that_the_report_reads() -> None:
     read = {source for table in TABLES.values() for source in table.sources} | {source for source, _ in PLOTS.values()}
     made = {
-        f"{name}{'' if benchmark.kind == every.Kind.HOST else '_h200'}.json"
+        f"{name}{'' if benchmark.kind == every.Kind.HOST else '_gpu'}.json"
         for name, benchmark in every.BENCHMARKS.items()
     }
     assert made == read - BY_HAND
