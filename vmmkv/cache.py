@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 from .arguments import (
     batch_of,
+    check_guarantee,
+    check_flags,
     check_hashable,
     check_priority,
     check_shape,
@@ -97,7 +99,7 @@ class KVCache(Owner):
         pool: physical memory that other caches may use as well, instead of `device`, `page_size` and `driver`. Without
             one the cache makes its own, of `max_bytes`, and takes of the device what others of the process do not use.
             With one `max_bytes` is the most that this cache may have of it; None is all that others do not use.
-        guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
+        guaranteed: bytes of `pool`, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
             While it does not use them they are lent to what others can give back.
         lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
             is four pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
@@ -148,8 +150,10 @@ class KVCache(Owner):
         if event_log is not None:
             check_log(event_log)
         check_priority(host_priority)
+        check_flags(scrub=scrub, zero_tail=zero_tail, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
+        check_guarantee(guaranteed, pool)
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
@@ -295,6 +299,7 @@ class KVCache(Owner):
                 new sequence then.
         """
         ids = None
+        check_flags(reuse=reuse, whole=whole)
         if row is not None:
             row = row_number(row, self.max_sequences)
         if token_ids is not None:
@@ -434,6 +439,7 @@ class KVCache(Owner):
             TransferError: the other process is gone, does not send within the group's timeout, or sends something else.
             StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
         """
+        check_flags(reuse=reuse)
         peer = Peer(rank, group, self.device)
         self._check_no_capture()
         head = peer.listen()
@@ -533,6 +539,7 @@ class KVCache(Owner):
                 whole numbers, or not as many.
         """
         batch = batch_of(self, sequences)
+        check_flags(share=share, copy=copy)
         if not (share or copy):
             raise ArgumentError(
                 "asked for share=False and copy=False; what another sequence holds comes by one of the two"
@@ -776,7 +783,7 @@ class KVCache(Owner):
             The events; none after the timeout, or where the cache was closed and nothing is left.
 
         Raises:
-            ArgumentError: the cache was made without `event_log`.
+            ArgumentError: the cache was made without `event_log`; or `timeout` is no time, or `most` no whole number.
             BudgetError: `most` is not positive.
         """
         if self.event_log is None:

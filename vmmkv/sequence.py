@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import operator
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
@@ -24,7 +23,7 @@ from .errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from .layout import shown
+from .layout import as_index, shown
 from .memory.fence import Fence, check_stream, finished_on_error
 from .memory.monitor import Steps, bookkeeping, operation, stepwise
 from .memory.pool import FramePool
@@ -208,12 +207,13 @@ class Sequence:
         """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle.
 
         Raises:
+            ArgumentError: it is no whole number.
             ValueError: it does not hold so many, or they end before `start`.
             StreamCaptureError: whole pages would leave while a CUDA graph is captured. Nothing has changed then.
             SuspendedError: its tokens are in host memory.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._truncate(operator.index(tokens))
+        self._truncate(as_index("tokens", tokens))
 
     @bookkeeping
     def _truncate(self, tokens: int) -> None:
@@ -227,9 +227,9 @@ class Sequence:
         must not be read again: views start at `token` from now on.
 
         Raises:
-            ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
+            ArgumentError, ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
         """
-        self._release_before(operator.index(token))
+        self._release_before(as_index("token", token))
 
     @bookkeeping
     def _release_before(self, token: int) -> None:
@@ -454,12 +454,9 @@ def check_tokens(tokens: int, name: str = "tokens") -> int:
     """A whole number, of tokens or of what is named.
 
     Raises:
-        TypeError, ValueError: it is none, or negative.
+        ArgumentError, ValueError: it is none, or negative.
     """
-    try:
-        tokens = operator.index(tokens)
-    except TypeError:
-        raise TypeError(f"got {name}={tokens!r}; it must be a whole number") from None
+    tokens = as_index(name, tokens)
     if tokens < 0:
         hint = "; to drop tokens use truncate" if name == "tokens" else ""
         raise ValueError(f"asked for {name}={shown(tokens)}; it is at least 0{hint}")
