@@ -92,13 +92,17 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens so far, including those before `start`."""
-        return self._rows.table.length[self.row]
+        """Tokens so far, including those before `start`; also while they are in host memory."""
+        self.check_usable()
+        away = self._rows.table.suspended.get(self.index)
+        return away.length if away else self._rows.table.length[self.index]
 
     @property
     def start(self) -> int:
         """The first token that can be read: 0, or what was last given to `release_before`."""
-        return self._rows.table.start[self.row]
+        self.check_usable()
+        away = self._rows.table.suspended.get(self.index)
+        return away.start if away else self._rows.table.start[self.index]
 
     @property
     def capacity(self) -> int:
@@ -246,7 +250,7 @@ class Sequence:
     @operation
     def suspend(self) -> None:
         """Moves its tokens to host memory; its pages go to others when needed. It keeps its row, and so its addresses.
-        Until `resume` it may only be freed.
+        Until `resume` it may only be asked for its `length` and `start`, and freed.
 
         Behind all work on it so far, in the order of the current stream; nothing here waits.
 
@@ -299,6 +303,8 @@ class Sequence:
             TransferError: the other process is gone, does not answer within the group's timeout, or sends something
                 else.
             StreamCaptureError: a CUDA graph is being captured.
+            DriverError: a driver call failed: before anything was sent, and who receives waits on; or when all of it
+                was. The sequence is unchanged.
             UseAfterFreeError: the sequence or its cache is gone.
         """
         peer, head = Peer(rank, group, self.pool.device), self._head()
@@ -414,9 +420,9 @@ class Sequence:
 
     def __repr__(self) -> str:
         try:
+            if self.is_suspended:
+                return f"<vmmkv.Sequence {self.number}: suspended, {self.length - self.start} tokens on the host>"
             return f"<vmmkv.Sequence {self.number}: row {self.row}, {self.length} tokens>"
-        except SuspendedError:
-            return f"<vmmkv.Sequence {self.number}: suspended>"
         except VmmkvError:
             return f"<vmmkv.Sequence {self.number}: gone>"
 
