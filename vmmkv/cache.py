@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from .arguments import (
     batch_of,
-    check_guarantee,
     check_flags,
+    check_guarantee,
     check_hashable,
     check_priority,
     check_shape,

@@ -369,7 +369,9 @@ def ids_of(token_ids_given: npt.ArrayLike) -> Ids:
     try:
         ids = np.asarray(token_ids_given)
     except ValueError:
-        raise ShapeError("got token_ids that are lists of several lengths; give ids of one sequence, [tokens]") from None
+        raise ShapeError(
+            "got token_ids that are lists of several lengths; give ids of one sequence, [tokens]"
+        ) from None
     except TypeError as error:  # a tensor on a GPU
         raise ArgumentError(f"got token_ids that are no array: {error}") from None
     return token_ids(ids if ids.size else ids.astype(np.int64))  # an empty list is one of floats to numpy
