@@ -119,7 +119,7 @@ class World:
         truncate(self, "cut", 10)
         for name in ("gone", "gone wide"):
             free(self, name)
-        self.limit = self.pool.limit
+        self.limit = self.pool.limit_pages
         self.caches = [self.cache, self.other]
         self.tensors = [self.tensor]
         device.current = chance.choice(device.streams)
@@ -134,7 +134,7 @@ class World:
             cache.check()
         stats = self.pool.stats()
         assert stats.physical_bytes == len(self.device.handles) * self.page <= stats.limit_bytes
-        assert self.pool.limit == self.limit
+        assert self.pool.limit_pages == self.limit
         assert stats.sequences == len(self.held)
         assert stats.tokens == sum(len(each.values) - each.start for each in self.held.values())
         for each in self.held.values():

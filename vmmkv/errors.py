@@ -47,7 +47,8 @@ class OutOfPagesError(VmmkvError, MemoryError):
 
     Attributes:
         requested: pages asked for.
-        available: pages that could have been had: free, still within the budget, or reclaimable.
+        available: pages that could have been had: free, still within the budget, or reclaimable. From
+            `FramePool.set_limit`: the lowest limit that could have been set.
     """
 
     def __init__(self, message: str, *, requested: int = 0, available: int = 0) -> None:

@@ -50,7 +50,7 @@ def check_pool(pool: FramePool) -> None:
     exist = set(np.flatnonzero(frames.handles >= 0).tolist())
     free = set(frames.in_pages([*frames.free, *frames.free_large]))
     room, leased = pool.accounts.room, pool.accounts.leased
-    ensure(room >= 0, f"{frames.existing} pages exist and {leased} are leased; the limit is {pool.limit}")
+    ensure(room >= 0, f"{frames.existing} pages exist and {leased} are leased; the limit is {pool.limit_pages}")
     for page, count in mapped.items():
         first = page // LARGE * LARGE if frames.is_large[page] else page
         ensure(
@@ -64,8 +64,8 @@ def check_pool(pool: FramePool) -> None:
     ensure(frames.taken == len(mapped), f"{frames.taken} pages are taken, {len(mapped)} mapped")
     for table in pool.tables:
         ensure(not table.doubt, "nobody knows what is mapped")
-    over = pool.accounts.overdraft(pool.limit)
-    ensure(over <= 0, f"{pool.limit + over} pages are firm or guaranteed; the limit is {pool.limit}")
+    over = pool.accounts.overdraft(pool.limit_pages)
+    ensure(over <= 0, f"{pool.limit_pages + over} pages are firm or guaranteed; the limit is {pool.limit_pages}")
     for account in pool.accounts:
         taken, limit = account.taken, pool.accounts.limit_of(account)
         ensure(taken <= limit, f"an account of {limit} pages has {taken}")

@@ -162,7 +162,7 @@ class FramePool:
         return self.driver.page_size
 
     @property
-    def limit(self) -> int:
+    def limit_pages(self) -> int:
         """The most pages that it may take, now."""
         return self.accounts.limit
 
@@ -205,7 +205,7 @@ class FramePool:
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes that shares of the pool are of, and bytes that it has in all."""
-        return self.limit * self.page_size, self.limit * self.page_size
+        return self.limit_pages * self.page_size, self.limit_pages * self.page_size
 
     @operation
     def trim(self, keep: float | str = 0) -> int:
@@ -227,7 +227,7 @@ class FramePool:
         size, accounts = self.page_size, self.accounts.stats()
         lessees = [stats.used_bytes for account, stats in zip(self.accounts, accounts) if account.is_lease]
         return FramePoolStats(
-            limit_bytes=self.limit * size,
+            limit_bytes=self.limit_pages * size,
             physical_bytes=self.frames.existing * size + sum(lessees),
             free_bytes=self.frames.free_pages * size,
             leased_bytes=self.accounts.leased * size,
@@ -257,7 +257,7 @@ class FramePool:
             DriverError: the driver could not make one; those made before it are free now.
         """
         self.accounts.check_idle(account, pages)
-        supply = self.frames.take(pages, large, self.limit - self.accounts.leased)
+        supply = self.frames.take(pages, large, self.limit_pages - self.accounts.leased)
         account.taken += pages
         return supply
 
@@ -282,7 +282,7 @@ class FramePool:
     def trim_holder(self, holder: Holder) -> int:
         """Gives what a holder does not use, and what is free, back to the system; returns the bytes that went."""
         before = self.frames.existing
-        holder.reclaim(self.limit, wait=True)  # also what costs addresses only: pages that others have, too
+        holder.reclaim(self.limit_pages, wait=True)  # also what costs addresses only: pages that others have, too
         self.frames.release(self.frames.free_pages)
         return (before - self.frames.existing) * self.page_size
 
@@ -401,7 +401,7 @@ class FramePool:
     def __repr__(self) -> str:
         mib = self.page_size / 2**20
         return (
-            f"<vmmkv.FramePool on {self.device}: {self.frames.existing * mib:.0f} of {self.limit * mib:.0f} MiB, "
+            f"<vmmkv.FramePool on {self.device}: {self.frames.existing * mib:.0f} of {self.limit_pages * mib:.0f} MiB, "
             f"{len(self.accounts)} accounts>"
         )
 
