@@ -170,6 +170,20 @@ def test_a_limit_below_what_lives_changes_nothing() -> None:
     live.extend(8)
 
 
+def test_a_share_is_of_what_is_free_and_what_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the same share is the same limit, whatever is taken."""
+    pool, driver = make_pool(30)
+    size = pool.page_size
+    monkeypatch.setattr(driver, "memory_info", lambda: ((40 - driver.num_pages) * size, 100 * size))
+    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    kept = []
+    for tokens in (0, 5 * 8, 9 * 8):
+        kept.append(cache.sequence(tokens))
+        pool.set_limit("50%")
+        assert pool.limit_pages == 20
+    assert driver.num_pages == 14
+
+
 def test_trim_keeps_what_it_is_told_to() -> None:
     pool, _ = make_pool(20)
     cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)

@@ -170,15 +170,16 @@ class FramePool:
     def set_limit(self, max_bytes: float | str) -> None:
         """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
 
-        `max_bytes` is as it was when the pool was made; shares are of what is free now beside what the pool has.
+        `max_bytes` takes the same forms as in the constructor; a percentage refers to device memory that is free now
+        plus what the pool already holds.
 
         Raises:
             BudgetError: it is no size, or larger than the device, or less than what is guaranteed.
             OutOfPagesError: tokens take more.
             DriverError: a driver call failed. The limit is as before in all cases, and nobody has lost a token.
         """
-        limit = pages_within(self.driver, max_bytes)
         self.collect()
+        limit = pages_within(self.driver, max_bytes, held=self.accounts.physical * self.page_size)
         guaranteed = sum(account.guaranteed for account in self.accounts)
         if limit < guaranteed:
             raise BudgetError(
