@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterable
@@ -184,6 +185,8 @@ class KVCache(Owner):
         self._starting = Starting(self._rows, self._host_tier.prefixes if self._host_tier else None, event_log)
         self._leaks: list[str] = []
         """With debugging: what lived when it was closed."""
+        self._unclosed = weakref.finalize(self, _tell_leaks, self._rows, os.getpid()) if pool.is_debugged else None
+        """With debugging: tells what lives where nobody closes it, also at the end of the process."""
         owners.add(self)
         if event_log:
             on_host = self._host_tier.limit if self._host_tier and host_priority is not None else 0
@@ -765,7 +768,8 @@ class KVCache(Owner):
             warnings.warn(report, LeakWarning, stacklevel=2)
 
     def _give_back(self) -> None:
-        self._leaks = self._rows.held() if self.pool.is_debugged else []
+        if self._unclosed and self._unclosed.detach():
+            self._leaks = self._rows.held()
         self._views, self._scales, self._ranges, self._host_tier = [], [], [], None
         self._rows.close()
         if self.event_log:
@@ -867,6 +871,14 @@ class KVCache(Owner):
     def _draw(self) -> str:
         self._rows.release_abandoned()
         return draw_cache(self._rows, snapshot(self._rows, self._host_tier, self.event_log))
+
+
+def _tell_leaks(rows: Rows, owner: int) -> None:
+    """Says which sequences live of a cache that has ended, and that nobody has closed; not in a forked child."""
+    leaks = rows.held() if os.getpid() == owner else []
+    if leaks:
+        made = f"a KVCache, made at {rows.account.origin}, was never closed, and has live sequences:"
+        warnings.warn("\n".join([made, *leaks]), LeakWarning, stacklevel=1)
 
 
 def _end(log: EventLog) -> None:

@@ -180,4 +180,5 @@ class KeptLayersWarning(UserWarning):
 
 
 class LeakWarning(UserWarning):
-    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences; the message says who started them."""
+    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences, or never; the message says who started these, and
+    who took their pages."""

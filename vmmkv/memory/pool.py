@@ -13,8 +13,8 @@ import html
 import itertools
 import os
 import weakref
-from collections import deque
-from collections.abc import Collection, Hashable, Iterator
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
@@ -120,6 +120,8 @@ class FramePool:
         """Of those who lie on it."""
         self.is_debugged = debugging.is_on()
         """Whether `VMMKV_DEBUG` was set when it was made."""
+        self._takers: dict[int, str] = {}
+        """With debugging: where pages were taken, by their numbers."""
         self.is_shared = True
         """Whether it is for whoever wants to lie on it; otherwise what is free counts as its one holder's."""
         self.monitor = Monitor()
@@ -260,7 +262,15 @@ class FramePool:
         self.accounts.check_idle(account, pages)
         supply = self.frames.take(pages, large, self.limit_pages - self.accounts.leased)
         account.taken += pages
+        if self.is_debugged:
+            taken = self.frames.in_pages([*supply.large, *supply.single])
+            self._takers.update(dict.fromkeys(taken, debugging.caller()))
         return supply
+
+    def taken_by(self, pages: Iterable[int]) -> list[str]:
+        """With debugging: who has taken pages, or had them last, a line for each place."""
+        takers = Counter(self._takers[page] for page in pages if page in self._takers)
+        return [f"{count} page{'s' * (count > 1)} taken by {taker}" for taker, count in takers.items()]
 
     def tenant_number(self, tenant: Hashable) -> int:
         """The number of a tenant, as long as anything here carries it. Forgets others now and then."""
