@@ -452,7 +452,8 @@ class KVCache(Owner):
         first = max(head.start, sequence.cached_tokens)
         try:
             peer.accept(first)
-            peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
+            with self.pool.nvtx.receive:
+                peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
             if sequence.key is not None and len(head.ids):
                 with suppress(DriverError):  # it is there, and the other process knows; only nobody else finds it
                     sequence.commit(head.ids)
@@ -500,7 +501,8 @@ class KVCache(Owner):
     @operation
     def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
         self._rows.release_abandoned()
-        return self._starting.fork(self, parent, count)
+        with self.pool.nvtx.fork:
+            return self._starting.fork(self, parent, count)
 
     def reorder(
         self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True, copy: bool = True
@@ -557,7 +559,8 @@ class KVCache(Owner):
         for sequence, _ in changing:
             sequence.key = None  # who is interrupted makes nothing known under a key that may be another's
         try:
-            self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share, copy)
+            with self.pool.nvtx.reorder:
+                self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share, copy)
         except VmmkvError as error:
             for sequence, key in zip(batch, keys) if is_own(error) else ():
                 sequence.key = key

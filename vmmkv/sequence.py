@@ -263,7 +263,8 @@ class Sequence:
         """
         self._check_here()
         self._rows.release_abandoned()
-        self.cache.host_tier().suspend(self.index)
+        with self.pool.nvtx.suspend:
+            self.cache.host_tier().suspend(self.index)
 
     @operation
     def resume(self) -> None:
@@ -277,7 +278,8 @@ class Sequence:
         """
         self._rows.release_abandoned()
         if self.index in self._rows.table.suspended:
-            self.cache.host_tier().resume(self.index)
+            with self.pool.nvtx.resume:
+                self.cache.host_tier().resume(self.index)
             self._rows.ring()
 
     def send(self, rank: int, *, group: dist.ProcessGroup | None = None) -> None:
@@ -311,7 +313,8 @@ class Sequence:
         first = peer.ask(head)
         ranges = [self.cache.range(index) for index in range(len(self._rows.ranges))]
         try:
-            peer.send(states_of(self._rows, ranges, self.index, first, head.length))
+            with self.pool.nvtx.send:
+                peer.send(states_of(self._rows, ranges, self.index, first, head.length))
         finally:
             self._fence_sent()
 

@@ -37,8 +37,8 @@ from .driver import Driver, driver_for
 from .frames import Frames, Supply, Tenants
 from .meter import Meter
 from .monitor import Monitor, operation
+from .nvtx import Ranges
 from .picture import draw_accounts
-from .ranges import Ranges
 
 
 class Table(Protocol):
@@ -125,7 +125,8 @@ class FramePool:
         self.is_shared = True
         """Whether it is for whoever wants to lie on it; otherwise what is free counts as its one holder's."""
         self.monitor = Monitor()
-        self.ranges = Ranges(self.driver.device)
+        self.nvtx = Ranges(self.driver.device)
+        """What a profiler shows."""
         self.number = next(_numbers)
         """Among the pools of this process."""
         self.prompt_tokens = self.cached_tokens = 0

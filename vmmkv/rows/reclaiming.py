@@ -63,7 +63,7 @@ class Reclaimer:
         """`reclaim`, from rows in this order."""
         reclaimed = 0
         change, changed = self._new_change()
-        with self._pool.ranges.reclaiming:
+        with self._pool.nvtx.reclaiming:
             try:
                 for row, keep in rows:
                     if row in changed:  # once more, with less to keep
