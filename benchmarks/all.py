@@ -66,7 +66,7 @@ GRACE = 10.0
 """Seconds in which a benchmark that is stopped may write what it has."""
 SERVE = "-m benchmarks.serve --budget-seconds {seconds} --json {json}"
 BENCHMARKS = {
-    "compiling": Benchmark(Kind.GPU, 2.2, "-m benchmarks.compiling --json"),
+    "compiling": Benchmark(Kind.GPU, 2.0, "-m benchmarks.compiling --json"),
     # What the README says comes first: a machine may be lost.
     "serve_rounds": Benchmark(Kind.GPU, 2.1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
     "serve_rounds_qwen3": Benchmark(
@@ -97,7 +97,7 @@ BENCHMARKS = {
     ),
     "serve": Benchmark(
         Kind.GPU,
-        1.2,
+        1.0,
         f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --trace {{conv}} --backends vmm --backends paged --backends static",
     ),
     "demo_azure": Benchmark(
@@ -105,7 +105,7 @@ BENCHMARKS = {
     ),
     "pools": Benchmark(
         Kind.GPU,
-        1.3,
+        1.1,
         "-m benchmarks.pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds}"
         " --json",
     ),
@@ -129,12 +129,12 @@ BENCHMARKS = {
     ),
     "allocator": Benchmark(Kind.GPU, 0.4, "-m benchmarks.allocator --rounds 50 --json"),
     "mapper": Benchmark(
-        Kind.GPU, 0.8, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
+        Kind.GPU, 1.8, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
     ),
-    "sharing": Benchmark(Kind.GPU, 0.8, "-m benchmarks.sharing --rounds 4 --json"),
+    "sharing": Benchmark(Kind.GPU, 0.6, "-m benchmarks.sharing --rounds 4 --json"),
     "prefixes": Benchmark(Kind.GPU, 0.2, "-m benchmarks.prefixes --json"),
     "attention_shapes": Benchmark(Kind.GPU, 0.3, "-m benchmarks.attention --only shapes --json"),
-    "layout_order": Benchmark(Kind.GPU, 0.5, "-m benchmarks.layout_order --speed --json"),
+    "layout_order": Benchmark(Kind.GPU, 0.3, "-m benchmarks.layout_order --speed --json"),
     "overread": Benchmark(Kind.GPU, 0.2, "-m benchmarks.overread --trace {conv} --json"),
     "reuse": Benchmark(Kind.GPU, 0.2, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
     "idle": Benchmark(Kind.GPU, 0.2, "-m benchmarks.idle --device cuda --trace {conv} --json"),

@@ -119,7 +119,7 @@ def move(
     """Fills the pool with prompts of one cache, and, when they are gone, of the other; three times in turns."""
     (pool, *_) = pools_of(SHARED, layouts, memory, device)
     counts = [
-        max(pool.limit * pool.page_size // (layout.pages(prompt, pool.page_size) * pool.page_size), 1)
+        max(pool.limit_pages * pool.page_size // (layout.pages(prompt, pool.page_size) * pool.page_size), 1)
         for layout in layouts
     ]
     rows = []

@@ -66,6 +66,10 @@ def table(*sources: str) -> Callable[[Callable[..., str | None]], Callable[..., 
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table; of what no result has a line of, that it was not measured."""
+    rows = list(rows)
+    if not rows:
+        return "Not measured yet."
     head, *lines = (f"| {' | '.join(cells)} |" for cells in (columns, *rows))
     return "\n".join([head, "|---" * len(columns) + "|", *lines])
 

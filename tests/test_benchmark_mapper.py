@@ -27,8 +27,10 @@ def run(monkeypatch: pytest.MonkeyPatch, *args: str) -> dict[str, Any]:
     assert done.exit_code == 0, done.output
     result = json.loads(done.stdout)
     mapper.show(result)
-    for name in TABLES:
-        assert tables.TABLES[name].write(result).count("\n") >= 1
+    parts = [result["decode"], result["launching"], result["prompts"], result["comparisons"]]
+    for name, rows in zip(TABLES, parts):
+        written = str(tables.TABLES[name].write(result))
+        assert written.count("\n") >= 2 if rows else written == "Not measured yet."
     return result  # type: ignore[no-any-return]
 
 
@@ -69,10 +71,10 @@ def test_it_says_what_it_did_not_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["decode"] == result["launching"] == result["prompts"] == []
     assert [name.split(", round 1")[0] for name in result["missed"]] == [
         "prompts",
-        "decoding",
-        "decoding without a mapper",
         "launching",
         "launching beside a mapper that never rests",
+        "decoding",
+        "decoding without a mapper",
     ]
 
 

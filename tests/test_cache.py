@@ -8,6 +8,7 @@ import gc
 import itertools
 import pickle
 import random
+import re
 import threading
 
 import numpy as np
@@ -578,6 +579,39 @@ def test_what_is_no_list_of_sequences(make_cache) -> None:
     cache.extend([], 20)
     cache.free([])
     assert sequence.length == 3
+    cache.check()
+
+
+def test_arguments_of_another_kind_are_refused(make_cache) -> None:
+    """By an error of ours, and nothing has changed."""
+    cache = make_cache()
+    sequence = cache.sequence(3)
+    wrong = {
+        "index=0.5": lambda: cache.reorder([sequence], [0.5]),
+        "indices=0": lambda: cache.reorder([sequence], 0),
+        "share='no'": lambda: cache.reorder([sequence], [0], share="no"),
+        "tokens=1.5": lambda: sequence.truncate(1.5),
+        "token='a'": lambda: sequence.release_before("a"),
+        "row='a'": lambda: cache.sequence(row="a"),
+        "tokens=True": lambda: cache.sequence(True),
+        "reuse=0": lambda: cache.sequence(token_ids=[1], reuse=0),
+        "layer='a'": lambda: cache.kv("a"),
+        "layer=1.0": lambda: sequence.k(1.0),
+        "layer=True": lambda: sequence.v(True),
+        "range=None": lambda: cache.range(None),
+        "scrub=1": lambda: make_cache(scrub=1),
+        "large_frames='no'": lambda: make_cache(large_frames="no"),
+        "guaranteed='1MiB' without a pool": lambda: make_cache(guaranteed="1MiB"),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(vmmkv.ArgumentError, match=re.escape(message)):
+            call()
+    for name in ("lookahead", "overread", "max_sequences"):
+        with pytest.raises(vmmkv.LayoutError, match=f"{name}=True"):
+            make_cache(**{name: True})
+    with pytest.raises(vmmkv.ShapeError, match="several lengths"):
+        cache.sequence(token_ids=[[1, 2], [3]])
+    assert (sequence.length, sequence.start, cache.stats().rows["live"]) == (3, 0, 1)
     cache.check()
 
 

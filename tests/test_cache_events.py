@@ -75,7 +75,7 @@ def finds_what_is_known(world: World, listener: Listener) -> None:
         ids = [*ids, 99]
         hit = listener.hit(key, ids)
         salt, adapter, tenant = key
-        tight = world.cache.pool.limit < 100  # there may be no room for copies
+        tight = world.cache.pool.limit_pages < 100  # there may be no room for copies
         with world.cache.sequence(token_ids=ids, salt=salt, adapter=adapter, tenant=tenant) as sequence:
             assert tight or sequence.cached_tokens >= hit - (loose(world) if world.cache.layout is RANGES else 0)
 

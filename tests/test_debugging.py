@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
+import re
 import warnings
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import run_python, small_driver
+from conftest import run_python, small_driver, soon
 from faulty import FaultyDriver
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -127,7 +128,7 @@ def test_wrong_books_are_found_by_the_operation_that_made_them(monkeypatch: pyte
     cache = make()
     sequence = cache.sequence(9)
     cache.pool.frames.free.append(cache._rows.pages(sequence.row)[0][0][0])
-    with pytest.raises(vmmkv.InvariantError, match="free page is mapped"):
+    with pytest.raises(vmmkv.InvariantError, match=rf"free page is mapped.*\n  1 page taken by {re.escape(__file__)}:"):
         sequence.truncate(1)
     monkeypatch.delenv("VMMKV_DEBUG")
     quiet = make()
@@ -136,6 +137,19 @@ def test_wrong_books_are_found_by_the_operation_that_made_them(monkeypatch: pyte
     sequence.truncate(1)
     with pytest.raises(vmmkv.InvariantError):
         quiet.check()
+
+
+def test_new_rows_of_a_growable_tensor_are_nan() -> None:
+    """And those that were, and are again."""
+    tensor = GrowableTensor((100, 1024), torch.float16, "cpu", max_bytes="64KiB", page_size=4096)
+    tensor.resize(2)
+    tensor.append(torch.ones(3, 1024, dtype=torch.float16))
+    assert nan_tokens(tensor.tensor) == 2
+    tensor.resize(3)
+    tensor.resize(7)
+    assert nan_tokens(tensor.tensor) == 2 + 4
+    assert tensor.tensor[2].eq(1).all()
+    tensor.close()
 
 
 def test_growable_tensors_are_checked() -> None:
@@ -163,6 +177,57 @@ def test_a_cache_that_is_closed_says_what_lives_and_who_started_it() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make().close()
+
+
+def test_a_leak_report_says_who_took_the_pages_and_what_is_on_the_host() -> None:
+    cache = make(host_bytes="1MiB")
+
+    def grow() -> None:
+        grown.extend(2 * PAGE_TOKENS)
+
+    grown, away = cache.sequence(PAGE_TOKENS), cache.sequence(5)
+    grow()
+    away.suspend()
+    with pytest.warns(vmmkv.LeakWarning, match=f"sequence {away.number}: suspended, 5 tokens on the host") as caught:
+        cache.close()
+    (text,) = (str(warning.message) for warning in caught)
+    assert re.search(rf"sequence {grown.number}: {3 * PAGE_TOKENS} tokens, 3 pages, started at (.*)\n", text)
+    assert re.search(r"  1 page taken by \S+:\d+ in test_a_leak_report", text)
+    assert re.search(r"  2 pages taken by \S+:\d+ in grow < ", text)
+
+
+def test_pages_that_are_mapped_ahead_are_the_mappers() -> None:
+    cache = make(lookahead=2 * PAGE_TOKENS)
+    sequence = cache.sequence(1)
+    soon(lambda: "taken by the mapper" in "".join(cache._rows.held()))
+    sequence.free()
+    cache.close()
+
+
+def test_who_closes_nothing_is_told_too() -> None:
+    """When a circle that the cache is part of is collected, and at the end of the process; without debugging not."""
+    code = """
+        import atexit, gc, os, vmmkv
+        def make():
+            return vmmkv.KVCache(vmmkv.KVLayout(1, 1, 64), 2, 80, max_bytes="64KiB", device="cpu", page_size=4096)
+        closed, idle, circle, kept = (make() for _ in range(4))
+        with closed, closed.sequence(3):
+            pass
+        circle.itself, kept.itself = [circle.sequence(11)], [kept.sequence(9)]
+        del circle
+        gc.collect()
+        print("end", flush=True)
+        if not os.fork():
+            atexit._run_exitfuncs()
+            os._exit(0)
+        os.wait()
+        atexit._run_exitfuncs()
+    """
+    told = r"a KVCache, made at \S+ in make < .*, was never closed, .*:\nsequence 0: (\d+) tokens, 1 pages, started at"
+    child = run_python(code, env={"VMMKV_DEBUG": "1", "NUMBA_ENABLE_CUDASIM": "1"})
+    assert re.findall(told, child.stderr) == ["11", "9"], child.stderr
+    child = run_python(code, env={"VMMKV_DEBUG": "0", "NUMBA_ENABLE_CUDASIM": "1"})
+    assert (child.stdout, child.stderr) == ("end\n", "")
 
 
 def test_a_pool_that_is_closed_too_early_says_what_lies_on_it() -> None:

@@ -264,6 +264,7 @@ def test_wrong_calls_are_refused_and_change_nothing() -> None:
         (vmmkv.ArgumentError, lambda: log.events(float("nan"))),
         (vmmkv.ArgumentError, lambda: log.events(1e300)),
         (vmmkv.ArgumentError, lambda: log.events("1")),
+        (vmmkv.ArgumentError, lambda: log.events(-1)),
         (vmmkv.ArgumentError, lambda: log.root(salt=b"x")),
         (vmmkv.ArgumentError, lambda: log.root(salt="\udc80")),
         (vmmkv.ArgumentError, lambda: log.root(adapter=1.5)),

@@ -119,7 +119,7 @@ class World:
         truncate(self, "cut", 10)
         for name in ("gone", "gone wide"):
             free(self, name)
-        self.limit = self.pool.limit
+        self.limit = self.pool.limit_pages
         self.caches = [self.cache, self.other]
         self.tensors = [self.tensor]
         device.current = chance.choice(device.streams)
@@ -134,7 +134,7 @@ class World:
             cache.check()
         stats = self.pool.stats()
         assert stats.physical_bytes == len(self.device.handles) * self.page <= stats.limit_bytes
-        assert self.pool.limit == self.limit
+        assert self.pool.limit_pages == self.limit
         assert stats.sequences == len(self.held)
         assert stats.tokens == sum(len(each.values) - each.start for each in self.held.values())
         for each in self.held.values():
@@ -215,6 +215,16 @@ def cut_and_extend(world: World, name: str) -> None:
     extend(world, name, 30)
 
 
+def unshare(world: World, name: str, start: int) -> None:
+    """Has what others share for itself, and may write over it."""
+    held = world.held[name]
+    held.sequence.cache.unshare([held.sequence], start)
+    world.device.finish()
+    held.values[start:] = torch.rand(len(held.values) - start)
+    for states in held.states():
+        states[start - held.start :] = held.values[start:, None, None]
+
+
 def free_all(world: World) -> None:
     world.cache.free([each.sequence for name, each in world.held.items() if name != "wide"])
     world.held = {"wide": world.held["wide"]}
@@ -293,6 +303,8 @@ OPERATIONS: dict[str, Callable[[World], object]] = {
     "fork what was released in front": lambda world: fork(world, "late"),
     "truncate a parent and extend": lambda world: cut_and_extend(world, "long"),
     "truncate a forked one and extend": lambda world: cut_and_extend(world, "long, fork 0"),
+    "unshare a parent": lambda world: unshare(world, "long", 3),
+    "unshare a forked one": lambda world: unshare(world, "cut, fork 0", 33),
     "free a parent": lambda world: free(world, "long"),
     "free": lambda world: free(world, "late"),
     "free all": free_all,

@@ -71,7 +71,7 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
             elif what == 6:
                 pages = chance.randint(1, 50)
                 pool.set_limit(pages * size)
-                assert pool.limit == pages
+                assert pool.limit_pages == pages
             else:
                 pool.trim()
         driver.heal()
@@ -81,7 +81,7 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
         assert stats.physical_bytes == driver.num_pages * size <= stats.limit_bytes
         each = [cache.stats() for cache in caches] + [tensor.stats()]
         assert sum(one.physical_bytes for one in each) + stats.free_bytes == stats.physical_bytes
-        assert [one.budget_bytes for one in each] == [min(pages, pool.limit) * size for pages in (50, most, 20)]
+        assert [one.budget_bytes for one in each] == [min(pages, pool.limit_pages) * size for pages in (50, most, 20)]
         for sequence, value in live:
             assert has_memory(sequence, driver)
             sequence.k(0).fill_(value)
@@ -90,7 +90,7 @@ def test_any_use_of_one_pool(seed: int, faults: bool) -> None:
             assert (sequence.k(0) == value).all()
         others = pages_of(caches[1]) + -(-tensor.stats().used_bytes // size)
         if pages_of(caches[0]) < guaranteed:
-            assert others <= pool.limit - guaranteed
+            assert others <= pool.limit_pages - guaranteed
     for cache in caches:
         cache.close()
     tensor.close()
@@ -170,6 +170,20 @@ def test_a_limit_below_what_lives_changes_nothing() -> None:
     live.extend(8)
 
 
+def test_a_share_is_of_what_is_free_and_what_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So the same share is the same limit, whatever is taken."""
+    pool, driver = make_pool(30)
+    size = pool.page_size
+    monkeypatch.setattr(driver, "memory_info", lambda: ((40 - driver.num_pages) * size, 100 * size))
+    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    kept = []
+    for tokens in (0, 5 * 8, 9 * 8):
+        kept.append(cache.sequence(tokens))
+        pool.set_limit("50%")
+        assert pool.limit_pages == 20
+    assert driver.num_pages == 14
+
+
 def test_trim_keeps_what_it_is_told_to() -> None:
     pool, _ = make_pool(20)
     cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
@@ -210,7 +224,7 @@ def test_a_cache_that_is_collected_gives_its_pages_to_the_pool() -> None:
 def gone(pool: vmmkv.FramePool) -> None:
     """Has a cache leave everything that the pool can have."""
     lost = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
-    lost.sequence(pool.limit * 8)
+    lost.sequence(pool.limit_pages * 8)
     del lost
     assert pool.left_behind
 

@@ -78,8 +78,12 @@ def test_any_operations_in_any_order(layout: str, options: dict[str, object]) ->
                         operation()
                 with pytest.raises(vmmkv.SuspendedError):
                     one.k(0)
+                assert one.length - one.start == len(values[one][0])
+                assert f"suspended, {len(values[one][0])} tokens on the host" in repr(one)
             elif what == "suspend":
+                extent = one.start, one.length
                 one.suspend()
+                assert (one.start, one.length) == extent
             elif what == "extend":
                 before = one.length - one.start
                 one.extend(random.randint(0, 30))

@@ -305,7 +305,7 @@ def test_what_a_lessee_makes_meanwhile_is_not_promised_to_others(compiled) -> No
     with pytest.raises(OutOfPagesError, match="take 12"):
         pool.set_limit(9 * PAGE)
     lease.reclaim = reclaim
-    assert pool.limit == 20
+    assert pool.limit_pages == 20
     assert pool.stats().holders == 1
     device.check()
     device.end(lease)
@@ -405,7 +405,7 @@ def test_segments_come_while_others_take_the_lease(compiled) -> None:
                     ]
                 )()
             with pool.monitor.lock:
-                assert lease.kept_pages <= device.functions.allocator.budget <= pool.limit - pool.frames.existing
+                assert lease.kept_pages <= device.functions.allocator.budget <= pool.limit_pages - pool.frames.existing
     finally:
         over.set()
         thread.join()

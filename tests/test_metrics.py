@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import run_python
+from loopback import looped
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 import vmmkv
 from vmmkv.events import EventLog
-from vmmkv.memory import ranges
+from vmmkv.memory import nvtx
 from vmmkv.metrics import PoolCollector
 from vmmkv.torch import GrowableTensor
 
@@ -153,6 +154,36 @@ def test_without_the_extra_the_rest_works() -> None:
     assert child.stdout == "False\n", child.stderr
 
 
+def test_what_copies_or_maps_is_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: calls.append("end"))
+    options = {"max_bytes": "40KiB", "host_bytes": "1MiB", "large_frames": False}
+    with vmmkv.KVCache(LAYOUT, 5, 80, device="cpu", page_size=4096, **options) as cache, looped():
+        cache.pool.nvtx = nvtx.Ranges(torch.device("cuda"))
+
+        def known() -> vmmkv.Sequence:
+            return cache.sequence(token_ids=np.arange(27))
+
+        with known() as first:
+            first.commit(np.arange(27))
+        for what, operation in {
+            "prefix hit": known,
+            "fork": (sequence := known()).fork,
+            "reorder": lambda: cache.reorder([sequence, cache.sequence(20)], [1, 1]),
+            "suspend": sequence.suspend,
+            "resume": sequence.resume,
+            "send": lambda: sequence.send(1),
+            "receive": lambda: cache.receive(1),
+            "host tier's copies": lambda: [sequence.free(), cache.sequence(80)],  # what is known makes way
+        }.items():
+            del calls[:]
+            kept = operation()
+            assert f"vmmkv: {what}" in calls, what
+            assert calls.count("end") * 2 == len(calls)
+            del kept
+
+
 def test_ranges_are_nothing_without_a_gpu_and_balanced_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", calls.append)
@@ -160,7 +191,7 @@ def test_ranges_are_nothing_without_a_gpu_and_balanced_with_one(monkeypatch: pyt
     with vmmkv.KVCache(LAYOUT, 2, 80, device="cpu", page_size=4096, max_bytes="40KiB") as cache:
         cache.sequence(9).free()
         assert calls == []
-        cache.pool.ranges = ranges.Ranges(torch.device("cuda"))
+        cache.pool.nvtx = nvtx.Ranges(torch.device("cuda"))
         growing, other = cache.sequence(9), cache.sequence(60)
         del calls[:]
         growing.extend(3)  # within its pages

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from conftest import ROUNDS, small_driver, small_layout
-from faulty import FaultyDriver
 from simulated_device import SimulatedDevice
 
 import vmmkv
 from vmmkv.memory.fence import Fence
+from vmmkv.rows.reordering import Reordering
 
 ROWS = 5
 
@@ -216,31 +217,56 @@ def test_without_memory_nothing_changes(make_cache) -> None:
     reordered([long, other], [0, 0])  # shared: there is no memory for another
 
 
-@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access"])
-def test_a_failed_call_leaves_what_was_or_nothing(make_cache, call: str) -> None:
-    for skip in range(8):
-        driver = FaultyDriver(small_driver("cpu"))
-        cache = make_cache(4, 100, pages=100, driver=driver)
+@pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access", "any"])
+def test_a_failed_call_leaves_what_was_or_nothing(monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    """`any`: also one of a stream or an event."""
+    kept, scratch = [], Reordering._scratch
+
+    def known_scratch(*args: Any) -> torch.Tensor:  # torch keeps what it frees for work on the same stream
+        kept.append(scratch(*args))
+        monkeypatch.setitem(SimulatedDevice.host, kept[-1].data_ptr(), kept[-1].nbytes)
+        return kept[-1]
+
+    monkeypatch.setattr(Reordering, "_scratch", known_scratch)
+    is_met, skip, outcomes = True, 0, set()
+    while is_met:
+        device = SimulatedDevice(Random())
+        cache = vmmkv.KVCache(
+            small_layout(device), 4, 100, max_bytes=100 * device.page_size, driver=device, large_frames=False
+        )
         (first,) = started(cache, 50)
         beams = [first, *cache.fork_many(first, 2)]
+        device.finish()
         for beam in beams:
             grow(beam, 30)
         beams.append(cache.sequence())
         before = [tokens_of(beam) for beam in beams]
         indices = [1, 0, 0, 2]
-        driver.fail(call, skip)
+        device.current = device.streams[1]
+        device.fail(call, skip)
         try:
             cache.reorder(beams, indices)
         except vmmkv.DriverError:
-            driver.heal()
+            device.heal()
+            device.finish()
             cache.check()
             ended = [not _is_live(beam) for beam in beams]
             assert all(ended) or not any(ended)
+            outcomes.add(any(ended))
             for beam, tokens in zip(beams, before) if not any(ended) else ():
                 assert all(map(torch.equal, tokens_of(beam), tokens))
-            continue
-        for beam, index in zip(beams, indices):
+            if not any(ended):  # and can be reordered as ever
+                cache.reorder(beams, indices)
+        else:
+            is_met, ended = not device.heal(), []
+        device.finish()
+        for beam, index in zip(beams, indices) if not any(ended) else ():
             assert all(map(torch.equal, tokens_of(beam), before[index]))
+        cache.close()
+        assert not device.handles
+        skip += 1
+    assert skip > 1
+    assert call != "any" or outcomes == {True, False}
 
 
 def test_what_is_being_filled_when_it_fails_is_not_unmapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from functools import partial
 from random import Random
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -438,6 +439,44 @@ def fail_once(rank: int, known: int) -> None:
 @pytest.mark.parametrize("known", [0, 60])
 def test_a_failed_call_is_a_refusal(known: int) -> None:
     together(fail_once, known)
+
+
+def fail_to_send(rank: int) -> None:
+    """Any call of the sender's driver, before it has said a word, or behind what it has sent."""
+    ids, outcomes, is_met = np.arange(100) * 7 % 1000, [], torch.ones(1)
+    while is_met:
+        if rank == RECEIVER:
+            assert is_right(make(LAYOUT).receive(SENDER), ids)
+            dist.recv(is_met, SENDER)
+            continue
+        driver = SimulatedDevice(Random())
+        cache = vmmkv.KVCache(LAYOUT, 5, 200, max_bytes="1MiB", driver=driver)
+        sequence = cache.sequence(token_ids=ids)
+        compute(sequence, ids)
+        sequence.commit(ids)
+        driver.finish()
+        driver.current = driver.streams[1]
+        driver.fail("any", len(outcomes))
+        with patch.object(Peer, "send", autospec=True, side_effect=Peer.send) as sending:
+            try:
+                sequence.send(RECEIVER)
+                outcomes.append("sent")
+            except vmmkv.DriverError:
+                outcomes.append("behind" if sending.called else "before")
+        is_met[:] = not driver.heal()
+        if outcomes[-1] == "before":
+            sequence.send(RECEIVER)
+        dist.send(is_met, RECEIVER)
+        driver.finish()
+        assert is_right(sequence, ids)
+        cache.check()
+        cache.close()
+        assert not driver.handles
+    assert rank == RECEIVER or {*outcomes} == {"before", "behind", "sent"}, outcomes
+
+
+def test_a_failed_call_of_the_sender_leaves_it_its_sequence() -> None:
+    together(fail_to_send)
 
 
 def misuse(rank: int) -> None:

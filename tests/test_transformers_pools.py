@@ -112,11 +112,11 @@ def test_copies_lie_on_the_same_pool_and_what_was_saved_on_its_own(device: str) 
         forward(cache, 2, 5, device)
     twin, shared = copy.deepcopy(own), copy.deepcopy(given)
     assert twin.pools == own.pools
-    assert own.pools[0].limit == 32
+    assert own.pools[0].limit_pages == 32
     assert shared.pools == given.pools == [pool]
     assert own.pools[0].stats().holders == pool.stats().holders == 1, "rows of the same KVCache"
     loaded = pickle.loads(pickle.dumps([own, given]))
-    assert loaded[0].pools[0].limit == 32
+    assert loaded[0].pools[0].limit_pages == 32
     assert loaded[1].pools not in ([], [pool])
     for cache, reference in ((twin, own), (shared, given), (loaded[0], own), (loaded[1], given)):
         for states, expected in zip(cache, reference, strict=True):

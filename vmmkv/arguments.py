@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Iterable, KeysView, Mapping, Set
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -11,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import ArgumentError, LayoutError, OutOfRangeError
-from .layout import KVLayout, shown, whole_number
+from .layout import KVLayout, as_index, shown, whole_number
 from .memory.pool import FramePool
 from .reuse.retention import MAX_PRIORITY, MIN_PRIORITY, is_priority
 from .sequence import Sequence, check_length, check_tokens
@@ -76,6 +75,22 @@ def check_priority(priority: int | None) -> None:
         )
 
 
+def check_guarantee(guaranteed: float | str, pool: FramePool | None) -> None:
+    """Raises `ArgumentError` where a cache asks for a part of a pool of its own, of which all is its."""
+    if pool is None and guaranteed:
+        raise ArgumentError(
+            f"got guaranteed={guaranteed!r} without a pool; a cache by itself has all of max_bytes. Give it the pool "
+            "that it shares with others"
+        )
+
+
+def check_flags(**flags: object) -> None:
+    """Raises `ArgumentError` where what is to be true or false is neither."""
+    for name, value in flags.items():
+        if not isinstance(value, bool | np.bool_):
+            raise ArgumentError(f"got {name}={value!r}; it is True or False")
+
+
 def check_hashable(**arguments: object) -> None:
     """Raises `ArgumentError` where what keeps sequences apart cannot."""
     for name, value in arguments.items():
@@ -92,10 +107,10 @@ def one_of(items: list[Item], number: int, kind: str) -> Item:
     """Returns one of a cache's layers, or of its ranges; from the last one, as of a list, where the number is negative.
 
     Raises:
-        TypeError, OutOfRangeError: there is none of this number.
+        ArgumentError, OutOfRangeError: there is none of this number.
     """
     try:
-        return items[number]
+        return items[as_index(kind, number)]
     except IndexError:
         raise OutOfRangeError(f"asked for {kind} {shown(number)}; {kind}s are 0 to {len(items) - 1}") from None
 
@@ -104,9 +119,9 @@ def row_number(row: int, max_sequences: int) -> int:
     """Returns the number of a row.
 
     Raises:
-        TypeError, OutOfRangeError: it is none.
+        ArgumentError, OutOfRangeError: it is none.
     """
-    row = operator.index(row)
+    row = as_index("row", row)
     if not 0 <= row < max_sequences:
         raise OutOfRangeError(f"asked for row {shown(row)}; rows are 0 to {max_sequences - 1}")
     return row
@@ -145,9 +160,13 @@ def indices_of(indices: Iterable[int], count: int) -> list[int]:
     """Returns as many indices as there are sequences, of these.
 
     Raises:
-        TypeError, ValueError, OutOfRangeError: they are none, or not as many.
+        ArgumentError, ValueError, OutOfRangeError: they are none, or not as many.
     """
-    chosen = [operator.index(index) for index in indices]
+    try:
+        each = list(indices)
+    except TypeError:
+        raise ArgumentError(f"got indices={indices!r}; give a list of them") from None
+    chosen = [as_index("index", index) for index in each]
     if len(chosen) != count:
         raise ValueError(f"got {len(chosen)} indices for {count} sequences; give one for each")
     if chosen and not 0 <= min(chosen) <= max(chosen) < count:

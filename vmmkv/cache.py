@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import os
 import warnings
 import weakref
 from collections.abc import Collection, Hashable, Iterable
@@ -16,6 +17,8 @@ import torch.distributed as dist
 
 from .arguments import (
     batch_of,
+    check_flags,
+    check_guarantee,
     check_hashable,
     check_priority,
     check_shape,
@@ -97,7 +100,7 @@ class KVCache(Owner):
         pool: physical memory that other caches may use as well, instead of `device`, `page_size` and `driver`. Without
             one the cache makes its own, of `max_bytes`, and takes of the device what others of the process do not use.
             With one `max_bytes` is the most that this cache may have of it; None is all that others do not use.
-        guaranteed: bytes of the pool, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
+        guaranteed: bytes of `pool`, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
             While it does not use them they are lent to what others can give back.
         lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
             is four pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
@@ -148,8 +151,10 @@ class KVCache(Owner):
         if event_log is not None:
             check_log(event_log)
         check_priority(host_priority)
+        check_flags(scrub=scrub, zero_tail=zero_tail, int32_strides=int32_strides, large_frames=large_frames)
         max_sequences, max_seq_len = check_shape(layout, max_sequences, max_seq_len, int32_strides)
         check_pool_alone(pool, driver=driver, device=device, page_size=page_size)
+        check_guarantee(guaranteed, pool)
         self.layout = layout
         self.max_sequences = max_sequences
         self.max_seq_len = max_seq_len
@@ -180,6 +185,8 @@ class KVCache(Owner):
         self._starting = Starting(self._rows, self._host_tier.prefixes if self._host_tier else None, event_log)
         self._leaks: list[str] = []
         """With debugging: what lived when it was closed."""
+        self._unclosed = weakref.finalize(self, _tell_leaks, self._rows, os.getpid()) if pool.is_debugged else None
+        """With debugging: tells what lives where nobody closes it, also at the end of the process."""
         owners.add(self)
         if event_log:
             on_host = self._host_tier.limit if self._host_tier and host_priority is not None else 0
@@ -295,6 +302,7 @@ class KVCache(Owner):
                 new sequence then.
         """
         ids = None
+        check_flags(reuse=reuse, whole=whole)
         if row is not None:
             row = row_number(row, self.max_sequences)
         if token_ids is not None:
@@ -434,6 +442,7 @@ class KVCache(Owner):
             TransferError: the other process is gone, does not send within the group's timeout, or sends something else.
             StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
         """
+        check_flags(reuse=reuse)
         peer = Peer(rank, group, self.device)
         self._check_no_capture()
         head = peer.listen()
@@ -443,7 +452,8 @@ class KVCache(Owner):
         first = max(head.start, sequence.cached_tokens)
         try:
             peer.accept(first)
-            peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
+            with self.pool.nvtx.receive:
+                peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
             if sequence.key is not None and len(head.ids):
                 with suppress(DriverError):  # it is there, and the other process knows; only nobody else finds it
                     sequence.commit(head.ids)
@@ -491,7 +501,8 @@ class KVCache(Owner):
     @operation
     def _fork(self, parent: Sequence, count: int) -> list[Sequence]:
         self._rows.release_abandoned()
-        return self._starting.fork(self, parent, count)
+        with self.pool.nvtx.fork:
+            return self._starting.fork(self, parent, count)
 
     def reorder(
         self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True, copy: bool = True
@@ -533,6 +544,7 @@ class KVCache(Owner):
                 whole numbers, or not as many.
         """
         batch = batch_of(self, sequences)
+        check_flags(share=share, copy=copy)
         if not (share or copy):
             raise ArgumentError(
                 "asked for share=False and copy=False; what another sequence holds comes by one of the two"
@@ -547,7 +559,8 @@ class KVCache(Owner):
         for sequence, _ in changing:
             sequence.key = None  # who is interrupted makes nothing known under a key that may be another's
         try:
-            self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share, copy)
+            with self.pool.nvtx.reorder:
+                self._rows.reorder({row: rows[index] for row, index in zip(rows, indices)}, share, copy)
         except VmmkvError as error:
             for sequence, key in zip(batch, keys) if is_own(error) else ():
                 sequence.key = key
@@ -758,7 +771,8 @@ class KVCache(Owner):
             warnings.warn(report, LeakWarning, stacklevel=2)
 
     def _give_back(self) -> None:
-        self._leaks = self._rows.held() if self.pool.is_debugged else []
+        if self._unclosed and self._unclosed.detach():
+            self._leaks = self._rows.held()
         self._views, self._scales, self._ranges, self._host_tier = [], [], [], None
         self._rows.close()
         if self.event_log:
@@ -776,7 +790,7 @@ class KVCache(Owner):
             The events; none after the timeout, or where the cache was closed and nothing is left.
 
         Raises:
-            ArgumentError: the cache was made without `event_log`.
+            ArgumentError: the cache was made without `event_log`; or `timeout` is no time, or `most` no whole number.
             BudgetError: `most` is not positive.
         """
         if self.event_log is None:
@@ -860,6 +874,14 @@ class KVCache(Owner):
     def _draw(self) -> str:
         self._rows.release_abandoned()
         return draw_cache(self._rows, snapshot(self._rows, self._host_tier, self.event_log))
+
+
+def _tell_leaks(rows: Rows, owner: int) -> None:
+    """Says which sequences live of a cache that has ended, and that nobody has closed; not in a forked child."""
+    leaks = rows.held() if os.getpid() == owner else []
+    if leaks:
+        made = f"a KVCache, made at {rows.account.origin}, was never closed, and has live sequences:"
+        warnings.warn("\n".join([made, *leaks]), LeakWarning, stacklevel=1)
 
 
 def _end(log: EventLog) -> None:

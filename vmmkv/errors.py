@@ -47,7 +47,8 @@ class OutOfPagesError(VmmkvError, MemoryError):
 
     Attributes:
         requested: pages asked for.
-        available: pages that could have been had: free, still within the budget, or reclaimable.
+        available: pages that could have been had: free, still within the budget, or reclaimable. From
+            `FramePool.set_limit`: the lowest limit that could have been set.
     """
 
     def __init__(self, message: str, *, requested: int = 0, available: int = 0) -> None:
@@ -179,4 +180,5 @@ class KeptLayersWarning(UserWarning):
 
 
 class LeakWarning(UserWarning):
-    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences; the message says who started them."""
+    """With `VMMKV_DEBUG=1`: a cache was closed with live sequences, or never; the message says who started these, and
+    who took their pages."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
 
 from .errors import InvariantError
-from .memory.frames import LARGE
 from .memory.pool import FramePool
 from .rows.rows import Rows
 from .space.arena import Arena
@@ -50,22 +50,26 @@ def check_pool(pool: FramePool) -> None:
     exist = set(np.flatnonzero(frames.handles >= 0).tolist())
     free = set(frames.in_pages([*frames.free, *frames.free_large]))
     room, leased = pool.accounts.room, pool.accounts.leased
-    ensure(room >= 0, f"{frames.existing} pages exist and {leased} are leased; the limit is {pool.limit}")
+    ensure(room >= 0, f"{frames.existing} pages exist and {leased} are leased; the limit is {pool.limit_pages}")
+
+    def ensure_none(pages: Iterable[int], what: str) -> None:
+        found = [*pages]
+        ensure(not found, "\n  ".join([f"{what}: {found[:10]}", *pool.taken_by(found)]))
+
     for page, count in mapped.items():
-        first = page // LARGE * LARGE if frames.is_large[page] else page
-        ensure(
-            frames.shares[first] == count - 1, f"page {page} is mapped {count} times, {frames.shares[first] + 1} known"
-        )
-    ensure(not frames.shares[[*free]].any() and not frames.users[[*free]].any(), "a free page is shared")
+        known = int(frames.shares[frames.frame_of(page)]) + 1
+        ensure_none([page] * (count != known), f"a page is mapped {count} times, {known} known")
+    shared = [page for page in free if frames.shares[page] or frames.users[page]]
+    ensure_none(shared, "a free page is shared")
     ensure(len(free) == frames.free_pages, "a page is free twice")
     ensure(not free & zeros, "the zero page is free")
-    ensure(not free & mapped.keys(), "a free page is mapped")
-    ensure(free | mapped.keys() == exist, "a page has leaked, or one that does not exist is mapped")
+    ensure_none(free & mapped.keys(), "a free page is mapped")
+    ensure_none((free | mapped.keys()) ^ exist, "a page has leaked, or one that does not exist is mapped")
     ensure(frames.taken == len(mapped), f"{frames.taken} pages are taken, {len(mapped)} mapped")
     for table in pool.tables:
         ensure(not table.doubt, "nobody knows what is mapped")
-    over = pool.accounts.overdraft(pool.limit)
-    ensure(over <= 0, f"{pool.limit + over} pages are firm or guaranteed; the limit is {pool.limit}")
+    over = pool.accounts.overdraft(pool.limit_pages)
+    ensure(over <= 0, f"{pool.limit_pages + over} pages are firm or guaranteed; the limit is {pool.limit_pages}")
     for account in pool.accounts:
         taken, limit = account.taken, pool.accounts.limit_of(account)
         ensure(taken <= limit, f"an account of {limit} pages has {taken}")

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
-from .errors import DtypeError, LayoutError
+from .errors import ArgumentError, DtypeError, LayoutError
 
 ALIGNMENT = 16
 """Bytes that K and V of each layer are aligned to: what vector loads, TMA and SDPA ask for."""
@@ -179,16 +180,28 @@ class KVLayout:
         return sum(-(-tokens * record // page_size) for record in self.record_bytes)
 
 
+def as_index(name: str, value: object) -> int:
+    """What was given under a name, where it is a whole number; a truth value is none.
+
+    Raises:
+        ArgumentError: it is not.
+    """
+    with suppress(TypeError):
+        if not isinstance(value, bool):
+            return operator.index(value)  # type: ignore[arg-type]
+    raise ArgumentError(f"got {name}={value!r}; it must be a whole number")
+
+
 def whole_number(name: str, value: object) -> int:
-    """What was given under a name, where it is a whole number.
+    """What was given under a name, where it is a whole number, as a size.
 
     Raises:
         LayoutError: it is not.
     """
     try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError:
-        raise LayoutError(f"asked for {name}={value!r}; it must be a whole number") from None
+        number = as_index(name, value)
+    except ArgumentError as error:
+        raise LayoutError(str(error)) from None
     if number.bit_length() > 63:
         raise LayoutError(f"asked for {name}={shown(number)}; no such size has more than 63 bits")
     return number

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import operator
 import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, NoReturn
@@ -24,7 +23,7 @@ from .errors import (
     UseAfterFreeError,
     VmmkvError,
 )
-from .layout import shown
+from .layout import as_index, shown
 from .memory.fence import Fence, check_stream, finished_on_error
 from .memory.monitor import Steps, bookkeeping, operation, stepwise
 from .memory.pool import FramePool
@@ -93,13 +92,17 @@ class Sequence:
 
     @property
     def length(self) -> int:
-        """Tokens so far, including those before `start`."""
-        return self._rows.table.length[self.row]
+        """Tokens so far, including those before `start`; also while they are in host memory."""
+        self.check_usable()
+        away = self._rows.table.suspended.get(self.index)
+        return away.length if away else self._rows.table.length[self.index]
 
     @property
     def start(self) -> int:
         """The first token that can be read: 0, or what was last given to `release_before`."""
-        return self._rows.table.start[self.row]
+        self.check_usable()
+        away = self._rows.table.suspended.get(self.index)
+        return away.start if away else self._rows.table.start[self.index]
 
     @property
     def capacity(self) -> int:
@@ -208,12 +211,13 @@ class Sequence:
         """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle.
 
         Raises:
+            ArgumentError: it is no whole number.
             ValueError: it does not hold so many, or they end before `start`.
             StreamCaptureError: whole pages would leave while a CUDA graph is captured. Nothing has changed then.
             SuspendedError: its tokens are in host memory.
             UseAfterFreeError: the sequence or its cache is gone.
         """
-        self._truncate(operator.index(tokens))
+        self._truncate(as_index("tokens", tokens))
 
     @bookkeeping
     def _truncate(self, tokens: int) -> None:
@@ -227,9 +231,9 @@ class Sequence:
         must not be read again: views start at `token` from now on.
 
         Raises:
-            ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
+            ArgumentError, ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
         """
-        self._release_before(operator.index(token))
+        self._release_before(as_index("token", token))
 
     @bookkeeping
     def _release_before(self, token: int) -> None:
@@ -246,7 +250,7 @@ class Sequence:
     @operation
     def suspend(self) -> None:
         """Moves its tokens to host memory; its pages go to others when needed. It keeps its row, and so its addresses.
-        Until `resume` it may only be freed.
+        Until `resume` it may only be asked for its `length` and `start`, and freed.
 
         Behind all work on it so far, in the order of the current stream; nothing here waits.
 
@@ -259,7 +263,8 @@ class Sequence:
         """
         self._check_here()
         self._rows.release_abandoned()
-        self.cache.host_tier().suspend(self.index)
+        with self.pool.nvtx.suspend:
+            self.cache.host_tier().suspend(self.index)
 
     @operation
     def resume(self) -> None:
@@ -273,7 +278,8 @@ class Sequence:
         """
         self._rows.release_abandoned()
         if self.index in self._rows.table.suspended:
-            self.cache.host_tier().resume(self.index)
+            with self.pool.nvtx.resume:
+                self.cache.host_tier().resume(self.index)
             self._rows.ring()
 
     def send(self, rank: int, *, group: dist.ProcessGroup | None = None) -> None:
@@ -299,13 +305,16 @@ class Sequence:
             TransferError: the other process is gone, does not answer within the group's timeout, or sends something
                 else.
             StreamCaptureError: a CUDA graph is being captured.
+            DriverError: a driver call failed: before anything was sent, and who receives waits on; or when all of it
+                was. The sequence is unchanged.
             UseAfterFreeError: the sequence or its cache is gone.
         """
         peer, head = Peer(rank, group, self.pool.device), self._head()
         first = peer.ask(head)
         ranges = [self.cache.range(index) for index in range(len(self._rows.ranges))]
         try:
-            peer.send(states_of(self._rows, ranges, self.index, first, head.length))
+            with self.pool.nvtx.send:
+                peer.send(states_of(self._rows, ranges, self.index, first, head.length))
         finally:
             self._fence_sent()
 
@@ -414,9 +423,9 @@ class Sequence:
 
     def __repr__(self) -> str:
         try:
+            if self.is_suspended:
+                return f"<vmmkv.Sequence {self.number}: suspended, {self.length - self.start} tokens on the host>"
             return f"<vmmkv.Sequence {self.number}: row {self.row}, {self.length} tokens>"
-        except SuspendedError:
-            return f"<vmmkv.Sequence {self.number}: suspended>"
         except VmmkvError:
             return f"<vmmkv.Sequence {self.number}: gone>"
 
@@ -454,12 +463,9 @@ def check_tokens(tokens: int, name: str = "tokens") -> int:
     """A whole number, of tokens or of what is named.
 
     Raises:
-        TypeError, ValueError: it is none, or negative.
+        ArgumentError, ValueError: it is none, or negative.
     """
-    try:
-        tokens = operator.index(tokens)
-    except TypeError:
-        raise TypeError(f"got {name}={tokens!r}; it must be a whole number") from None
+    tokens = as_index(name, tokens)
     if tokens < 0:
         hint = "; to drop tokens use truncate" if name == "tokens" else ""
         raise ValueError(f"asked for {name}={shown(tokens)}; it is at least 0{hint}")

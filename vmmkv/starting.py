@@ -160,7 +160,8 @@ class Starting:
             sequence = self._new(cache, row)
             if hit.tokens:
                 try:
-                    prefixes.begin(row, sequence.number, hit, key, ids, tokens, expected, stream)
+                    with self._rows.pool.nvtx.hit:
+                        prefixes.begin(row, sequence.number, hit, key, ids, tokens, expected, stream)
                 except VmmkvError:  # whoever holds it holds the sequence
                     self.abandon([sequence])
                     raise

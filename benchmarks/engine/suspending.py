@@ -1,7 +1,8 @@
 """Rows of preempted sequences go to the host and come back, where that costs less than to compute them anew.
 
-Both cost so much a token: copies its bytes twice at the speed of the link, computing its share of a prompt's time. What
-maps pages again is the same in both.
+Both cost so much a token: copies its bytes twice at the speed of the link, computing its share of a prompt's time. To
+map pages again is not counted. It is not the same in both: what comes back needs all of its pages at once, so that more
+of them are mapped in need, for which the host waits (`serve_pressure_h200.json`).
 """
 
 from __future__ import annotations

@@ -265,9 +265,9 @@ class EventLog:
             ArgumentError: `timeout` is no time, or `most` no whole number.
             BudgetError: `most` is not positive.
         """
-        if not (timeout is None or (isinstance(timeout, Real) and timeout <= threading.TIMEOUT_MAX)):
+        if not (timeout is None or (isinstance(timeout, Real) and 0 <= timeout <= threading.TIMEOUT_MAX)):
             raise ArgumentError(
-                f"got timeout={timeout!r}; give a number of seconds, at most {threading.TIMEOUT_MAX:.0f}, or None to "
+                f"got timeout={timeout!r}; give a number of seconds from 0 to {threading.TIMEOUT_MAX:.0f}, or None to "
                 "wait for ever"
             )
         if not isinstance(most, SupportsIndex | None):

@@ -733,11 +733,11 @@ class RowCache(their_cache.PagedAttentionCache):
 
         def make() -> int:
             self.kv_caches = make_caches(options, self._groups, limit, requests, host_bytes(config))
-            return self.kv_caches[0].pool.limit
+            return self.kv_caches[0].pool.limit_pages
 
         pages = int(ranks.attempt(make)[1])
         pool = self.kv_caches[0].pool
-        if options.pool is None and pages < pool.limit:
+        if options.pool is None and pages < pool.limit_pages:
             pool.set_limit(pages * pool.page_size)
 
     def _tell_sizes(self, config: Any) -> None:
@@ -746,7 +746,9 @@ class RowCache(their_cache.PagedAttentionCache):
         self.max_batch_tokens = config.max_batch_tokens or MAX_BATCH_TOKENS
         stages = self.requests.stages
         pools = {stage.caches[0].pool: sum(cache.layout.token_bytes for cache in stage.caches) for stage in stages}
-        self.num_blocks = min(pool.limit * pool.page_size // block_bytes(config, size) for pool, size in pools.items())
+        self.num_blocks = min(
+            pool.limit_pages * pool.page_size // block_bytes(config, size) for pool, size in pools.items()
+        )
         self.max_blocks_per_request, self.max_decode_fast_path_length = 1, self._max_seq_len
         self.max_tokens_read, self.read_cache_limit = 0, None
         self.pool: Any = SimpleNamespace(try_to_free_sectors=_nothing)

@@ -100,7 +100,7 @@ class Admission:
         free = []
         for stage in self._requests.stages:
             pages, pool = stage.available_pages, stage.caches[0].pool
-            free.append(pages / pool.limit if relative else pages * pool.page_size)
+            free.append(pages / pool.limit_pages if relative else pages * pool.page_size)
         return self._ranks.least(min(free))
 
     def others_hold_memory(self) -> bool:
@@ -116,7 +116,7 @@ class Admission:
         """Why a request of so many tokens ends, for which there is no memory though nobody else has any."""
         stages = self._requests.stages
         needed, limit, pool = max(
-            ((stage.pages_of(tokens), stage.caches[0].pool.limit, stage.caches[0].pool) for stage in stages),
+            ((stage.pages_of(tokens), stage.caches[0].pool.limit_pages, stage.caches[0].pool) for stage in stages),
             key=lambda each: each[0] / each[1],
         )
         return OutOfPagesError(

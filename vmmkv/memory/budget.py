@@ -83,13 +83,15 @@ def budget_pages(
     return pages_within(memory, max_bytes, least)
 
 
-def pages_within(memory: Memory, max_bytes: float | str, least: int = 1, name: str = "max_bytes") -> int:
-    """The largest number of pages within `max_bytes` (see `parse_bytes`), which users call `name`.
+def pages_within(memory: Memory, max_bytes: float | str, least: int = 1, name: str = "max_bytes", held: int = 0) -> int:
+    """The largest number of pages within `max_bytes` (see `parse_bytes`), which users call `name`; shares are of what
+    is free and of `held` bytes.
 
     Raises:
         BudgetError: it is no size, under `least` pages, or over the memory that there is.
     """
     free, total = memory.memory_info()
+    free += held
     pages = parse_bytes(max_bytes, free) // memory.page_size
     return _check_pages(memory, (free, total), pages, f"{name}={max_bytes!r}", least)
 

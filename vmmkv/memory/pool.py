@@ -13,8 +13,8 @@ import html
 import itertools
 import os
 import weakref
-from collections import deque
-from collections.abc import Collection, Hashable, Iterator
+from collections import Counter, deque
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NoReturn, Protocol
 
@@ -37,8 +37,8 @@ from .driver import Driver, driver_for
 from .frames import Frames, Supply, Tenants
 from .meter import Meter
 from .monitor import Monitor, operation
+from .nvtx import Ranges
 from .picture import draw_accounts
-from .ranges import Ranges
 
 
 class Table(Protocol):
@@ -120,10 +120,13 @@ class FramePool:
         """Of those who lie on it."""
         self.is_debugged = debugging.is_on()
         """Whether `VMMKV_DEBUG` was set when it was made."""
+        self._takers: dict[int, str] = {}
+        """With debugging: where pages were taken, by their numbers."""
         self.is_shared = True
         """Whether it is for whoever wants to lie on it; otherwise what is free counts as its one holder's."""
         self.monitor = Monitor()
-        self.ranges = Ranges(self.driver.device)
+        self.nvtx = Ranges(self.driver.device)
+        """What a profiler shows."""
         self.number = next(_numbers)
         """Among the pools of this process."""
         self.prompt_tokens = self.cached_tokens = 0
@@ -162,7 +165,7 @@ class FramePool:
         return self.driver.page_size
 
     @property
-    def limit(self) -> int:
+    def limit_pages(self) -> int:
         """The most pages that it may take, now."""
         return self.accounts.limit
 
@@ -170,15 +173,16 @@ class FramePool:
     def set_limit(self, max_bytes: float | str) -> None:
         """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
 
-        `max_bytes` is as it was when the pool was made; shares are of what is free now beside what the pool has.
+        `max_bytes` takes the same forms as in the constructor; a percentage refers to device memory that is free now
+        plus what the pool already holds.
 
         Raises:
             BudgetError: it is no size, or larger than the device, or less than what is guaranteed.
             OutOfPagesError: tokens take more.
             DriverError: a driver call failed. The limit is as before in all cases, and nobody has lost a token.
         """
-        limit = pages_within(self.driver, max_bytes)
         self.collect()
+        limit = pages_within(self.driver, max_bytes, held=self.accounts.physical * self.page_size)
         guaranteed = sum(account.guaranteed for account in self.accounts)
         if limit < guaranteed:
             raise BudgetError(
@@ -205,7 +209,7 @@ class FramePool:
 
     def memory_info(self) -> tuple[int, int]:
         """Bytes that shares of the pool are of, and bytes that it has in all."""
-        return self.limit * self.page_size, self.limit * self.page_size
+        return self.limit_pages * self.page_size, self.limit_pages * self.page_size
 
     @operation
     def trim(self, keep: float | str = 0) -> int:
@@ -227,7 +231,7 @@ class FramePool:
         size, accounts = self.page_size, self.accounts.stats()
         lessees = [stats.used_bytes for account, stats in zip(self.accounts, accounts) if account.is_lease]
         return FramePoolStats(
-            limit_bytes=self.limit * size,
+            limit_bytes=self.limit_pages * size,
             physical_bytes=self.frames.existing * size + sum(lessees),
             free_bytes=self.frames.free_pages * size,
             leased_bytes=self.accounts.leased * size,
@@ -257,9 +261,17 @@ class FramePool:
             DriverError: the driver could not make one; those made before it are free now.
         """
         self.accounts.check_idle(account, pages)
-        supply = self.frames.take(pages, large, self.limit - self.accounts.leased)
+        supply = self.frames.take(pages, large, self.limit_pages - self.accounts.leased)
         account.taken += pages
+        if self.is_debugged:
+            taken = self.frames.in_pages([*supply.large, *supply.single])
+            self._takers.update(dict.fromkeys(taken, debugging.caller()))
         return supply
+
+    def taken_by(self, pages: Iterable[int]) -> list[str]:
+        """With debugging: who has taken pages, or had them last, a line for each place."""
+        takers = Counter(self._takers[page] for page in pages if page in self._takers)
+        return [f"{count} page{'s' * (count > 1)} taken by {taker}" for taker, count in takers.items()]
 
     def tenant_number(self, tenant: Hashable) -> int:
         """The number of a tenant, as long as anything here carries it. Forgets others now and then."""
@@ -282,7 +294,7 @@ class FramePool:
     def trim_holder(self, holder: Holder) -> int:
         """Gives what a holder does not use, and what is free, back to the system; returns the bytes that went."""
         before = self.frames.existing
-        holder.reclaim(self.limit, wait=True)  # also what costs addresses only: pages that others have, too
+        holder.reclaim(self.limit_pages, wait=True)  # also what costs addresses only: pages that others have, too
         self.frames.release(self.frames.free_pages)
         return (before - self.frames.existing) * self.page_size
 
@@ -401,7 +413,7 @@ class FramePool:
     def __repr__(self) -> str:
         mib = self.page_size / 2**20
         return (
-            f"<vmmkv.FramePool on {self.device}: {self.frames.existing * mib:.0f} of {self.limit * mib:.0f} MiB, "
+            f"<vmmkv.FramePool on {self.device}: {self.frames.existing * mib:.0f} of {self.limit_pages * mib:.0f} MiB, "
             f"{len(self.accounts)} accounts>"
         )
 

@@ -301,7 +301,8 @@ class HostPrefixes:
         self.is_copying = True
         self._pages.use(places, None)
         try:
-            yield
+            with self._rows.pool.nvtx.host_copies:
+                yield
             fence = Fence.after(self._driver, [self._stream])
             if then is not None:
                 fence.order(then)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ArgumentError, DriverError, UnsupportedError
+from ..errors import ArgumentError, DriverError, ShapeError, UnsupportedError
 from ..events import EventLog
 from ..events.log import check_ids
 from ..memory.fence import Fence
@@ -366,5 +366,12 @@ def ids_of(token_ids_given: npt.ArrayLike) -> Ids:
     Raises:
         ArgumentError, ShapeError, DtypeError: they are none.
     """
-    ids = np.asarray(token_ids_given)
+    try:
+        ids = np.asarray(token_ids_given)
+    except ValueError:
+        raise ShapeError(
+            "got token_ids that are lists of several lengths; give ids of one sequence, [tokens]"
+        ) from None
+    except TypeError as error:  # a tensor on a GPU
+        raise ArgumentError(f"got token_ids that are no array: {error}") from None
     return token_ids(ids if ids.size else ids.astype(np.int64))  # an empty list is one of floats to numpy

@@ -212,7 +212,7 @@ class Beginning:
         self._books.claims = {row: (0, tokens)}
         try:
             pages = sum(end for _, end in self._books.used(row))
-            if accounts.overdraft(self._pool.limit) > 0:
+            if accounts.overdraft(self._pool.limit_pages) > 0:
                 self._reclaimer.check_allowed(pages)  # before anything is lost
                 self._table.fences[row].wait()
                 self._reclaimer.unmap_surplus({row: tokens})

@@ -55,7 +55,7 @@ class Growing:
         self._books.claims = claims
         plan = self._plan(needing)
         if plan or self._books.rules.cleans:
-            with Undo() as undo, self._pool.ranges.growth:
+            with Undo() as undo, self._pool.nvtx.growth:
                 undo.push(self.look_again, needing)
                 self._reclaimer.afford(sum([growth.missing for growth in plan]))
                 yield from self._map(needing, plan, undo)

@@ -34,7 +34,7 @@ class Reclaimer:
         self._pool, self._account, self._books, self._table = books.pool, books.account, books, books.table
         self._keeping, self._scrubbing = keeping, scrubbing
         # The zeros behind a live row grow with each page that is taken from it.
-        self.spare = 0 if books.rules.zero_tail else min(self._pool.limit // 512, 64)
+        self.spare = 0 if books.rules.zero_tail else min(self._pool.limit_pages // 512, 64)
         """Pages to reclaim beyond those that are missing: to look for them costs as much as to reclaim several."""
 
     def reclaim(self, count: int, *, wait: bool = False) -> int:
@@ -63,7 +63,7 @@ class Reclaimer:
         """`reclaim`, from rows in this order."""
         reclaimed = 0
         change, changed = self._new_change()
-        with self._pool.ranges.reclaiming:
+        with self._pool.nvtx.reclaiming:
             try:
                 for row, keep in rows:
                     if row in changed:  # once more, with less to keep
@@ -97,7 +97,7 @@ class Reclaimer:
         """Unmaps the surplus pages of rows whose fences have passed; none of so many first tokens of each."""
         change, changed = self._new_change()
         for row, keep in rows.items():
-            self._plan(change, row, self._pool.limit, keep)
+            self._plan(change, row, self._pool.limit_pages, keep)
             changed.append(row)
         self._run(change, changed)
 
@@ -144,12 +144,12 @@ class Reclaimer:
             OutOfPagesError: not even without that. Nothing has changed.
         """
         pool = self._pool
-        if pool.accounts.has_guarantees and pool.accounts.overdraft(pool.limit) > 0:
+        if pool.accounts.has_guarantees and pool.accounts.overdraft(pool.limit_pages) > 0:
             self.check_allowed(count)
             for wait in (False, True):
-                while (over := pool.accounts.overdraft(pool.limit)) > 0 and self.slacken(over, wait=wait):
+                while (over := pool.accounts.overdraft(pool.limit_pages)) > 0 and self.slacken(over, wait=wait):
                     pass
-                pool.accounts.slacken(self._account, pool.limit, wait=wait)
+                pool.accounts.slacken(self._account, pool.limit_pages, wait=wait)
 
     def supply(self, count: int, large: int) -> Supply:
         """Frames of `count` pages, up to so many large ones among them: free ones, then retired ones, then new ones,
@@ -228,7 +228,7 @@ class Reclaimer:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""
         allowed = self._pool.accounts.allowed(self._account)
         if cause:
-            allowed -= self._pool.limit - self._pool.accounts.physical
+            allowed -= self._pool.limit_pages - self._pool.accounts.physical
         kept = self._books.kept_pages + self._books.under_way - count
         if allowed < kept + count:
             limit = str(cause) if cause else f"{allowed} are the most that this cache can have"

@@ -202,16 +202,19 @@ class Rows:
         return set(self.table.tenants.tolist()) | self.keeping.keeper.known_tenants()
 
     def held(self) -> list[str]:
-        """What live sequences hold, a line for each, and with debugging who has started it."""
+        """What live sequences hold, and with debugging who has started each, and taken its pages."""
         lines = []
         collected = {reference.key for reference in self.abandoned}
         for row in self.table.live:
             if (row, self.table.owner[row]) in collected:
                 continue
-            pages = sum(len(mapped) for mapped, _ in self.pages(row))
-            tokens = self.table.length[row] - self.table.start[row]
+            pages = [page for mapped, _ in self.pages(row) for page in mapped]
+            away = self.table.suspended.get(row)
+            start, length = (away.start, away.length) if away else self.table.extents[row].tolist()
+            where = f"suspended, {length - start} tokens on the host" if away else f"{length - start} tokens"
             origin = self.beginning.origins.get(row, "an unknown place")
-            lines.append(f"sequence {self.table.owner[row]}: {tokens} tokens, {pages} pages, started at {origin}")
+            lines.append(f"sequence {self.table.owner[row]}: {where}, {len(pages)} pages, started at {origin}")
+            lines += [f"  {line}" for line in self.pool.taken_by(pages)]
         return lines
 
     @property

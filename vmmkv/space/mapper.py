@@ -248,7 +248,7 @@ class Mapper:
                     return
                 with pool.monitor.working():
                     new = pool.frames.plan(count, pages)
-            with pool.ranges.frames:
+            with pool.nvtx.frames:
                 outcome = self._calls.create(pool.frames.handles, new, pages)
             with pool.monitor.lock:
                 if pool.monitor.is_dirty:
@@ -263,7 +263,7 @@ class Mapper:
 
     def _run(self, pool: FramePool, change: Change, holders: Sequence[Grower] = (), mover: Mover | None = None) -> None:
         """Runs a change that was planned for holders, or for a mover."""
-        with pool.ranges.change:
+        with pool.nvtx.change:
             change.run()
         with pool.monitor.lock:
             if pool.monitor.is_dirty:  # what is in doubt is unmapped by the next operation

@@ -110,6 +110,8 @@ class GrowableTensor(Owner):
         self._length = 0
         self._fence = Fence()
         self._streams = {self._driver.current_stream()}
+        self._is_poisoned = pool.is_debugged and self.dtype.is_floating_point
+        """For debugging: new rows are filled with what is no number."""
         self._open(nbytes, None if owns_pool else pages_within(pool, max_bytes))
         with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
             flat = export_range(self._arena.address, nbytes, self.device, owner=self._arena)
@@ -161,6 +163,8 @@ class GrowableTensor(Owner):
         self._make_room(length)
         if self._pages(length) < self._pages(self._length):
             self._fence_all()
+        if self._is_poisoned and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            self._whole[self._length : length].fill_(math.nan)
         self._length = length
 
     @operation
@@ -226,7 +230,8 @@ class GrowableTensor(Owner):
 
     def held(self) -> list[str]:
         """What of it is in use."""
-        return [f"{self._length} rows"] if self._length else []
+        pages = self._arena.table.mapped_pages()
+        return [f"{self._length} rows", *(f"  {line}" for line in self.pool.taken_by(pages))] if self._length else []
 
     def recover(self) -> None:
         """Works its books out anew, after an interruption."""

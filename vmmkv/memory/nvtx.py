@@ -1,4 +1,4 @@
-"""Ranges on a profiler's time line (NVTX), where there is a GPU; elsewhere they are nothing."""
+"""NVTX: ranges on a profiler's time line, where there is a GPU; elsewhere they are nothing."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Range:
 
 
 class Ranges:
-    """The ranges of a pool: `growth` beyond what is mapped, `reclaiming` pages for it, and what the mapper does, a
-    `change` or new `frames`."""
+    """The ranges of a pool: `growth` beyond what is mapped, `reclaiming` pages for it, what the mapper does, a `change`
+    or new `frames`, and what users ask for that copies or maps."""
 
     def __init__(self, device: torch.device) -> None:
         def make(name: str) -> AbstractContextManager[None]:
@@ -34,3 +34,8 @@ class Ranges:
         self.reclaiming = make("reclaiming")
         self.change = make("mapper's change")
         self.frames = make("mapper's frames")
+        self.fork, self.reorder = make("fork"), make("reorder")
+        self.hit = make("prefix hit")
+        self.suspend, self.resume = make("suspend"), make("resume")
+        self.host_copies = make("host tier's copies")
+        self.send, self.receive = make("send"), make("receive")
