@@ -115,8 +115,8 @@ def make_quantize_heads(
             factor = exact_reciprocal(top) * float32(whole) if usable else float32(0)
             for i in range(owned):
                 for j in range(4):
-                    number = numbers[4 * i + j] * factor
-                    numbers[4 * i + j] = number if usable and (not given or number == number) else float32(0)
+                    number = numbers[4 * i + j]
+                    numbers[4 * i + j] = number * factor if usable and (not given or number == number) else float32(0)
                 if i * 32 + lane < fours:
                     word = pack_bytes(
                         code(numbers[4 * i]), code(numbers[4 * i + 1]),
