@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from conftest import ROUNDS, small_driver
+from conftest import ROUNDS, small_driver, some
 from faulty import FaultyDriver
+from interruption import interrupted
 from loopback import looped
 from simulated_device import SimulatedDevice
 
@@ -162,6 +166,44 @@ def test_a_failed_call_leaves_what_was_or_nothing() -> None:
             if not fault.was_met:
                 break
         assert skip, do
+
+
+INDICES = 1, 0, 1
+OPERATIONS: dict[str, Callable[[vmmkv.KVCache, list[vmmkv.Sequence]], object]] = {
+    "start": lambda cache, sequences: cache.sequence(200),
+    "start empty": lambda cache, sequences: cache.sequence(),
+    "fork": lambda cache, sequences: cache.fork_many(sequences[0], 2),
+    "reorder": lambda cache, sequences: cache.reorder(sequences, INDICES),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_interruption_at_any_line(name: str) -> None:
+    """Who is there has its scales with its tokens, as before or as after, and the next one those of 1."""
+
+    def interrupt(line: int) -> int | None:
+        driver = FaultyDriver(small_driver("cpu"))
+        driver.unmaps_anything = True
+        cache = make(driver=driver)
+        started(cache, 100).free()
+        sequences = [started(cache, tokens) for tokens in (100, 30, 0)]
+        before = [written(sequence) for sequence in sequences]
+        lines = interrupted(lambda: OPERATIONS[name](cache, sequences), line)
+        with suppress(vmmkv.InterruptedChangeError):  # nobody reads anything then
+            gc.collect()
+            cache.check()
+            for sequence, index, expected in zip(sequences, INDICES, before):
+                with suppress(vmmkv.UseAfterFreeError) if name == "reorder" else nullcontext():
+                    now = held(sequence)
+                    is_after = name == "reorder" and all(map(torch.equal, now, before[index]))
+                    assert is_after or all(map(torch.equal, now, expected))
+            started(cache, 5)
+        return lines
+
+    lines = interrupt(10**9)
+    assert lines
+    for line in some(lines, 20):
+        interrupt(line + 1)
 
 
 def on_later_streams(rows: int = 1) -> tuple[SimulatedDevice, vmmkv.KVCache]:
