@@ -236,11 +236,12 @@ class KVCache(Owner):
 
     def _scale_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """The scales that `scaled_kv` returns."""
-        if self._rows.scales:
-            return repeated_scales(self._rows.scales.rows, self.layout, self.max_seq_len)
-        if self.layout.scales is None:
-            return []
-        return scale_views(self._ranges, self.layout, self.max_sequences, self.max_seq_len)
+        with torch.inference_mode(False):  # as above
+            if self._rows.scales:
+                return repeated_scales(self._rows.scales.rows, self.layout, self.max_seq_len)
+            if self.layout.scales is None:
+                return []
+            return scale_views(self._ranges, self.layout, self.max_sequences, self.max_seq_len)
 
     def _begin_telling(self, event_log: EventLog, pages: int, host_bytes: int) -> None:
         """Has a log say how many blocks there can be on the device and on the host, and end with the cache."""
