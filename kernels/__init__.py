@@ -26,7 +26,7 @@ which is the name of Hugging Face's package, and transformers imports whatever h
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .quantized import dequantize, quantize
+    from .quantized import dequantize, quantize, sequence_scales
     from .rotary import RotateHalf
     from .row_append import append
     from .row_cascade import cascade
@@ -35,7 +35,18 @@ if TYPE_CHECKING:
     from .row_mixed import mixed
     from .row_prefill import prefill
 
-__all__ = ["RotateHalf", "append", "cascade", "copy_tokens", "decode", "dequantize", "mixed", "prefill", "quantize"]
+__all__ = [
+    "RotateHalf",
+    "append",
+    "cascade",
+    "copy_tokens",
+    "decode",
+    "dequantize",
+    "mixed",
+    "prefill",
+    "quantize",
+    "sequence_scales",
+]
 
 _MODULES = {
     "RotateHalf": "rotary",
@@ -47,6 +58,7 @@ _MODULES = {
     "mixed": "row_mixed",
     "prefill": "row_prefill",
     "quantize": "quantized",
+    "sequence_scales": "quantized",
 }
 
 

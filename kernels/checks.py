@@ -74,8 +74,11 @@ def check_cache(name: str, cache: Geometry, like: Geometry | None = None) -> Non
     _check_vectors(name, cache)
 
 
-def check_scales(name: str, cache: Geometry, like: Geometry, scales_name: str, scales: Geometry | None) -> None:
-    """8-bit numbers and a scale of each token and head, for tensors like `like`."""
+def check_scales(
+    name: str, cache: Geometry, like: Geometry, scales_name: str, scales: Geometry | None, rows: Geometry | None = None
+) -> None:
+    """8-bit numbers and a scale of each token and head, for tensors like `like`; or of each of the `rows` that a tensor
+    has, and head."""
     if scales is None:
         raise TypeError(f"got {name} of {cache.dtype} for {like.dtype} without {scales_name}, which it must have")
     if cache.dtype not in LARGEST or like.dtype not in ATTENTION_DTYPES:
@@ -87,8 +90,9 @@ def check_scales(name: str, cache: Geometry, like: Geometry, scales_name: str, s
         raise TypeError(f"got {scales_name} of {scales.dtype}; it must be torch.float32")
     if scales.device != cache.device:
         raise ValueError(f"got {scales_name} on {scales.device}; {name} is on {cache.device}")
-    if scales.shape != cache.shape[:3]:
-        raise ValueError(f"got {scales_name} {list(scales.shape)}; it must be {list(cache.shape[:3])}")
+    shape = cache.shape[:3] if rows is None else (*rows.shape[:1], *cache.shape[2:3])
+    if scales.shape != shape:
+        raise ValueError(f"got {scales_name} {list(scales.shape)}; it must be {list(shape)}")
 
 
 def check_indices(device: torch.device, shape: tuple[int, ...], **tensors: Geometry) -> None:

@@ -4,6 +4,13 @@ A head's scale brings its greatest number to the greatest that a byte holds. Wha
 
     a head that holds a NaN or an infinity   its scale is NaN and its numbers are 0, so it is NaN as a whole
     a head of zeros, or below 2**-100        its numbers are 0
+
+A scale that is given, of a head of a whole sequence, say, stays what it is, and so cannot tell of any of this:
+
+    a number beyond the greatest             the greatest, or its negative; an infinity as well
+    a NaN                                    0
+    a scale that is NaN or an infinity       all numbers are 0, which with that scale are NaN as a whole
+    zero, negative, or below 2**-100         all numbers are 0
 """
 
 from __future__ import annotations
@@ -14,10 +21,13 @@ LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 """The greatest number of each format; that of int8 has a negative."""
 
 LEAST = 2.0**-100
-"""A head is 0 if all of it is below: so scales, and what divides by them, stay normal numbers."""
+"""A head is 0 if all of it, or a scale that is given, is below: so scales, and what divides by them, stay normal
+numbers."""
 
 
-def quantize(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(
+    states: torch.Tensor, dtype: torch.dtype, scales: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds K or V to 8 bits, to nearest even.
 
     A head's scale is `max(abs(head)) / largest`, where `largest` is 448 of e4m3fn and 127 of int8; what is rounded is
@@ -26,23 +36,53 @@ def quantize(states: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
     Args:
         states: `[..., head_dim]`, floating-point.
         dtype: `torch.float8_e4m3fn` or `torch.int8`.
+        scales: fp32, what `[...]` is broadcast with: the scales to use, `[num_kv_heads]` of a sequence, say. What is
+            greater than they allow for becomes the greatest number; NaN becomes 0.
 
     Returns:
-        8-bit numbers like `states`, and fp32 scales `[...]`.
+        8-bit numbers like `states`, and fp32 scales `[...]`, or those that were given.
 
     Raises:
         TypeError: there is no such 8-bit format.
     """
+    largest, states = _largest(dtype), states.float()
+    # Products, which every device rounds alike: torch makes divisions by a number products on some of them.
+    if scales is None:
+        top = states.abs().amax(-1)
+        finite = top < torch.inf
+        scales = torch.where(finite, top * (1 / largest), torch.nan)
+        usable, numbers = finite & (top >= LEAST), states * (top.reciprocal() * largest)[..., None]
+    else:
+        usable, numbers = (scales >= LEAST) & (scales < torch.inf), states * scales.reciprocal()[..., None]
+    numbers = torch.where(usable[..., None] & ~numbers.isnan(), numbers, 0).clamp(-largest, largest)
+    return (numbers if dtype.is_floating_point else numbers.round()).to(dtype), scales
+
+
+def sequence_scales(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales for K or V of a whole sequence, with which none of these tokens is too great.
+
+    Those that come later may be: what is then beyond the greatest number becomes that. Multiplied by 2, say, the scales
+    leave room.
+
+    Args:
+        states: `[tokens, num_kv_heads, head_dim]`, floating-point: of a prompt, or of what a model is calibrated with.
+        dtype: `torch.float8_e4m3fn` or `torch.int8`.
+
+    Returns:
+        fp32 `[num_kv_heads]`: NaN of a head that holds a NaN or an infinity, 1 of one that is 0.
+
+    Raises:
+        TypeError: there is no such 8-bit format.
+    """
+    top = states.float().abs().amax((0, 2))
+    scales = torch.where(top < torch.inf, top * (1 / _largest(dtype)), torch.nan)
+    return torch.where(scales < LEAST, 1, scales)
+
+
+def _largest(dtype: torch.dtype) -> float:
     if dtype not in LARGEST:
         raise TypeError(f"asked for {dtype}; it must be one of {', '.join(map(str, LARGEST))}")
-    largest, states = LARGEST[dtype], states.float()
-    top = states.abs().amax(-1)
-    finite = top < torch.inf
-    scales = torch.where(finite, top * (1 / largest), torch.nan)
-    # Products, which every device rounds alike: torch makes divisions by a number products on some of them.
-    numbers = states * (top.reciprocal() * largest)[..., None]
-    numbers = torch.where((finite & (top >= LEAST))[..., None], numbers, 0).clamp(-largest, largest)
-    return (numbers if dtype.is_floating_point else numbers.round()).to(dtype), scales
+    return LARGEST[dtype]
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:

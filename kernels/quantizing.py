@@ -14,7 +14,7 @@ from numba import cuda
 
 from .arithmetic import FORMATS
 from .eight_bits import EIGHT_BITS, pack_bytes
-from .memory import load_8, load_16, store_4, store_f32
+from .memory import load_8, load_16, load_f32, store_4, store_f32
 from .ptx import float32, inlined, instruction
 from .quantized import LARGEST, LEAST
 from .rotary import make_turn
@@ -75,17 +75,20 @@ def make_load_four(dtype: torch.dtype, half: int) -> Any:
     return load_four
 
 
-def make_quantize_heads(num_heads: int, head_dim: int, dtype: torch.dtype, to: torch.dtype, half: int = 0) -> Any:
+def make_quantize_heads(
+    num_heads: int, head_dim: int, dtype: torch.dtype, to: torch.dtype, half: int = 0, given: bool = False
+) -> Any:
     """A function for kernels that writes one token's heads as 8-bit numbers; called by all threads.
 
     Args:
         half: half of what is rotated of a head, in elements.
+        given: scales are read, and not written.
     """
     load_four, code = make_load_four(dtype, half), EIGHT_BITS[to].code
     fours = head_dim // 4
     owned = -(-fours // 32)
     num_numbers = 4 * owned
-    largest, step = LARGEST[to], 1 / LARGEST[to]
+    whole, step = 1.0 if given else LARGEST[to], 1 / LARGEST[to]
 
     @inlined
     def quantize_heads(
@@ -99,23 +102,28 @@ def make_quantize_heads(num_heads: int, head_dim: int, dtype: torch.dtype, to: t
             top = float32(0)
             for i in range(owned):  # a lane behind the last takes that as well
                 load_four(numbers, 4 * i, source + head * source_head, min(i * 32 + lane, fours - 1), cos, sin)
-                for j in range(4):
-                    top = greater(top, numbers[4 * i + j])
-            for turn in range(5):
-                top = greater(top, shuffle_xor(top, 1 << turn))
+                if not given:
+                    for j in range(4):
+                        top = greater(top, numbers[4 * i + j])
+            if given:
+                top = load_f32(scales + head * scale_head)
+            else:
+                for turn in range(5):
+                    top = greater(top, shuffle_xor(top, 1 << turn))
             finite = top < float32(INFINITY)
             usable = finite and top >= float32(LEAST)
-            factor = exact_reciprocal(top) * float32(largest) if usable else float32(0)
+            factor = exact_reciprocal(top) * float32(whole) if usable else float32(0)
             for i in range(owned):
                 for j in range(4):
-                    numbers[4 * i + j] = numbers[4 * i + j] * factor if usable else float32(0)
+                    number = numbers[4 * i + j]
+                    numbers[4 * i + j] = number * factor if usable and (not given or number == number) else float32(0)
                 if i * 32 + lane < fours:
                     word = pack_bytes(
                         code(numbers[4 * i]), code(numbers[4 * i + 1]),
                         code(numbers[4 * i + 2]), code(numbers[4 * i + 3]),
                     )  # fmt: skip
                     store_4(target + head * target_head + (i * 32 + lane) * 4, word)
-            if lane == 0:
+            if lane == 0 and not given:
                 store_f32(scales + head * scale_head, top * float32(step) if finite else float32(NAN))
             head += WARPS
 

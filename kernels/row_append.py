@@ -110,7 +110,9 @@ def append(
         rotary: rotates K on its way, and queries beside it, in the same launch; None: K is written as it is.
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
             strides, where the scales of K go: `k_cache` is of e4m3fn or int8 then, and what is written are the bits of
-            `quantized.quantize`, of K rotated if it is. So a head that holds a NaN or an infinity becomes NaN.
+            `quantized.quantize`, of K rotated if it is. So a head that holds a NaN or an infinity becomes NaN. Or fp32
+            `[max_sequences, num_kv_heads]`, by rows (of the block table, if there is one): the scales of whole
+            sequences, which are read, and K is rounded with them as `quantize(k, dtype, scales)` does.
         v_scales: likewise for V.
 
     Raises:
@@ -234,10 +236,16 @@ def _plan(geometry: tuple[Key | None, ...]) -> tuple[Kernel, AppendShape, tuple[
     cu_seqlens, block_table, limit, k_scales, v_scales = others
     rotary = [Geometry._make(key) for key in geometry[11:] if key]
     check_new(k, v)
-    _check_cache("k_cache", k_cache, k, "k_scales", k_scales)
-    _check_cache("v_cache", v_cache, v, "v_scales", v_scales)
+    _check_cache("k_cache", k_cache, k, "k_scales", k_scales, block_table or k_cache)
+    _check_cache("v_cache", v_cache, v, "v_scales", v_scales, block_table or v_cache)
     if k_cache.dtype != v_cache.dtype:
         raise TypeError(f"got k_cache of {k_cache.dtype} and v_cache of {v_cache.dtype}; they must be the same")
+    given = _are_given(k_scales)
+    if k_scales and v_scales and given != _are_given(v_scales):
+        raise ValueError(
+            f"got k_scales {list(k_scales.shape)} and v_scales {list(v_scales.shape)}; both must be of tokens, or both "
+            "of whole sequences"
+        )
     batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     if batch <= 0 < k.shape[0]:
         raise ValueError(f"got k {list(k.shape)} and no sequences; there must be one for each token")
@@ -255,24 +263,33 @@ def _plan(geometry: tuple[Key | None, ...]) -> tuple[Kernel, AppendShape, tuple[
     block_size = 0 if block_table is None else k_cache.shape[1]
     dtypes = (k.dtype, k_cache.dtype) if k_scales else None
     rotation = (k.dtype, rotary[0].shape[1], rotary[2].shape[1] * k.dtype.itemsize // 32) if rotary else None
-    facts = cu_seqlens is not None, block_size, limit is not None, rotation, dtypes
+    facts = cu_seqlens is not None, block_size, limit is not None, rotation, dtypes, given
     kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts)
     table_stride = block_table.strides[0] * 4 if block_table else 0
     new = [stride * k.dtype.itemsize for stride in (*k.strides[:2], *v.strides[:2])]
     cached = [stride * size for stride in (*k_cache.strides[:3], *v_cache.strides[:3])]
-    scales = [stride * 4 for each in (k_scales, v_scales) for stride in (each.strides if each else (0, 0, 0))]
+    by_token = [each.strides if each else (0, 0, 0) for each in (k_scales, v_scales)]
+    scales = [stride * 4 for row, *token, head in by_token for stride in (row, *(token or [0]), head)]
     turning = tuple(stride * k.dtype.itemsize for tensor in rotary for stride in tensor.strides[:-1])
     return kernel, AppendShape(batch, table_stride, *new, *cached, *scales), turning
 
 
-def _check_cache(name: str, cache: Geometry, new: Geometry, scales_name: str, scales: Geometry | None) -> None:
-    """A cache that new tokens can be written to as they are, or as 8-bit numbers with their scales."""
+def _are_given(scales: Geometry | None) -> bool:
+    """Whether there are scales, and they are those of whole sequences."""
+    return scales is not None and len(scales.shape) == 2
+
+
+def _check_cache(
+    name: str, cache: Geometry, new: Geometry, scales_name: str, scales: Geometry | None, rows: Geometry
+) -> None:
+    """A cache that new tokens can be written to as they are, or as 8-bit numbers with their scales: of each token, or
+    given for each of the `rows` that a tensor has."""
     if scales is not None or (cache.dtype in LARGEST and cache.dtype != new.dtype):
-        check_scales(name, cache, new, scales_name, scales)
+        check_scales(name, cache, new, scales_name, scales, rows if _are_given(scales) else None)
         new = Geometry(new.shape, new.strides, cache.dtype, new.device)
     check_cache(name, cache, like=new)
     check_written(**{name: cache})
-    if scales is not None:
+    if scales is not None and not _are_given(scales):
         check_written(**{scales_name: scales})
 
 
@@ -291,16 +308,17 @@ def append_kernel(
     limited: bool,
     rotation: Turning | None = None,
     dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+    given: bool = False,
 ) -> Kernel:
     """The kernel for a geometry, in vectors of 16 bytes of the cache; `block_size` 0 is without a block table.
 
     With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them. With a
     `rotation` a second block of each token rotates its queries. With `dtypes`, of what is new and of the cache, it
-    quantizes.
+    quantizes, with scales that are `given` or with its own.
     """
     vectors = k_vectors, k_head_vectors, v_vectors, v_head_vectors
     structs = (AppendAddresses, AppendShape, Rotation) if rotation else (AppendAddresses, AppendShape)
-    constants = (*vectors, int(ragged), block_size, int(limited), rotation, dtypes)
+    constants = (*vectors, int(ragged), block_size, int(limited), rotation, dtypes, given)
     return Kernel(make_append, constants, structs, THREADS)
 
 
@@ -314,6 +332,7 @@ def make_append(
     limited: int,
     rotation: Turning | None,
     dtypes: tuple[torch.dtype, torch.dtype] | None,
+    given: bool,
 ) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
 
@@ -334,8 +353,8 @@ def make_append(
         rotate_k(source, target, source_head, target_head, cos, sin)
 
     if dtypes:
-        write_k = make_quantize_heads(heads, k_head_vectors * 16, *dtypes, half)
-        write_v = make_quantize_heads(heads, v_head_vectors * 16, *dtypes)
+        write_k = make_quantize_heads(heads, k_head_vectors * 16, *dtypes, half, given)
+        write_v = make_quantize_heads(heads, v_head_vectors * 16, *dtypes, 0, given)
     else:
         write_k = write_turned if rotation else make_copy_heads(k_vectors, k_head_vectors)
         write_v = make_copy_heads(v_vectors, v_head_vectors)
@@ -356,8 +375,9 @@ def make_append(
         home = home_of(position, Row(number, at.block_table + number * shape.table))
         k_to = address_of(position, home, Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token))
         v_to = address_of(position, home, Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token))
-        k_scales_to = address_of(position, home, Tokens(at.k_scales, shape.k_scales_row, shape.k_scales_token))
-        v_scales_to = address_of(position, home, Tokens(at.v_scales, shape.v_scales_row, shape.v_scales_token))
+        scaled = number if given else home
+        k_scales_to = address_of(position, scaled, Tokens(at.k_scales, shape.k_scales_row, shape.k_scales_token))
+        v_scales_to = address_of(position, scaled, Tokens(at.v_scales, shape.v_scales_row, shape.v_scales_token))
         k_from = at.k + token * shape.k_token
         v_from = at.v + token * shape.v_token
 

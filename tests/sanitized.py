@@ -68,6 +68,14 @@ def append_rotated_in_8_bits() -> list[torch.Tensor]:
     return [held["k_scales"], held["v_scales"], rotary.rotated]
 
 
+def append_in_8_bits_of_sequences() -> list[torch.Tensor]:
+    held, tokens = in_8_bits(), len(LENGTHS)
+    scales = torch.rand(2, tokens, KV_HEADS, device=DEVICE)
+    append(*(random(tokens, KV_HEADS, DIM) for _ in "kv"), held["k"], held["v"], int32(0, 1, 2), int32(0, 0, 0),
+           k_scales=scales[0], v_scales=scales[1])  # fmt: skip
+    return [held["k"].float(), held["v"].float()]
+
+
 def decode_rows() -> list[torch.Tensor]:
     return [decode(random(len(LENGTHS), 1, HEADS, DIM), *rows(), int32(*LENGTHS))]
 
@@ -115,6 +123,7 @@ def copy() -> list[torch.Tensor]:
 CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "append, blocks": append_in_blocks,
     "append, rotary, 8 bits": append_rotated_in_8_bits,
+    "append, 8 bits of sequences": append_in_8_bits_of_sequences,
     "decode": decode_rows,
     "decode, blocks": decode_blocks,
     "decode, 8 bits": decode_8_bits,

@@ -7,6 +7,7 @@ output before the call.
 from __future__ import annotations
 
 import random as python_random
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from conftest import DEVICE, few, int32
 
 import vmmkv
-from vmmkv.kernels import append, decode, dequantize, mixed, prefill, quantize
+from vmmkv.kernels import append, decode, dequantize, mixed, prefill, quantize, sequence_scales
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
 e4m3, int8 = torch.float8_e4m3fn, torch.int8
@@ -444,25 +445,34 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
     assert (out == 0).all()
 
 
-def appended(kv: torch.dtype, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> dict[str, torch.Tensor]:
+def appended(
+    kv: torch.dtype, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scales: str = "token_head"
+) -> dict[str, torch.Tensor]:
     """What `decode` is to be given of K and V of several sequences, once they are quantized into rows of a cache."""
-    layout = vmmkv.KVLayout(2, k.shape[1], k.shape[2], kv, scales="token_head")
+    layout = vmmkv.KVLayout(2, k.shape[1], k.shape[2], kv, scales=scales)
     cache = vmmkv.KVCache(layout, len(lengths), max(lengths), max_tokens=sum(lengths) + 100, device=DEVICE)
     sequences = [cache.sequence(length) for length in lengths]
     held, rows = cache.scaled_kv(1), int32([sequence.row for sequence in sequences])
     starts, cu_seqlens = int32([0] * len(lengths)), int32([0, *lengths]).cumsum(0, dtype=torch.int32)
-    append(k, v, held.k, held.v, rows, starts, cu_seqlens, None, None, held.k_scales, held.v_scales)
+    written: Sequence[torch.Tensor] = held[2:]
+    if scales == "sequence_head":
+        written = cache.sequence_scales(1)
+        for states, into in zip((k, v), written):
+            for sequence, each in zip(sequences, states.split(lengths)):
+                into[sequence.row] = sequence_scales(each, kv)
+    append(k, v, held.k, held.v, rows, starts, cu_seqlens, None, None, *written)
     return held._asdict() | {"seq_lens": int32(lengths), "rows": rows}
 
 
+@pytest.mark.parametrize("scales", ["token_head", "sequence_head"])
 @pytest.mark.parametrize(("kv", "bound"), [(e4m3, 0.08), (int8, 0.02)], ids=str)
-def test_what_8_bits_lose(kv: torch.dtype, bound: float) -> None:
+def test_what_8_bits_lose(kv: torch.dtype, bound: float, scales: str) -> None:
     """From K and V as they were to the output, as a part of its norm; some heads are zero."""
     case, lengths = Case(bf16, 128, 4, 2, q_len=1, kv=kv), [python_random.randint(40, 80) for _ in range(2)]
     k, v = (torch.randn(sum(lengths), 2, 128, device=DEVICE).to(bf16) for _ in "kv")
     k[3, 1], v[5, 0] = 0, 0
     q = torch.randn(2, 1, 4, 128, device=DEVICE).to(bf16)
-    given = appended(kv, k, v, lengths)
+    given = appended(kv, k, v, lengths, scales)
     split = [list(states.split(lengths)) for states in (k, v)]
     inputs = Inputs(q[:, 0], k, v, [1, 1], lengths, given["rows"], None, None, None, *split)
     exact = attend(case, inputs, torch.float64)
@@ -535,15 +545,46 @@ def test_heads_that_are_no_numbers_show(kv: torch.dtype) -> None:
 def test_scales_may_be_those_of_whole_sequences() -> None:
     """As other kernels take them: one for each row and head, for all tokens of it. Queries of fp32 go without tensor
     cores."""
-    q, k, v, lens, rows = new_tokens()
+    q, k, v, _, rows = new_tokens()
+    lengths = [5, 20, 40]
+    lens = int32(lengths)
     numbers, scales = quantize(torch.stack([k, v]), int8)[0], torch.rand(2, 3, 1, 2, device=DEVICE) / 100
     repeated = [each.expand(-1, 64, -1) for each in scales]
     whole = [each.contiguous() for each in repeated]
     outs = [decode(q, *numbers, lens, rows, k_scales=a, v_scales=b) for a, b in (repeated, whole)]
     assert torch.equal(*outs)
-    assert outs[0].abs().max() > 0
-    exact = decode(q.float(), *numbers, lens, rows, k_scales=repeated[0], v_scales=repeated[1])
-    assert torch.allclose(outs[0].float(), exact, rtol=0.05, atol=0.05)
+    lives = [
+        [dequantize(kept[row, :length], by[row], torch.float64) for row, length in zip(rows.tolist(), lengths)]
+        for kept, by in zip(numbers, scales)
+    ]
+    inputs = Inputs(q[:, 0], k, v, [1, 1, 1], lengths, rows, None, None, None, *lives)
+    exact, given = attend(Case(bf16, 64, 4, 2), inputs, torch.float64), dict(zip(("k_scales", "v_scales"), repeated))
+    outs = [outs[0][:, 0], decode(q.float(), *numbers, lens, rows, **given)[:, 0]]
+    for kernel in ("mma", "plain"):
+        outs.append(prefill(q[:, 0], *numbers, int32([0, 1, 2, 3]), lens, rows, **given, kernel=kernel))
+    for out in outs:
+        assert torch.allclose(out.double(), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.few(1)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the simulator, which sees 0 times infinity
+@pytest.mark.parametrize("strange", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
+def test_sequences_whose_scales_are_no_numbers_show(kv: torch.dtype, strange: float) -> None:
+    """A head of K of one, and a head of V of another."""
+    q, k, v, _, rows = new_tokens()
+    lens, scales = int32([5, 20, 33]), torch.rand(2, 3, 2, device=DEVICE) + 0.1
+    scales[0, 0, 1], scales[1, 2, 0] = strange, strange
+    numbers = [torch.stack([quantize(one, kv, by)[0] for one, by in zip(*each)]) for each in zip((k, v), scales)]
+    given = {f"{name}_scales": each[:, None].expand(-1, 64, -1) for name, each in zip("kv", scales)}
+    expected = torch.zeros(3, 4, 64, dtype=torch.bool, device=DEVICE)
+    expected[rows == 0, 2:], expected[rows == 2, :2] = True, True
+    for kernel in ("mma", "plain"):
+        outs = (
+            decode(q, *numbers, lens, rows, **given, kernel=kernel)[:, 0],
+            prefill(q[:, 0], *numbers, int32([0, 1, 2, 3]), lens, rows, **given, kernel=kernel),
+        )
+        assert all(torch.equal(out.isnan(), expected) for out in outs)
 
 
 @pytest.mark.parametrize("kv", [e4m3, int8], ids=str)

@@ -46,6 +46,9 @@ COMPILE = """
             "append, quantizing": row_append.append_kernel(
                 64, 8, 80, 10, True, 0, False, (bf16, 32, 6), (bf16, torch.int8)
             ),
+            "append, quantizing with scales": row_append.append_kernel(
+                64, 8, 64, 8, True, 16, False, None, (bf16, torch.float8_e4m3fn), True
+            ),
             "append, paged": row_append.append_kernel(128, 16, 128, 16, True, 16, False),
             "append, rotary, 128": row_append.append_kernel(128, 16, 128, 16, True, 0, False, (bf16, 32, 6)),
             "append, rotary, 256": row_append.append_kernel(256, 64, 256, 64, True, 16, False, (torch.float32, 8, 32)),

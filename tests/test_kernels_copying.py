@@ -95,6 +95,14 @@ def strange(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return heads.to(DEVICE, dtype)
 
 
+def strange_scales(*shape: int) -> torch.Tensor:
+    """Of any size; some are zero, negative, or no numbers."""
+    scales = torch.exp2(torch.randint(-12, 6, shape)) * torch.rand(shape)
+    for number, share in enumerate((0.0, -1.0, 2.0**-101, 2.0**-100, torch.inf, torch.nan)):
+        scales[torch.rand(shape) < 0.3 / (6 - number)] = share
+    return scales.to(DEVICE)
+
+
 def rotate_half(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int = -1) -> torch.Tensor:
     """As transformers does, in the dtype of what it is given."""
     turned, passed = x.split((cos.shape[1], x.shape[2] - cos.shape[1]), 2)
@@ -124,23 +132,29 @@ def check_rotated(found: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: 
     ragged=st.booleans(),
     block_size=st.sampled_from([0, 16]),
     way=st.sampled_from(["append", "bound", "behind"]),
+    of=st.sampled_from(["token_head", "sequence_head"]),
     data=st.data(),
 )
-def test_append_quantizes(starts, heads, dims, dtypes, ragged, block_size, way, data) -> None:
-    """The same bits as torch makes, numbers and scales, and nothing else changes, in rows of a cache and in blocks."""
+def test_append_quantizes(starts, heads, dims, dtypes, ragged, block_size, way, of, data) -> None:
+    """The same bits as torch makes, numbers and scales, and nothing else changes, in rows of a cache and in blocks.
+    Scales of whole sequences are read, by the row of a block table, too."""
     new, held = dtypes
     counts = [data.draw(st.integers(0, 4)) if ragged else 1 for _ in starts]
     fused = strange(sum(counts), heads, dims[0] + dims[1], dtype=new)
     k, v = fused[..., : dims[0]], fused[..., dims[0] :]
     rows = data.draw(st.permutations(range(len(starts))))
     cu_seqlens = int32([sum(counts[:index]) for index in range(len(counts) + 1)]) if ragged else None
-    layout = vmmkv.KVLayout(3, heads, dims[0], held, dims[1], scales="token_head")
+    layout = vmmkv.KVLayout(3, heads, dims[0], held, dims[1], scales=of)
     cache = vmmkv.KVCache(layout, len(starts), 16, max_bytes="64MiB", device=DEVICE)
     sequences = [cache.sequence(16) for _ in starts]
     assert len({sequence.row for sequence in sequences}) == len(starts)
-    everything = [view for layer in range(3) for view in cache.scaled_kv(layer)]
+    whole = of == "sequence_head"
+    everything = []
+    for layer in range(3):
+        everything += cache.scaled_kv(layer)[:2]
+        everything += cache.sequence_scales(layer) if whole else cache.scaled_kv(layer)[2:]
     for view in everything:
-        view.copy_(random(*view.shape, dtype=view.dtype))
+        view.copy_(strange_scales(*view.shape) if view.ndim == 2 else random(*view.shape, dtype=view.dtype))
     block_table = int32(data.draw(st.permutations(range(len(starts)))))[:, None] if block_size else None
     expected = [view.clone() for view in everything]
     k_numbers, v_numbers, k_scales, v_scales = expected[4:8]
@@ -148,8 +162,11 @@ def test_append_quantizes(starts, heads, dims, dtypes, ragged, block_size, way, 
     for row, start, count in zip(rows, starts, counts):
         home = row if block_table is None else int(block_table[row, 0])
         for position in range(start, start + count):
-            k_numbers[home, position], k_scales[home, position] = quantize(k[first], held)
-            v_numbers[home, position], v_scales[home, position] = quantize(v[first], held)
+            of_k, of_v = (k_scales[row], v_scales[row]) if whole else (None, None)
+            k_numbers[home, position], by_k = quantize(k[first], held, of_k)
+            v_numbers[home, position], by_v = quantize(v[first], held, of_v)
+            if not whole:
+                k_scales[home, position], v_scales[home, position] = by_k, by_v
             first += 1
     caches, scales, numbers, positions = everything[4:6], everything[6:8], int32(rows), int32(starts)
     if way == "bound" and not ragged and not block_size:
@@ -221,40 +238,44 @@ def test_append_rotates(lengths, heads, dims, dtype, way, in_place, data) -> Non
     dims=st.sampled_from([(64, 64), (80, 32), (192, 64)]),
     dtypes=st.tuples(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]), st.sampled_from(list(LARGEST))),
     way=st.sampled_from(["in rows", "in blocks", "one each"]),
+    whole=st.booleans(),
     data=st.data(),
 )
-def test_append_rotates_into_8_bits(starts, heads, dims, dtypes, way, data) -> None:
-    """K is as exact as the format; its bits are those of what is rotated into a whole cache, and then quantized. V and
-    queries are as without the other, and nothing else changes."""
+def test_append_rotates_into_8_bits(starts, heads, dims, dtypes, way, whole, data) -> None:
+    """K is as exact as the format; its bits are those of what is rotated into a whole cache, and then quantized, also
+    with scales of whole sequences. V and queries are as without the other, and nothing else changes."""
     (query_heads, kv_heads), (width, rotary_dim), (new, held) = heads, dims, dtypes
     counts = [1 if way == "one each" else data.draw(st.integers(0, 2)) for _ in starts]
     total, rows = sum(counts), data.draw(st.permutations(range(len(starts))))
     query, (k, v) = random(total, query_heads, width, dtype=new), strange(2, total, kv_heads, width, dtype=new)
     cos, sin = random(2, total, rotary_dim, dtype=new)
     shape = len(starts), 16, kv_heads, width
-    whole, numbers = random(2, *shape, dtype=new), random(2, *shape, dtype=held)
-    scales = random(2, *shape[:3], dtype=torch.float32)
+    kept, numbers = random(2, *shape, dtype=new), random(2, *shape, dtype=held)
+    scales = strange_scales(2, len(starts), kv_heads) if whole else random(2, *shape[:3], dtype=torch.float32)
     expected = numbers.clone(), scales.clone()
     blocks = data.draw(st.permutations(rows)) if way == "in blocks" else range(len(rows))
     block_table = int32(blocks)[:, None] if way == "in blocks" else None
     cu_seqlens = None if way == "one each" else int32([sum(counts[:index]) for index in range(len(counts) + 1)])
     places = int32(rows), int32(starts), cu_seqlens, block_table
     rotated, alone = torch.empty_like(query), torch.empty_like(query)
-    append(k, v, *whole, *places, RotateHalf(query, alone, cos, sin))
+    append(k, v, *kept, *places, RotateHalf(query, alone, cos, sin))
     append(k, v, *numbers, *places, RotateHalf(query, rotated, cos, sin), *scales)
     assert equal(rotated, alone)
     token = 0
     for row, start, count in zip(rows, starts, counts):
         there = slice(None), blocks[row], slice(start, start + count)
-        for into, states in zip(expected, quantize(whole[there], held)):
+        token += count
+        if whole:
+            expected[0][there] = quantize(kept[there], held, scales[:, None, row])[0]
+            continue
+        for into, states in zip(expected, quantize(kept[there], held)):
             into[there] = states
-        exact = rotate_half(*(each[token : token + count].double() for each in (k, cos, sin)))
+        exact = rotate_half(*(each[token - count : token].double() for each in (k, cos, sin)))
         found = dequantize(numbers[there][0], scales[there][0], torch.float64)
         lost, info = 1 / 254 if held == torch.int8 else 1 / 16, torch.finfo(new)
         top = exact.abs().amax(-1, keepdim=True)
         near = (found - exact).abs() <= lost * top + info.eps * (top + info.smallest_normal)
         assert (near | ~exact.isfinite().all(-1, keepdim=True)).all()
-        token += count
     assert equal(numbers, expected[0])
     assert equal(scales, expected[1])
 
@@ -337,9 +358,18 @@ def test_8_bits_without_their_scales_are_refused() -> None:
         (ValueError, (scales[:, :, :1], scales)),
         (ValueError, (scales.to("meta"), scales)),
         (ValueError, (scales, scales[:, :1].expand(-1, 8, -1))),
+        (ValueError, (scales[:, 0], scales)),
+        (ValueError, (scales, scales[:, 0])),
+        (ValueError, (scales[:, 0], scales[:1, 0])),
+        (ValueError, (scales[:, 0, :1], scales[:, 0])),
+        (ValueError, (scales[0, 0], scales[0, 0])),
+        (TypeError, (scales[:, 0], None)),
     ):
         with pytest.raises(error, match=r"[kv]_scales"):
             append(k, k, cache, cache, rows, starts, None, None, None, *given_scales)
+    blocks, table = random(4, 16, 2, 64, dtype=torch.int8), int32([[0], [1]])
+    with pytest.raises(ValueError, match=r"k_scales \[4, 2\]; it must be \[2, 2\]"):
+        append(k, k, blocks, blocks, rows, starts, None, table, None, *[torch.ones(4, 2, device=DEVICE)] * 2)
     whole = random(2, 8, 2, 64, dtype=torch.bfloat16)
     for caches in ((whole, whole), (cache.view(torch.float8_e5m2), cache), (cache, cache.view(torch.float8_e4m3fn))):
         with pytest.raises(TypeError, match="must be"):
@@ -357,12 +387,14 @@ def new_and_cache() -> tuple[torch.Tensor, ...]:
 def test_kernels_can_be_part_of_a_compiled_graph() -> None:
     k, v, k_cache, v_cache, rows, starts = new_and_cache()
     numbers, scales = quantize(k_cache, torch.int8)
+    others, given_scales = numbers.clone(), scales[rows.long(), 0]
     query, (cos, sin) = random(3, 4, 64, dtype=torch.bfloat16), random(2, 3, 64, dtype=torch.bfloat16)
     given_query, rotated = query.clone(), torch.empty_like(query)
 
     def step(*tensors: torch.Tensor) -> None:
         append(*tensors)
         append(k, k, numbers, numbers, rows, starts, None, None, None, scales, scales)
+        append(k, k, others, others, rows, starts, None, None, None, scales[:, 0], scales[:, 0])
         copy_tokens(k_cache, v_cache, rows, starts, rows, torch.zeros_like(rows), torch.ones_like(rows), 1)
         append(*tensors, rotary=RotateHalf(query, rotated, cos, sin))
         append(*tensors, rotary=RotateHalf(query, query, cos, sin))
@@ -371,6 +403,7 @@ def test_kernels_can_be_part_of_a_compiled_graph() -> None:
     assert equal(v_cache[rows.long(), starts.long()], v)
     assert equal(v_cache[rows.long(), 0], k)
     assert equal(numbers[rows.long(), starts.long()], quantize(k, torch.int8)[0])
+    assert equal(others[rows.long(), starts.long()], quantize(k, torch.int8, given_scales)[0])
     assert equal(scales[rows.long(), starts.long()], quantize(k, torch.int8)[1])
     check_rotated(k_cache[rows.long(), starts.long()], k, cos, sin)
     check_rotated(rotated, given_query, cos, sin)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vmmkv import DtypeError, KVLayout, LayoutError
-from vmmkv.layout import DTYPES, SCALED_DTYPES
+from vmmkv.layout import DTYPES, SCALED_DTYPES, SCALES
 
 KINDS = [(dtype, None) for dtype in DTYPES] + [(dtype, "token_head") for dtype in SCALED_DTYPES]
 
@@ -86,7 +86,7 @@ def test_a_layout_can_be_a_key() -> None:
         ({"head_dim": -1}, "head_dim=-1"),
         ({"v_head_dim": -1}, "v_head_dim=-1"),
         ({"layers_per_range": 0}, "layers_per_range=0"),
-        ({"dtype": torch.int8, "scales": "sequence_head"}, "scales='sequence_head'; vmmkv keeps"),
+        ({"dtype": torch.int8, "scales": "tensor"}, "scales='tensor'; vmmkv keeps"),
     ],
 )
 def test_impossible_geometry(arguments, says) -> None:
@@ -100,6 +100,7 @@ def test_unknown_dtype_names_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize("dtype", sorted(set(DTYPES) - set(SCALED_DTYPES), key=str), ids=str)
-def test_only_some_dtypes_have_scales(dtype) -> None:
+@pytest.mark.parametrize("scales", SCALES)
+def test_only_some_dtypes_have_scales(dtype, scales) -> None:
     with pytest.raises(DtypeError, match="float8_e4m3fn, int8"):
-        KVLayout(2, 4, 64, dtype, scales="token_head")
+        KVLayout(2, 4, 64, dtype, scales=scales)

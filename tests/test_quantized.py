@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vmmkv.kernels.quantized import LARGEST, LEAST, dequantize, quantize
+from vmmkv.kernels.quantized import LARGEST, LEAST, dequantize, quantize, sequence_scales
 
 INPUTS = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -64,6 +64,59 @@ def test_zeros_stay_zeros(dtype) -> None:
     assert (scales == 0).all()
 
 
+@given(
+    inputs=st.sampled_from(INPUTS),
+    dtype=st.sampled_from(list(LARGEST)),
+    exponents=st.lists(st.integers(-8, 8), min_size=1, max_size=5),
+    room=st.sampled_from([0.25, 1.0, 4.0]),
+)
+def test_with_scales_of_a_sequence_all_but_what_is_too_great_is_as_exact_as_the_format(
+    inputs, dtype, exponents, room
+) -> None:
+    """Half a step of the scale in int8; in e4m3 of the number's own magnitude, down to a step of the scale."""
+    states = torch.stack([heads(inputs, exponents) for _ in range(3)])  # three tokens
+    exact = states.double()
+    scales = sequence_scales(states, dtype)
+    top = exact.abs().amax((0, 2))
+    assert torch.allclose(scales.double() * LARGEST[dtype], torch.where(top > 0, top, LARGEST[dtype]), rtol=1e-6)
+    numbers, given = quantize(states, dtype, room * scales)
+    assert torch.equal(given, room * scales)
+    step = given.double()[:, None]
+    limited = exact.clamp(-LARGEST[dtype] * step, LARGEST[dtype] * step)
+    error = (dequantize(numbers, given, torch.float64) - limited).abs()
+    bound = step / 2 if dtype is torch.int8 else torch.maximum(limited.abs() * 2**-4, step * 2**-10)
+    assert (error <= bound * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_what_is_no_number_is_so_in_given_scales_or_is_limited(dtype) -> None:
+    most = LARGEST[dtype]
+    states = torch.tensor([torch.nan, torch.inf, -torch.inf, 3e38, -3e38, 2.0, 0.0])
+    numbers, _ = quantize(states, dtype, torch.tensor(2.0**-9))
+    assert numbers.tolist() == [0, most, -most, most, -most, most, 0]
+    scales = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -1.0, LEAST / 2, LEAST])
+    numbers, given = quantize(states.expand(7, 7), dtype, scales)
+    again = dequantize(numbers, given)
+    assert again[:3].isnan().all()
+    assert (numbers[:6].float() == 0).all()
+    assert (again[3:6] == 0).all()
+    assert numbers[6].tolist() == [0, most, -most, most, -most, most, 0]
+
+
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_a_sequence_that_holds_no_number_has_no_scale(dtype) -> None:
+    """One that is zero so far has 1."""
+    states = torch.randn(5, 4, 16)
+    states[1, 0, 5], states[2, 1, 7], states[:, 2] = torch.nan, -torch.inf, 0
+    scales = sequence_scales(states, dtype)
+    assert scales.isnan().tolist() == [True, True, False, False]
+    assert scales[2] == 1
+    assert dequantize(*quantize(states, dtype, scales))[:, :2].isnan().all()
+
+
 def test_other_formats_are_refused() -> None:
-    with pytest.raises(TypeError, match="float8_e4m3fn"):
-        quantize(torch.zeros(1, 16), torch.float8_e5m2)
+    for refused in (lambda dtype: quantize(torch.zeros(1, 16), dtype),
+                    lambda dtype: quantize(torch.zeros(1, 16), dtype, torch.ones(1)),
+                    lambda dtype: sequence_scales(torch.zeros(1, 1, 16), dtype)):  # fmt: skip
+        with pytest.raises(TypeError, match="float8_e4m3fn"):
+            refused(torch.float8_e5m2)

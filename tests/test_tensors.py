@@ -16,7 +16,7 @@ import torch.multiprocessing  # which tells ForkingPickler how
 from conftest import run_python
 
 import vmmkv
-from vmmkv.layout import DTYPES, SCALED_DTYPES
+from vmmkv.layout import DTYPES, SCALED_DTYPES, SCALES
 
 
 def random(shape: list[int], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -194,6 +194,18 @@ def test_a_view_longer_than_32_bit_strides_reach_says_so() -> None:
     sequence.cache._rows.table.length[sequence.index] = 0
     with pytest.raises(vmmkv.LayoutError, match="layers_per_range"):
         vmmkv.KVCache(layout, 1, 600, max_bytes="10GiB", device="cpu", int32_strides=True)
+
+
+@pytest.mark.parametrize("scales", SCALES)
+def test_scales_made_in_inference_mode_can_be_written_outside(device: str, scales: str) -> None:
+    with torch.inference_mode():
+        layout = vmmkv.KVLayout(1, 1, 16, torch.int8, scales=scales)
+        cache = vmmkv.KVCache(layout, 1, 8, max_bytes="4MiB", device=device)
+        sequence = cache.sequence(8)
+    views = cache.scaled_kv(0)[2:] if scales == "token_head" else cache.sequence_scales(0)
+    for view in views:
+        view[sequence.row] = 2
+    assert all((view[sequence.row] == 2).all() for view in views)
 
 
 def test_a_cache_made_in_inference_mode_can_be_written_outside(device: str) -> None:

@@ -7,6 +7,7 @@ from ast import literal_eval
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import permutations
 from random import Random
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from pair import together
 from simulated_device import SimulatedDevice
 
 import vmmkv
+from vmmkv.layout import SCALED_DTYPES, SCALES
 from vmmkv.memory.driver import open_driver
 from vmmkv.reuse.transfer import FIRST, MARK, Head, Peer, geometry_of
 
@@ -40,12 +42,18 @@ LAYOUT = vmmkv.KVLayout(2, 2, 16, torch.float32)  # 8 tokens in a page
 
 
 def states(sequence: vmmkv.Sequence) -> list[torch.Tensor]:
-    layers = range(sequence.cache.layout.num_layers)
-    return [states for layer in layers for states in (sequence.k(layer), sequence.v(layer))]
+    """K and V of each layer, and scales, if there are any."""
+    cache, row, span = sequence.cache, sequence.row, slice(sequence.start, sequence.length)
+    layers, scales = range(cache.layout.num_layers), cache.layout.scales
+    if scales is None:
+        return [states for layer in layers for states in (sequence.k(layer), sequence.v(layer))]
+    of_sequence = [each[row] for layer in layers if scales == "sequence_head" for each in cache.sequence_scales(layer)]
+    of_tokens = 2 if of_sequence else 4
+    return of_sequence + [each[row, span] for layer in layers for each in cache.scaled_kv(layer)[:of_tokens]]
 
 
 def value(random: Random, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Any bytes but those of NaN: the same for the same random numbers, in whichever process."""
+    """Whole numbers: the same for the same random numbers, in whichever process."""
     numbers = torch.randint(-8, 8, shape, generator=torch.Generator().manual_seed(random.randrange(1 << 32)))
     return numbers.to(dtype)
 
@@ -61,7 +69,7 @@ def check(sequence: vmmkv.Sequence, seed: int) -> None:
     random = Random(seed)
     for each in states(sequence):
         expected = value(random, each.shape, each.dtype)
-        assert torch.equal(each.cpu().view(torch.uint8), expected.view(torch.uint8))
+        assert torch.equal(each.cpu().double(), expected.double())
     sequence.cache.check()
 
 
@@ -78,7 +86,9 @@ def exchange(rank: int, seed: int) -> None:
         layers = random.randint(1, 4)
         heads, width = random.choice([2, [random.randint(1, 3) for _ in range(layers)]]), random.choice([None, 8])
         dtype = random.choice([torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
-        layout = vmmkv.KVLayout(layers, heads, 24, dtype, width, layers_per_range=random.choice([None, 1, 2]))
+        scales = random.choice([None, *SCALES]) if dtype in SCALED_DTYPES else None
+        per_range = random.choice([None, 1, 2])
+        layout = vmmkv.KVLayout(layers, heads, 24, dtype, width, layers_per_range=per_range, scales=scales)
         length = random.choice([0, 1, 199, 200, random.randint(0, 200)])
         start = random.choice([0, 0, length, random.randint(0, length)])
         caches = [make(layout, 400, random.choice([4096, 8192, 20480]), **random.choice(RULES)) for _ in range(2)]
@@ -311,9 +321,10 @@ def test_a_layout_of_which_less_is_said_is_another() -> None:
 
 
 def test_a_layout_with_scales_is_another() -> None:
-    plain, scaled = (vmmkv.KVLayout(2, 2, 16, torch.int8, scales=scales) for scales in (None, "token_head"))
-    with pytest.raises(vmmkv.LayoutError, match="scales token_head there, None here"):
-        Head(geometry_of(scaled), 0, 1, None, np.empty(0, np.int64)).check(plain)
+    for there, here in permutations((None, *SCALES), 2):
+        theirs, ours = (vmmkv.KVLayout(2, 2, 16, torch.int8, scales=scales) for scales in (there, here))
+        with pytest.raises(vmmkv.LayoutError, match=f"scales {there} there, {here} here"):
+            Head(geometry_of(theirs), 0, 1, None, np.empty(0, np.int64)).check(ours)
 
 
 def refuse_layouts(rank: int) -> None:

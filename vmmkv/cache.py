@@ -51,18 +51,19 @@ from .picture import draw_cache
 from .reuse.host_tier import HostTier
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
-from .reuse.states import states_of
+from .reuse.states import messages_of
 from .reuse.telling import Key, check_key, check_log
 from .reuse.transfer import Head, Peer
 from .rows.books import Rules
 from .rows.rows import Rows
-from .sequence import Sequence, check_length, check_tokens
+from .rows.scales import SequenceScales
+from .sequence import Sequence, check_length, check_reusable, check_tokens
 from .snapshot import mapped_ranges, snapshot
 from .space.arena import check_address_space
 from .space.mapper import Mapper
 from .starting import Found, Starting
 from .stats import CacheStats, MappedRange
-from .tensors import ScaledKV, export_range, kv_views, scale_views
+from .tensors import ScaledKV, export_range, kv_views, repeated_scales, scale_views
 
 Ints = npt.NDArray[np.int64]
 
@@ -174,9 +175,7 @@ class KVCache(Owner):
         )
         self._rows = self._open_rows(rules, self._row_bytes(overread), limit, guaranteed)
         self._ranges, self._views = self._exported()
-        self._scales = (
-            scale_views(self._ranges, layout, max_sequences, max_seq_len) if layout.scales is not None else []
-        )
+        self._scales = self._scale_views()
         self.event_log = event_log
         """What is told which prefixes can be found, if anything is."""
         self._host_tier = (
@@ -229,8 +228,10 @@ class KVCache(Owner):
         if pool.is_debugged:
             watch(pool)
         pages = pages_within(pool, guaranteed, name="guaranteed") if guaranteed else 0
-        ranges = zip(row_bytes, self.layout.record_bytes)
-        return Rows(pool, Account(limit, pages), self.max_sequences, ranges, rules)
+        ranges, scales = zip(row_bytes, self.layout.record_bytes), None
+        if self.layout.scales == "sequence_head":
+            scales = SequenceScales(pool.driver, self.layout, self.max_sequences)
+        return Rows(pool, Account(limit, pages), self.max_sequences, ranges, rules, scales)
 
     def _exported(self) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
         """All ranges as tensors, and what `kv` returns of them."""
@@ -239,6 +240,15 @@ class KVCache(Owner):
             exported = [export_range(arena.address, arena.nbytes, self.device, owner=arena) for arena in arenas]
             ranges = [flat.view(self.layout.dtype) for flat in exported]
             return ranges, kv_views(ranges, self.layout, self.max_sequences, self.max_seq_len)
+
+    def _scale_views(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The scales that `scaled_kv` returns."""
+        with torch.inference_mode(False):  # as above
+            if self._rows.scales:
+                return repeated_scales(self._rows.scales.rows, self.layout, self.max_seq_len)
+            if self.layout.scales is None:
+                return []
+            return scale_views(self._ranges, self.layout, self.max_sequences, self.max_seq_len)
 
     def _begin_telling(self, event_log: EventLog, pages: int, host_bytes: int) -> None:
         """Has a log say how many blocks there can be on the device and on the host, and end with the cache."""
@@ -295,7 +305,8 @@ class KVCache(Owner):
         Raises:
             ArgumentError: arguments exclude each other; or the cache has an event log, which has no words for these
                 ids, or for what they depend on.
-            UnsupportedError: `token_ids` with `zero_tail`.
+            UnsupportedError: `token_ids` with `zero_tail`, or of a layout with scales of whole sequences.
+            StreamCaptureError: the layout has such scales, and a CUDA graph is being captured.
             OutOfRowsError: `max_sequences` sequences are alive, or the row is another's.
             OutOfRangeError: there is no such row.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
@@ -329,6 +340,7 @@ class KVCache(Owner):
 
     def _check_ids(self, ids: Ids, tokens: int, row: int | None) -> int:
         """How many tokens these are, where they can be reused."""
+        check_reusable(self.layout)
         if tokens:
             raise ArgumentError(f"got tokens={tokens!r} and {len(ids)} token_ids; give one of them")
         if row is not None:
@@ -453,7 +465,7 @@ class KVCache(Owner):
         try:
             peer.accept(first)
             with self.pool.nvtx.receive:
-                peer.receive(states_of(self._rows, self._ranges, sequence.index, first, head.length))
+                peer.receive(messages_of(self._rows, self._ranges, sequence.index, first, head.length))
             if sequence.key is not None and len(head.ids):
                 with suppress(DriverError):  # it is there, and the other process knows; only nobody else finds it
                     sequence.commit(head.ids)
@@ -720,7 +732,8 @@ class KVCache(Owner):
         these, too.
 
         Returns:
-            K and V as `kv` would, and the scales of each, fp32 `[max_sequences, max_seq_len, num_kv_heads]`.
+            K and V as `kv` would, and the scales of each, fp32 `[max_sequences, max_seq_len, num_kv_heads]`; those of
+            whole sequences are the same memory for all tokens, which only `sequence_scales` writes to.
 
         Raises:
             OutOfRangeError: there is no such layer.
@@ -732,6 +745,36 @@ class KVCache(Owner):
                 "asked for the scales of a layout that has none; make it with KVLayout(scales='token_head')"
             )
         return ScaledKV(*one_of(self._views, layer, "layer"), *self._scales[layer])
+
+    def sequence_scales(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scales of whole sequences of one layer, by row: of a layout with `scales="sequence_head"`.
+
+        They are yours to write, before a sequence has tokens: what was rounded with others would be other numbers.
+        `vmmkv.kernels.sequence_scales` makes them of a prompt. `vmmkv.kernels.append` takes them as `k_scales` and
+        `v_scales`, rounds with them and leaves them as they are. Those of a batch, `[rows]`, are what FlashAttention-3
+        takes as `k_descale` and `v_descale`.
+
+        A new sequence has scales of 1. Forks begin with those of their parent; sequences that are reordered, suspended
+        or sent to another process take theirs along.
+
+        All of a cache's are `max_sequences * num_layers` times 8 bytes for each KV head, in plain memory of torch,
+        which is no part of its budget, and which `stats` does not count.
+
+        Returns:
+            Those of K and V, each fp32 `[max_sequences, num_kv_heads]`, strided, at addresses that never change.
+
+        Raises:
+            OutOfRangeError: there is no such layer.
+            UnsupportedError: the layout has no such scales.
+        """
+        self.check_usable()
+        if self.layout.scales != "sequence_head":
+            raise UnsupportedError(
+                f"asked for the scales of sequences of a layout with scales={self.layout.scales!r}; make it with "
+                "KVLayout(scales='sequence_head')"
+            )
+        k_scales, v_scales = one_of(self._scales, layer, "layer")
+        return k_scales[:, 0], v_scales[:, 0]
 
     def range(self, index: int) -> torch.Tensor:
         """A range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.

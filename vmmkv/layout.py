@@ -4,8 +4,9 @@ A row is token-major: `[max_seq_len][layer][K, V][num_kv_heads][head_dim]`. All 
 by side in its *token record*, so that a 2 MiB page holds a few tokens of every layer rather than many
 tokens of one. A layer is an offset into the record; all layers of a range share one token stride.
 
-Scales of 8-bit K and V, where a layout has them, are the record's last bytes: `[layer][num_kv_heads][K, V]`. So K and V
-lie where they would without, and the two that a kernel needs together come together.
+Scales of 8-bit K and V, where a layout has them for each token, are the record's last bytes:
+`[layer][num_kv_heads][K, V]`. So K and V lie where they would without, and the two that a kernel needs together come
+together. Scales of whole sequences are no part of it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,9 @@ DTYPES = (
     torch.int8,
 )
 
+SCALES = "token_head", "sequence_head"
+"""What there is a scale of: a head of a token, or of a whole sequence."""
+
 SCALED_DTYPES = torch.float8_e4m3fn, torch.int8
 """What scales are kept for."""
 
@@ -54,7 +58,7 @@ class LayerLayout:
     k_offset: int
     v_offset: int
     scales_offset: int | None = None
-    """Where the scales of its heads begin, in scales; None: the layout has none."""
+    """Where the scales of its heads begin, in scales; None: the layout has none in token records."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ class KVLayout:
             fewest tokens, so the least is wasted. Fewer layers make a smaller stride, for kernels that
             count in 32 bits (see `int32_token_limit`).
         scales: "token_head" keeps fp32 scales, one for K and one for V of each token and head, for e4m3fn and int8 (see
-            `KVCache.scaled_kv`). None keeps none: what 8-bit K and V mean is the user's own business then.
+            `KVCache.scaled_kv`). "sequence_head" keeps them of each sequence, layer and head, outside of token records:
+            the user sets them (see `KVCache.sequence_scales`). None keeps none: what 8-bit K and V mean is the user's
+            own business then.
 
     Raises:
         LayoutError: a size is not positive, a list is not `num_layers` long, or there are no such scales.
@@ -111,8 +117,10 @@ class KVLayout:
                 raise LayoutError(f"asked for {name}={value}; it must be at least {smallest}")
 
     def _check_scales(self) -> None:
-        if self.scales not in (None, "token_head"):
-            raise LayoutError(f"asked for scales={self.scales!r}; vmmkv keeps scales by 'token_head', or None")
+        if self.scales not in (None, *SCALES):
+            raise LayoutError(
+                f"asked for scales={self.scales!r}; vmmkv keeps scales by {' or '.join(map(repr, SCALES))}, or None"
+            )
         if self.scales and self.dtype not in SCALED_DTYPES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in SCALED_DTYPES)
             raise DtypeError(f"asked for scales of {self.dtype}; it must be one of {known}, or scales=None")
@@ -134,7 +142,7 @@ class KVLayout:
             v_offset = k_offset + _round_up(heads * k_dim, step)
             end = v_offset + _round_up(heads * v_dim, step)
             layers.append(LayerLayout(range_index, heads, k_dim, v_dim, k_offset, v_offset))
-        return tuple(self._with_scales(layers) if self.scales else layers)
+        return tuple(self._with_scales(layers) if self.scales == "token_head" else layers)
 
     def _with_scales(self, layers: list[LayerLayout]) -> Iterator[LayerLayout]:
         """Layers, with a place for scales behind K and V of the last of their range."""

@@ -49,7 +49,7 @@ def allocated_bytes(
     if scheme == "block_table_16":
         return _round_up(tokens, BLOCK_TOKENS) * layout.token_bytes
     if scheme == "per_layer":
-        scale = SCALE_BYTES if layout.scales is not None else 0
+        scale = SCALE_BYTES if layout.scales == "token_head" else 0
         strides = [
             layer.num_kv_heads * (width * layout.dtype.itemsize + scale)
             for layer in layout.layers

@@ -20,10 +20,11 @@ from .errors import (
     ShapeError,
     StrideLimitWarning,
     SuspendedError,
+    UnsupportedError,
     UseAfterFreeError,
     VmmkvError,
 )
-from .layout import as_index, shown
+from .layout import KVLayout, as_index, shown
 from .memory.fence import Fence, check_stream, finished_on_error
 from .memory.monitor import Steps, bookkeeping, operation, stepwise
 from .memory.pool import FramePool
@@ -31,7 +32,7 @@ from .picture import draw_sequence
 from .reuse.node import Ids
 from .reuse.prefixes import Prefixes, ids_of
 from .reuse.retention import Retention, in_order
-from .reuse.states import states_of
+from .reuse.states import messages_of
 from .reuse.telling import Key
 from .reuse.transfer import Head, Peer, geometry_of
 from .rows.rows import Rows
@@ -193,7 +194,8 @@ class Sequence:
             ArgumentError: it has not as many tokens, or was started without `token_ids`, or with `reuse=False`; or the
                 cache has an event log, which has no words for these ids.
             ValueError: it is known to hold other tokens.
-            UnsupportedError: its first tokens were given back.
+            UnsupportedError: its first tokens were given back; or the layout has scales of whole sequences, with which
+                others would read other numbers.
             RetentionError: ranges overlap, or are none.
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
         """
@@ -202,6 +204,7 @@ class Sequence:
     @bookkeeping
     def _commit(self, ids: Ids, retention: Iterable[Retention]) -> None:
         self._check_here()
+        check_reusable(self.cache.layout)
         keeper = self._rows.keeping.keeper
         if self.key is None or not isinstance(keeper, Prefixes):
             raise ArgumentError(f"{self!r} was started without token_ids, or not for reuse; give cache.sequence() some")
@@ -314,7 +317,7 @@ class Sequence:
         ranges = [self.cache.range(index) for index in range(len(self._rows.ranges))]
         try:
             with self.pool.nvtx.send:
-                peer.send(states_of(self._rows, ranges, self.index, first, head.length))
+                peer.send(messages_of(self._rows, ranges, self.index, first, head.length))
         finally:
             self._fence_sent()
 
@@ -384,7 +387,8 @@ class Sequence:
 
         Raises:
             ShapeError, DtypeError, DeviceError: they do not fit; nothing was written.
-            UnsupportedError: the layout has scales, which `vmmkv.kernels.append` writes as well; nothing was written.
+            UnsupportedError: the layout has scales, which `vmmkv.kernels.append` writes, or rounds with; nothing was
+                written.
             ArgumentError: one is no tensor, is sparse, or has no data of its own; nothing was written.
         """
         check_dense(k, "K")
@@ -448,6 +452,15 @@ class Sequence:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Sequence owns its row and cannot be copied or pickled; start another with cache.sequence()")
+
+
+def check_reusable(layout: KVLayout) -> None:
+    """Raises `UnsupportedError` where K and V of one sequence are nothing that another can begin with."""
+    if layout.scales == "sequence_head":
+        raise UnsupportedError(
+            "asked to reuse K and V of a layout with scales='sequence_head'; what another sequence has computed was "
+            "rounded with its own scales. fork() takes them along; scales='token_head' keeps them with the tokens"
+        )
 
 
 def check_length(length: int, max_seq_len: int) -> None:

@@ -170,3 +170,21 @@ def scale_views(
         )
         views.append((k, v))
     return views
+
+
+def repeated_scales(
+    scales: torch.Tensor, layout: KVLayout, max_seq_len: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The scales of K and V of every layer over all rows, of a layout that has them of whole sequences.
+
+    Args:
+        scales: fp32 `[num_rows, K and V, num_layers, num_kv_heads]`.
+
+    Returns:
+        per layer those of `(K, V)`, each fp32 `[num_rows, max_seq_len, num_kv_heads]`, with a stride of 0 over tokens.
+    """
+    views = []
+    for index, layer in enumerate(layout.layers):
+        k, v = scales[:, :, index, None, : layer.num_kv_heads].expand(-1, -1, max_seq_len, -1).unbind(1)
+        views.append((k, v))
+    return views

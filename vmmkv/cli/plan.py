@@ -41,7 +41,8 @@ def plan(
     v_head_dim: Annotated[int | None, typer.Option(min=0, help="Width of a V head; that of K by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, float8_e4m3fn, ...; the config's, else bfloat16.")] = None,
     scales: Annotated[
-        str | None, typer.Option(help="token_head: scales of each token and head, for float8_e4m3fn and int8.")
+        str | None,
+        typer.Option(help="float8_e4m3fn and int8: token_head (in the token record) or sequence_head (outside)."),
     ] = None,
     kv_dtype: Annotated[
         str | None, typer.Option(help="fp8 or int8: K and V as VmmCache(kv_dtype=...) has them, scales included.")

@@ -3,6 +3,7 @@
     sender      what it is: layout, first token and length, token ids -->
     receiver    <-- the token from which on it lacks K and V, or why it refuses
     sender      these tokens: a message for each range of the layout -->
+                scales of the sequence, where the layout has any: another one -->
 
 A row is contiguous, so its tokens in a range, K and V of all layers, are one message, whatever the pages under them
 are, here and there. No K or V moves before the receiver has memory for all of it: then both know how much that is.

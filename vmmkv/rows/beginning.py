@@ -1,9 +1,9 @@
 """Beginning: which row a new sequence is given, and what it finds mapped there.
 
 A row is *picked*: off the lists, with nothing on it of another tenant's, nor of work that the sequence's stream would
-not come after. Then it is *given* to the sequence, which has no tokens yet. Those it *takes*, on pages that lie there
-or are mapped; or it *adopts* them, with a row that was kept; or they are laid there, or shared (`vmmkv.rows.laying`,
-`vmmkv.rows.sharing`).
+not come after, and with scales of 1, where rows have any. Then it is *given* to the sequence, which has no tokens yet.
+Those it *takes*, on pages that lie there or are mapped; or it *adopts* them, with a row that was kept; or they are laid
+there, or shared (`vmmkv.rows.laying`, `vmmkv.rows.sharing`).
 
 Picked is the first of these that there is:
  1. The parked row of its tenant, and of no other stream's work, whose pages fit best. Large frames that reach beyond
@@ -21,6 +21,7 @@ from typing import Any
 
 from ..errors import VmmkvError
 from ..memory import debugging
+from ..memory.fence import Fence, finished_on_error
 from ..memory.monitor import Steps
 from ..space.arena import Arena
 from ..space.undo import Undo
@@ -61,6 +62,7 @@ class Beginning:
         Raises:
             OutOfRowsError: all rows are live, or that one.
             DriverError: what is there could not be unmapped, or waited for; the row is back on the lists.
+            StreamCaptureError: rows have scales, and a CUDA graph is being captured; the row is back on the lists.
         """
         table = self._table
         if row is None:
@@ -75,6 +77,7 @@ class Beginning:
                 table.empty.pop(row, None)
             elif not table.fences[row].passed_for(stream):
                 table.fences[row].wait()
+            self._reset_scales(row, stream)
         except VmmkvError:
             table.forget(row)
             self._books.settle(row)
@@ -87,6 +90,9 @@ class Beginning:
 
         Args:
             now: of its tokens those that there is to be room for.
+
+        Raises:
+            DriverError, StreamCaptureError: rows have scales, which could not be made 1; the row is on the lists.
         """
         table = self._table
         row, beyond = self._fitting(tokens, stream, tenant)
@@ -96,8 +102,16 @@ class Beginning:
                 return None
         if beyond or not self.is_ready(row, now):
             return None
+        self._reset_scales(row, stream)
         table.pick_row(row)
         return row
+
+    def _reset_scales(self, row: int, stream: Any) -> None:
+        """Has a row begin with scales of 1, if it has any; `stream` is the current one, behind all work on the row."""
+        if self._books.scales:
+            with finished_on_error(self._pool.driver):
+                self._books.scales.reset(row)
+                self._table.fences[row] |= Fence.after(self._pool.driver, [stream])  # who has it next may be on another
 
     def is_ready(self, row: int, tokens: int) -> bool:
         """Whether a sequence can have so many tokens on a row that nobody has as it is: nobody is asked for pages, none

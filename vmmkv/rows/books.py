@@ -23,6 +23,7 @@ from ..memory.pool import FramePool
 from ..space.arena import Arena
 from . import policy
 from .policy import Span
+from .scales import SequenceScales
 from .table import RowTable
 
 
@@ -80,13 +81,20 @@ class Books:
         table: the rows.
         ranges: per range of the layout its arena, and the bytes of a token record in it.
         rules: what the cache promises.
+        scales: what rows have beside their pages, if anything.
     """
 
     def __init__(
-        self, pool: FramePool, account: Account, table: RowTable, ranges: list[tuple[Arena, int]], rules: Rules
+        self,
+        pool: FramePool,
+        account: Account,
+        table: RowTable,
+        ranges: list[tuple[Arena, int]],
+        rules: Rules,
+        scales: SequenceScales | None,
     ) -> None:
         self.pool, self.account = pool, account
-        self.table, self.ranges, self.rules = table, ranges, rules
+        self.table, self.ranges, self.rules, self.scales = table, ranges, rules, scales
         self.page_size, self._frames = pool.page_size, pool.frames
         self.forget_counts()
         self.claims: dict[int, tuple[int, int]] = {}

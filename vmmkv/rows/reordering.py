@@ -252,6 +252,7 @@ class Reordering:
         if move.splits is None:
             for arena, begin, end in self._parts(move):
                 self._sharing.copy(arena, move.source, move.row, begin, end)
+            self._sharing.copy_scales(move.source, move.row)
             self._keeping.keeper.inherit({move.row: move.source})
             self._settle(move.row, self._table.extents[move.source].tolist(), shrink)
             return
@@ -286,6 +287,8 @@ class Reordering:
         """Memory for what turns keep aside. Raises `DriverOutOfMemoryError` where there is none."""
         sizes = [end - begin for turn in turns for _, begin, end in self._parts(turn[-1])]
         nbytes = min(max([0, *sizes]), LARGE * self._books.page_size)
+        if turns and self._books.scales:
+            nbytes = max(nbytes, self._books.scales.row_bytes)
         try:
             return torch.empty(nbytes, dtype=torch.uint8, device=self._pool.device)
         except (MemoryError, RuntimeError) as error:  # torch raises either
@@ -308,6 +311,11 @@ class Reordering:
                     self._sharing.copy(arena, move.source, move.row, *span)
                 if begin < end:
                     self._driver.copy(address[-1] + begin, aside, end - begin)
+        if scales := self._books.scales:
+            self._driver.copy(aside, scales.address_of(turn[0].row), scales.row_bytes)
+            for move in turn[:-1]:
+                scales.copy(move.source, move.row)
+            self._driver.copy(scales.address_of(turn[-1].row), aside, scales.row_bytes)
         self._keeping.keeper.inherit({move.row: move.source for move in turn})
         for move, extent in zip(turn, extents):
             self._settle(move.row, extent, shrink)

@@ -42,6 +42,7 @@ from .keeping import Keeping
 from .laying import Laying
 from .reclaiming import Reclaimer
 from .reordering import Reordering
+from .scales import SequenceScales
 from .scrubbing import Scrubbing
 from .sharing import Sharing
 from .shelf import Shelf
@@ -81,6 +82,7 @@ class Rows:
         num_rows: how many.
         ranges: per range of the layout the bytes of a row, and of a token record.
         rules: what the cache promises.
+        scales: what rows have beside their pages, if anything.
 
     Raises:
         BudgetError: so much cannot be guaranteed.
@@ -91,9 +93,15 @@ class Rows:
     """What users call it on whose account frames are."""
 
     def __init__(
-        self, pool: FramePool, account: Account, num_rows: int, ranges: Iterable[tuple[int, int]], rules: Rules
+        self,
+        pool: FramePool,
+        account: Account,
+        num_rows: int,
+        ranges: Iterable[tuple[int, int]],
+        rules: Rules,
+        scales: SequenceScales | None,
     ) -> None:
-        self.pool, self.account, self.rules = pool, account, rules
+        self.pool, self.account, self.rules, self.scales = pool, account, rules, scales
         self._driver, self.max_seq_len = pool.driver, rules.max_seq_len
         self.table = RowTable(num_rows)
         arenas = [(Arena(pool, account, num_rows, nbytes), record) for nbytes, record in ranges]
@@ -103,7 +111,7 @@ class Rows:
         """Rows, and the numbers of their sequences, that were left behind without `free`."""
         self.keeping = Keeping()
         """Who keeps rows and pages for sequences that begin alike."""
-        self.books = books = Books(pool, account, self.table, arenas, rules)
+        self.books = books = Books(pool, account, self.table, arenas, rules, scales)
         """What each row holds."""
         self.scrubbing = Scrubbing(books)
         """What zeroes frames for them that were another tenant's."""

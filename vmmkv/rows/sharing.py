@@ -82,6 +82,7 @@ class Sharing:
                     for (arena, record), (_, split) in zip(self._books.ranges, splits):
                         begin = max(max(split, arena.table.own[child]) * self._books.page_size, extent[0] * record)
                         has_copied |= self.copy(arena, row, child, begin, extent[1] * record)
+                    has_copied |= self.copy_scales(row, child)
                 copied = Fence.after(self._driver, [current] if has_copied else [])
                 table.fence(row, copied)
             copied.order(table.own_streams[row])  # what is written there next must not be copied
@@ -153,6 +154,12 @@ class Sharing:
             target, source = arena.table.address_of(child, 0), arena.table.address_of(row, 0)
             self._driver.copy(target + begin, source + begin, end - begin)
         return begin < end
+
+    def copy_scales(self, row: int, child: int) -> bool:
+        """Gives a row the scales of another; returns whether rows have any."""
+        if self._books.scales:
+            self._books.scales.copy(row, child)
+        return self._books.scales is not None
 
     def _unshare(self, child: int, spans: list[Span]) -> None:
         """Writes down that a row gets no tokens, which was to use pages in each range. They stay until what may be
