@@ -33,7 +33,7 @@ PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
     "docs/assets/reuse.svg": ("reuse_h200.json", reuse.plot),
     "docs/assets/idle.svg": ("idle_h200.json", idle.plot),
-    "docs/assets/serve.svg": ("serve_h200.json", serving.draw),
+    "docs/assets/serve.svg": ("serve_rounds_h200.json", serving.draw),
 }
 
 OPENING = "<!-- table:"

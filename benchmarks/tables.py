@@ -448,15 +448,21 @@ def comparisons_table(result: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(result["comparisons"]))
 
 
-for name, source in (("serve", "serve_h200.json"), ("serve-qwen3", "serve_qwen3_h200.json")):
+def serving_comparisons(result: Result) -> str:
+    return markdown(aims.COLUMNS, aims.lines(serving.compare(result)))
+
+
+for name, source in (("rates", "serve_rates_h200.json"), ("rates-qwen3", "serve_rates_qwen3_h200.json")):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-load"] = Table((source,), rates_tables)
     TABLES[f"{name}-prompts"] = Table((source,), prompts_table)
-    TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+    TABLES[f"{name}-comparisons"] = Table((source,), serving_comparisons)
+for name, load in (("unknown", "lengths unknown"), ("busy", "thread beside"), ("code", "_code, saturation")):
+    TABLES[f"rates-{name}"] = Table(("serve_rates_h200.json",), partial(serving_table, load=load))
 for name, source in (("rounds", "serve_rounds_h200.json"), ("rounds-qwen3", "serve_rounds_qwen3_h200.json")):
     TABLES[f"{name}-ahead"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-waiting"] = Table((source,), partial(serving_table, load="waited for"))
-    TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+    TABLES[f"{name}-comparisons"] = Table((source,), serving_comparisons)
 for name, source in (
     ("serve-vllm", "serve_vllm_h200.json"),
     ("serve-vllm-qwen3", "serve_vllm_qwen3_h200.json"),
@@ -464,7 +470,7 @@ for name, source in (
     ("serve-peers", "serve_peers_h200.json"),
 ):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
-    TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+    TABLES[f"{name}-comparisons"] = Table((source,), serving_comparisons)
 TABLES["serve-vllm-qwen3-load"] = Table(("serve_vllm_qwen3_h200.json",), rates_tables)
 
 
@@ -475,7 +481,7 @@ def what_is_compiled(result: Result) -> str:
 
 for name, load in (("mooncake", "mooncake_conversation, saturation"), ("system", "system prompts, saturation")):
     TABLES[f"serve-reuse-{name}"] = Table(("serve_reuse_h200.json",), partial(serving_table, load=load))
-TABLES["serve-reuse-comparisons"] = Table(("serve_reuse_h200.json",), comparisons_table)
+TABLES["serve-reuse-comparisons"] = Table(("serve_reuse_h200.json",), serving_comparisons)
 
 
 @table("reuse_h200.json")
