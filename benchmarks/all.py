@@ -4,7 +4,8 @@
                             [--list]
 
 Each has some minutes, and may take twice as many on a slow machine: what is stopped is mostly lost. The next begins
-whatever has become of it, as long as the minutes of all are not over: those of one GPU are 28. What failed, or was not
+whatever has become of it, as long as the minutes of all are not over: those of one GPU are 28, and what these have no
+room for runs where there are two, or with `--only`. What failed, or was not
 begun, is named at the end. With `--only`, each that was asked for may take its double. The first of them compiles what
 others run. A result takes the place of the old one when it is whole; one whose benchmark had to be stopped says itself
 what it misses, if it could still be written.
@@ -48,11 +49,13 @@ class Benchmark(NamedTuple):
         command: behind `python`. It prints JSON, or writes it to {json}; {conv}, {code}, {mooncake} are traces,
             {seconds} is a part of the minutes, in which it stops by itself and says what is missing. With {vllm}, the
             folder of `--vllm`, it runs only if there is one.
+        beside: what is added to the command with `--vllm`.
     """
 
     kind: Kind
     minutes: float
     command: str
+    beside: str = ""
 
 
 TRACES = {
@@ -68,20 +71,27 @@ SERVE = "-m benchmarks.serve --budget-seconds {seconds} --json {json}"
 BENCHMARKS = {
     "compiling": Benchmark(Kind.GPU, 2.0, "-m benchmarks.compiling --json"),
     # What the README says comes first: a machine may be lost.
-    "serve_rounds": Benchmark(Kind.GPU, 2.1, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
+    "serve_rounds": Benchmark(Kind.GPU, 2.5, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
     "serve_rounds_qwen3": Benchmark(
-        Kind.GPU, 2.1, f"{SERVE} --quick --memory 8GiB --requests 300 --trace {{conv}} --model qwen3-0.6b"
+        Kind.GPU, 1.7, f"{SERVE} --quick --memory 4GiB --requests 150 --trace {{conv}} --model qwen3-0.6b"
     ),
     "serve_vllm": Benchmark(
         Kind.GPU,
-        3.9,
-        f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --memory 16GiB --requests 300 --trace {{conv}}",
+        2.9,
+        f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 2 --memory 16GiB --requests 300 --trace {{conv}}"
+        " --backends vmm --backends vllm",
     ),
     "serve_vllm_qwen3": Benchmark(
         Kind.GPU,
         2.1,
         f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --rates 0.8 --seeds 1 --memory 16GiB --requests 300"
-        " --trace {conv} --model qwen3-0.6b",
+        " --trace {conv} --model qwen3-0.6b --backends vmm --backends paged --backends vllm",
+    ),
+    "serve_rates": Benchmark(
+        Kind.GPU,
+        2.0,
+        f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --unknown --busy --memory 8GiB --requests 90 --trace {{conv}}"
+        " --trace {code} --backends vmm --backends paged --backends static --backends static+longest",
     ),
     "serve_pressure": Benchmark(
         Kind.GPU,
@@ -94,11 +104,6 @@ BENCHMARKS = {
         0.9,
         f"{SERVE} --quick --no-wait --rounds 2 --memory 8GiB --requests 90 --trace {{conv}} --backends vmm"
         " --backends vmm+fa3 --backends paged --backends paged+flashinfer",
-    ),
-    "serve": Benchmark(
-        Kind.GPU,
-        1.0,
-        f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --trace {{conv}} --backends vmm --backends paged --backends static",
     ),
     "demo_azure": Benchmark(
         Kind.GPU, 0.5, "-m vmmkv demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
@@ -116,29 +121,33 @@ BENCHMARKS = {
     ),
     "attention": Benchmark(Kind.GPU, 1.2, "-m benchmarks.attention --trace {conv} --json"),
     "generate": Benchmark(Kind.GPU, 0.8, "-m benchmarks.generate --budget-seconds {seconds} --json"),
-    "serve_qwen3": Benchmark(
-        Kind.GPU,
-        0.8,
-        f"{SERVE} --rounds 1 --seeds 1 --model qwen3-0.6b --trace {{conv}} --trace {{code}} --trace {{mooncake}}",
-    ),
     "serve_reuse": Benchmark(
         Kind.GPU,
-        2.3,
+        3.4,
         f"{SERVE} --reuse --trace {{mooncake}} --model qwen3-0.6b --memory 8GiB --shorten 8 --requests 600"
-        " --tokens 500000 --max-sequences 128 --rounds 2",
+        " --tokens 500000 --max-sequences 128 --rounds 2 --backends vmm --backends paged --backends vmm+reuse"
+        " --backends paged+reuse --backends vllm+reuse",
+        beside="--vllm {vllm}",
     ),
     "allocator": Benchmark(Kind.GPU, 0.4, "-m benchmarks.allocator --rounds 50 --json"),
     "mapper": Benchmark(
-        Kind.GPU, 1.8, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
+        Kind.GPU, 1.4, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
     ),
     "sharing": Benchmark(Kind.GPU, 0.6, "-m benchmarks.sharing --rounds 4 --json"),
     "prefixes": Benchmark(Kind.GPU, 0.2, "-m benchmarks.prefixes --json"),
     "attention_shapes": Benchmark(Kind.GPU, 0.3, "-m benchmarks.attention --only shapes --json"),
-    "layout_order": Benchmark(Kind.GPU, 0.3, "-m benchmarks.layout_order --speed --json"),
+    "layout_order": Benchmark(Kind.GPU, 0.4, "-m benchmarks.layout_order --speed --json"),
     "overread": Benchmark(Kind.GPU, 0.2, "-m benchmarks.overread --trace {conv} --json"),
     "reuse": Benchmark(Kind.GPU, 0.2, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
     "idle": Benchmark(Kind.GPU, 0.2, "-m benchmarks.idle --device cuda --trace {conv} --json"),
     "swap": Benchmark(Kind.GPU, 0.2, "-m benchmarks.swap --json"),
+    # One GPU is enough for it, whose minutes are not.
+    "serve_rates_qwen3": Benchmark(
+        Kind.GPUS,
+        6,
+        f"{SERVE} --rounds 1 --seeds 3 --rates 0.5 --rates 0.8 --rates 1.1 --memory 16GiB --requests 1000"
+        " --tokens 2000000 --trace {conv} --model qwen3-0.6b --backends vmm --backends paged",
+    ),
     "transfer": Benchmark(Kind.GPUS, 1.5, "-m benchmarks.transfer --rounds 10 --json"),
     "batching_ranks": Benchmark(
         Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 100 --rounds 2 --seconds 25 --json"
@@ -212,12 +221,14 @@ def run(name: str, benchmark: Benchmark, seconds: float, traces: Path, vllm: Pat
         return f"there is no {', '.join(missing)} in {traces}"
     places = {key: str(traces / file) for key, file in TRACES.items()} | {"vllm": str(vllm and vllm.absolute())}
     budget = str(round((seconds - GRACE) * ENDING))
-    words = [word.format(json=partial, seconds=budget, **places) for word in shlex.split(benchmark.command)]
+    command = f"{benchmark.command} {benchmark.beside if vllm else ''}"
+    words = [word.format(json=partial, seconds=budget, **places) for word in shlex.split(command)]
     writes = "{json}" in benchmark.command
     try:
         with open(os.devnull if writes else partial, "w") as output:
-            command = [sys.executable, *words]
-            status = run_command(command, seconds, stdout=output.fileno(), folder=ROOT, grace=min(GRACE, seconds / 2))
+            status = run_command(
+                [sys.executable, *words], seconds, stdout=output.fileno(), folder=ROOT, grace=min(GRACE, seconds / 2)
+            )
         if status:
             return f"it ended with {status}"
         problem = unreadable(partial)

@@ -34,7 +34,7 @@ PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
     "docs/assets/reuse.svg": ("reuse_gpu.json", reuse.plot),
     "docs/assets/idle.svg": ("idle_gpu.json", idle.plot),
-    "docs/assets/serve.svg": ("serve_gpu.json", serving.draw),
+    "docs/assets/serve.svg": ("serve_rounds_gpu.json", serving.draw),
 }
 
 OPENING = "<!-- table:"

@@ -457,15 +457,21 @@ def comparisons_table(result: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(result["comparisons"]))
 
 
-for name, source in (("serve", "serve_gpu.json"), ("serve-qwen3", "serve_qwen3_gpu.json")):
+def serving_comparisons(result: Result) -> str:
+    return markdown(aims.COLUMNS, aims.lines(serving.compare(result)))
+
+
+for name, source in (("rates", "serve_rates_gpu.json"), ("rates-qwen3", "serve_rates_qwen3_gpu.json")):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-load"] = Table((source,), rates_tables)
     TABLES[f"{name}-prompts"] = Table((source,), prompts_table)
-    TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+    TABLES[f"{name}-comparisons"] = Table((source,), serving_comparisons)
+for name, load in (("unknown", "lengths unknown"), ("busy", "thread beside"), ("code", "_code, saturation")):
+    TABLES[f"rates-{name}"] = Table(("serve_rates_gpu.json",), partial(serving_table, load=load))
 for name, source in (("rounds", "serve_rounds_gpu.json"), ("rounds-qwen3", "serve_rounds_qwen3_gpu.json")):
     TABLES[f"{name}-ahead"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-waiting"] = Table((source,), partial(serving_table, load="waited for"))
-    TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+    TABLES[f"{name}-comparisons"] = Table((source,), serving_comparisons)
 for name, source in (
     ("serve-vllm", "serve_vllm_gpu.json"),
     ("serve-vllm-qwen3", "serve_vllm_qwen3_gpu.json"),
@@ -473,7 +479,7 @@ for name, source in (
     ("serve-peers", "serve_peers_gpu.json"),
 ):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
-    TABLES[f"{name}-comparisons"] = Table((source,), comparisons_table)
+    TABLES[f"{name}-comparisons"] = Table((source,), serving_comparisons)
 TABLES["serve-vllm-qwen3-load"] = Table(("serve_vllm_qwen3_gpu.json",), rates_tables)
 
 
@@ -484,7 +490,7 @@ def what_is_compiled(result: Result) -> str:
 
 for name, load in (("mooncake", "mooncake_conversation, saturation"), ("system", "system prompts, saturation")):
     TABLES[f"serve-reuse-{name}"] = Table(("serve_reuse_gpu.json",), partial(serving_table, load=load))
-TABLES["serve-reuse-comparisons"] = Table(("serve_reuse_gpu.json",), comparisons_table)
+TABLES["serve-reuse-comparisons"] = Table(("serve_reuse_gpu.json",), serving_comparisons)
 
 
 @table("reuse_gpu.json")

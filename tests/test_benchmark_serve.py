@@ -127,8 +127,12 @@ def test_quick_is_saturation_of_rows_and_blocks_ahead_and_waiting(traces: list[s
     waiting, unknown = "saturation, each step waited for", "saturation, lengths unknown"
     loads = ("saturation", False), (waiting, True), (unknown, False)
     found = {(row["load"], row["wait"], row["backend"]): row for row in result["serving"]}
-    assert found.keys() == {(*load, backend) for load in loads for backend in ("vmm", "paged")}
+    assert found.keys() == {(*load, backend) for load in loads for backend in ("vmm", "vmm+warm", "paged")}
     assert all(len(row["rounds"]) == 2 and row["finished"] == row["requests"] == 24 for row in found.values())
+    for (_, _, backend), row in found.items():
+        calls = [each["driver_seconds"].get("create", 0.0) for each in row["all_rounds"]]
+        assert all(seconds > 0 for seconds in calls) if backend == "vmm" else not any(calls), "who begins warm has all"
+        assert row["idle_bytes"] == (row["peak_bytes"] if backend == "paged" else 0)
     assert all(row["same_tokens"] > 0.9 for row in found.values())
     assert result["prefill"] == result["missed"] == []
     whats = [line["what"].split(": ")[0] for line in result["comparisons"]]
@@ -222,7 +226,8 @@ def vllm(tmp_path: Path) -> Path:
 def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, traces: list[str], tmp_path: Path) -> None:
     path = tmp_path / "result.json"
     sizes = "--memory", "512KiB", "--max-seq-len", "128", "--rounds", "2", "--rates", "0.5", "--seeds", "2"
-    plan = "--quick", "--no-wait", "--backends", "vmm", "--vllm", str(vllm.parent), *sizes
+    both = "--backends", "vmm", "--backends", "vllm"
+    plan = "--quick", "--no-wait", *both, "--vllm", str(vllm.parent), *sizes
     done = run_benchmark(*traces[:2], *plan, "--json", str(path))
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
@@ -274,7 +279,8 @@ def test_vllm_that_does_not_start_is_named_with_the_reason(vllm: Path, traces: l
     (vllm / "__init__.py").write_text("raise ImportError('there are no kernels for this device')")
     path = tmp_path / "result.json"
     sizes = "--memory", "512KiB", "--max-seq-len", "128", "--rounds", "1", "--vllm", str(vllm.parent)
-    done = run_benchmark(*traces[:2], "--quick", "--no-wait", "--backends", "vmm", *sizes, "--json", str(path))
+    both = "--backends", "vmm", "--backends", "vllm"
+    done = run_benchmark(*traces[:2], "--quick", "--no-wait", *both, *sizes, "--json", str(path))
     assert done.exit_code == 0, done.output
     result = json.loads(path.read_text())
     assert [row["backend"] for row in result["serving"]] == ["vmm"]
@@ -488,30 +494,38 @@ def test_comparisons_know_their_aims() -> None:
         usual |= {"first_token_s": 1.0, "manager_p99_us": 20.0} | changes
         each = {name: [value / 2, value, 3 * value] for name, value in usual.items()}
         about = {"trace": "t", "load": load, "backend": backend, "requests": 3, "finished": 3}
+        about |= {"rate": None if load == "saturation" else float(load.split("%")[0]) / 100}
         return about | {"idle_bytes": 0 if backend == "vmm" else 8, "each_round": each}
 
     serving = [row("paged", "saturation"), row("vmm", "saturation", manager_us=11.0)]
     serving += [row("static", "saturation", crowded_concurrency=10.0), row("paged", "50% load"), row("vmm", "50% load")]
+    serving += [row("vllm", "saturation"), row("vllm", "50% load"), row("paged", "110% load"), row("vmm", "110% load")]
     prompts = [
         {"backend": backend, "kernel": kernel, "tokens_per_s": speed, "attention_tokens_per_s": 2 * speed}
         for backend, kernel, speed in (("vmm", "fa3", 118.0), ("paged", "flashinfer", 100.0))
     ]
     result = {"environment": {"cuda_driver": "13.0"}, "serving": serving, "prefill": prompts}
     found = {line["what"]: line for line in compare(result)}
-    assert {what: line.get("met") for what, line in found.items() if "50%" not in what} == {
+    assert {what: line.get("met") for what, line in found.items() if "load" not in what} == {
         "t, saturation: vmm over paged, tokens/s": True,
         "t, saturation: vmm over paged, concurrency while others wait": True,
-        "t, saturation: vmm over paged, time to first token": True,
+        "t, saturation: vmm over paged, time to first token behind the queue": True,
         "t, saturation: vmm over paged, cache manager's host time a step": False,
         "t, saturation: vmm over paged, in the slowest hundredth": True,
         "t, saturation: vmm over paged, memory when idle": True,
+        "t, saturation: vmm over vllm, tokens/s": True,
+        "t, saturation: vmm over vllm, time to first token behind the queue": None,
         "t, saturation: vmm over static, tokens/s": None,
         "t, saturation: vmm over static, concurrency while others wait": True,
         "prompts: vmm fa3 over paged flashinfer, whole prefill": False,
         "prompts: vmm fa3 over paged flashinfer, attention alone": False,
     }
     assert math.isclose(found["prompts: vmm fa3 over paged flashinfer, whole prefill"]["value"], 1.18)
-    assert not any("met" in line for what, line in found.items() if "50%" in what)
+    assert {what: line["aim"] for what, line in found.items() if "load" in what and "met" in line} == {
+        "t, 50% load: vmm over paged, time to first token": "<= 1.03",
+        "t, 50% load: vmm over vllm, time to first token": "<= 1",
+    }
+    assert "t, 110% load: vmm over paged, time to first token behind the queue" in found
     on_host = compare(result | {"environment": {}, "prefill": []})
     assert [line["what"].split(", ")[-1] for line in on_host if "met" in line] == [
         "concurrency while others wait",

@@ -133,7 +133,7 @@ class World:
         for cache in self.caches:
             cache.check()
         stats = self.pool.stats()
-        assert stats.physical_bytes == len(self.device.handles) * self.page <= stats.limit_bytes
+        assert stats.physical_bytes == self.device.num_pages * self.page <= stats.limit_bytes
         assert self.pool.limit_pages == self.limit
         assert stats.sequences == len(self.held)
         assert stats.tokens == sum(len(each.values) - each.start for each in self.held.values())
@@ -309,6 +309,8 @@ OPERATIONS: dict[str, Callable[[World], object]] = {
     "free": lambda world: free(world, "late"),
     "free all": free_all,
     "abandon": abandon,
+    "prewarm": lambda world: world.cache.prewarm(),
+    "prewarm rows": lambda world: world.cache.prewarm(tokens=30),
     "trim": lambda world: world.cache.trim(),
     "trim the pool": lambda world: world.pool.trim(keep=30 * world.page),
     "limit down": lambda world: set_limit(world, 42),

@@ -43,6 +43,7 @@ OPERATIONS = {
     "free a parent": lambda cache, kept: kept[4].free(),
     "free": lambda cache, kept: kept[0].free(),
     "free all": lambda cache, kept: cache.free(kept),
+    "prewarm": lambda cache, kept: cache.prewarm(tokens=8),
     "trim": lambda cache, kept: cache.trim(),
     "stats": lambda cache, kept: cache.stats(),
     "close": lambda cache, kept: cache.close(),

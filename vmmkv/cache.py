@@ -789,6 +789,32 @@ class KVCache(Owner):
         return one_of(self._ranges, index, "range")
 
     @operation
+    def prewarm(self, max_bytes: float | str | None = None, *, tokens: int = 0) -> int:
+        """Makes memory ahead, so that the first sequences do not wait for it; returns the bytes that were made. `trim`
+        gives them back.
+
+        Args:
+            max_bytes: what the cache is to have, or to find free, in all: bytes, `"4GiB"`, or a share of the pool,
+                which without `pool` is the budget. None is all that nobody has, within the budget.
+            tokens: that a sequence usually has, with its answer: so many are mapped in each of as many empty rows as
+                there is memory for. A sequence that starts there, with no more tokens than that, makes no driver call;
+                a longer one maps what is missing. Mapped rows are what ended sequences leave: others have their pages
+                when they need them. What is left is free, and with 0 all of it, three quarters in large frames if the
+                cache has such. With `tenant` in use on the pool no row is mapped, since nobody knows whose it would be.
+
+        Raises:
+            BudgetError: it is no size, or more than the pool.
+            OutOfPagesError: so much is not idle: others have it, or it is more than the cache may have.
+            DriverOutOfMemoryError: the device has less left.
+            DriverError: a driver call failed. What was made or mapped is given back in all cases.
+            TypeError, ValueError, SequenceTooLongError: a row has no such number of tokens.
+        """
+        check_length(check_tokens(tokens), self.max_seq_len)
+        pages = None if max_bytes is None else pages_within(self.pool, max_bytes)
+        self._rows.release_abandoned()
+        return self._rows.prewarming.prewarm(pages, tokens) * self.page_size
+
+    @operation
     def trim(self) -> int:
         """Gives surplus and free pages back to the system; returns their bytes.
 

@@ -105,6 +105,9 @@ class VmmKV:
             {name: calls.seconds for name, calls in stats.driver_calls.items()},
         )
 
+    def prewarm(self, tokens: int) -> None:
+        self.cache.prewarm(tokens=tokens)
+
     def give_back(self) -> None:
         self.cache.trim()
 

@@ -33,9 +33,10 @@ Progress = Callable[[str, int, int], object]
 REFERENCE = "paged"
 """Whose throughput at saturation the other arrival rates are shares of; the first backend where it is not measured."""
 
-REUSE, SUSPEND, LONGEST = "reuse", "suspend", "longest"
-"""What is behind the `+` of a backend that reuses prefixes, of one that suspends preempted requests, and of slots that
-are no longer than the longest request, which a server does not know beforehand."""
+REUSE, SUSPEND, LONGEST, WARM = "reuse", "suspend", "longest", "warm"
+"""What is behind the `+` of a backend that reuses prefixes, of one that suspends preempted requests, of slots that are
+no longer than the longest request, which a server does not know beforehand, and of rows that have all their memory
+before the clock starts, as blocks do, mapped for sequences as long as requests are on average."""
 
 PEERS = {"fa3": "fa3_fwd_interface", "flashinfer": "flashinfer"}
 """Attention of others, likewise behind the `+`, and the module that each is."""
@@ -108,7 +109,7 @@ def serve(
 
     Args:
         backends: names of backends, as `vmm`, or with the attention of others, as `vmm+fa3`, or with prefix reuse, as
-            `vmm+reuse`, or suspending preempted requests, as `vmm+suspend`.
+            `vmm+reuse`, or suspending preempted requests, as `vmm+suspend`, or prewarmed, as `vmm+warm`.
     """
     order = sorted(backends, key=lambda name: name != REFERENCE)
     plan = [
@@ -134,6 +135,8 @@ def serve(
             if engine is None:
                 continue
             told = partial(progress, name)
+            if backend.endswith(f"+{WARM}"):
+                engine.kv.prewarm(workload.tokens // len(workload.requests))
             run, row = run_load(settings, workload, engine, load, number, reference, told)
             free_memory()
             if run.finished < len(run.outputs):
@@ -164,9 +167,9 @@ def open_engine(
 
 def repeats(backend: str, load: Load, rounds: int, seeds: int) -> int:
     """How often it is measured: at saturation `rounds` times, at other rates once for each seed; static slots once, and
-    at saturation alone, of which most rates are far above theirs."""
+    at plain saturation alone: most rates are far above theirs."""
     if backend.startswith("static"):
-        return int(load.rate is None)
+        return int(load == Load())
     return rounds if load.rate is None else seeds
 
 
@@ -242,7 +245,7 @@ def run_load(
     """The workload at once, or a share of it at this share of the reference's rate, which takes about as long, with
     prompts and pauses between requests that the number of the round draws.
 
-    The engine has no memory that it can give back when it begins, and none when it has ended.
+    An engine that is not warm has no memory that it can give back when it begins; none has when it has ended.
     """
     requests = workload.first(round((load.rate or 1) * len(workload.requests)))
     seed = settings.seed + (number if load.rate else 0)

@@ -19,12 +19,26 @@ Row = dict[str, Any]
 
 
 class Aim(NamedTuple):
-    """What a ratio is to be: of the main trace at saturation alone, on a GPU alone, or always."""
+    """What a ratio is to be.
+
+    Attributes:
+        least, most: the bounds.
+        of_main: of the main trace at saturation.
+        at_rates: at rates below saturation. With neither of both, of all.
+        on_gpu: on a GPU alone.
+    """
 
     least: float = 0.0
     most: float = inf
     of_main: bool = False
+    at_rates: bool = False
     on_gpu: bool = False
+
+    def is_for(self, is_main: bool, is_below: bool, on_gpu: bool) -> bool:
+        """Whether rows of the main trace at saturation, or of a rate below it, are to be so."""
+        if self.on_gpu and not on_gpu:
+            return False
+        return (self.of_main and is_main) or (self.at_rates and is_below) or not (self.of_main or self.at_rates)
 
 
 TIMED = partial(Aim, of_main=True, on_gpu=True)
@@ -38,15 +52,17 @@ Ratios = dict[tuple[str, str], Aim | None]
 BESIDE_BLOCKS: Ratios = {
     SPEED: TIMED(1.0),
     CROWD: Aim(0.99, of_main=True),
-    FIRST: TIMED(most=1.0),
+    FIRST: TIMED(most=1.03, at_rates=True),
     MANAGER: TIMED(most=1.0),
     TAIL: TIMED(most=1.0),
     IDLE: Aim(most=0.01, of_main=True),
 }
-BESIDE_VLLM: Ratios = {SPEED: TIMED(1.0), FIRST: Aim(most=1.0, on_gpu=True)}
+BESIDE_VLLM: Ratios = {SPEED: TIMED(1.0), FIRST: Aim(most=1.0, at_rates=True, on_gpu=True)}
 BOTH_REUSE: Ratios = {SPEED: Aim(1.0, on_gpu=True), FIRST: Aim(most=1.0, on_gpu=True), FOUND: None}
 PAIRS: list[tuple[str, str, Ratios]] = [
     ("vmm", "paged", BESIDE_BLOCKS),
+    ("vmm+warm", "paged", BESIDE_BLOCKS),
+    ("vmm+warm", "vmm", {SPEED: None, FIRST: None, MANAGER: None}),
     ("vmm", "static", {SPEED: None, CROWD: Aim(3.0, of_main=True)}),
     ("vmm", "static+longest", {SPEED: None, CROWD: None}),
     ("vmm", "vllm", BESIDE_VLLM),
@@ -80,12 +96,13 @@ def compare_serving(result: dict[str, Any]) -> Iterator[Row]:
     for name, measured in by_case(result["serving"]):
         rows = {backend: row for backend, row in measured.items() if row["finished"] == row["requests"]}
         is_main = name.startswith(f"{result['serving'][0]['trace']}, saturation")
+        is_queued = queues(next(iter(measured.values())))
         for ours, other, ratios in PAIRS:
             if {ours, other} <= rows.keys():
                 for (what, key), aim in ratios.items():
-                    has_aim = aim and (is_main or not aim.of_main) and (on_gpu or not aim.on_gpu)
-                    names = f"{name}: {ours} over {other}, {what}"
+                    names = f"{name}: {ours} over {other}, {with_queue(what) if is_queued else what}"
                     values = typical(rows[ours], key), typical(rows[other], key)
+                    has_aim = aim and aim.is_for(is_main, not is_queued, on_gpu)
                     yield from ratio(names, *values, aim if has_aim else None)
 
 
@@ -109,6 +126,17 @@ def ratio(what: str, ours: float | None, other: float | None, aim: Aim | None) -
         text = f">= {aim.least:g}" if aim.most == inf else f"<= {aim.most:g}"
         row |= {"aim": text, "met": aim.least <= value <= aim.most}
     yield row
+
+
+def queues(row: Row) -> bool:
+    """Whether requests come as fast as they are served, or faster: then first tokens are mostly places in the queue."""
+    rate = row.get("rate")
+    return rate is None or rate >= 1
+
+
+def with_queue(name: str) -> str:
+    """What a figure is called where it is one of the queue."""
+    return name.replace(FIRST[0], f"{FIRST[0]} behind the queue")
 
 
 def typical(row: Row, key: str) -> float | None:
@@ -145,11 +173,11 @@ def tables(result: dict[str, Any]) -> list[Table]:
 
 def figure_lines(rows: dict[str, Row]) -> list[tuple[str, ...]]:
     """A name, and a cell for each backend, of all figures that the result has."""
-    lines = []
+    lines, is_queued = [], any(map(queues, rows.values()))
     for what, show in FIGURES:
         cells = [shown(show, row) for row in rows.values()]
         if any(cells):  # older results lack some
-            lines.append((what, *cells))
+            lines.append((with_queue(what) if is_queued else what, *cells))
     return lines
 
 

@@ -40,6 +40,7 @@ from .cleaning import Cleaner
 from .growing import Growing
 from .keeping import Keeping
 from .laying import Laying
+from .prewarming import Prewarming
 from .reclaiming import Reclaimer
 from .reordering import Reordering
 from .scales import SequenceScales
@@ -134,6 +135,8 @@ class Rows:
         """What has them hold what others held."""
         self.suspending = Suspending(books, self.keeping)
         """What has their tokens be on the host meanwhile."""
+        self.prewarming = Prewarming(books)
+        """What maps empty ones before anybody asks."""
         pool.accounts.open(account, self)
         if rules.zero_tail:
             try:
