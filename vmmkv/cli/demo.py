@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from pathlib import Path
 from time import perf_counter
 from typing import Annotated, Any
@@ -15,7 +16,7 @@ from .. import VACANT_PAGE, InvariantError, KVCache, KVLayout
 from ..environment import environment
 from ..memory.driver import open_driver
 from ..schemes import SCHEMES, allocated_bytes
-from ..workload import conversations, known_tokens, read_trace
+from ..workload import Request, conversations, known_tokens, read_trace
 from .options import Device, JsonOutput, TraceFile
 from .output import check_plot, console, errors, format_bytes, make_table, print_json
 from .replay import Replay
@@ -27,6 +28,10 @@ SMALL_LAYOUT = KVLayout(num_layers=4, num_kv_heads=2, head_dim=64, dtype=torch.f
 SMALL_PAGE = 64 << 10
 ERROR_BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """Relative errors of attention that rounding can explain."""
+REQUESTS = 300
+"""That are replayed, unless others are asked for."""
+HOST_TOKENS = 100_000
+"""And on the host no more of a trace than come to so many: prompts may be long."""
 STATIC_TOKENS = 8192
 """What static reservation keeps for each sequence, or the longest request where that is more."""
 LABELS = ("static reservation", "block table, 16 tokens", "per layer, 2 MiB pages", "vmmkv, 2 MiB pages")
@@ -34,7 +39,13 @@ LABELS = ("static reservation", "block table, 16 tokens", "per layer, 2 MiB page
 
 def demo(
     trace: TraceFile = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many requests to replay.")] = 300,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"How many to replay: {REQUESTS}; on the host of a trace those of the first {HOST_TOKENS:,} tokens.",
+        ),
+    ] = None,
     sequences: Annotated[int, typer.Option(min=1, help="How many may run at a time.")] = 48,
     budget_tokens: Annotated[int, typer.Option(min=1024, help="The budget, in tokens.")] = 40_960,
     check_every: Annotated[int, typer.Option(min=1, help="Steps between two checks of attention and books.")] = 25,
@@ -53,7 +64,7 @@ def demo(
     if plot:
         check_plot(plot)
     rng = np.random.default_rng(seed)
-    work = read_trace(trace)[:requests] if trace else conversations(requests, rng)
+    work = _chosen(read_trace(trace), requests, device) if trace else conversations(requests or REQUESTS, rng)
     longest = max(request.total for request in work)
     cache = make_cache(device, sequences, max(longest, STATIC_TOKENS), max(budget_tokens, longest))
     replay = Replay(cache, work, check_every, rng)
@@ -78,6 +89,17 @@ def demo(
             f"Attention is wrong by {result['max_error']:.1e}; the bound is {result['error_bound']}", style="red"
         )
         raise typer.Exit(1)
+
+
+def _chosen(found: list[Request], requests: int | None, device: str | None) -> list[Request]:
+    """The requests of a trace that are replayed; says how many these are."""
+    work = found[: requests or REQUESTS]
+    if requests is None and open_driver(device).device.type == "cpu":
+        before = accumulate((request.total for request in work), initial=0)
+        work = [request for request, tokens in zip(work, before) if tokens < HOST_TOKENS]
+    tokens = sum(request.total for request in work)
+    errors.print(f"Replaying {len(work):,} of {len(found):,} requests, {tokens:,} tokens; --requests takes others")
+    return work
 
 
 def make_cache(device: str | None, sequences: int, max_seq_len: int, max_tokens: int) -> KVCache:
