@@ -106,7 +106,7 @@ BENCHMARKS = {
         " --backends vmm+fa3 --backends paged --backends paged+flashinfer",
     ),
     "demo_azure": Benchmark(
-        Kind.GPU, 0.5, "-m vmmkv demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
+        Kind.GPU, 0.5, "-m benchmarks.demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
     ),
     "pools": Benchmark(
         Kind.GPU,

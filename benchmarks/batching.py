@@ -90,13 +90,18 @@ def main(
         warm_up(manager, workload, seconds)
         made = [run(manager, ROWS, workload, number, seconds) for number in range(rounds)]
         first = first_tokens(manager, config.vocab_size, min(16_384, longest * 3 // 4))
+        idle = {ROWS: idle_bytes(manager)}
     if on_gpu:
         with manager_of(served, COMPILED, nbytes) as manager:
             warm_up(manager, workload, seconds)
             made += [run(manager, COMPILED, workload, number, seconds) for number in range(rounds)]
+            idle[COMPILED] = idle_bytes(manager)
     served.set_attn_implementation(attention)
     with manager_of(served, blocks := f"blocks, {attention}", nbytes) as manager:
         made.append(run(manager, blocks, workload, 0, seconds))
+        idle[blocks] = idle_bytes(manager)
+    for row, _ in made:
+        row["idle_bytes"] = idle[row["system"]]
     _, theirs = made[-1]
     runs = [row | ({} if row["round"] else compare_answers(ours, theirs)) for row, ours in made[:-1]]
     runs.append(made[-1][0])
@@ -157,6 +162,16 @@ def run(manager: Any, system: str, workload: Workload, number: int, seconds: flo
         "surplus_bytes": median(seen.surplus_bytes) if seen.surplus_bytes else None,
     }
     return row, answers
+
+
+def idle_bytes(manager: Any) -> int:
+    """What K and V take when nobody asks for anything, and what can has gone back to the system; where requests were
+    stopped, with what these still hold."""
+    cache = manager.batch_processor.cache
+    if caches := getattr(cache, "kv_caches", []):
+        caches[0].pool.trim()
+        return int(caches[0].pool.stats().physical_bytes)
+    return int(cache.cache_tensor.nbytes)
 
 
 def compare_answers(ours: Answers, theirs: Answers) -> Row:

@@ -18,7 +18,16 @@ ENGINE = 4287
 
 def batching_table(result: Result) -> Table:
     """Of each round what it reached."""
-    columns = "on", "finished", "output tokens/s", "first token, median", "memory, peak", "waste, median", "most"
+    columns = (
+        "on",
+        "finished",
+        "output tokens/s",
+        "first token, median",
+        "memory, peak",
+        "idle",
+        "waste, median",
+        "most",
+    )
     rows = [
         (
             row["system"],
@@ -26,6 +35,7 @@ def batching_table(result: Result) -> Table:
             f"{row['tokens_per_s']:,.0f}",
             "" if row["first_token_s"] is None else f"{row['first_token_s']:.1f} s",
             format_bytes(row["peak_bytes"]) if row["peak_bytes"] else "",
+            "" if row.get("idle_bytes") is None else format_bytes(row["idle_bytes"]),  # older results lack it
             *("" if row[name] is None else f"{row[name]:.1%}" for name in ("waste", "most_waste")),
         )
         for row in result["served"]

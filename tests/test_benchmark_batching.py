@@ -29,7 +29,8 @@ def test_it_measures_rows_and_blocks(monkeypatch: pytest.MonkeyPatch, capsys: py
         assert row["finished"] == result["requests"] == 4
         assert row["tokens_per_s"] * row["seconds"] == pytest.approx(result["output_tokens"])
         assert row["peak_bytes"] <= result["memory_bytes"]
-    rows, _ = result["served"]
+    rows, blocks = result["served"]
+    assert rows["idle_bytes"] == 0 < result["memory_bytes"] / 2 < blocks["idle_bytes"]
     assert (rows["compared"], rows["equal"], rows["equal_tokens"]) == (4, 1.0, 1.0)  # in fp32 there are no ties
     assert {row["what"] for row in result["comparisons"]} >= {
         "tokens/s on rows over blocks, eager",
