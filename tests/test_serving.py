@@ -27,6 +27,7 @@ from tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.cli.serving import utils as their_utils
+from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBStreamer, Modality
 from transformers.generation.logits_process import TemperatureLogitsWarper
 from typer.testing import CliRunner
@@ -342,7 +343,7 @@ def test_who_asks_for_another_model_is_told_that_it_is_not_there(address: str, l
                 with pytest.raises(openai.NotFoundError, match=re.escape(name)) as unknown:
                     await ask(name, server, "w5", chat=False, stream=False)
                 assert unknown.value.code == "model_not_found"
-            for name in (llama, f"{llama}@main"):
+            for name in (llama, ModelManager.process_model_name(llama)):  # folders had a revision until 5.23
                 await ask(name, server, "w5", chat=True, stream=False)
             nulls: dict[str, Any] = {"role": "assistant", "content": "w5", "tool_calls": None}
             await server.chat.completions.create(

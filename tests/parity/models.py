@@ -119,7 +119,7 @@ def why_left_out(kind: str) -> str | None:
         return LEFT_OUT[kind]
     if "text_config" in model_class.config_class.sub_configs:
         return "its language model is a kind of its own"
-    if "past_key_values" not in inspect.signature(model_class.forward).parameters:
+    if not {"past_key_values", "cache"} & inspect.signature(model_class.forward).parameters.keys():  # since 5.24 so
         return "keeps no K and V in a cache of transformers"
     return None
 

@@ -32,6 +32,7 @@ from .attention import NOT_ABOUT_ATTENTION
 from .batching_config import block_bytes, budget, check_compiling, decode_sizes, host_bytes, with_defaults
 from .borrowed_attention import BorrowedAttention
 from .idle_memory import IdleMemory
+from .left_to_attention import LeftToAttention
 from .model_weights import adapters, addresses
 from .packed_attention import Packed
 from .pool_turns import PoolTurn, turn_at
@@ -57,7 +58,7 @@ from .with_names import with_names
 
 NAME = "vmmkv_rows"
 """What attention is called while a model runs on rows."""
-TESTED = ("5.23",)
+TESTED = ("5.23", "5.24")
 """Versions of transformers whose continuous batching is known here."""
 
 try:
@@ -307,9 +308,9 @@ class RowManager(their_api.ContinuousBatchingManager):
         if not self.is_running():
             ATTENTION.give_back(self.model, self)
 
-    def _run_generation_loop(self) -> None:
+    def _run_generation_loop(self, *args: Any, **kwargs: Any) -> None:
         try:
-            super()._run_generation_loop()
+            super()._run_generation_loop(*args, **kwargs)
         finally:
             ATTENTION.give_back(self.model, self)  # nobody may have waited for the end
 
@@ -681,7 +682,7 @@ def _children(state: RequestState) -> list[str]:
 SCHEDULERS = {name: type(f"Row{kind.__name__}", (RowScheduler, kind), {}) for name, kind in SCHEDULER_MAPPING.items()}
 
 
-class RowCache(their_cache.PagedAttentionCache):
+class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
     """K and V of all requests, in rows.
 
     Args:
@@ -847,9 +848,6 @@ class RowCache(their_cache.PagedAttentionCache):
     ) -> None:
         for row, indices in zip(self.requests.rows(request_id), write_index):
             indices += [row] * query_length
-
-    def update(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedAttentionError(f'K and V in rows are read by attn_implementation="{NAME}" alone')
 
     def begin_batch(self, names: list[str]) -> None:
         """Takes the requests of the next forward pass. What transformers' tensors hold of rows is for one device."""

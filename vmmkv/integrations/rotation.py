@@ -181,7 +181,9 @@ def defer_rotation(model: torch.nn.Module, cache: Any) -> None:
     layer_forward = functools.cache(functools.partial(_Forward, cache=cache))  # one for all, of which one is compiled
     for module in model.modules():
         forward = type(module).forward
-        if "forward" not in vars(module) and isinstance(forward, FunctionType) and NAME in forward.__code__.co_names:
+        if "forward" in vars(module) or not isinstance(forward, FunctionType):
+            continue
+        if NAME in _of_names_today(forward).__code__.co_names:
             vars(module)["forward"] = MethodType(layer_forward(forward), module)
 
 
@@ -192,12 +194,20 @@ def restore_rotation(model: torch.nn.Module) -> None:
             del vars(module)["forward"]
 
 
+def _of_names_today(forward: FunctionType) -> FunctionType:
+    """A `forward` without what renames deprecated keywords: transformers itself, on rows, gives none."""
+    while forward.__globals__["__name__"] == "transformers.utils.deprecation":
+        forward = vars(forward)["__wrapped__"]
+    return forward
+
+
 class _Forward:
     """The `forward` of a layer, of two kinds."""
 
     def __init__(self, forward: FunctionType, cache: Any) -> None:
         functools.update_wrapper(self, forward)
         self._forward, self._cache = forward, cache
+        forward = _of_names_today(forward)
         self._deferring = with_names(forward, **{NAME: deferring(forward.__globals__[NAME])})
 
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -14,6 +14,7 @@ from ..errors import DeviceError, UnsupportedError
 from ..layout import KVLayout
 from ..memory.pool import FramePool
 from .attention import kernels_take
+from .left_to_attention import LeftToAttention
 from .scaled_states import check_quantizable
 
 logger = logging.get_logger(__name__)
@@ -31,7 +32,7 @@ class Group(NamedTuple):
     device: torch.device
 
 
-class Probe:
+class Probe(LeftToAttention):
     """In the place of a cache: learns what layers keep of a token."""
 
     def __init__(self) -> None:

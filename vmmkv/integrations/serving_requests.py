@@ -11,6 +11,7 @@ from typing import Any, ClassVar, cast
 import torch
 from fastapi import HTTPException
 from transformers import GenerationConfig
+from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality, split_model_id
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
@@ -157,7 +158,7 @@ def known_model(asked: str | None, models: ModelManager) -> str:
     if asked is None:
         raise ArgumentError("got no model; this server was started without one, so that each request names its own")
     repository, file = split_model_id(asked)
-    name, revision = name_of(repository).split("@", 1)
+    name, revision = _split_revision(name_of(repository))
     try:
         found = cached_file(name, file or "config.json", revision=revision, local_files_only=True)
     except OSError:
@@ -167,6 +168,16 @@ def known_model(asked: str | None, models: ModelManager) -> str:
             f"asked for model={asked!r}, which is not on this machine; POST /load_model with its name fetches it"
         )
     return asked
+
+
+def _split_revision(name: str) -> tuple[str, str | None]:
+    """A model's name as its server has it, and the revision; since transformers 5.24 folders have none."""
+    split: Any = getattr(their_utils, "split_revision", None)
+    if split is not None:
+        model, revision = split(name)
+    else:
+        model, revision = name.split("@", 1)
+    return model, revision
 
 
 def check_fields(body: Mapping[str, Any], unused: set[str]) -> None:

@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.decorators import skip
 
+from .left_to_attention import LeftToAttention
+
 Attend = Callable[..., Any]
 """Takes a layer's number, query, key, value, what the pass is told, scale, soft cap and sinks."""
 
@@ -37,7 +39,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class Inside:
+class Inside(LeftToAttention):
     """What a layer that was entered is given as its cache."""
 
 

@@ -1,0 +1,43 @@
+"""The newest transformers that is known here, where all other tests have another: a few of them, in a process of its own.
+`VMMKV_TRANSFORMERS` names the folder where it is: `pip install --no-deps --target FOLDER transformers==5.24.0`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import transformers
+from conftest import ROOT, run_python
+
+from vmmkv.integrations.batching_seam import TESTED
+
+BATCHING = "test_all_kinds_of_models_give_the_tokens_of"
+TESTS = [
+    *(f"test_continuous_batching.py::{BATCHING}_generate[{name}]" for name in ("llama-gqa", "gemma3", "gpt-oss")),
+    f"test_continuous_batching.py::{BATCHING}_transformers_own_continuous_batching[mixtral]",
+    "test_continuous_batching.py::test_several_answers_to_one_prompt[llama-gqa]",
+    "test_continuous_batching_ahead.py::test_a_name_may_be_used_again",
+    "test_serving.py::test_64_clients_get_the_text_of_generate_and_leave_nothing",
+    "test_transformers.py::test_greedy[cpu-gemma3-vmmkv]",
+]
+
+
+def test_the_newest_version_gives_the_same_tokens() -> None:
+    """In batches, made ahead as well, behind the server, and with a `VmmCache`."""
+    folder = os.environ.get("VMMKV_TRANSFORMERS")
+    if not folder:
+        pytest.skip(f"VMMKV_TRANSFORMERS names no folder with transformers {TESTED[-1]}")
+    code = """
+        import transformers
+        import pytest
+        print(transformers.__version__, flush=True)
+        sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
+    """
+    path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
+    tests = [str(ROOT / "tests" / name) for name in TESTS]
+    child = run_python(code, *tests, fresh=True, env=os.environ | {"PYTHONPATH": path})
+    assert child.returncode == 0, child.stdout + child.stderr
+    version = child.stdout.split()[0]
+    assert version.startswith(f"{TESTED[-1]}.")
+    assert version != transformers.__version__
