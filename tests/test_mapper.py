@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from itertools import pairwise
 from textwrap import dedent
 
 import pytest
@@ -68,6 +69,40 @@ def test_what_was_mapped_ahead_needs_no_driver_call() -> None:
     work(mapper)
     assert driver.changes > changes
     assert all(has_memory(sequence, driver) for sequence in sequences)
+
+
+def test_it_is_woken_for_several_at_once() -> None:
+    """Once in a quarter of a lookahead, however many grow; and nobody who grows makes a call."""
+    cache, driver, mapper = make(pages=200, lookahead=4 * PAGE_TOKENS)
+    sequences = [cache.sequence(tokens) for tokens in random.sample(range(1, 30), 6)]
+    work(mapper)
+    rings: list[int] = []
+    mapper.ring_later = lambda: rings.append(step)  # type: ignore[method-assign]
+    for step in range(60):
+        changes = driver.changes
+        cache.extend(sequences, 1)
+        assert driver.changes == changes
+        if step in rings:
+            work(mapper)
+    assert all(later - earlier >= PAGE_TOKENS for earlier, later in pairwise(rings))
+    assert rings
+
+
+@pytest.mark.usefixtures("undebugged")
+def test_what_was_taken_back_is_not_mapped_ahead_again() -> None:
+    """As long as no memory can be made: who took it needs as much soon."""
+    cache, _, mapper = make(pages=15, lookahead=4 * PAGE_TOKENS, large_frames=False)
+    growing, prompt = cache.sequence(1), cache.sequence()
+    work(mapper)
+    assert growing.capacity == 5 * PAGE_TOKENS
+    prompt.extend(12 * PAGE_TOKENS)
+    prompt.free()
+    growing.extend(3 * PAGE_TOKENS - 1)
+    work(mapper)
+    assert growing.capacity == 3 * PAGE_TOKENS + PAGE_TOKENS  # a page's first token is a quarter of one away
+    cache.trim()
+    work(mapper)
+    assert growing.capacity == 7 * PAGE_TOKENS
 
 
 def test_what_is_expected_is_mapped_ahead() -> None:

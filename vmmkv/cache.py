@@ -647,7 +647,7 @@ class KVCache(Owner):
                 alarming = lengths > table.alerts[index]
                 if alarming.any():
                     table.stirred.update(dict.fromkeys(index[alarming].tolist()))
-                    if self.pool.mapper and bool((lengths > table.wakes[index]).any()):
+                    if self.pool.mapper and bool((lengths > table.capacities[index] - table.urgent).any()):
                         self.pool.mapper.ring_later()
                 table.lengths[index] = lengths
         return within

@@ -151,7 +151,7 @@ class Sequence:
                 return False
             if length > table.alert[row]:
                 table.stirred[row] = None
-                wakes = length > table.wake[row]
+                wakes = length > table.capacity[row] - table.urgent
             table.length[row] = length
         if wakes and pool.mapper:
             pool.mapper.ring_later()

@@ -37,6 +37,7 @@ class Ahead:
         self._keeping, self._scrubbing = keeping, scrubbing
         self._lookahead_pages = sum(end for _, end in books.spans(0, self.lookahead)) + len(books.ranges)
         """At most."""
+        self._table.urgent = self.lookahead // 4
 
     @property
     def lookahead(self) -> int:
@@ -51,7 +52,9 @@ class Ahead:
         firm = self._pool.accounts.headroom(self._account)
         firm -= change.pages  # which are another's: they are in no books yet
         spare = sum(self._table.spare.size(row) - self._lookahead_pages for row in self._spare_rows())
-        for arena, row, begin, end in self._needs():
+        reach = self._reach()
+        self._table.urgent = min(reach // 2, self.lookahead // 4)
+        for arena, row, begin, end in self._needs(reach):
             room, short = frames - change.frames - self._scrubbing.wished, MADE - lack_large - lack_single
             if min(room, short, firm + spare) <= 0:
                 break
@@ -70,12 +73,13 @@ class Ahead:
                 break  # nothing is made before the next look
         return Lack(0, 0) if self._scrubbing.is_busy else Lack(lack_large, lack_single)  # some are about to be free
 
-    def _needs(self) -> Iterator[tuple[Arena, int, int, int]]:
-        """Arenas, rows, where their pages end, and the page up to which they are to be mapped; the neediest first."""
+    def _needs(self, reach: int) -> Iterator[tuple[Arena, int, int, int]]:
+        """Arenas, rows, where their pages end, and the page up to which they are to be mapped so many tokens ahead; the
+        neediest first."""
         books, awake = self._books, policy.awake(self._table)
         if len(awake) < len(self._table.needy):
             self._table.needy = dict.fromkeys(awake.tolist())
-        rows, tokens = policy.growing(self._table, awake, self._reach(), books.rules.max_seq_len)
+        rows, tokens = policy.growing(self._table, awake, reach, books.rules.max_seq_len)
         for row, length in zip(rows.tolist(), tokens.tolist()):
             for (arena, _), (first, end) in zip(books.ranges, books.spans(self._table.start[row], length)):
                 table = arena.table
@@ -83,13 +87,14 @@ class Ahead:
                     yield arena, row, table.end[row], end
 
     def _reach(self) -> int:
-        """Tokens ahead of each row: the lookahead, but a quarter of a page where there is not enough for all, so that
-        what is idle stays free for prompts."""
-        books, live = self._books, len(self._table.live)
+        """Tokens ahead of each row: the lookahead, but a quarter of a page where there is not enough for all, or some
+        of it had to be taken back, so that what is idle stays free for prompts."""
+        books, accounts, live = self._books, self._pool.accounts, len(self._table.live)
         pages = live * sum(end for _, end in policy.spans(0, self.lookahead, books.records, books.page_size))
-        idle = self._pool.accounts.idle(self._account)
-        is_tight = idle < pages and idle + books.parked_pages < pages
-        is_tight |= self._pool.accounts.headroom(self._account) < pages
+        idle = accounts.idle(self._account)
+        books.is_short &= accounts.room < pages
+        is_tight = books.is_short or (idle < pages and idle + books.parked_pages < pages)
+        is_tight |= accounts.headroom(self._account) < pages
         return min(-(-books.page_tokens // 4), self.lookahead) if is_tight else self.lookahead
 
     def _available(self, pages: int, wanted: int, frames: int) -> tuple[int, int]:

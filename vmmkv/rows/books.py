@@ -101,6 +101,8 @@ class Books:
         """While room is made for rows: what these are to hold, so that their pages are no surplus."""
         self.under_way = 0
         """Pages that nobody claims, and that rows are about to have: a change maps them just now, or will."""
+        self.is_short = False
+        """Whether what lay behind live rows had to be taken back, since memory was last there to be made."""
         self.unsettled: set[int] = set()
         """Rows whose tokens are just being changed into those of others: who is interrupted then has neither."""
         self.duplicates = 0

@@ -78,6 +78,7 @@ class Reclaimer:
                         elif planned := self._plan(change, row, count - reclaimed, keep):
                             reclaimed += planned
                             changed.append(row)
+                            self._books.is_short |= self._table.is_live(row)
                     if reclaimed >= count:
                         break
             except VmmkvError as error:
