@@ -1,4 +1,4 @@
-"""The newest transformers that is known here, where all other tests have another: a few of them, in a process of its own.
+"""The newest transformers that is known here, where all other tests have another: a few of them, in another process.
 `VMMKV_TRANSFORMERS` names the folder where it is: `pip install --no-deps --target FOLDER transformers==5.24.0`.
 """
 
