@@ -71,59 +71,62 @@ Ints = npt.NDArray[np.int64]
 class KVCache(Owner):
     """K and V of many sequences, each in one contiguous row of virtual memory.
 
-    All methods may be called from several threads; a single sequence from one at a time. Whoever is interrupted
-    (Ctrl-C) in the middle of one finds the cache as before it or after, or, where nobody knows whether the driver has
-    made or released a page, unusable (`InterruptedChangeError`). A finalizer, or a signal handler, that runs in the
-    middle of an operation may free sequences; everything else is refused (`BusyError`), but for what maps nothing while
-    the driver maps, which other threads do not wait for either.
+    All methods may be called from several threads; a single sequence may be used by one thread at a time. An
+    interruption (Ctrl-C) in the middle of a method leaves the cache as it was before or after the call, or unusable
+    (`InterruptedChangeError`) if it is unknown whether the driver has made or released a page. A finalizer, or a signal
+    handler, that runs in the middle of an operation may free sequences. All other calls raise `BusyError`, except calls
+    that need no page while a driver call is in progress; other threads do not wait for that driver call either.
 
     Args:
         layout: the shape of a token.
-        max_sequences: rows: sequences that may live at a time.
+        max_sequences: the number of rows: the most sequences that live at a time.
         max_seq_len: tokens of a row. Both take virtual addresses only, 100 TiB in all.
         max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` (the
-            default) or `0.8`. Memory is taken when tokens come, not before.
-        max_tokens: the budget in tokens, instead of `max_bytes`: as many always fit, however they are spread. (Not
-            counted are a page of each range that a sequence begins within after `release_before`, and what one keeps
-            with `zero_tail` when it is truncated.)
+            default) or `0.8`. Memory is allocated as sequences grow, not before.
+        max_tokens: the budget in tokens, instead of `max_bytes`: that many always fit, in whatever sequences. (Two
+            things are not counted: the page of each range in which a sequence begins after `release_before`, and the
+            pages that a truncated sequence keeps with `zero_tail`.)
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page; None is 2 MiB.
-        scrub: zero pages before another sequence can read them; one memset per extension onto pages.
+        scrub: zero pages before another sequence can read them; one memset per extension onto new pages.
         zero_tail: let kernels read a live row that holds tokens to its very end, as stock attention under a mask
             does: one read-only page of zeros is mapped wherever the row has no page, and pages of another sequence are
-            zeroed before (it implies `scrub`). Only what `release_before` gave back still faults. It is slower:
+            zeroed before (it implies `scrub`). Only pages given back by `release_before` still fault. It is slower:
             a row's tail costs driver calls for each of its pages once, and growing onto a page, or taking one
             from a live row, waits for the GPU; neither can be done in a stream capture. Streams that read a
-            row must be named with `Sequence.record_stream`, also where a mask hides it.
+            row must be named with `Sequence.record_stream`, even if a mask hides the tokens that they read.
         int32_strides: refuse a geometry whose rows are longer than kernels with 32-bit strides can
             address (torch's memory-efficient SDPA; see `KVLayout.int32_token_limit`).
         driver: a memory system of your own, instead of `device` and `page_size`.
-        pool: physical memory that other caches may use as well, instead of `device`, `page_size` and `driver`. Without
-            one the cache makes its own, of `max_bytes`, and takes of the device what others of the process do not use.
-            With one `max_bytes` is the most that this cache may have of it; None is all that others do not use.
+        pool: physical memory shared with other caches, instead of `device`, `page_size` and `driver`. Without one the
+            cache makes one of `max_bytes` for itself. With one, `max_bytes` is the most of it that this cache may have;
+            None is all that others do not use.
         guaranteed: bytes of `pool`, as in `max_bytes`, that this cache can have at any time; shares are of the pool.
-            While it does not use them they are lent to what others can give back.
-        lookahead: tokens that a thread maps behind each sequence before it needs them, as far as memory is idle. None
-            is four pages of them on a GPU, and no thread on host memory; 0 is no thread. Not with `zero_tail`.
+            While unused, other caches may use them for parked rows and cached prefixes, never for live tokens.
+        lookahead: tokens for which a background thread maps pages behind each sequence's end before it needs them,
+            from idle memory. None is four pages of tokens on a GPU, and no thread on host memory; 0 is no thread. Not
+            with `zero_tail`.
         overread: tokens behind each sequence's length that are always mapped, for kernels that read a tile past its
-            end. They count as used. What they hold is undefined: a kernel that multiplies it by zero, as
-            FlashAttention-3 does, needs numbers there (`scrub`, where NaN may have been on the pool before).
-        large_frames: lay prompts, and what is expected to be long, on pieces of 16 pages, which the driver makes and
-            maps as fast as one page. Not under windows (`release_before`), where pages in front could not be given back
-            one by one; and never with `zero_tail` or `max_tokens`, which promise to the page.
-        host_bytes: host memory, pinned where there is a GPU, that sequences may be suspended to, and that keeps what is
-            known of evicted pages: bytes, `"20GiB"`, or a share of the host's memory. It is taken when they come.
-        host_priority: the lowest priority (`Retention`) of pages that the host keeps when they are evicted; None keeps
+            end. They count as used. Their contents are undefined: a kernel that multiplies them by zero, as
+            FlashAttention-3 does, needs finite numbers there (set `scrub` if the pool may have held NaN before).
+        large_frames: put prompts, and sequences that are expected to be long, on pieces of 16 pages, which the driver
+            makes and maps as fast as one page. Set it to False with sliding windows (`release_before`), where pages in
+            front could not be given back one by one. Never used with `zero_tail` or `max_tokens`, which are exact to
+            the page.
+        host_bytes: host memory, pinned where there is a GPU, for suspended sequences and evicted prefixes: bytes,
+            `"20GiB"`, or a share of the host's memory. Host memory is allocated on demand.
+        host_priority: the lowest priority (`Retention`) of evicted pages that are copied to the host; None copies
             none. TensorRT-LLM's `secondary_offload_min_priority`.
-        event_log: is told which prefixes can be found, for `events`, or for an `EventPublisher`: a new
-            `vmmkv.events.EventLog`, of this cache alone. None tells nobody, and costs nothing. Token ids are from 0 to
-            2**32 - 1 then, salts are text, and adapters and tenants names or numbers.
+        event_log: records which prefixes can be found, for `events` or an `EventPublisher`: a new
+            `vmmkv.events.EventLog`, of this cache alone. None records nothing, and costs nothing. With a log, token ids
+            must be from 0 to 2**32 - 1, salts text, and adapters and tenants names or numbers.
 
     Raises:
         LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
-        BudgetError: the budget is no size, below one page, or larger than the device; or no more can be guaranteed.
+        BudgetError: the budget is no size, below one page, or larger than the device; or the pool cannot guarantee
+            that much.
         DeviceError: there is no such device.
-        ArgumentError, ValueError: an argument is of another kind, or excludes another one.
+        ArgumentError, ValueError: an argument has the wrong type, or conflicts with another.
     """
 
     def __init__(
@@ -276,38 +279,39 @@ class KVCache(Owner):
         tenant: Hashable = None,
         row: int | None = None,
     ) -> Sequence:
-        """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped where there is one; or of given
-        tokens, which begins with K and V that others have made known.
+        """Starts a sequence of `tokens` tokens, on a row whose pages are still mapped if there is one; or a sequence of
+        given `token_ids`, which begins with cached K and V where earlier sequences have committed them.
 
         It belongs to the current stream: order work on other streams behind it, and name them with
         `Sequence.record_stream`. Without tokens it takes no memory.
 
         Args:
-            tokens: that there is room for at once, on the parked row that fits them best.
-            token_ids: instead of `tokens`: what the sequence begins with, `[tokens]` whole numbers. The first
-                `Sequence.cached_tokens` of them hold K and V already, as `Sequence.commit` has made them known: on the
-                row of a sequence that has ended, where one holds all that is known, otherwise shared page by page, and
-                copied where a page holds other tokens as well, or is not full, or where they are few of many. The last
-                token is never among them: it has to be computed for what comes after it.
-            salt: what is known under one salt is never seen under another.
-            adapter: of the model, which K and V depend on; as `salt`.
-            reuse: False neither begins with what is known nor leaves anything.
-            whole: False gives it no more of `token_ids` than hold K and V, `cached_tokens`, for who computes the others
-                in chunks, and extends it before each.
-            expected_tokens: that it will soon have in all, where they come in chunks: finds the parked row that fits
-                best, and takes pages for others from there only where no others are idle. With a lookahead the mapper
-                maps them ahead, as far as memory is idle; nothing here waits for it.
-            tenant: whose it is. What a tenant's sequences wrote can never be read from another's rows, in all that is
-                mapped there: their rows are not adopted, and their pages are zeroed before they go on. None, nobody in
-                particular, is a tenant like any other.
-            row: that it is to have, for who reads neighbouring rows as one tensor; None: the one that suits it best.
+            tokens: initial length. The pages are available on return; a parked row of similar size is reused if there
+                is one.
+            token_ids: instead of `tokens`: the ids of the first tokens, `[tokens]` whole numbers. The first
+                `Sequence.cached_tokens` of them hold K and V already, from earlier calls of `Sequence.commit`. If a
+                sequence that has ended left a row with all cached tokens, that row is used; otherwise pages are shared,
+                and copied where they hold other tokens as well, are not full, or few of many are needed. The last
+                token is never among them: the pass that computes it gives the next one.
+            salt: prefixes cached under one salt are never found under another.
+            adapter: the model's adapter, which K and V depend on; separates prefixes as `salt` does.
+            reuse: False neither uses cached prefixes nor adds to them.
+            whole: False: the sequence starts with only the `cached_tokens` found in the cache. Call `extend` before
+                each prefill chunk.
+            expected_tokens: the total length that it will soon have, if tokens come in chunks: the parked row that fits
+                it best is chosen, and pages reserved for it are given to other sequences last. With a lookahead the
+                mapper maps them ahead, from idle memory; this call does not wait for that.
+            tenant: who the sequence belongs to. Bytes written by one tenant's sequences can never be read from the rows
+                of another: rows are not adopted across tenants, and pages are zeroed in between. None is a tenant like
+                any other.
+            row: use this row index, e.g. to keep a batch in adjacent rows; None picks one.
 
         Raises:
-            ArgumentError: arguments exclude each other; or the cache has an event log, which has no words for these
-                ids, or for what they depend on.
-            UnsupportedError: `token_ids` with `zero_tail`, or of a layout with scales of whole sequences.
+            ArgumentError: an argument has the wrong type, or conflicts with another; or the cache has an event log,
+                which cannot express these ids, salt, adapter or tenant.
+            UnsupportedError: `token_ids` with `zero_tail`, or with scales of whole sequences.
             StreamCaptureError: the layout has such scales, and a CUDA graph is being captured.
-            OutOfRowsError: `max_sequences` sequences are alive, or the row is another's.
+            OutOfRowsError: `max_sequences` sequences are alive, or the row belongs to a live one.
             OutOfRangeError: there is no such row.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
                 new sequence then.
@@ -375,8 +379,8 @@ class KVCache(Owner):
         expected_tokens: int = 0,
         tenant: Hashable = None,
     ) -> int:
-        """How many pages a sequence of these tokens would have together with live ones if it began now: of
-        `available_pages` it takes so many fewer. Arguments, and errors of what they are, as in `sequence`.
+        """The number of pages that a sequence of these tokens would share with live ones if it began now: it takes that
+        many fewer of `available_pages`. Arguments and their errors are as in `sequence`.
         """
         ids = ids_of(token_ids)
         check_hashable(salt=salt, adapter=adapter, tenant=tenant)
@@ -390,7 +394,7 @@ class KVCache(Owner):
         return keeper.shared_pages(key, ids, expected) if isinstance(keeper, Prefixes) else 0
 
     def host_tier(self) -> HostTier:
-        """Where its suspended sequences are.
+        """The host tier, which holds suspended sequences and evicted prefixes.
 
         Raises:
             ArgumentError: it was made without one.
@@ -430,28 +434,28 @@ class KVCache(Owner):
         tenant: Hashable = None,
         reuse: bool = True,
     ) -> Sequence:
-        """Starts a sequence with the tokens of another process's, which calls `Sequence.send`. The host waits for that.
+        """Receives a sequence that another process sends with `Sequence.send`. The host waits for that process.
 
-        Its layout must be the same; pages may differ in size. It belongs to the current stream: with NCCL its tokens
-        are there in the order of that stream, with gloo when this returns.
+        Both caches must have the same layout; their pages may differ in size. The new sequence belongs to the current
+        stream: with NCCL its tokens arrive in the order of that stream, with gloo before this returns.
 
-        Token ids that the other one has committed are committed here, under the same salt and adapter; those that are
-        known here already (`Sequence.cached_tokens`) do not come again.
+        Token ids that the sender has committed are committed here, under the same salt and adapter. Tokens that are
+        cached here already (`Sequence.cached_tokens`) are not sent again.
 
         Args:
-            rank: of the other process, in the default group.
-            group: that both are in; None is the default one.
-            expected_tokens: that it will soon have in all: see `sequence`.
-            tenant: whose it is here: see `sequence`.
-            reuse: False neither begins with what is known nor leaves anything.
+            rank: the sender's rank in the default group.
+            group: a group that both processes are in; None is the default one.
+            expected_tokens: the total length that it will soon have: see `sequence`.
+            tenant: who the new sequence belongs to: see `sequence`.
+            reuse: False neither uses cached prefixes nor adds to them.
 
         Raises:
-            ArgumentError: there is no such process or group; or the cache has an event log, which has no words for the
-                other's ids, or for what they depend on.
+            ArgumentError: there is no such process or group; or the cache has an event log, which cannot express the
+                sender's ids, salt or adapter.
             LayoutError: the sequence is of another layout.
-            SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. The other process has
-                `TransferRefusedError` of all these, nothing has changed, and both can go on.
-            TransferError: the other process is gone, does not send within the group's timeout, or sends something else.
+            SequenceTooLongError, OutOfRowsError, OutOfPagesError, DriverError: as in `sequence`. In all these cases the
+                sender gets `TransferRefusedError`, nothing has changed, and both processes can go on.
+            TransferError: the sender is gone, does not send within the group's timeout, or sends something else.
             StreamCaptureError: a CUDA graph is being captured. There is no new sequence in all cases.
         """
         check_flags(reuse=reuse)
@@ -503,7 +507,7 @@ class KVCache(Owner):
         """Starts sequences that begin with all tokens of another: see `Sequence.fork`. All of them or none.
 
         Raises:
-            OutOfRowsError: there are not as many rows.
+            OutOfRowsError: there are fewer rows left than that.
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in `Sequence.fork`.
             TypeError, ValueError: it is no sequence of this cache, or no such number.
         """
@@ -519,41 +523,38 @@ class KVCache(Owner):
     def reorder(
         self, sequences: Iterable[Sequence], indices: Iterable[int], *, share: bool = True, copy: bool = True
     ) -> None:
-        """Makes sequence i hold what sequence `indices[i]` of them held, as beams do: its row, and the address of that,
-        stay. All of them or none.
+        """Gives sequence i the tokens of sequence `indices[i]`, as in beam search: rows and their addresses stay. All
+        sequences change or none.
 
-        What two rows have on the same pages is neither copied nor mapped, so beams that were forked copy what lies
-        behind the fork. The rest costs either a copy, which counts 1 for a page, or to share pages that are full, which
-        counts 35 for a frame, and 44 where one has to be made; from then on they are the same. A sequence copies where
-        it has pages of its own to copy to, until it has copied as much in this way as sharing would have cost: then it
-        shares, if the other one keeps its tokens. It shares at once where that costs less, since pages would have to be
-        mapped anyway, and where it holds no tokens: it becomes a fork then. Sequences that take each other's place in a
-        circle only copy. Pages that others share are never written to: who would have to has them for its own first, or
-        shares others.
+        Pages that two rows share already are neither copied nor mapped, so forked beams copy only what lies behind the
+        fork. For the rest, copying a page is weighted 1, mapping a shared frame 35 (44 if it must be created first);
+        the cheaper is chosen. Repeated copies add up: once they have cost as much as sharing, full pages are shared, if
+        the source keeps its tokens. A sequence without tokens becomes a fork. Sequences that take each other's place in
+        a circle are only copied. Pages that other sequences share are never written to: a sequence that has to write
+        there gets pages of its own first, or shares the source's.
 
-        It is done in the order of the current stream, behind all work on the sequences so far; what comes later on
-        their own streams, and on those named with `record_stream`, waits for it.
+        It is done in the order of the current stream, behind all work on the sequences so far; later work on their own
+        streams, and on those named with `record_stream`, waits for it.
 
         Args:
             sequences: live sequences of this cache, each once.
-            indices: as many numbers, of sequences in this list; any number of times.
-            share: whether pages may be shared. Otherwise all is copied, and who writes over tokens that are there may
-                go on to do so.
-            copy: whether what is full may be copied where it could be shared. Otherwise it is shared at once, whatever
-                that costs: for sequences that hold the same already, or will stay alike for long.
+            indices: one index into `sequences` for each of them; an index may be repeated.
+            share: whether pages may be shared. False copies everything, so that tokens may be written over afterwards.
+            copy: whether full pages may be copied where they could be shared. False shares them at once, whatever that
+                costs: for sequences that hold the same tokens already, or will for long.
 
         Raises:
             ArgumentError: neither `share` nor `copy`.
-            OutOfPagesError: there is no memory for what longer sequences need, or for pages that were shared.
-            DriverOutOfMemoryError: nor for up to 32 MiB beside the cache, which sequences in a circle take.
+            OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
+            DriverOutOfMemoryError: there is no memory beside the cache for the up to 32 MiB that a circle needs.
             StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. Nothing has changed in these cases.
-            DriverError: a call failed: before anything changed, or else the sequences that were to change are at their
-                end, and all others as before.
+            DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to
+                change have ended, and all others are as before.
             OutOfRangeError: there is no such index.
             UnsupportedError: in a circle one has given back its front (`release_before`) where another begins; or
                 tokens would come to another tenant. Nothing has changed.
-            TypeError, ValueError: they are no sequences of this cache, or one is named twice; or the indices are no
-                whole numbers, or not as many.
+            TypeError, ValueError: these are not sequences of this cache, or one is named twice; or the indices are not
+                whole numbers, or not one for each sequence.
         """
         batch = batch_of(self, sequences)
         check_flags(share=share, copy=copy)
@@ -582,15 +583,15 @@ class KVCache(Owner):
         self._rows.ring()
 
     def unshare(self, sequences: Iterable[Sequence], start: int = 0) -> None:
-        """Sees to it that what sequences hold from token `start` on can be written over, and changes in no other: what
-        they share there is copied, and what was committed there is not known of them any more. `extend` does so by
-        itself for what it makes room for.
+        """Makes tokens from `start` on safe to write over: pages shared with other sequences are copied, and these
+        sequences no longer count as holding committed tokens there. `extend` does this itself for the tokens that it
+        makes room for.
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. All sequences
                 hold their tokens as before.
-            TypeError, ValueError: they are no sequences of this cache, or one is named twice; or `start` is no whole
-                number, or one that a sequence ends before.
+            TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
+                whole number, or lies behind a sequence's end.
         """
         batch, start = batch_of(self, sequences), check_tokens(start, "start")
         self._unshare(batch, start)
@@ -617,16 +618,16 @@ class KVCache(Owner):
 
         Args:
             sequences: live sequences of this cache, each once.
-            tokens: how many more, one number for all or one per sequence.
-            starts: of sequences without tokens, the first one that will be read: no page is mapped in front of it.
+            tokens: tokens to add, one number for all or one per sequence.
+            starts: for sequences without tokens, the first token that will be read: no page is mapped in front of it.
                 Afterwards they are as if `release_before(start)` had followed.
 
         Raises:
             SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, BusyError, UseAfterFreeError: as in
                 `Sequence.extend`; no sequence has changed then.
-            TypeError: something is no sequence, or no whole number.
-            ValueError: a sequence is of another cache or named twice, a number is negative, or there are not as many
-                numbers as sequences; with `starts`, a sequence holds tokens, or would begin behind its end.
+            TypeError: something is not a sequence, or not a whole number.
+            ValueError: a sequence belongs to another cache or is named twice, a number is negative, or there is not one
+                for each sequence; with `starts`, a sequence holds tokens, or would begin behind its end.
         """
         batch = batch_of(self, sequences)
         counts = whole_numbers("tokens", tokens, len(batch), self.max_seq_len)
@@ -677,14 +678,15 @@ class KVCache(Owner):
         return index
 
     def free(self, sequences: Iterable[Sequence]) -> None:
-        """Ends sequences; one fence serves all of them. Those that are free already are passed over.
+        """Ends sequences; one fence serves all of them. Sequences that were freed already are ignored.
 
-        In the middle of another operation of the same thread (in a finalizer, say) it is done later: by the next one.
+        If this is called in the middle of another operation of the same thread (by a finalizer, say), the next
+        operation does it.
 
         Raises:
             StreamCaptureError: a CUDA graph is being captured, on the current stream or on one that the sequences were
                 used on; nothing was freed.
-            ValueError: a sequence is of another cache; nothing was freed.
+            ValueError: a sequence belongs to another cache; nothing was freed.
         """
         batch = batch_of(self, sequences, repeated=True)
         if self.pool.monitor.inside.locked():  # no lock is taken: who has it may be waiting for this thread
@@ -706,8 +708,8 @@ class KVCache(Owner):
         GPU's context. With `zero_tail` a live row may be read from its sequence's `start` to the row's end.
 
         So do not print, compare or copy these as a whole, nor more of a row than it has tokens: `print(kv(0)[0])` ends
-        the process. `Sequence.k` and `v` are as long as their sequence. The storage under any of them is all of the
-        range: to print it, or read it, ends the process, too. To copy, save or share a view, `clone()` it first.
+        the process. `Sequence.k` and `v` are as long as their sequence. The storage of any of these views is the whole
+        range: printing or reading that ends the process, too. To copy, save or share a view, `clone()` it first.
 
         Returns:
             K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
@@ -715,7 +717,7 @@ class KVCache(Owner):
 
         Raises:
             OutOfRangeError: there is no such layer.
-            UnsupportedError: the layout has scales, without which these would be other numbers: see `scaled_kv`.
+            UnsupportedError: the layout has scales, without which these numbers mean nothing: see `scaled_kv`.
         """
         self.check_usable()
         if self.layout.scales is not None:
@@ -728,8 +730,8 @@ class KVCache(Owner):
     def scaled_kv(self, layer: int) -> ScaledKV:
         """K and V of one layer over all rows, as `kv`, and their scales: of a layout that has scales.
 
-        What `vmmkv.kernels` take as `k`, `v`, `k_scales` and `v_scales`. What is said of the views of `kv` is true of
-        these, too.
+        `vmmkv.kernels` take them as `k`, `v`, `k_scales` and `v_scales`. The same cautions hold as for the views of
+        `kv`.
 
         Returns:
             K and V as `kv` would, and the scales of each, fp32 `[max_sequences, max_seq_len, num_kv_heads]`; those of
@@ -777,10 +779,10 @@ class KVCache(Owner):
         return k_scales[:, 0], v_scales[:, 0]
 
     def range(self, index: int) -> torch.Tensor:
-        """A range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.
+        """One range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.
 
-        For compilers, which take one tensor that is written in place better than many that share its memory. Not to be
-        printed either.
+        For compilers, which handle one tensor that is written in place better than many that share its memory. Do not
+        print it either.
 
         Raises:
             OutOfRangeError: there is no such range.
@@ -816,7 +818,7 @@ class KVCache(Owner):
 
     @operation
     def trim(self) -> int:
-        """Gives surplus and free pages back to the system; returns their bytes.
+        """Gives surplus and free pages back to the system; returns the number of bytes.
 
         Waits for GPU work that still uses them.
         """
@@ -848,18 +850,19 @@ class KVCache(Owner):
             self.event_log.close()
 
     def events(self, timeout: float | None = 0.0, *, most: int | None = None) -> list[Event]:
-        """Takes what has happened to prefixes that can be found, the oldest first. `event_log` is also an asynchronous
-        iterator of it.
+        """Takes events of the cached prefixes from `event_log`, the oldest first. The log is also an asynchronous
+        iterator of events.
 
         Args:
-            timeout: how many seconds to wait if there is nothing; None waits until there is, or the cache is closed.
-            most: how many events to take, all by default.
+            timeout: seconds to wait if there is no event; None waits until there is one, or the cache is closed.
+            most: the most events to take; None takes all.
 
         Returns:
-            The events; none after the timeout, or where the cache was closed and nothing is left.
+            The events; none after the timeout, or if the cache was closed and none is left.
 
         Raises:
-            ArgumentError: the cache was made without `event_log`; or `timeout` is no time, or `most` no whole number.
+            ArgumentError: the cache was made without `event_log`; or `timeout` or `most` has the wrong type, or
+                `timeout` is negative.
             BudgetError: `most` is not positive.
         """
         if self.event_log is None:
@@ -873,9 +876,9 @@ class KVCache(Owner):
     def available_pages(self) -> int:
         """Pages of the budget that hold no tokens and can be had without waiting for the GPU.
 
-        Not counted are pages behind a live sequence that work of the sequence before it may still read: they can be
-        had, too, but the host waits. Those of parked rows are counted: the stream that freed them adopts them at once.
-        With `zero_tail` pages behind a live sequence are its own.
+        Excludes pages behind a live sequence that GPU work of a previous owner may still be reading; `extend` can use
+        them, but waits for that work. Pages of parked rows are included: the stream that freed them can adopt them at
+        once. With `zero_tail` pages behind a live sequence belong to it.
         """
         self._rows.release_abandoned()
         return self._rows.available_pages
@@ -888,7 +891,7 @@ class KVCache(Owner):
 
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
-        """What each physical page holds now, by page number: the `Sequence.number` that it belongs to,
+        """By physical page number, the owner of each page now: a `Sequence.number`,
         or `SHARED_PAGE`, `KEPT_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or
         `OTHERS_PAGE`.
 
@@ -898,7 +901,7 @@ class KVCache(Owner):
 
     @bookkeeping
     def page_uses(self) -> npt.NDArray[np.int64]:
-        """By page number: how many sequences each physical page has served and left."""
+        """By physical page number, how many sequences have used each page and left it."""
         for table in self.pool.tables:
             table.tell_uses()
         frames = self.pool.frames
@@ -906,12 +909,12 @@ class KVCache(Owner):
 
     @bookkeeping
     def mapped_ranges(self) -> list[MappedRange]:
-        """Where pages are mapped now: one run for each row, and each range of the layout, that has any."""
+        """Where pages are mapped now: one run for each row and range of the layout that has any."""
         return mapped_ranges(self._rows)
 
     @operation
     def check(self) -> None:
-        """Checks every invariant of the books; raises `InvariantError` where one is broken."""
+        """Checks every invariant of the books; raises `InvariantError` if one is broken."""
         self._rows.release_abandoned()
         check_pool(self.pool)
         check_rows(self._rows)

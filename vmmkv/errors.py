@@ -31,15 +31,15 @@ class ShapeError(VmmkvError, ValueError):
 
 
 class ArgumentError(VmmkvError, TypeError):
-    """An argument of another kind than the one that is asked for, or none at all."""
+    """An argument has the wrong type, is missing, or conflicts with another."""
 
 
 class OutOfRangeError(VmmkvError, IndexError):
-    """A layer or a row that the cache has not, or a sequence that its batch has not."""
+    """A layer, row or batch index is out of range."""
 
 
 class UnsupportedError(VmmkvError, NotImplementedError):
-    """What this cache cannot do, while others of the same interface can."""
+    """This cache does not support the operation, though others of the same interface do."""
 
 
 class OutOfPagesError(VmmkvError, MemoryError):
@@ -58,7 +58,7 @@ class OutOfPagesError(VmmkvError, MemoryError):
 
 
 class OutOfHostMemoryError(VmmkvError, MemoryError):
-    """The host tier has no room for what was to be suspended."""
+    """The host tier has no room for the sequence that was to be suspended."""
 
 
 class SuspendedError(VmmkvError):
@@ -66,12 +66,12 @@ class SuspendedError(VmmkvError):
 
 
 class TransferError(VmmkvError, RuntimeError):
-    """A sequence was not sent, or not received: the other process is gone or late, or says something else. Messages of
-    the two may be out of step now: make a new process group."""
+    """A sequence was not sent, or not received: the other process is gone or late, or sent something else. Messages of
+    the two processes may be out of step now: make a new process group."""
 
 
 class TransferRefusedError(TransferError):
-    """The process that a sequence was sent to has refused it, and says why. No K or V has moved, and both can go on.
+    """The receiving process has refused a sequence, and says why. No K or V was sent, and both processes can go on.
 
     Attributes:
         reason: the name of the error that was raised there, such as `"OutOfPagesError"`.
@@ -83,7 +83,7 @@ class TransferRefusedError(TransferError):
 
 
 class RankFailedError(VmmkvError, RuntimeError):
-    """Another process of a tensor parallel group failed at what all have to do alike; its own error says why."""
+    """Another process of a tensor parallel group failed in a step that all have to take; its own error says why."""
 
 
 class OutOfRowsError(VmmkvError):
@@ -91,7 +91,7 @@ class OutOfRowsError(VmmkvError):
 
 
 class SequenceTooLongError(VmmkvError, ValueError):
-    """More tokens than a row is long."""
+    """A sequence would have more tokens than a row has room for."""
 
 
 class UseAfterFreeError(VmmkvError):
@@ -99,15 +99,15 @@ class UseAfterFreeError(VmmkvError):
 
 
 class RetentionError(VmmkvError, ValueError):
-    """How long tokens are to be kept cannot be: a range that is reversed or overlaps another, no priority, no time."""
+    """A `Retention` is invalid: a range is reversed or overlaps another, or a priority or time is out of range."""
 
 
 class StaleMatchError(VmmkvError, RuntimeError):
-    """What matched a sequence's beginning was evicted, or has moved, before it was locked."""
+    """A cached prefix that matched was evicted, or has moved, before it was locked."""
 
 
 class ReleasedTokensError(VmmkvError, RuntimeError):
-    """Tokens are needed again that a sliding window has left behind."""
+    """Tokens that a sliding window has released are needed again."""
 
 
 class UnfinishedPassError(VmmkvError, RuntimeError):
@@ -115,11 +115,11 @@ class UnfinishedPassError(VmmkvError, RuntimeError):
 
 
 class AutogradError(VmmkvError, RuntimeError):
-    """Autograd would record K and V that go into a cache; caches are for inference."""
+    """K or V to be cached requires gradients; caches are for inference."""
 
 
 class UnsupportedAttentionError(UnsupportedError):
-    """A model asks its attention for something that `attn_implementation="vmmkv"` neither knows nor can hand on."""
+    """A model passes its attention something that `attn_implementation="vmmkv"` neither knows nor can hand on."""
 
 
 class ForkError(VmmkvError):
@@ -127,17 +127,17 @@ class ForkError(VmmkvError):
 
 
 class StreamCaptureError(VmmkvError):
-    """An operation that needs a CUDA event or a memset was called while a graph is captured, on the current stream or
-    on one whose work has to be waited for."""
+    """An operation that needs a CUDA event or a memset was called while a graph is being captured, on the current
+    stream or on one whose work it has to wait for."""
 
 
 class BusyError(VmmkvError, RuntimeError):
-    """A cache, or a growable tensor, was used in the middle of another operation of the same thread, by a finalizer or
-    a signal handler; or a sequence was extended in two threads at a time."""
+    """A finalizer or a signal handler has used a cache, or a growable tensor, in the middle of another operation of the
+    same thread; or two threads have extended the same sequence at a time."""
 
 
 class InterruptedChangeError(VmmkvError, RuntimeError):
-    """A cache was interrupted (Ctrl-C) at a moment after which nobody can say what the memory system has done."""
+    """A cache was interrupted (Ctrl-C) inside a driver call, so that it is unknown whether the call was done."""
 
 
 class InvariantError(VmmkvError, AssertionError):
@@ -164,7 +164,8 @@ class DriverError(VmmkvError, RuntimeError):
 
 
 class DriverOutOfMemoryError(DriverError):
-    """The device has no physical page left, or a limit was met before (others may use what the budget allows)."""
+    """The memory system has no physical memory left, though the budget allows it: others use the device, too, or a
+    limit of the system was met."""
 
 
 class DeviceLostError(DriverError):
@@ -172,11 +173,11 @@ class DeviceLostError(DriverError):
 
 
 class StrideLimitWarning(UserWarning):
-    """A view is longer than kernels with 32-bit strides can address; they would read wrong tokens."""
+    """A view is longer than kernels with 32-bit strides can address; such kernels would read wrong tokens."""
 
 
 class KeptLayersWarning(UserWarning):
-    """Layers of a model whose K and V stay where transformers keeps them: they have no rows of virtual memory."""
+    """K and V of some layers of a model stay where transformers keeps them, and not in rows of virtual memory."""
 
 
 class LeakWarning(UserWarning):

@@ -45,11 +45,10 @@ if TYPE_CHECKING:
 class Sequence:
     """One sequence of a `KVCache`; made by `KVCache.sequence`.
 
-    Free it with `free()` or a `with` block; garbage collection frees it too, but later.
-    Not for use from several threads at once (different sequences of one cache are).
+    Free it with `free()` or a `with` block; garbage collection frees it too, but later. A sequence may be used by one
+    thread at a time, different sequences of a cache by several.
 
-    It names a row and the number under which the cache has it: whether it lives is written in one place, the cache's
-    books.
+    The object only names a row and the sequence's number; whether it lives is written in one place, the cache's books.
     """
 
     __slots__ = ("__weakref__", "_rows", "cache", "cached_tokens", "index", "key", "number")
@@ -59,14 +58,14 @@ class Sequence:
     number: int
     """Its number in the cache: 0 for the first sequence, never used twice."""
     index: int
-    """The row that it was given. After its end that is another's: see `row`."""
+    """The row that it was given. After its end another sequence may have that row: see `row`."""
 
     def __init__(self, cache: KVCache, rows: Rows, number: int, row: int) -> None:
         self.cache, self._rows, self.number, self.index = cache, rows, number, row
         self.cached_tokens = 0
-        """Tokens that held K and V when it began."""
+        """Tokens whose K and V were cached when it began."""
         self.key: Key | None = None
-        """What its tokens are known under, where they are: salt, adapter and tenant."""
+        """Salt, adapter and tenant, under which its prefixes are cached; None without `token_ids`."""
 
     @property
     def pool(self) -> FramePool:
@@ -75,7 +74,7 @@ class Sequence:
 
     @property
     def row(self) -> int:
-        """Its index in the first dimension of `KVCache.kv`; the same for as long as it lives."""
+        """Its index in the first dimension of `KVCache.kv`; constant for as long as it lives."""
         self.check_usable()
         self._check_here()
         return self.index
@@ -100,29 +99,29 @@ class Sequence:
 
     @property
     def start(self) -> int:
-        """The first token that can be read: 0, or what was last given to `release_before`."""
+        """The first token that can be read: 0, or the argument of the last `release_before`."""
         self.check_usable()
         away = self._rows.table.suspended.get(self.index)
         return away.start if away else self._rows.table.start[self.index]
 
     @property
     def capacity(self) -> int:
-        """The length up to which growing costs no driver call."""
+        """The length up to which the sequence can grow without a driver call."""
         return self._rows.table.capacity[self.row]
 
     def extend(self, tokens: int) -> None:
         """Makes room for `tokens` more tokens; maps the pages that they need.
 
-        What the new tokens hold is undefined until they are written; with `scrub=True` it is never
-        another sequence's.
+        The contents of new tokens are undefined until they are written; with `scrub=True` they are never those of
+        another sequence.
 
         Raises:
             SequenceTooLongError: it would be longer than `max_seq_len`.
             OutOfPagesError: the budget, or the device, cannot supply the pages.
             DriverError: a driver call failed.
-            StreamCaptureError: pages have to be zeroed (`scrub`), waited for (`zero_tail`) or copied (what is shared,
-                after `truncate`) while a CUDA graph is captured.
-            BusyError: another thread has changed it meanwhile.
+            StreamCaptureError: pages have to be zeroed (`scrub`), waited for (`zero_tail`) or copied (shared ones,
+                after `truncate`) while a CUDA graph is being captured.
+            BusyError: another thread has changed the sequence meanwhile.
             UseAfterFreeError: the sequence or its cache is gone.
         """
         tokens = check_tokens(tokens)
@@ -130,16 +129,18 @@ class Sequence:
             self._extend(tokens)
 
     def extend_in_place(self, tokens: int, *, held: int | None = None) -> bool:
-        """Makes room for `tokens` more tokens if it has pages for them already: it calls no driver and raises no error.
+        """Makes room for `tokens` more tokens if pages for them are mapped already: it calls no driver and raises no
+        error.
 
-        For engines that look at each sequence in each step. What it refuses `extend` makes room for, or says why not.
+        For engines that look at each sequence in each step. After False call `extend`, which makes room or says why
+        not.
 
         Args:
-            tokens: how many more, from 0 on; that is not checked.
-            held: refuse if the sequence has another length than this, because another thread has changed it, say.
+            tokens: tokens to add, at least 0; this is not checked.
+            held: return False if the length is not this, for example because another thread has changed it.
 
         Returns:
-            whether there is room. False also of a sequence that has ended.
+            whether there is room. False also for a sequence that has ended.
         """
         row, table, pool = self.index, self._rows.table, self._rows.pool
         monitor, wakes = pool.monitor, False
@@ -167,15 +168,15 @@ class Sequence:
         self._rows.ring()
 
     def fork(self) -> Sequence:
-        """Starts a sequence that begins with all tokens of this one. Full pages are shared: both read the same memory,
-        and neither writes there; what does not fill a page is copied, and so are large frames that are not full.
+        """Starts a sequence that begins with all tokens of this one. Full pages are shared: both sequences read the
+        same memory, and neither writes there. Tokens on a page, or a large frame, that is not full are copied.
 
-        It belongs to the current stream, behind all work on this one so far. Both may grow, be truncated and be freed
-        in any order. Views of the new one are read-only where pages are shared: to write there is a fault.
+        The new sequence belongs to the current stream, behind all work on this one so far. Both may grow, be truncated
+        and be freed in any order. Views of the new one are read-only where pages are shared: writing there is a fault.
 
         Raises:
             OutOfRowsError: `max_sequences` sequences are alive.
-            OutOfPagesError, DriverError: there is no memory for what is copied, or a call failed. There is no new
+            OutOfPagesError, DriverError: there is no memory for the copies, or a driver call failed. There is no new
                 sequence then.
             StreamCaptureError: a CUDA graph is being captured.
             UseAfterFreeError: the sequence or its cache is gone.
@@ -183,20 +184,24 @@ class Sequence:
         return self.cache.fork_many(self, 1)[0]
 
     def commit(self, token_ids: npt.ArrayLike, *, retention: Iterable[Retention] = ()) -> None:
-        """Makes K and V of its first tokens known to sequences that begin with the same: those that fill pages until
-        they are evicted, the rest as long as its row holds it. They must have been written, on streams that it knows.
+        """Publishes K and V of the first `len(token_ids)` tokens for reuse. The kernels that write them must have been
+        launched, on the sequence's stream or one given to `record_stream`.
+
+        Full pages can be reused until they are evicted, the tokens behind them as long as the row holds them.
 
         Args:
-            token_ids: of all of its tokens from the first on, or fewer: those that were computed.
-            retention: how long they are to be kept, once nobody uses them; otherwise the least recently used go first.
+            token_ids: the ids of all its tokens, from the first on, or of the first ones only, whose K and V have been
+                computed.
+            retention: how long they are kept once no sequence uses them. Without one, the least recently used are
+                evicted first.
 
         Raises:
-            ArgumentError: it has not as many tokens, or was started without `token_ids`, or with `reuse=False`; or the
-                cache has an event log, which has no words for these ids.
-            ValueError: it is known to hold other tokens.
+            ArgumentError: it has fewer tokens than that, or was started without `token_ids` or with `reuse=False`; or
+                the cache has an event log, which cannot express these ids.
+            ValueError: other ids were committed for the same tokens.
             UnsupportedError: its first tokens were given back; or the layout has scales of whole sequences, with which
                 others would read other numbers.
-            RetentionError: ranges overlap, or are none.
+            RetentionError: ranges overlap, or are invalid.
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
         """
         self._commit(ids_of(token_ids), in_order(retention))  # whatever that runs is no part of an operation
@@ -211,12 +216,13 @@ class Sequence:
         keeper.commit(self.index, self.key, ids, retention)
 
     def truncate(self, tokens: int) -> None:
-        """Drops the tokens from `tokens` on. Pages behind the new end may go to others when idle.
+        """Drops the tokens from `tokens` on. Pages behind the new end may go to other sequences once they are idle.
 
         Raises:
-            ArgumentError: it is no whole number.
-            ValueError: it does not hold so many, or they end before `start`.
-            StreamCaptureError: whole pages would leave while a CUDA graph is captured. Nothing has changed then.
+            ArgumentError: `tokens` is not a whole number.
+            ValueError: the sequence is shorter than that, or begins behind it (`start`).
+            StreamCaptureError: whole pages would be given up while a CUDA graph is being captured. Nothing has changed
+                then.
             SuspendedError: its tokens are in host memory.
             UseAfterFreeError: the sequence or its cache is gone.
         """
@@ -230,8 +236,8 @@ class Sequence:
     def release_before(self, token: int) -> None:
         """Drops the tokens before `token`, as for a sliding window; the others keep their positions.
 
-        Whole pages in front of it go to others when the GPU is done with them. Tokens before `token`
-        must not be read again: views start at `token` from now on.
+        Whole pages in front of it go to other sequences when the GPU is done with them. Tokens before `token` must not
+        be read again: views start at `token` from now on.
 
         Raises:
             ArgumentError, ValueError, StreamCaptureError, SuspendedError, UseAfterFreeError: as in `truncate`.
@@ -252,14 +258,16 @@ class Sequence:
 
     @operation
     def suspend(self) -> None:
-        """Moves its tokens to host memory; its pages go to others when needed. It keeps its row, and so its addresses.
+        """Moves its tokens to host memory; its pages go to other sequences when needed. It keeps its row, and so its
+        addresses.
         Until `resume` it may only be asked for its `length` and `start`, and freed.
 
-        Behind all work on it so far, in the order of the current stream; nothing here waits.
+        The copy runs in the order of the current stream, behind all work on the sequence so far; the host does not
+        wait.
 
         Raises:
             ArgumentError: the cache was made without `host_bytes`.
-            OutOfHostMemoryError: they are too small, or the host has less.
+            OutOfHostMemoryError: `host_bytes` is too small, or the host has less memory left.
             SuspendedError: it is suspended already.
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
             UseAfterFreeError: the sequence or its cache is gone.
@@ -271,8 +279,8 @@ class Sequence:
 
     @operation
     def resume(self) -> None:
-        """Moves its tokens back, to the addresses that they had, in the order of the current stream; work on the stream
-        that it was made on comes after that. Does nothing if it is not suspended.
+        """Moves its tokens back, to the addresses that they had, in the order of the current stream; later work on the
+        stream that the sequence was made on waits for that. Does nothing if it is not suspended.
 
         Raises:
             OutOfPagesError: the budget, or the device, cannot supply the pages.
@@ -287,29 +295,29 @@ class Sequence:
 
     def send(self, rank: int, *, group: dist.ProcessGroup | None = None) -> None:
         """Sends its tokens to another process, which calls `KVCache.receive`, over torch.distributed: NCCL from a GPU,
-        gloo from host memory. It is unchanged, and may be extended or freed right after.
+        gloo from host memory. The sequence is unchanged, and may be extended or freed right after.
 
-        Behind all work on it so far. The host waits until the other process has memory for it. Then with NCCL the
-        tokens go in the order of the current stream; with gloo they are on their way when it returns. That they have
-        arrived nobody says.
+        Tokens are sent behind all work on the sequence so far. The host waits until the other process has memory for
+        them. Then NCCL sends them in the order of the current stream; with gloo they are on their way when this
+        returns. There is no acknowledgement that the tokens have arrived.
 
-        With it go the token ids that it has committed, salt and adapter; what the receiver knows of them already is
-        not sent. Not sent are its tenant, and tokens in front of `start`.
+        Committed token ids, salt and adapter are sent along; tokens that the receiver has cached already are not sent,
+        nor are the tenant and tokens in front of `start`.
 
         Args:
-            rank: of the other process, in the default group.
-            group: that both are in; None is the default one. It takes one transfer at a time between two processes.
+            rank: the receiver's rank in the default group.
+            group: a group that both processes are in; None is the default one. It takes one transfer at a time between
+                two processes.
 
         Raises:
-            ArgumentError: there is no such process or group; or salt or adapter is no literal (strings, bytes, numbers
-                and tuples of them), with which it could not be known there.
-            SuspendedError: it is suspended. Nothing was sent so far, and who receives waits on.
-            TransferRefusedError: the other process refuses it, for want of memory, say. Both can go on.
-            TransferError: the other process is gone, does not answer within the group's timeout, or sends something
-                else.
+            ArgumentError: there is no such process or group; or salt or adapter is not a literal (a string, bytes, a
+                number or a tuple of these), so that the receiver could not use it as a key.
+            SuspendedError: it is suspended. Nothing was sent so far, and the receiver still waits.
+            TransferRefusedError: the receiver refuses it, for lack of memory, say. Both processes can go on.
+            TransferError: the receiver is gone, does not answer within the group's timeout, or sends something else.
             StreamCaptureError: a CUDA graph is being captured.
-            DriverError: a driver call failed: before anything was sent, and who receives waits on; or when all of it
-                was. The sequence is unchanged.
+            DriverError: a driver call failed, before anything was sent, and the receiver still waits; or after all
+                tokens were sent. The sequence is unchanged.
             UseAfterFreeError: the sequence or its cache is gone.
         """
         peer, head = Peer(rank, group, self.pool.device), self._head()
@@ -339,13 +347,13 @@ class Sequence:
             self._rows.table.fence(self.index, Fence.after(driver, [driver.current_stream()]))
 
     def free(self) -> None:
-        """Ends the sequence. Its row goes to others after all work on the current stream, and on
-        the streams named with `record_stream`. A second call does nothing."""
+        """Ends the sequence. Other sequences get its row after all work on the current stream, and on the streams named
+        with `record_stream`. A second call does nothing."""
         self.cache.free([self])
 
     @bookkeeping
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Says that work on `stream` uses the sequence: its pages wait for that work, too.
+        """Declares that work on `stream` uses the sequence: its pages are not reused before that work is done.
 
         Raises:
             DeviceError: the stream is on another device than the cache.
@@ -354,7 +362,7 @@ class Sequence:
         self._rows.table.streams[self.index].add(stream)
 
     def check_usable(self) -> None:
-        """Raises what forbids any use.
+        """Raises an error if the sequence cannot be used.
 
         Raises:
             UseAfterFreeError: it was freed, or its cache was closed.
@@ -367,7 +375,7 @@ class Sequence:
     def k(self, layer: int) -> torch.Tensor:
         """K of one layer, `[length - start, num_kv_heads, head_dim]`: a view, to read and write.
 
-        It shows the sequence's memory for as long as the sequence lives, and whoever's it is then.
+        The view shows the sequence's memory for as long as the sequence lives, and after that whatever is there.
         """
         self._warn_of_stride()
         return self._view(layer, 0)
@@ -387,9 +395,9 @@ class Sequence:
 
         Raises:
             ShapeError, DtypeError, DeviceError: they do not fit; nothing was written.
-            UnsupportedError: the layout has scales, which `vmmkv.kernels.append` writes, or rounds with; nothing was
-                written.
-            ArgumentError: one is no tensor, is sparse, or has no data of its own; nothing was written.
+            UnsupportedError: the layout has scales; use `vmmkv.kernels.append`, which writes or applies them.
+                Nothing was written.
+            ArgumentError: one is not a tensor, is sparse, or has no data of its own; nothing was written.
         """
         check_dense(k, "K")
         check_dense(v, "V")

@@ -18,13 +18,13 @@ class AccountStats:
     """What one cache, or growable tensor, has of a `FramePool`, in bytes.
 
     Attributes:
-        name: what it is, and its number among those that the pool has had: `"KVCache 0"`.
+        name: its kind, and its number among all that the pool has had: `"KVCache 0"`.
         limit_bytes: the most that it may have mapped.
-        guaranteed_bytes: what it can have at any time.
-        mapped_bytes: what it has.
-        used_bytes: what of that it uses, so that nobody else can have it.
-        sequences: live ones, of a cache.
-        tokens: theirs.
+        guaranteed_bytes: what it can have mapped at any time.
+        mapped_bytes: physical memory mapped for it.
+        used_bytes: the part of that which holds live tokens; the rest can be reclaimed by others.
+        sequences: live sequences, of a cache.
+        tokens: tokens of these.
     """
 
     name: str
@@ -42,23 +42,23 @@ class FramePoolStats:
 
     Attributes:
         limit_bytes: the most that the pool may take.
-        physical_bytes: what it takes now.
-        free_bytes: what of it belongs to nobody.
-        leased_bytes: what memory pools of torch have, or may take without asking; that is less for the others.
-        guaranteed_bytes: what is promised to accounts.
-        holders: how many have an account.
-        used_bytes: what of it holders use, so that nobody else can have it.
-        sequences: live ones, of caches.
-        tokens: theirs.
+        physical_bytes: physical memory that it takes now.
+        free_bytes: the part of that which belongs to no account.
+        leased_bytes: what memory pools of torch have, or may take without asking; the others can have that much less.
+        guaranteed_bytes: what is guaranteed to accounts, in all.
+        holders: the number of accounts.
+        used_bytes: the part of `physical_bytes` that cannot be reclaimed, since accounts use it.
+        sequences: live sequences of all caches.
+        tokens: tokens of these.
         pages_created: pages created since the beginning.
-        pages_mapped: how many were mapped `ahead` of need, by the mapper, and how many `in need`, by whoever grew.
-        pages_cleaned: how many that were another tenant's were zeroed ahead of need, by the mapper.
-        prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
-        cached_tokens: those of them that held K and V already.
-        driver_calls: calls of the memory system by name, but for the mapper's.
-        mapper_calls: those of the mapper, which nobody waits for.
-        mapper_error: what went wrong in it last; who grew then did its work, or was told by an error of his own call.
-        accounts: what each holder has, the oldest first.
+        pages_mapped: pages mapped `ahead` of need, by the mapper, and `in need`, by the call that grew a sequence.
+        pages_cleaned: pages of another tenant that the mapper has zeroed ahead of need.
+        prompt_tokens: tokens of all `token_ids` that sequences were started with, for reuse, since the beginning.
+        cached_tokens: the part of these that held K and V already.
+        driver_calls: calls of the memory system by name, without the mapper's.
+        mapper_calls: the mapper's calls, which no user thread waits for.
+        mapper_error: the mapper's last error. The call that grew a sequence then mapped the pages itself, or raised.
+        accounts: the accounts, the oldest first.
     """
 
     limit_bytes: int
@@ -88,10 +88,10 @@ class MappedRange:
     Attributes:
         address: of the first byte.
         nbytes: bytes of the pages.
-        used_address: of the first byte that is in use.
+        used_address: of the first byte in use.
         used_bytes: bytes in use: tokens of a sequence, or rows of a growable tensor.
-        row: the row that they lie in.
-        owner: the number of the sequence that has the row; -1 where nobody has it.
+        row: the row that the pages lie in.
+        owner: the number of the sequence that has the row; -1 where none has it.
     """
 
     address: int
@@ -108,7 +108,7 @@ class CacheStats:
 
     Attributes:
         budget_bytes: the most that the cache may take.
-        physical_bytes: what it takes now: all `pages`.
+        physical_bytes: what it takes now: all of `pages`.
         tokens: tokens of live sequences, from each sequence's `start` on.
         token_bytes: bytes of these tokens.
         waste: the part of the used pages that holds no token, 0 without sequences.
@@ -119,20 +119,20 @@ class CacheStats:
         page_uses: how often a page was part of a sequence since the beginning.
         reuse_factor: `page_uses / pages_created`, 0 without pages.
         adoptions: sequences that started on a row whose pages were mapped already.
-        prefix_pages: pages that are known to hold tokens that sequences may begin with, whether one uses them (`used`)
-            or they are kept (`surplus`); see `Sequence.commit`.
-        promoted_pages: known pages that have moved to large frames since the beginning, because they were hit on single
-            ones.
+        prefix_pages: pages in the prefix tree, which new sequences may begin with, whether a live sequence uses them
+            (`used`) or they are only kept (`surplus`); see `Sequence.commit`.
+        promoted_pages: pages of the prefix tree that have moved from single frames to large ones since the beginning,
+            because they were hit.
         host_bytes: host memory that suspended sequences and evicted prefixes take.
-        host_prefix_pages: pages that are known on the host, whether they are on the device as well or not.
-        prompt_tokens: tokens of `token_ids` that sequences were started with, for reuse, since the beginning.
-        cached_tokens: those of them that held K and V already: hits.
-        events_dropped: events that did not fit `event_log`, for nobody drained it in time; 0 without one.
-        pages_mapped: how many pages of the pool were mapped `ahead` of need, by its mapper, and how many of this cache
-            `in need`, by whoever grew.
-        pages_cleaned: how many pages of the pool that were another tenant's were zeroed ahead of need, by its mapper.
-        driver_calls: calls of the memory system by name, for all that lies on the pool, but for its mapper's.
-        mapper_calls: those of the mapper, which nobody waits for.
+        host_prefix_pages: pages of prefixes in host memory, whether they are on the device as well or not.
+        prompt_tokens: tokens of all `token_ids` that sequences were started with, for reuse, since the beginning.
+        cached_tokens: the part of these that held K and V already: hits.
+        events_dropped: events dropped because `event_log` was full and not drained in time; 0 without one.
+        pages_mapped: pages of the pool mapped `ahead` of need, by its mapper, and pages of this cache mapped `in need`,
+            by the call that grew a sequence.
+        pages_cleaned: pages of another tenant that the pool's mapper has zeroed ahead of need.
+        driver_calls: calls of the memory system by name, of all caches on the pool, without its mapper's.
+        mapper_calls: the mapper's calls, which no user thread waits for.
         driver_seconds: time in all `driver_calls`.
     """
 

@@ -22,6 +22,9 @@ from ..space.arena import check_address_space
 from .options import JsonOutput
 from .output import console, format_bytes, make_table, print_json
 
+DEFAULT_SEQ_LEN = 8192
+"""Of a model whose config names no longest sequence."""
+
 
 def plan(
     config: Annotated[
@@ -71,38 +74,47 @@ def plan(
         if dtype or scales:
             raise typer.BadParameter("give --kv-dtype, or --dtype and --scales")
         dtype, scales = str(kept).removeprefix("torch."), "token_head"
-    sizes = any(size is not None for size in (layers, kv_heads, head_dim, v_head_dim))
+    sizes = layers, kv_heads, head_dim, v_head_dim
+    has_sizes = any(size is not None for size in sizes)
     if model:
-        if config or sizes or batch:
+        if config or has_sizes or batch:
             raise typer.BadParameter("give --model, or one model by --config or sizes; --batch goes with one model")
-        if len(model) < 2:
-            raise typer.BadParameter("give --model twice or more; one model is --config")
-        if guaranteed and len(guaranteed) != len(model):
-            raise typer.BadParameter("give --guaranteed once for each --model, in their order; 0 is no guarantee")
-        nbytes = _memory_bytes(memory)
-        promised = _guarantees(guaranteed or ["0"] * len(model), nbytes)
-        shared = _plan_pool(model, promised, nbytes, dtype, scales, max_seq_len, mean_tokens)
-        print_json(shared) if json_output else _print_pool(shared)
-        return
-    if guaranteed:
-        raise typer.BadParameter("--guaranteed goes with several --model; one model has all of the memory")
-    if config:
-        if sizes:
+        result = _plan_pool(model, guaranteed, memory, dtype, scales, max_seq_len, mean_tokens)
+    else:
+        if guaranteed:
+            raise typer.BadParameter("--guaranteed goes with several --model; one model has all of the memory")
+        if config and has_sizes:
             raise typer.BadParameter("give --config or sizes, not both")
+        result = _plan_model(config, sizes, memory, dtype, scales, max_seq_len, mean_tokens)
+        if batch and tokens:
+            nbytes = batch * tokens * result["token_bytes"]
+            result["cache"] = {"batch": batch, "tokens": tokens, "bytes": nbytes}
+    if json_output:
+        print_json(result)
+    else:
+        (_print_pool if model else _print)(result)
+
+
+def _plan_model(
+    config: Path | None,
+    sizes: tuple[int | None, ...],
+    memory: str,
+    dtype: str | None,
+    scales: str | None,
+    max_seq_len: int | None,
+    mean_tokens: int | None,
+) -> dict[str, Any]:
+    """One model, by its config or by its sizes."""
+    layers, kv_heads, head_dim, v_head_dim = sizes
+    longest = None
+    if config:
         layout, longest = _read_model(config, dtype, scales)
-        max_seq_len = max_seq_len or longest
     elif layers and kv_heads and head_dim:
         layout = KVLayout(layers, kv_heads, head_dim, dtype_from_name(dtype), v_head_dim, scales=scales)
     else:
         raise typer.BadParameter("give --config, or --layers, --kv-heads and --head-dim")
-    max_seq_len = max_seq_len or 8192
-    result = _plan(layout, _memory_bytes(memory), max_seq_len, mean_tokens or -(-max_seq_len // 4))
-    if batch and tokens:
-        result["cache"] = {"batch": batch, "tokens": tokens, "bytes": batch * tokens * layout.token_bytes}
-    if json_output:
-        print_json(result)
-    else:
-        _print(result)
+    length = max_seq_len or longest or DEFAULT_SEQ_LEN
+    return _plan(layout, _memory_bytes(memory), length, mean_tokens or -(-length // 4))
 
 
 def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLayout, int | None]:
@@ -145,28 +157,33 @@ def _guarantees(sizes: list[str], memory: int) -> list[int]:
 
 def _plan_pool(
     models: list[Path],
-    promised: list[int],
-    memory: int,
+    guaranteed: list[str] | None,
+    memory: str,
     dtype: str | None,
     scales: str | None,
     max_seq_len: int | None,
     mean_tokens: int | None,
 ) -> dict[str, Any]:
-    """Several models on one pool, with so many bytes guaranteed to each, and with an equal share of the memory each."""
-    page_size = DEFAULT_PAGE_SIZE
-    share = memory // len(models) // page_size * page_size
+    """Several models on one pool, with so much guaranteed to each, and with an equal share of the memory each."""
+    if len(models) < 2:
+        raise typer.BadParameter("give --model twice or more; one model is --config")
+    if guaranteed and len(guaranteed) != len(models):
+        raise typer.BadParameter("give --guaranteed once for each --model, in their order; 0 is no guarantee")
+    nbytes, page_size = _memory_bytes(memory), DEFAULT_PAGE_SIZE
+    promised = _guarantees(guaranteed or ["0"] * len(models), nbytes)
+    share = nbytes // len(models) // page_size * page_size
     if not share:
-        raise BudgetError(f"asked for {len(models)} models in {memory} bytes, which is less than a page for each")
+        raise BudgetError(f"asked for {len(models)} models in {nbytes} bytes, which is less than a page for each")
     rows, costs = [], []
     for model, own in zip(models, promised):
         path = model / "config.json" if model.is_dir() else model
         if not path.is_file():
             raise typer.BadParameter(f"--model {model}: there is no config.json in this folder")
         layout, longest = _read_model(path, dtype, scales)
-        length = max_seq_len or longest or 8192
+        length = max_seq_len or longest or DEFAULT_SEQ_LEN
         mean = mean_tokens or -(-length // 4)
-        sizes = {"pool": memory - sum(promised) + own, "share": share, "guaranteed": own}
-        plans = {what: _plan(layout, nbytes, length, mean) for what, nbytes in sizes.items()}
+        sizes = {"pool": nbytes - sum(promised) + own, "share": share, "guaranteed": own}
+        plans = {what: _plan(layout, size, length, mean) for what, size in sizes.items()}
         fits = {
             what: {"total_tokens": plan["total_tokens"], "sequences": plan["schemes"]["vmmkv"]["sequences"]}
             for what, plan in plans.items()
@@ -175,10 +192,10 @@ def _plan_pool(
         rows.append(about | {"guaranteed_bytes": own} | fits)
         costs.append(plans["pool"]["schemes"]["vmmkv"]["bytes_per_sequence"])
     return {
-        "memory_bytes": memory,
+        "memory_bytes": nbytes,
         "share_bytes": share,
         "page_size": page_size,
-        "sequences_of_each": _of_each(costs, promised, memory),
+        "sequences_of_each": _of_each(costs, promised, nbytes),
         "models": rows,
     }
 

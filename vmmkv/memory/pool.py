@@ -82,18 +82,19 @@ class Bell(Protocol):
 
 
 class FramePool:
-    """Physical memory of one device, for several caches and growable tensors: what one does not use another can have.
+    """Physical memory of one device, for several caches and growable tensors: memory that one does not use another can
+    have.
 
         pool = vmmkv.FramePool("60GiB")
         chat = vmmkv.KVCache(layout, 256, 32768, pool=pool, guaranteed="10GiB")
         embed = vmmkv.KVCache(other_layout, 64, 8192, pool=pool)
 
-    All that lies on a pool is one monitor: methods may be called from several threads, and one runs at a time. Who
-    needs no page does not wait while the driver maps for others.
+    All caches and tensors on a pool form one monitor: methods may be called from several threads, and one runs at a
+    time. Calls that need no page do not wait while the driver maps pages for others.
 
     Args:
-        max_bytes: the limit: bytes, `"20GiB"`, or a share of the memory that is free now. Memory is taken when tokens
-            come, not before.
+        max_bytes: the limit: bytes, `"20GiB"`, or a share of the memory that is free now. Memory is allocated as
+            sequences grow, not before.
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
         page_size: bytes of a page; None is 2 MiB.
         driver: a memory system of your own, instead of `device` and `page_size`.
@@ -113,45 +114,45 @@ class FramePool:
     ) -> None:
         self.driver = driver_for(driver, device, page_size)
         self.meter = Meter()
-        """Calls of the driver, but for those of a mapper."""
+        """Calls of the driver, without those of a mapper."""
         self.calls: Calls = make_calls(self.driver, self.meter)
         self.frames = Frames(self.calls, self.driver.memory_info()[1] // self.page_size)
         self.accounts = Accounts(self.frames, pages_within(self.driver, max_bytes), self.page_size)
-        """Of those who lie on it."""
+        """Of the caches, tensors and memory pools that lie on it."""
         self.is_debugged = debugging.is_on()
         """Whether `VMMKV_DEBUG` was set when it was made."""
         self._takers: dict[int, str] = {}
         """With debugging: where pages were taken, by their numbers."""
         self.is_shared = True
-        """Whether it is for whoever wants to lie on it; otherwise what is free counts as its one holder's."""
+        """Whether several may lie on it; otherwise free memory counts as its one holder's."""
         self.monitor = Monitor()
         self.nvtx = Ranges(self.driver.device)
         """What a profiler shows."""
         self.number = next(_numbers)
         """Among the pools of this process."""
         self.prompt_tokens = self.cached_tokens = 0
-        """Of sequences that were started for reuse, since the beginning: all, and those that were there."""
+        """Tokens of sequences that were started for reuse, since the beginning: all of them, and the cached ones."""
         self.pages_in_need = 0
         """Pages that growths had to map themselves."""
         self.pages_cleaned = 0
-        """Pages that were zeroed in the background, to be another tenant's."""
+        """Pages that were zeroed in the background, before another tenant has them."""
         self.tenants = Tenants()
-        """Whose bytes are kept apart on this pool."""
+        """The tenants whose bytes are kept apart on this pool."""
         self.tables: list[Table] = []
-        """Of all holders, also of those that are gone while the device may still use what they had."""
+        """Of all holders, also of those that are gone while the device may still use their memory."""
         self.left_behind: deque[tuple[Table, Account, list[int]]] = deque()
         """Frames of holders that are gone, to be taken back by the next operation."""
         self.ended_leases: list[tuple[Account, Holder]] = []
-        """Of lessees whose users are gone, and who give back what is left when they can."""
+        """Of lessees whose users are gone, and who give their memory back when they can."""
         self.mapper: Bell | None = None
-        """Who maps ahead, where somebody wants that."""
+        """The background mapper, if any cache has a lookahead."""
         self._unusable: type[VmmkvError] | None = None
         weakref.finalize(self, _release_all, self.frames, os.getpid()).atexit = False
         _pools[self.number] = self
 
     @property
     def pool(self) -> FramePool:
-        """Itself: what operations ask everything on a pool for."""
+        """Itself: operations ask everything on a pool for its pool."""
         return self
 
     @property
@@ -166,20 +167,20 @@ class FramePool:
 
     @property
     def limit_pages(self) -> int:
-        """The most pages that it may take, now."""
+        """The most pages that it may take, at present."""
         return self.accounts.limit
 
     @operation
     def set_limit(self, max_bytes: float | str) -> None:
-        """Sets how much the pool may take, up or down. What is beyond it goes back to the system before this returns.
+        """Sets how much the pool may take, up or down. Memory beyond that goes back to the system before this returns.
 
         `max_bytes` takes the same forms as in the constructor; a percentage refers to device memory that is free now
         plus what the pool already holds.
 
         Raises:
-            BudgetError: it is no size, or larger than the device, or less than what is guaranteed.
-            OutOfPagesError: tokens take more.
-            DriverError: a driver call failed. The limit is as before in all cases, and nobody has lost a token.
+            BudgetError: it is not a size, or larger than the device, or less than the guarantees.
+            OutOfPagesError: live tokens and guarantees take more; `available` is the lowest limit that could be set.
+            DriverError: a driver call failed. In all cases the limit is as before, and no sequence has lost a token.
         """
         self.collect()
         limit = pages_within(self.driver, max_bytes, held=self.accounts.physical * self.page_size)
@@ -208,13 +209,13 @@ class FramePool:
         self.accounts.limit = limit
 
     def memory_info(self) -> tuple[int, int]:
-        """Bytes that shares of the pool are of, and bytes that it has in all."""
+        """The bytes that shares of the pool refer to, and its bytes in all: both are its limit."""
         return self.limit_pages * self.page_size, self.limit_pages * self.page_size
 
     @operation
     def trim(self, keep: float | str = 0) -> int:
-        """Gives what nobody uses back to the system, until `keep` bytes are left, or all are in use; returns the bytes
-        that went. `keep` is as in `max_bytes`, and shares are of the pool's limit.
+        """Gives unused memory back to the system, until the pool has `keep` bytes left, or only memory in use; returns
+        the number of bytes given back. `keep` takes the same forms as `max_bytes`; shares refer to the pool's limit.
 
         Waits for GPU work that still uses them.
         """
@@ -347,19 +348,20 @@ class FramePool:
                 self._unusable = None
 
     def check_usable(self) -> None:
-        """Raises what forbids any use of the pool.
+        """Raises an error if the pool cannot be used.
 
         Raises:
-            InterruptedChangeError, ForkError, UseAfterFreeError: it does.
+            InterruptedChangeError, ForkError, UseAfterFreeError: it cannot.
         """
         if self._unusable:
             raise self._unusable(_REASONS[self._unusable])
 
     def close(self) -> None:
-        """Gives all memory back now. Close what lies on the pool first. In a forked child it does nothing.
+        """Gives all memory back now. Close the caches and tensors on the pool first. In a forked child this does
+        nothing.
 
         Raises:
-            BudgetError: something still lies on the pool.
+            BudgetError: a cache, tensor or memory pool still lies on the pool.
         """
         if self._unusable in (UseAfterFreeError, ForkError):
             return
