@@ -237,6 +237,29 @@ def attention_shapes(result: Result) -> str:
     return markdown(("decode, heads", *columns), rows)
 
 
+NOT_MEASURED = "Not measured yet."
+"""Of what is newer than a result."""
+
+
+@table("attention_h200.json")
+def attention_cascade(result: Result) -> str:
+    rows = [
+        (row["case"], row["kernel"], row["layout"], f"{row['microseconds']:.0f}", f"{row['gain']:.2f}")
+        for row in result.get("cascade", [])
+    ]
+    columns = "groups x sequences, tokens", "kernel", "layout", "µs", "times as fast as `decode`"
+    return markdown(columns, rows) if rows else NOT_MEASURED
+
+
+@table("attention_h200.json")
+def attention_rotary(result: Result) -> str:
+    rows = [
+        (row["kernel"], f"{row['sequences']:,}", f"{row['microseconds']:.1f}", f"{row['host_microseconds']:.1f}")
+        for row in result.get("rotary", [])
+    ]
+    return markdown(("kernel", "sequences", "µs", "µs of the host"), rows) if rows else NOT_MEASURED
+
+
 @table("attention_h200.json", "attention_shapes_h200.json", "eight_bits.json")
 def attention_aims(result: Result, shapes: Result, eight_bits: Result) -> str:
     return markdown(aims.COLUMNS, aims.lines(aims_tables.compare(result, shapes, eight_bits)))
