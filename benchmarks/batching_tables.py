@@ -18,16 +18,8 @@ ENGINE = 4287
 
 def batching_table(result: Result) -> Table:
     """Of each round what it reached."""
-    columns = (
-        "on",
-        "finished",
-        "output tokens/s",
-        "first token, median",
-        "memory, peak",
-        "idle",
-        "waste, median",
-        "most",
-    )
+    memory = "memory, peak", "when idle", "waste, median", "most"
+    columns = "on", "finished", "output tokens/s", "first token, median", *memory
     rows = [
         (
             row["system"],

@@ -2,7 +2,8 @@
 
 A figure of three digits or more must be in one of these files, as it is or in other units, to as many digits as are
 written: 4,239 for 4239.2, 15.9 ms for 0.01587 s, 12.4 % for 0.1239. Figures of one or two digits, and paragraphs that
-name no file, are left to their readers.
+name no file, are left to their readers; but where all figures are measured, those with a unit stand in a paragraph that
+names a file, or in a section whose first one does.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ CURVE = 64
 """Numbers in a list that is drawn, and not told."""
 FIGURE = r"(?<![\w.,#-])\d[\d,]*(?:\.\d+)?(?![\w#-]|[.,]\d)"
 DIGITS = 3
+MEASURED = re.compile(r"(?<![\w.,#-])\d[\d,]*(?:\.\d+)? ?(?:ms|µs|[GT]B/s|TFLOP/s|%|tokens/s|x(?! \d)|times)(?![\w/])")
+"""A figure with the unit of something measured."""
+NAME = re.compile(r"`(?:benchmarks/results/)?(\w+\.json)`")
+GENERATED = re.compile(r"<!-- table: .*?<!-- /table -->", re.DOTALL)
 NOT_PROSE = re.compile(r"```.*?```|<!--.*?-->|^\|.*?$|\]\([^)]*\)|^\[[^\]]*\]:.*?$", re.DOTALL | re.MULTILINE)
 """Code, marks, tables, and where links lead."""
 
@@ -27,8 +32,8 @@ NOT_PROSE = re.compile(r"```.*?```|<!--.*?-->|^\|.*?$|\]\([^)]*\)|^\[[^\]]*\]:.*
 def unheld(text: str, results: Path) -> list[str]:
     """What a document says that no file holds: figures, and files that are missing."""
     found = []
-    for paragraph in re.split(r"\n\s*\n|\n(?=- )", NOT_PROSE.sub("", text)):
-        names = sorted(set(re.findall(r"`(\w+\.json)`", paragraph)))
+    for paragraph in paragraphs(text):
+        names = sorted(set(NAME.findall(paragraph)))
         paths = [results / name for name in names if (results / name).exists()]
         found += [f"there is no {name}" for name in names if results / name not in paths]
         words = re.sub(r"`[^`]*`", "", paragraph)
@@ -40,6 +45,23 @@ def unheld(text: str, results: Path) -> list[str]:
                 if not any(holds(path, figure) for path in paths)
             ]
     return found
+
+
+def nameless(text: str) -> list[str]:
+    """Figures with units of which a document does not say what file holds them, and how their paragraphs begin."""
+    found = []
+    for section in re.split(r"^#+ .*$", GENERATED.sub("", text), flags=re.MULTILINE):
+        first, *others = paragraphs(section.strip())
+        for paragraph in () if NAME.search(first) else (first, *others):
+            figures = [match[0] for match in MEASURED.finditer(re.sub(r"`[^`]*`", "", paragraph))]
+            if figures and not NAME.search(paragraph):
+                found.append(f"no file is named for {', '.join(figures)}: {' '.join(paragraph.split()[:8])} ...")
+    return found
+
+
+def paragraphs(text: str) -> list[str]:
+    """The prose of a document; each point of a list is a paragraph."""
+    return re.split(r"\n\s*\n|\n(?=- )", NOT_PROSE.sub("", text))
 
 
 def digits(figure: str) -> str:

@@ -5,8 +5,9 @@
 A table stands between `<!-- table: name -->` and `<!-- /table -->`, each on a line of its own; `benchmarks.tables`
 has a function for each name. Where a result file is missing the text between them stays as it is. A plot names the
 digest of its result file and is drawn anew when that changes. Figures in prose are looked for in the result files that
-their paragraph names. A file that is older than the code it measures has to be measured anew, on its machine; until
-then the table `result-files` says so, and it is an error if that does not.
+their paragraph names; where figures are measured ones, it has to name one. A file that is older than the code it
+measures has to be measured anew, on its machine; until then the table `result-files` says so, and it is an error if
+that does not.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ from vmmkv.cli.output import console, errors
 
 from . import fragmentation, idle, reuse
 from .ages import RESULTS, ROOT
-from .cited import unheld
+from .cited import nameless, unheld
 from .newest import GPU, caption, newest
 from .serve import report as serving
 from .tables import TABLES
 
 DOCUMENTS = ("README.md", "kernels/README.md", "docs/**/*.md")
+MEASURING = ("docs/benchmarks.md", "kernels/README.md")
+"""Those in which figures with units are measured ones."""
 PLOTS: dict[str, tuple[str, Callable[[dict[str, Any], Path], None]]] = {
     "docs/assets/fragmentation.svg": ("fragmentation.json", fragmentation.plot),
     "docs/assets/reuse.svg": ("reuse_gpu.json", reuse.plot),
@@ -77,12 +80,12 @@ def documents(root: Path) -> list[Path]:
 
 
 def uncited(root: Path) -> list[str]:
-    """Figures in prose that no file holds, and files that are named and missing, by document."""
-    return [
-        f"{path.relative_to(root)}: {what}"
-        for path in documents(root)
-        for what in unheld(path.read_text(), root / RESULTS)
-    ]
+    """Figures in prose that no file holds, or for which none is named, and files that are named and missing, by
+    document."""
+    found = [(path, what) for path in documents(root) for what in unheld(path.read_text(), root / RESULTS)]
+    measuring = [root / name for name in MEASURING if (root / name).exists()]
+    found += [(path, what) for path in measuring for what in nameless(path.read_text())]
+    return [f"{path.relative_to(root)}: {what}" for path, what in found]
 
 
 def update(root: Path, check: bool) -> tuple[list[str], set[str]]:

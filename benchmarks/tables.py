@@ -65,11 +65,15 @@ def table(*sources: str) -> Callable[[Callable[..., str | None]], Callable[..., 
     return register
 
 
+NOT_MEASURED = "Not measured yet."
+"""Of what is newer than a result."""
+
+
 def markdown(columns: Sequence[str], rows: Iterable[Iterable[str]]) -> str:
     """A table; of what no result has a line of, that it was not measured."""
     rows = list(rows)
     if not rows:
-        return "Not measured yet."
+        return NOT_MEASURED
     head, *lines = (f"| {' | '.join(cells)} |" for cells in (columns, *rows))
     return "\n".join([head, "|---" * len(columns) + "|", *lines])
 
@@ -244,6 +248,25 @@ def attention_shapes(result: Result) -> str:
     columns = [column for case in cases for column in (f"{grouped(case)} tokens, GB/s", "time of the first line's")]
     rows = [(shape, *(cell for case in cases for cell in shape_cells(found[shape, case]))) for shape in shapes]
     return markdown(("decode, heads", *columns), rows)
+
+
+@table("attention_gpu.json")
+def attention_cascade(result: Result) -> str:
+    rows = [
+        (row["case"], row["kernel"], row["layout"], f"{row['microseconds']:.0f}", f"{row['gain']:.2f}")
+        for row in result.get("cascade", [])
+    ]
+    columns = "groups x sequences, tokens", "kernel", "layout", "µs", "times as fast as `decode`"
+    return markdown(columns, rows) if rows else NOT_MEASURED
+
+
+@table("attention_gpu.json")
+def attention_rotary(result: Result) -> str:
+    rows = [
+        (row["kernel"], f"{row['sequences']:,}", f"{row['microseconds']:.1f}", f"{row['host_microseconds']:.1f}")
+        for row in result.get("rotary", [])
+    ]
+    return markdown(("kernel", "sequences", "µs", "µs of the host"), rows) if rows else NOT_MEASURED
 
 
 @table("attention_gpu.json", "attention_shapes_gpu.json", "eight_bits.json")

@@ -12,6 +12,7 @@ import torch
 from conftest import DEVICE, ROOT, run_module_here
 from rich.console import Console
 
+from benchmarks import tables as docs
 from benchmarks.ages import RESULTS
 from benchmarks.attention import aims_tables
 from benchmarks.attention.__main__ import wrong_rows
@@ -179,6 +180,9 @@ def test_tables_of_a_result() -> None:
         "decode, a; decode, b",
     ):
         assert words in text
+    for name, words in (("cascade", "| groups | vmmkv, cascade, auto |"), ("rotary", "| append, rotary | 64 | 4.0 |")):
+        assert words in docs.TABLES[f"attention-{name}"].write(result)
+        assert "Not measured" in docs.TABLES[f"attention-{name}"].write({})
     assert [wrong["kernel"] for wrong in wrong_rows(result)] == [
         "vmmkv, mma",
         "vmmkv, cascade, auto",

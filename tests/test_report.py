@@ -119,6 +119,37 @@ def test_the_newest_result_of_any_gpu_is_written_with_its_date(root: Path, monke
     assert "-->\n| 2 |\n\n<sub>NVIDIA H200, 2002-01-02: `answer_h200.json`</sub>\n<!--" in page.read_text()
 
 
+def test_where_figures_are_measured_each_with_a_unit_has_a_file_that_is_named(root: Path) -> None:
+    (root / report.RESULTS / "answer.json").write_text('{"answer": 42, "seconds": 0.031}')
+    page, kernels = root / "docs" / "benchmarks.md", root / "kernels" / "README.md"
+    kernels.parent.mkdir(exist_ok=True)
+    table = "<!-- table: answer -->\n| 1 ms |\n\nin 9 ms\n<!-- /table -->"
+    named = (
+        f"# A\n\nFrom `answer.json`.\n\nIt took 31 ms.\n\n- or 7 %\n\n## B\n\nOf 4 x 4096 tokens, `8 ms`.\n\n{table}\n"
+    )
+    for text in (named, "5 µs in `benchmarks/results/answer.json`... 42 of them\n", "in 3 steps of 16 tokens\n"):
+        page.write_text(text)
+        kernels.write_text(text)
+        assert report.uncited(root) == []
+    for figure in (
+        "31 ms",
+        "12.5 µs",
+        "3,400 GB/s",
+        "2 TB/s",
+        "4 %",
+        "50%",
+        "700 TFLOP/s",
+        "1,000 tokens/s",
+        "1.5 x",
+        "3 times",
+    ):
+        kernels.write_text(f"## C\n\nFirst.\n\n## D\n\nIt is {figure} now, as we see.\n")
+        (found,) = report.uncited(root)
+        assert found.startswith(f"kernels/README.md: no file is named for {figure}: It is {figure} now")
+        (root / "docs" / "page.md").write_text(kernels.read_text())  # where figures need not be measured ones
+        assert len(report.uncited(root)) == 1
+
+
 def test_a_plot_is_drawn_anew_when_its_result_changes(root: Path) -> None:
     name = "docs/assets/fragmentation.svg"
     source, _ = report.PLOTS[name]
