@@ -4,10 +4,10 @@
 
 Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
 stopped, and measured by what was generated until then. Tokens on rows are compared with those on blocks. Then first
-tokens of prompts of which nine tenths are known, and of others. On rows forward passes run as they are, and compiled as
-transformers' `default_compile_level=1` has it; on blocks with `sdpa`, or another attention that transformers finds
-(`--attention flash_attention_3`). Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say
-nothing.
+tokens of prompts of which nine tenths are known, and of others; and how far log probabilities are from fp32. On rows
+forward passes run as they are, and compiled as transformers' `default_compile_level=1` has it; on blocks with `sdpa`,
+or another attention that transformers finds (`--attention flash_attention_3`). Without a GPU a tiny model runs, as it
+is, with lengths divided by 16, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
 from benchmarks import aims
+from benchmarks.batching_logits import logit_distances
 from benchmarks.batching_tables import batching_table, compare, first_tokens_table
 from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import CONFIGS, build, token_bytes
@@ -115,6 +116,7 @@ def main(
         "output_tokens": sum(request.output for request in workload.requests),
         "served": runs,
         "first_tokens": first,
+        "logits": logit_distances(name, device, min(1024, longest // 2)),
     }
     result["comparisons"] = compare(result)
     if json_output:

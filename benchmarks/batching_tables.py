@@ -66,6 +66,10 @@ def compare(result: Result) -> list[Result]:
     first = result["first_tokens"]
     what = f"first token of {first['tokens']:,} tokens, {first['known']:.0%} of them known: times as early"
     found.append(aims.compared(result, what, first["new_s"] / first["known_s"], least=5))
+    if logits := result.get("logits"):
+        far = f"log probabilities' distance from fp32, of their norm, {logits['layers']} layers"
+        found += [{"what": f"{far}, {name}", "value": logits[name]} for name in ("rows", "own")]
+        found.append(aims.compared(result, f"{far}: rows over own", logits["rows"] / logits["own"], most=2))
     return found
 
 

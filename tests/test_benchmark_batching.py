@@ -38,6 +38,7 @@ def test_it_measures_rows_and_blocks(monkeypatch: pytest.MonkeyPatch, capsys: py
     }
     assert not any("aim" in row for row in result["comparisons"])  # on the host speeds say nothing
     assert result["first_tokens"]["new_s"] > 0 < result["first_tokens"]["known_s"]
+    assert 0 < result["logits"]["rows"] < 2 * result["logits"]["own"] < 0.1
     batching.show(result)
     assert f"4 of {result['requests']}" in capsys.readouterr().out
 

@@ -29,7 +29,7 @@ KERNELS = [
 FALLBACKS = ["Inkling2ForCausalLM"]  # a bias of positions, and sinks of another kind
 OWN = [
     "BloomForCausalLM",  # asks for no attention
-    "GPTJForCausalLM",  # looks for its attention among its own
+    "GPTNeoForCausalLM",  # looks for its attention among its own
     "DogeForCausalLM",  # makes masks of V
     "DeepseekV32ForCausalLM",  # chooses tokens by the mask
     "NllbMoeForConditionalGeneration",  # routes by the mask

@@ -342,10 +342,10 @@ def test_a_decoder_that_looks_both_ways(padded: bool) -> None:
 def test_models_with_their_own_attention_say_so_once(caplog: pytest.LogCaptureFixture) -> None:
     logging.warning_once.cache_clear()
     for _ in range(2):
-        model = build("GPTJForCausalLM", "vmmkv")
+        model = build("GPTNeoForCausalLM", "vmmkv")
         assert model.config._attn_implementation == "eager"
     (message,) = caplog.messages
-    assert 'attn_implementation="vmmkv" is not for GPTJForCausalLM' in message
+    assert 'attn_implementation="vmmkv" is not for GPTNeoForCausalLM' in message
     assert "VmmCache works" in message
     tokens = random_tokens(model, 2, 6)
     cache = vmm_cache(model.config, "cpu")

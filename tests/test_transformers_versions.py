@@ -1,5 +1,5 @@
-"""The newest transformers that is known here, where all other tests have another: a few of them, in another process.
-`VMMKV_TRANSFORMERS` names the folder where it is: `pip install --no-deps --target FOLDER transformers==5.24.0`.
+"""A few tests with the newest transformers that is known here, in a process of their own. `VMMKV_TRANSFORMERS` names
+the folder where it is: `pip install --no-deps --target FOLDER transformers==5.24.0`.
 """
 
 from __future__ import annotations

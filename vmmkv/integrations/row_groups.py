@@ -72,11 +72,16 @@ def layer_groups(
 
     Raises:
         DtypeError: they cannot be kept so.
-        UnsupportedError: its layers do not all keep K and V of their own, of one dtype.
+        UnsupportedError: its layers do not all keep K and V of their own, of one dtype, or ask a cache for more.
     """
     probe = Probe()
     with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # as in the thread that runs the model
-        run(model, _token(model), probe)
+        try:
+            run(model, _token(model), probe)
+        except AttributeError as error:
+            if error.obj is not probe:
+                raise
+            raise not_for_rows(model, f"layers that ask their cache for more than K and V ({error.name})") from None
     if sorted(probe.shapes) != sorted(layer for layers in kinds.values() for layer in layers) or len(probe.dtypes) > 1:
         number = model.config.get_text_config().num_hidden_layers
         raise not_for_rows(model, f"{number} layers, of which not all keep K and V of one dtype")
