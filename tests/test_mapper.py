@@ -363,6 +363,7 @@ def test_threads_beside_the_mapper() -> None:
         assert not thread.is_alive(), "somebody waits for ever"
     assert not failures, failures
     cache.check()
+    cache.trim()  # or it begins on pages enough
     with cache.sequence(1):
         soon(lambda: cache.stats().pages_mapped["ahead"] > 0)
     cache.close()

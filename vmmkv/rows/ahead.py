@@ -52,7 +52,7 @@ class Ahead:
         firm = self._pool.accounts.headroom(self._account)
         firm -= change.pages  # which are another's: they are in no books yet
         spare = sum(self._table.spare.size(row) - self._lookahead_pages for row in self._spare_rows())
-        reach = self._reach()
+        reach = self._reach(firm)
         self._table.urgent = min(reach // 2, self.lookahead // 4)
         for arena, row, begin, end in self._needs(reach):
             room, short = frames - change.frames - self._scrubbing.wished, MADE - lack_large - lack_single
@@ -86,15 +86,16 @@ class Ahead:
                 if table.reaches(row, first) and table.ready[row] == table.end[row] < end:
                     yield arena, row, table.end[row], end
 
-    def _reach(self) -> int:
+    def _reach(self, firm: int) -> int:
         """Tokens ahead of each row: the lookahead, but a quarter of a page where there is not enough for all, or some
-        of it had to be taken back, so that what is idle stays free for prompts."""
+        of it had to be taken back, so that what is idle stays free for prompts; `firm`: pages that rows may have
+        firmly, beside those that they have so."""
         books, accounts, live = self._books, self._pool.accounts, len(self._table.live)
         pages = live * sum(end for _, end in policy.spans(0, self.lookahead, books.records, books.page_size))
         idle = accounts.idle(self._account)
         books.is_short &= accounts.room < pages
         is_tight = books.is_short or (idle < pages and idle + books.parked_pages < pages)
-        is_tight |= accounts.headroom(self._account) < pages
+        is_tight |= firm < pages
         return min(-(-books.page_tokens // 4), self.lookahead) if is_tight else self.lookahead
 
     def _available(self, pages: int, wanted: int, frames: int) -> tuple[int, int]:
