@@ -55,6 +55,7 @@ STEPS = {
     "overwrite": 2,
     "begin_late": 2,
     "trim": 2,
+    "prewarm": 2,
 }
 """What is done, and how often."""
 CHANGING = {"extend", "truncate", "reorder", "free", "slide", "overwrite", "begin_late"}
@@ -458,3 +459,6 @@ class Machine:
 
     def trim(self, user: User) -> None:
         user.cache.trim()
+
+    def prewarm(self, user: User) -> None:
+        user.cache.prewarm(tokens=self.random.choice([0, self.random.randint(1, MAX_SEQ_LEN)]))

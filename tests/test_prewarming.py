@@ -74,6 +74,20 @@ def test_rows_have_large_frames_as_those_of_a_prompt_do() -> None:
     assert (sizes.count(LARGE), sizes.count(1)) == (3 * 2, 3 * 8)
 
 
+def test_on_a_device_the_first_sequences_make_no_call(device: str) -> None:
+    driver = small_driver(device)
+    layout = vmmkv.KVLayout(2, 2, driver.page_size // 256, torch.float32)  # 8 tokens in a page
+    cache = vmmkv.KVCache(layout, 9, 99 * TOKENS, max_bytes=90 * driver.page_size, driver=driver)
+    assert cache.prewarm(tokens=20 * TOKENS) == 90 * driver.page_size
+    before = cache.stats().driver_calls
+    sequences = [cache.sequence(20 * TOKENS) for _ in range(4)]
+    assert cache.stats().driver_calls == before
+    for sequence in sequences:
+        sequence.k(0).fill_(sequence.number)
+    assert all((sequence.k(0) == sequence.number).all() for sequence in sequences)
+    cache.close()
+
+
 @pytest.mark.parametrize("large", [True, False])
 def test_without_tokens_it_is_free_three_quarters_of_it_large(large: bool) -> None:
     cache, driver = make(160, large_frames=large)
@@ -98,6 +112,7 @@ def test_what_there_is_already_counts() -> None:
     assert cache.prewarm(0.5) == 0
     before = state(cache, driver)
     assert cache.prewarm(50 * size) == 0
+    assert cache.prewarm(45 * size) == 0  # less than there is, and free
     assert state(cache, driver) == before
     assert cache.prewarm(tokens=9) == 50 * size
     assert has_memory(first, driver)

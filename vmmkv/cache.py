@@ -801,8 +801,8 @@ class KVCache(Owner):
             tokens: that a sequence usually has, with its answer: so many are mapped in each of as many empty rows as
                 there is memory for. A sequence that starts there, with no more tokens than that, makes no driver call;
                 a longer one maps what is missing. Mapped rows are what ended sequences leave: others have their pages
-                when they need them. What is left is free, and with 0 all of it, three quarters in large frames if the
-                cache has such. With `tenant` in use on the pool no row is mapped, since nobody knows whose it would be.
+                when they need them. What is left is free. With 0 all of it is, three quarters in large frames if the
+                cache has such; and where a `tenant` is in use on the pool, since nobody knows whose a row would be.
 
         Raises:
             BudgetError: it is no size, or more than the pool.

@@ -1,11 +1,12 @@
 """Prewarming: memory that is made, and mapped, before anybody asks for it.
 
-What it is for is said by how many tokens a sequence usually has:
+Who says how many tokens a sequence usually has gets rows:
  1. So many tokens' pages are mapped in empty rows, one after another, as in the row of a sequence that has ended: large
     frames in front, single pages behind (`policy.large_frames`). Who starts there makes no driver call.
- 2. What is left is free, as is what the mapper keeps free anyway (`STOCK`). Where the cache has large frames it is
-    `PROMPTS` of it, for prompts; the rest is single pages, for what grows token by token. Without a number of tokens,
-    and where tenants are kept apart, whose a row would be nobody knows: then all of it is.
+ 2. What is left, and what the mapper keeps free anyway (`STOCK`), is free single pages, for who grows beyond that.
+
+Otherwise, and where tenants are kept apart, and whose a row would be nobody knows, all of it is free. Where the cache
+has large frames `PROMPTS` of it are such, for prompts; the rest is single pages, for what grows token by token.
 """
 
 from __future__ import annotations
@@ -52,16 +53,17 @@ class Prewarming:
         with Undo() as undo:
             undo.push(self._release_beyond, before)
             mapped = self._map(ahead, tokens, undo) if tokens and not self._pool.tenants else 0
-            self._make(ahead - mapped - frames.free_pages)
+            large = 0 if mapped or not self._books.rules.large else PROMPTS
+            self._make(max(ahead - mapped - frames.free_pages, 0), large)
         return frames.existing - before
 
     def _release_beyond(self, pages: int) -> None:
         """Undoes what made memory."""
         self._pool.frames.release(max(self._pool.frames.existing - pages, 0))
 
-    def _make(self, pages: int) -> None:
-        """Makes so many free pages."""
-        large = int(PROMPTS * pages) // LARGE if self._books.rules.large and pages > 0 else 0
+    def _make(self, pages: int, part: float) -> None:
+        """Makes so many free pages, this part of them in large frames."""
+        large = int(part * pages) // LARGE
         self._pool.frames.make(large, LARGE)
         self._pool.frames.make(pages - large * LARGE)
 
