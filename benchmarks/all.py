@@ -150,7 +150,7 @@ BENCHMARKS = {
     ),
     "transfer": Benchmark(Kind.GPUS, 1.5, "-m benchmarks.transfer --rounds 10 --json"),
     "batching_ranks": Benchmark(
-        Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 100 --rounds 2 --seconds 25 --json"
+        Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 150 --rounds 2 --seconds 35 --json"
     ),
     "scale": Benchmark(Kind.HOST, 15, "-m benchmarks.scale --json"),
     "prefix_tree": Benchmark(Kind.HOST, 5, "-m benchmarks.prefix_tree --json"),

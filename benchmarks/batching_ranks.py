@@ -1,10 +1,11 @@
 """transformers' continuous batching on rows with tensor parallelism: one GPU, and two with half of the heads each.
 
-    python -m benchmarks.batching_ranks [--trace FILE] [--layers N] [--requests N] [--json]
+    python -m benchmarks.batching_ranks [--trace FILE] [--layers N] [--requests N] [--compiled] [--json]
 
-The shape is Llama-3.1-70B's with fewer layers, and random weights. Each process says how long it has waited for the
-driver to map pages for those who grew: while one does the others wait for it in the next collective. Without two GPUs
-two processes run a tiny model on the host, over gloo, and speeds say nothing.
+The shape is Llama-3.1-70B's with fewer layers, as many as a GPU of 80 GB has room for beside K and V, and random
+weights: of few layers a step is mostly the host's time, which two GPUs do not halve. Each process says how long it has
+waited for the driver to map pages for those who grew: while one does the others wait for it in the next collective.
+Without two GPUs two processes run a tiny model on the host, over gloo, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import typer
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from benchmarks import aims
-from benchmarks.batching import ROWS, Answers, compare_answers, manager_of, run
+from benchmarks.batching import COMPILED, ROWS, Answers, compare_answers, manager_of, run
 from benchmarks.batching_tables import compare_ranks, ranks_table
 from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import build, token_bytes
@@ -40,6 +41,7 @@ class Asked(NamedTuple):
     """What processes are to measure."""
 
     on_gpus: bool
+    system: str
     model: str
     layers: int | None
     trace: Path | None
@@ -51,18 +53,20 @@ class Asked(NamedTuple):
 
 def main(
     trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV; None: random.")] = None,
-    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 8,
+    layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 24,
     requests: Annotated[int, typer.Option(min=1, help="How many of the trace.")] = 150,
     memory: Annotated[str | None, typer.Option(help="For K and V on each GPU.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of each number of GPUs.")] = 3,
+    compiled: Annotated[bool, typer.Option("--compiled", help="Forward passes.")] = False,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure tensor parallelism under transformers' continuous batching on rows."""
     on_gpus = torch.cuda.device_count() > 1
     name = "Llama-3.1-70B" if on_gpus else "tiny"
     nbytes = parse_bytes(memory or ("16GiB" if on_gpus else "128MiB"), free=0)
-    asked = Asked(on_gpus, name, layers if on_gpus else None, trace, requests, nbytes, seconds, rounds)
+    system = COMPILED if compiled else ROWS
+    asked = Asked(on_gpus, system, name, layers if on_gpus else None, trace, requests, nbytes, seconds, rounds)
     result = {
         "environment": environment(torch.device("cuda", 0) if on_gpus else torch.device("cpu")),
         "model": name,
@@ -120,11 +124,11 @@ def work(rank: int, ranks: int, port: int, folder: str, asked: Asked) -> None:
     limits = Limits(asked.requests, 1 << 40, longest, 8192, 1 if asked.on_gpus else 16)
     workload = make_workload(asked.trace, limits, seed=0)
     rows = []
-    with manager_of(model, ROWS, asked.nbytes) as manager:
+    with manager_of(model, asked.system, asked.nbytes) as manager:
         cache = manager.batch_processor.cache.kv_caches[0]
         for number in range(asked.rounds):
             before = cache.stats().driver_seconds
-            row, answers = run(manager, ROWS, workload, number, asked.seconds)
+            row, answers = run(manager, asked.system, workload, number, asked.seconds)
             rows.append((row | {"driver_s": cache.stats().driver_seconds - before}, answers))
     (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
     if ranks > 1:

@@ -127,7 +127,12 @@ def first_tokens_table(result: Result) -> Table:
 def ranks_table(result: Result) -> Table:
     """Of each round on one and on two GPUs what it reached, and the part of the time that the driver took to map pages
     for who waited for them, on the GPU where it was more."""
-    columns = "GPUs", "finished", "output tokens/s", "of the time in the driver, most of a GPU"
+    columns = (
+        f"GPUs, {result['layers']} layers",
+        "finished",
+        "output tokens/s",
+        "of the time in the driver, most of a GPU",
+    )
     rows = [
         (
             str(row["ranks"]),

@@ -13,6 +13,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers
 from conftest import soon
 from faulty import FaultyDriver
 from pair import together
@@ -122,6 +123,22 @@ def one_is_refused_memory(half: Half) -> None:
     assert half.had_more > 0 or half.rank == 1
 
 
+def passes_are_compiled(half: Half) -> None:
+    """Those with prompts, or decode. Each process compiles its part of a layer; sums over both are part of it."""
+    programs: list[list[str]] = []
+
+    def compile_(graph: torch.fx.GraphModule, _: object) -> Any:
+        programs.append([str(node.target) for node in graph.graph.nodes])
+        return graph.forward
+
+    which = half.random.choice(["varlen_compile_config", "decode_compile_config"])
+    with half.serve(MANY, **{which: transformers.CompileConfig(mode=None, backend=compile_)}) as served:
+        served.check(half.expected[:3])
+    layers = [targets for targets in programs if any("attend_inside" in target for target in targets)]
+    assert layers
+    assert all(any("all_reduce" in target for target in targets) for targets in layers), layers
+
+
 # ---------------------------------------------------------------------- what ends in both
 
 
@@ -155,6 +172,7 @@ def not_all_are_told_the_same(half: Half) -> None:
 
 
 SCENARIOS: dict[str, list[Callable[[Half], None]]] = {
+    "cohere": [passes_are_compiled],
     "gemma3": [less_memory_in_one],
     "llama-gqa": [one_forgets, one_is_refused_memory, one_fails, one_cannot_begin, not_all_are_told_the_same],
 }

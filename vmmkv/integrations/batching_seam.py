@@ -255,13 +255,13 @@ class RowManager(their_api.ContinuousBatchingManager):
         """Has decode a path of its own, compiled where `config` says so. transformers has one for its own kernels.
 
         Raises:
-            UnsupportedError: forward passes are to be compiled in several processes, or as they cannot be on rows.
+            UnsupportedError: forward passes are to be compiled over several devices, or as they cannot be on rows.
         """
         resolve_compile_configs(config, getattr(self.model.config, "compile_config", None), False, True)
         for each in (config.varlen_compile_config, config.decode_compile_config):
             check_compiling(each)
         is_compiled = config.decode_compile_config or config.varlen_compile_config
-        if is_compiled and (self.distributed_helper.tp_size > 1 or len(devices_of(self.groups)) > 1):
+        if is_compiled and len(devices_of(self.groups)) > 1:
             raise UnsupportedError("asked for compiled forward passes of a model on several devices; leave one out")
         self._is_compiled = bool(is_compiled)
         self.continuous_batching_config.decode_compile_config = config.decode_compile_config
