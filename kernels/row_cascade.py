@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from . import attention, prefixes, row_decode, row_prefill
+from .arguments import LATENT_DIM
 from .attention import Call, Geometries, Keys
 from .checks import Geometry, check_indices
 from .plans import Plans
@@ -113,6 +114,8 @@ def _prepare(scale: float | None, softcap: float, name: str, geometry: Keys) -> 
     given = row_decode.check(of_tensors)
     num_groups = check_groups(given, *of_groups)
     q, k = given.q, given.k
+    if q.shape[-1] == LATENT_DIM:
+        raise ValueError(f"got heads of {LATENT_DIM}, of latents; cascade takes none, decode does")
     batch, q_len, num_heads, head_dim = q.shape
     prefix_name = row_prefill.choose(name, given)
     if prefix_name == "plain" or not num_groups or not batch:

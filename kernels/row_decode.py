@@ -6,8 +6,8 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, decode_mma, decode_shares, plain
-from .arguments import Variant
+from . import attention, decode_mma, decode_shares, latent_mma, plain, row_latents
+from .arguments import LATENT_DIM, Variant
 from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
 from .decode_parts import part_bytes
@@ -75,7 +75,7 @@ def decode(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.decode if torch.compiler.is_compiling() else _decode
     run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, scale, window, softcap, kernel)
     return out
@@ -120,6 +120,8 @@ def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: Keys) -> 
     given = check(geometry)
     variant = variant_of(given, windowed, softcapped)
     best = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
+    if variant.head_dim == LATENT_DIM:
+        best = row_latents.best(given, latent_mma.queries_of(variant))
     if attention.choose(name, given, best) == "plain":
         batch, q_len, num_heads, _ = given.q.shape
         return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
@@ -152,6 +154,8 @@ def variant_of(
 
 def make_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
     """The plan of a geometry on tensor cores, with so many bytes of room behind that for its own parts."""
+    if variant.head_dim == LATENT_DIM:
+        return row_latents.decode_plan(given, variant)
     kv_heads = given.k.shape[2]
     queries = decode_mma.queries_of(variant, kv_heads)
     blocks = multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant, queries)

@@ -47,7 +47,7 @@ def mixed(
             missing. Who knows it saves blocks of threads that find nothing to do: 32 a sequence, where there are 32
             heads. None: all may be prompts.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed
     indices = cu_seqlens, seq_lens, rows, starts, block_table
     run(q, k, v, out, *indices, sinks, k_scales, v_scales, scale, window, softcap, max_prompts, kernel)
@@ -99,7 +99,7 @@ def _choose_plans(windowed: bool, softcapped: bool, name: str, geometry: Keys, m
     if max_prompts is not None and max_prompts < 0:
         raise ValueError(f"got max_prompts {max_prompts}; it must not be negative")
     prompts = row_prefill.make_plan(True, windowed, softcapped, name, geometry, True, max_prompts)
-    (variant,) = prompts.kernel.constants
+    variant, *_ = prompts.kernel.constants
     if not variant.mixed:
         return [prompts]
     dtype, head_dim, group, _, *others = variant

@@ -6,8 +6,8 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, plain, prefill_mma, prefill_wgmma
-from .arguments import Maps, Variant
+from . import attention, latent_mma, plain, prefill_mma, prefill_wgmma, row_latents
+from .arguments import LATENT_DIM, Maps, Variant
 from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
 from .plans import Plans
@@ -74,7 +74,7 @@ def prefill(
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.prefill if torch.compiler.is_compiling() else _prefill
     run(
         q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, causal, scale, window,
@@ -146,9 +146,11 @@ def make_plan(
     variant = Variant(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped, mixed, kv_dtype)
     if name == "plain":
         return attention.make_plan(given, plain.plain_kernel(variant), (tokens, num_heads))
+    prompts = given.seq_lens.shape[0] if max_prompts is None else max_prompts
+    if head_dim == LATENT_DIM:
+        return row_latents.prefill_plan(given, variant, prompts)
     kernel, queries, box_tokens = fast_kernel(name, variant)
-    # No batch has more blocks of queries, however its tokens are spread.
-    most = tokens // queries + (given.seq_lens.shape[0] if max_prompts is None else max_prompts)
+    most = tokens // queries + prompts  # no batch has more blocks of queries, however its tokens are spread
     return attention.make_plan(given, kernel, (num_heads, most), box_tokens=box_tokens)
 
 
@@ -157,6 +159,8 @@ def choose(name: str, given: Geometries) -> str:
     best: tuple[str, ...] = ("wgmma", "mma") if can_be_mapped(given.k) and can_be_mapped(given.v) else ("mma",)
     if given.k_scales:
         best = ("mma",) if given.q.dtype == torch.bfloat16 else ()
+    if given.q.shape[-1] == LATENT_DIM:
+        best = row_latents.best(given, latent_mma.PREFILL_QUERIES)
     return attention.choose(name, given, best)
 
 
