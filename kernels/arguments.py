@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 
-
 LATENT_DIM, LATENT_V_DIM = 576, 512
 """Of MLA's latents: numbers of K, of which the first are V as well."""
 

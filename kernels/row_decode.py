@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, decode_mma, decode_shares, latent_mma, plain, row_latents
+from . import attention, decode_mma, decode_shares, latents, plain, row_latents
 from .arguments import LATENT_DIM, Variant
 from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
@@ -121,11 +121,14 @@ def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: Keys) -> 
     variant = variant_of(given, windowed, softcapped)
     best = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
     if variant.head_dim == LATENT_DIM:
-        best = row_latents.best(given, latent_mma.queries_of(variant))
-    if attention.choose(name, given, best) == "plain":
+        best = row_latents.best(given, latents.queries_of(variant))
+    chosen = attention.choose(name, given, best)
+    if chosen == "plain":
         batch, q_len, num_heads, _ = given.q.shape
         return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
-    return make_plan(given, variant)
+    return (
+        row_latents.decode_plan(given, variant, chosen) if variant.head_dim == LATENT_DIM else make_plan(given, variant)
+    )
 
 
 def check(geometry: Keys) -> Geometries:
@@ -154,8 +157,6 @@ def variant_of(
 
 def make_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
     """The plan of a geometry on tensor cores, with so many bytes of room behind that for its own parts."""
-    if variant.head_dim == LATENT_DIM:
-        return row_latents.decode_plan(given, variant)
     kv_heads = given.k.shape[2]
     queries = decode_mma.queries_of(variant, kv_heads)
     blocks = multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant, queries)

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from . import attention, row_decode, row_prefill
-from .arguments import Variant
+from . import attention, row_decode, row_latents, row_prefill
+from .arguments import LATENT_DIM, Variant
 from .attention import Call, Keys, Plan
 from .plans import Plans
 
@@ -103,4 +103,7 @@ def _choose_plans(windowed: bool, softcapped: bool, name: str, geometry: Keys, m
     if not variant.mixed:
         return [prompts]
     dtype, head_dim, group, _, *others = variant
-    return [row_decode.make_plan(attention.check(geometry), Variant(dtype, head_dim, group, 1, *others)), prompts]
+    given, variant = attention.check(geometry), Variant(dtype, head_dim, group, 1, *others)
+    if head_dim == LATENT_DIM:
+        return [row_latents.decode_plan(given, variant, "mma" if name == "mma" else "auto"), prompts]
+    return [row_decode.make_plan(given, variant), prompts]

@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, latent_mma, plain, prefill_mma, prefill_wgmma, row_latents
+from . import attention, latents, plain, prefill_mma, prefill_wgmma, row_latents
 from .arguments import LATENT_DIM, Maps, Variant
 from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
@@ -148,7 +148,7 @@ def make_plan(
         return attention.make_plan(given, plain.plain_kernel(variant), (tokens, num_heads))
     prompts = given.seq_lens.shape[0] if max_prompts is None else max_prompts
     if head_dim == LATENT_DIM:
-        return row_latents.prefill_plan(given, variant, prompts)
+        return row_latents.prefill_plan(given, variant, name, prompts)
     kernel, queries, box_tokens = fast_kernel(name, variant)
     most = tokens // queries + prompts  # no batch has more blocks of queries, however its tokens are spread
     return attention.make_plan(given, kernel, (num_heads, most), box_tokens=box_tokens)
@@ -160,7 +160,7 @@ def choose(name: str, given: Geometries) -> str:
     if given.k_scales:
         best = ("mma",) if given.q.dtype == torch.bfloat16 else ()
     if given.q.shape[-1] == LATENT_DIM:
-        best = row_latents.best(given, latent_mma.PREFILL_QUERIES)
+        best = row_latents.best(given, latents.PREFILL_QUERIES)
     return attention.choose(name, given, best)
 
 
