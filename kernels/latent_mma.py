@@ -69,7 +69,7 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> Products:
     multiply, pack = multiplications[dtype], HALVES[dtype].pack
     shared, groups = shared_of(queries, slots), queries // 16
     parts = 4 // groups
-    steps, dims, held = LATENT_DIM // 16 // parts, LATENT_V_DIM * groups // WARPS, groups == 1
+    steps, dims, held = LATENT_DIM // 16 // parts, LATENT_V_DIM * groups // WARPS, groups == 1 and slots > 2
 
     @inlined
     def add(sums: Any, at: int, a: Any, b0: int, b1: int) -> None:

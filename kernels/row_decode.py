@@ -126,9 +126,9 @@ def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: Keys) -> 
     if chosen == "plain":
         batch, q_len, num_heads, _ = given.q.shape
         return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
-    return (
-        row_latents.decode_plan(given, variant, chosen) if variant.head_dim == LATENT_DIM else make_plan(given, variant)
-    )
+    if variant.head_dim == LATENT_DIM:
+        return row_latents.decode_plan(given, variant, chosen)
+    return make_plan(given, variant)
 
 
 def check(geometry: Keys) -> Geometries:
