@@ -115,6 +115,9 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> Products:
                 for odd in range(2):
                     offset = (2 * two + odd) * 32
                     add_step(scores, odd * 8, load_matrices(at + offset), tile + offset)
+            if steps % 2:
+                offset = (steps - 1) * 32
+                add_step(scores, 0, load_matrices(at + offset), tile + offset)
         to = base + shared.scores + ((part.numbers * groups + part.group) * 4 + part.half * 2) * 512 + lane * 16
         for eight in range(2):
             s = 4 * eight
