@@ -129,6 +129,8 @@ def _follow(tensor: Geometry) -> bool:
 
 
 def _check_vectors(name: str, tensor: Geometry) -> None:
+    if not tensor.shape[-1]:  # nothing of it is moved
+        return
     size = tensor.dtype.itemsize
     steps = [tensor.shape[-1] * size, *(stride * size for stride in tensor.strides[:-1])]
     if tensor.strides[-1] != 1 or any(step % ALIGNMENT for step in steps):
