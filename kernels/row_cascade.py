@@ -47,7 +47,7 @@ def cascade(
     must hold the same ([Hydragen](https://arxiv.org/abs/2402.05099): parts are merged by their maxima and sums of
     weights). Which sequences share stays on the device, as lengths do: one captured graph serves all.
     Arguments, result and errors are those of `decode`, but that there are no `starts` and no `window` (a window sees
-    little of a prefix: give such layers to `decode`), and:
+    little of a prefix: give such layers to `decode`) and no latents, and:
 
     Args:
         cu_groups: int32 `[groups + 1]`, where each group's sequences begin in the batch; sequences before the first and

@@ -42,7 +42,8 @@ def prefill(
 
     Args:
         q: `[tokens, num_heads, head_dim]`, fp32, fp16 or bf16, `head_dim` 64, 80, 96, 128, 192 or 256: the new tokens
-            of all sequences, one after the other. K and V are of its dtype, or of 8 bits with scales.
+            of all sequences, one after the other. K and V are of its dtype, or of 8 bits with scales. Or 576, of
+            latents: see `decode`.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
@@ -59,17 +60,17 @@ def prefill(
             `quantized` for what they mean.
         v_scales: likewise for V.
         causal: each token sees itself and those before it; False: all tokens of its sequence.
-        scale: of the scores; None: `head_dim ** -0.5`.
+        scale: of the scores; None: `head_dim ** -0.5`, but for latents, where it must be given.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
         softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
             they stay.
-        out: like `q`, takes the result.
+        out: like `q`, as wide as `v`, takes the result.
         kernel: "wgmma", for Hopper and rows below 1 TiB; "mma", for the tensor cores of any GPU since Ampere; "plain",
             without, as always for fp32, which they would round, and for K and V of 8 bits with queries other than bf16;
-            "auto". Of 8 bits "wgmma" takes none.
+            "auto". Of 8 bits "wgmma" takes none; of latents both take heads in multiples of 16.
 
     Returns:
-        `out`, or a new tensor like `q`. A query that sees no token gives zeros.
+        `out`, or a new tensor like it. A query that sees no token gives zeros.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
