@@ -157,10 +157,14 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> Products:
     def publish() -> None:
         """A barrier is enough."""
 
+    @inlined
+    def begin_score(scores: Any, base: int, tile: int, part: Part) -> None:
+        """They do not run on."""
+
     num_fragments = 4 * steps if held else 1
     return Products(
         16, shared.queries, shared.arrived, shared.tiles, slots, TILE, PITCH, False, num_fragments, hold, publish,
-        score, take, add_values,
+        begin_score, score, take, add_values,
     )  # fmt: skip
 
 

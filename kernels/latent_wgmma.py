@@ -76,7 +76,7 @@ def make_products(dtype: torch.dtype) -> Products:
         """There is no room for them in registers."""
 
     @inlined
-    def score(scores: Any, fragments: Any, base: int, tile: int, part: Part, lane: int) -> None:
+    def begin_score(scores: Any, base: int, tile: int, part: Part) -> None:
         queries = base + SHARED.queries
         begin_products()
         multiply_first(scores, queries + part.half * (5 * QUERY_PANEL), tile + part.half * (5 * KEY_PANEL))
@@ -87,6 +87,9 @@ def make_products(dtype: torch.dtype) -> Products:
             inside = part.half * 64 + step * 32
             multiply_next(scores, queries + 4 * QUERY_PANEL + inside, tile + 4 * KEY_PANEL + inside)
         commit_products()
+
+    @inlined
+    def score(scores: Any, fragments: Any, base: int, tile: int, part: Part, lane: int) -> None:
         wait_scores(scores)
         to = base + SHARED.scores + (part.half * 4 + part.group) * (columns * 512) + lane * 16
         for j in range(columns):
@@ -117,7 +120,7 @@ def make_products(dtype: torch.dtype) -> Products:
 
     return Products(
         ATOM_BYTES, SHARED.queries, SHARED.arrived, SHARED.tiles, SLOTS, TILE, ROW_BYTES, True, 1, hold, publish_shared,
-        score, take, add_values,
+        begin_score, score, take, add_values,
     )  # fmt: skip
 
 

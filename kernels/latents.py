@@ -17,10 +17,10 @@ from numba import cuda
 
 from .addressing import Row, Tokens, first_token, head_of, make_addressing, make_first_query, row_of
 from .arguments import LATENT_DIM, LATENT_V_DIM, NO_GROUPS, Addresses, Scoring, Sizes, Strides, Variant
-from .arithmetic import HALVES, LOG2E, clamp, exp2, reciprocal, tanh
-from .decode_parts import NOTHING, make_clear, make_finish, make_parts
+from .arithmetic import FLOOR, HALVES, LOG2E, clamp, exp2, maximum, reciprocal, tanh
+from .decode_parts import Parts, Sum, make_clear, make_finish, make_parts, part_bytes
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
-from .memory import increment, load_f32, load_i32, store_4, store_f32x2
+from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_i32, store_4, store_f32x2
 from .ptx import float32, inlined, int64, uint32
 from .ragged import make_ragged
 from .shared import (
@@ -38,6 +38,8 @@ WARPS = 8
 THREADS = 32 * WARPS
 TOGETHER = THREADS // 8
 """Queries, or keys, that a block's threads copy at a time, eight of them each."""
+MERGED = THREADS * 4 // LATENT_V_DIM
+"""Queries whose parts a block's threads add up at a time, a thread four dims of one."""
 PREFILL_QUERIES = 64
 """Of a block of threads."""
 
@@ -114,6 +116,8 @@ class Products(NamedTuple):
     """Functions for kernels: holds them;"""
     publish: Any
     """lets products read what this thread has copied;"""
+    begin_score: Any
+    """begins with scores, if they run on while threads do something else;"""
     score: Any
     """scores of a warp's part of the work on a tile, of which it leaves what others need;"""
     take: Any
@@ -187,7 +191,7 @@ def make_attend(variant: Variant, queries: int, products: Products) -> Any:
         tile_bytes = tile * LATENT_DIM * 2
     q_at, tiles_at = products.queries, products.tiles
     copy_queries, look_up, copy_tile, turns = make_copies(variant, queries, products)
-    hold, publish, score, take, add_values = products[-5:]
+    hold, publish, begin_score, score, take, add_values = products[-6:]
     wait_older_copies = make_wait_older_copies(slots - 2)
 
     @inlined
@@ -222,6 +226,7 @@ def make_attend(variant: Variant, queries: int, products: Products) -> Any:
             wait_older_copies()
             publish()
             cuda.syncthreads()  # the tile is there, and nobody needs the one before
+            begin_score(scores, base, base + tiles_at + slot, part)
             if coming < span.end:
                 copy_tile(base + tiles_at + free, k, homes, coming, span, thread)
                 free = free + tile_bytes if free < (slots - 1) * tile_bytes else int64(0)
@@ -307,6 +312,54 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
     return put_outputs, put_sums
 
 
+def make_add_parts(bundles: Bundles) -> Any:
+    """A function for kernels that adds up parts of four queries: of each four dims. Those of four parts come together,
+    since a block has many queries, wide ones, and is the only one that adds them up."""
+    quarter, nbytes = LATENT_V_DIM // 4, part_bytes(bundles, LATENT_V_DIM)
+    sums_bytes = bundles.per_bundle * LATENT_V_DIM * 4
+
+    @inlined
+    def add_parts(totals: Any, parts: Parts, line: int, quad: int, outer: float) -> None:
+        """Of lines `MERGED` apart; `totals` are sums, and a maximum and a sum of weights behind, of each."""
+        m = cuda.local.array(16, float32)
+        weights = cuda.local.array(16, float32)
+        o = cuda.local.array(64, float32)
+        for i in range(4):
+            for j in range(4):
+                totals[6 * i + j] = float32(0)
+            totals[6 * i + 4] = float32(FLOOR)
+            totals[6 * i + 5] = float32(0)
+        index = 0
+        while index < parts.num_parts:
+            for p in range(4):
+                number = min(index + p, parts.num_parts - 1)
+                at = parts.second + (number - 1) * 2 * nbytes if number > 0 else parts.first
+                for i in range(4):
+                    state = at + sums_bytes + (line + i * MERGED) * 8
+                    m[4 * p + i] = load_fresh_f32(state)
+                    weights[4 * p + i] = load_fresh_f32(state + 4)
+                    loaded = load_fresh_f32x4(at + ((line + i * MERGED) * quarter + quad) * 16)
+                    for j in range(4):
+                        o[(4 * p + i) * 4 + j] = loaded[j]
+            for i in range(4):
+                higher = totals[6 * i + 4]
+                for p in range(4):
+                    higher = maximum(higher, m[4 * p + i])
+                old = exp2((totals[6 * i + 4] - higher) * outer)
+                totals[6 * i + 4] = higher
+                totals[6 * i + 5] *= old
+                for j in range(4):
+                    totals[6 * i + j] *= old
+                for p in range(4):
+                    weight = exp2((m[4 * p + i] - higher) * outer) if index + p < parts.num_parts else float32(0)
+                    totals[6 * i + 5] += weight * weights[4 * p + i]
+                    for j in range(4):
+                        totals[6 * i + j] += weight * o[(4 * p + i) * 4 + j]
+            index += 4
+
+    return add_parts
+
+
 def make_settle(variant: Variant, bundles: Bundles, arrived: int) -> Any:
     """A function for kernels that makes an output of a block's sums, or a part; of the last part of a bundle, which
     then has them all, both."""
@@ -314,8 +367,9 @@ def make_settle(variant: Variant, bundles: Bundles, arrived: int) -> Any:
     count, num_bundles = bundles.per_head, bundles.bundles(1)
     first_query = make_first_query(bundles.mixed)
     put_outputs, put_sums = make_put(variant, queries)
-    part_of, parts_of, _, add_parts = make_parts(bundles, LATENT_V_DIM)
-    query_of, finish = make_finish(variant.dtype, bundles, quarter)
+    part_of, parts_of, _, _ = make_parts(bundles, LATENT_V_DIM)
+    add_parts = make_add_parts(bundles)
+    _, finish = make_finish(variant.dtype, bundles, quarter)
 
     @inlined
     def settle(
@@ -340,13 +394,19 @@ def make_settle(variant: Variant, bundles: Bundles, arrived: int) -> Any:
         cuda.syncthreads()
         if int64(load_shared_f32(base + arrived)) == parts.num_parts - 1:
             cuda.threadfence()
-            item = thread
-            while item < queries * quarter:
-                query, kv_head = query_of(item, piece.bundle)
-                if query < count:
-                    total = add_parts(NOTHING, parts, item, outer)
-                    finish(total, item, query, kv_head, piece.sequence, at, strides, outer)
-                item += THREADS
+            totals = cuda.local.array(24, float32)
+            quad, first = thread % quarter, thread // quarter
+            while first < queries:
+                add_parts(totals, parts, first, quad, outer)
+                for i in range(4):
+                    number = piece.bundle * queries + first + i * MERGED
+                    if number < count:
+                        t = 6 * i
+                        total = Sum(
+                            totals[t + 4], totals[t + 5], totals[t], totals[t + 1], totals[t + 2], totals[t + 3]
+                        )  # fmt: skip
+                        finish(total, quad, number, 0, piece.sequence, at, strides, outer)
+                first += 4 * MERGED
 
     return settle
 

@@ -123,7 +123,7 @@ def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: Keys) -> 
     """Checks a call's geometry and chooses the kernel."""
     given = check(geometry)
     variant = variant_of(given, windowed, softcapped)
-    best = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
+    best: tuple[str, ...] = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
     if variant.head_dim == LATENT_DIM:
         best = row_latents.best(given, latents.queries_of(variant))
     chosen = attention.choose(name, given, best)

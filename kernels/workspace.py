@@ -125,4 +125,4 @@ def most_shared_bytes(device: torch.device) -> int:
     """Shared memory that a block of threads may have; for the simulator, Hopper's."""
     if device.type != "cuda":
         return 227 << 10
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]
