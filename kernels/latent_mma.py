@@ -13,15 +13,18 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
+from numba import cuda
 
 from . import latents
-from .arguments import LATENT_DIM, LATENT_V_DIM, Variant
-from .arithmetic import HALVES
-from .latents import WARPS, Part, Products, queries_of
+from .addressing import Row, Tokens
+from .arguments import LATENT_DIM, LATENT_V_DIM, Scoring, Strides, Variant
+from .arithmetic import HALVES, tanh
+from .latents import WARPS, Part, Span, make_copies, queries_of, sums_of
 from .prefill_mma import pitch_of
-from .ptx import float32, inlined
-from .shared import load_shared_f32x4, store_shared_f32x4
-from .warp import load_matrices, load_matrices_transposed
+from .ptx import float32, inlined, int64, uint32
+from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4
+from .softmax import Softmax, Visible, begin_softmax, hide, rescale, weigh
+from .warp import any_lane, load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 
 TILE = 32
@@ -64,8 +67,12 @@ def shared_of(queries: int, slots: int) -> Shared:
     return Shared(*accumulate((queries * PITCH, 64 * TILE * 4, 16, slots * TILE * PITCH), initial=0))
 
 
-def make_products(dtype: torch.dtype, queries: int, slots: int) -> Products:
-    """The products, which are those of `prefill_mma.make_products`. A warp with few sums holds its queries."""
+def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, Any, Any, Any, int]:
+    """Functions for kernels: hold a warp's queries in registers, if its sums leave room for them; make scores and leave
+    them for others; take those of all keys; `sums += P V`. And the words of queries that are held.
+
+    Products are those of `prefill_mma.make_products`.
+    """
     multiply, pack = multiplications[dtype], HALVES[dtype].pack
     shared, groups = shared_of(queries, slots), queries // 16
     parts = 4 // groups
@@ -153,26 +160,79 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> Products:
                 for eight in range(2):
                     add(sums, (2 * i + eight) * 4, (p0, p1, p2, p3), b[2 * eight], b[2 * eight + 1])
 
-    @inlined
-    def publish() -> None:
-        """A barrier is enough."""
+    return hold, score, take, add_values, 4 * steps if held else 1
+
+
+def make_attend(variant: Variant, queries: int, slots: int) -> Any:
+    """A function for kernels: attention of a block's queries to some tokens; called by all of its threads."""
+    shared, num_sums = shared_of(queries, slots), sums_of(queries)
+    softcapped, tile_bytes = variant.softcapped, TILE * PITCH
+    copy_queries, look_up, copy_tile, turns = make_copies(variant, queries, TILE, PITCH)
+    hold, score, take, add_values, num_fragments = make_products(variant.dtype, queries, slots)
+    wait_older_copies = make_wait_older_copies(slots - 2)
 
     @inlined
-    def begin_score(scores: Any, base: int, tile: int, part: Part) -> None:
-        """They do not run on."""
+    def attend(
+        sums: Any, base: int, q: int, first: int, count: int, k: Tokens, row: Row, span: Span, visible: Visible,
+        part: Part, strides: Strides, scoring: Scoring, thread: int, lane: int,
+    ) -> Softmax:  # fmt: skip
+        """Of the queries from the number `first` on, of `count` that begin at the address `q`."""
+        scores = cuda.local.array(16, float32)
+        fragments = cuda.local.array(num_fragments, uint32)
+        homes = cuda.local.array(turns, int64)
+        for i in range(num_sums):
+            sums[i] = float32(0)
+        softmax = begin_softmax()
+        key, coming, slot, free = span.key, span.key, int64(0), int64(0)
+        cuda.syncthreads()  # nobody needs what there was before
+        if key < span.end:
+            copy_queries(base + shared.queries, q, first, count, strides, thread)
+        for _ in range(slots - 1):
+            if coming < span.end:
+                look_up(homes, coming, row, span, thread)
+                copy_tile(base + shared.tiles + free, k, homes, coming, span, thread)
+                free += tile_bytes
+                coming += TILE
+            commit_copies()
+        if key < span.end:
+            look_up(homes, coming, row, span, thread)
+            wait_older_copies()
+            cuda.syncthreads()
+            hold(fragments, base + shared.queries, part, lane)
+        while key < span.end:
+            wait_older_copies()
+            cuda.syncthreads()  # the tile is there, and nobody needs the one before
+            if coming < span.end:
+                copy_tile(base + shared.tiles + free, k, homes, coming, span, thread)
+                free = free + tile_bytes if free < (slots - 1) * tile_bytes else int64(0)
+                coming += TILE
+                look_up(homes, coming, row, span, thread)  # before there is room for them
+            commit_copies()
+            score(scores, fragments, base, base + shared.tiles + slot, part, lane)
+            cuda.syncthreads()  # scores are there
+            take(scores, base, part, lane)
+            if softcapped:
+                for i in range(16):
+                    scores[i] = tanh(scores[i] * scoring.inner)
+            if key + TILE > visible.high0 or key < visible.low1:
+                hide(scores, 16, key, lane, visible)
+            softmax, a0, a1 = weigh(scores, 16, softmax, scoring.outer)
+            if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
+                rescale(sums, num_sums, a0, a1)
+            add_values(sums, scores, base + shared.tiles + slot, part, lane)
+            slot = slot + tile_bytes if slot < (slots - 1) * tile_bytes else int64(0)
+            key += TILE
+        return softmax
 
-    num_fragments = 4 * steps if held else 1
-    return Products(
-        16, shared.queries, shared.arrived, shared.tiles, slots, TILE, PITCH, False, num_fragments, hold, publish,
-        begin_score, score, take, add_values,
-    )  # fmt: skip
+    return attend
 
 
 def make_decode(variant: Variant, slots: int) -> Any:
     """The kernel as a Python function."""
-    return latents.make_decode(variant, make_products(variant.dtype, queries_of(variant), slots))
+    queries = queries_of(variant)
+    return latents.make_decode(variant, make_attend(variant, queries, slots), shared_of(queries, slots).arrived, 16)
 
 
 def make_prefill(variant: Variant, slots: int) -> Any:
     """The kernel as a Python function."""
-    return latents.make_prefill(variant, make_products(variant.dtype, queries_of(variant), slots))
+    return latents.make_prefill(variant, make_attend(variant, queries_of(variant), slots), 16)

@@ -17,22 +17,19 @@ from numba import cuda
 
 from .addressing import Row, Tokens, first_token, head_of, make_addressing, make_first_query, row_of
 from .arguments import LATENT_DIM, LATENT_V_DIM, NO_GROUPS, Addresses, Scoring, Sizes, Strides, Variant
-from .arithmetic import FLOOR, HALVES, LOG2E, clamp, exp2, maximum, reciprocal, tanh
+from .arithmetic import FLOOR, HALVES, LOG2E, clamp, exp2, maximum, reciprocal
 from .decode_parts import Parts, Sum, make_clear, make_finish, make_parts, part_bytes
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
 from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_i32, store_4, store_f32x2
 from .ptx import float32, inlined, int64, uint32
 from .ragged import make_ragged
 from .shared import (
-    commit_copies,
     copy_16,
     load_shared_f32,
-    make_wait_older_copies,
     shared_address,
     store_shared_f32,
 )
-from .softmax import Softmax, Visible, begin_softmax, hide, rescale, sum_weights, weigh
-from .warp import any_lane
+from .softmax import Softmax, Visible, sum_weights
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -93,39 +90,6 @@ class Part(NamedTuple):
     """The first of V that it has."""
 
 
-class Products(NamedTuple):
-    """How a block of threads multiplies, and where things are for that in its shared memory."""
-
-    alignment: int
-    """Of its shared memory."""
-    queries: int
-    arrived: int
-    """How many parts of a bundle there were before this block's: one float."""
-    tiles: int
-    slots: int
-    """For tiles."""
-    tile: int
-    """Keys that are worked on at a time."""
-    line_bytes: int
-    """From one query's or key's first 16 bytes to the next one's."""
-    swizzled: bool
-    """The first 128 bytes of all follow each other, then the next, as Hopper's products take them; else each one's."""
-    fragments: int
-    """Words of its queries that a warp holds in registers."""
-    hold: Any
-    """Functions for kernels: holds them;"""
-    publish: Any
-    """lets products read what this thread has copied;"""
-    begin_score: Any
-    """begins with scores, if they run on while threads do something else;"""
-    score: Any
-    """scores of a warp's part of the work on a tile, of which it leaves what others need;"""
-    take: Any
-    """makes them those of its queries and all keys;"""
-    add_values: Any
-    """`sums += P V`."""
-
-
 def make_part_of(queries: int) -> Any:
     """A function for kernels: a warp's part of the work."""
     groups = queries // 16
@@ -139,10 +103,16 @@ def make_part_of(queries: int) -> Any:
     return part_of
 
 
-def make_copies(variant: Variant, queries: int, products: Products) -> tuple[Any, Any, Any, int]:
+def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> tuple[Any, Any, Any, int]:
     """Functions for kernels, called by all of a block's threads: begin to copy queries; look up the tokens of a tile,
-    and begin to copy them; and how many homes a thread looks up."""
-    group, tile, line_bytes, swizzled = variant.group, products.tile, products.line_bytes, products.swizzled
+    and begin to copy them; and how many homes a thread looks up.
+
+    Args:
+        tile: keys of a tile.
+        line_bytes: from one query's or key's first 16 bytes in shared memory to the next one's. 128: these are all that
+            it has there, swizzled, and the next 128 bytes of all follow, as Hopper's products take them.
+    """
+    group, swizzled = variant.group, line_bytes == 128
     turns = -(-tile // TOGETHER)
     home_of, address_of = make_addressing(variant.block_size)
 
@@ -181,75 +151,6 @@ def make_copies(variant: Variant, queries: int, products: Products) -> tuple[Any
                 copy(to, tile, line, address_of(token, homes[turn], k), thread)
 
     return copy_queries, look_up, copy_tile, turns
-
-
-def make_attend(variant: Variant, queries: int, products: Products) -> Any:
-    """A function for kernels: attention of a block's queries to some tokens; called by all of its threads."""
-    softcapped, tile, slots, num_fragments = variant.softcapped, products.tile, products.slots, products.fragments
-    num_sums, num_scores, tile_bytes = sums_of(queries), tile // 2, tile * products.line_bytes
-    if products.swizzled:
-        tile_bytes = tile * LATENT_DIM * 2
-    q_at, tiles_at = products.queries, products.tiles
-    copy_queries, look_up, copy_tile, turns = make_copies(variant, queries, products)
-    hold, publish, begin_score, score, take, add_values = products[-6:]
-    wait_older_copies = make_wait_older_copies(slots - 2)
-
-    @inlined
-    def attend(
-        sums: Any, base: int, q: int, first: int, count: int, k: Tokens, row: Row, span: Span, visible: Visible,
-        part: Part, strides: Strides, scoring: Scoring, thread: int, lane: int,
-    ) -> Softmax:  # fmt: skip
-        """Of the queries from the number `first` on, of `count` that begin at the address `q`."""
-        scores = cuda.local.array(num_scores, float32)
-        fragments = cuda.local.array(num_fragments, uint32)
-        homes = cuda.local.array(turns, int64)
-        for i in range(num_sums):
-            sums[i] = float32(0)
-        softmax = begin_softmax()
-        key, coming, slot, free = span.key, span.key, int64(0), int64(0)
-        cuda.syncthreads()  # nobody needs what there was before
-        if key < span.end:
-            copy_queries(base + q_at, q, first, count, strides, thread)
-        for _ in range(slots - 1):
-            if coming < span.end:
-                look_up(homes, coming, row, span, thread)
-                copy_tile(base + tiles_at + free, k, homes, coming, span, thread)
-                free += tile_bytes
-                coming += tile
-            commit_copies()
-        if key < span.end:
-            look_up(homes, coming, row, span, thread)
-            wait_older_copies()
-            cuda.syncthreads()
-            hold(fragments, base + q_at, part, lane)
-        while key < span.end:
-            wait_older_copies()
-            publish()
-            cuda.syncthreads()  # the tile is there, and nobody needs the one before
-            begin_score(scores, base, base + tiles_at + slot, part)
-            if coming < span.end:
-                copy_tile(base + tiles_at + free, k, homes, coming, span, thread)
-                free = free + tile_bytes if free < (slots - 1) * tile_bytes else int64(0)
-                coming += tile
-                look_up(homes, coming, row, span, thread)  # before there is room for them
-            commit_copies()
-            score(scores, fragments, base, base + tiles_at + slot, part, lane)
-            cuda.syncthreads()  # scores are there
-            take(scores, base, part, lane)
-            if softcapped:
-                for i in range(num_scores):
-                    scores[i] = tanh(scores[i] * scoring.inner)
-            if key + tile > visible.high0 or key < visible.low1:
-                hide(scores, num_scores, key, lane, visible)
-            softmax, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
-            if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
-                rescale(sums, num_sums, a0, a1)
-            add_values(sums, scores, base + tiles_at + slot, part, lane)
-            slot = slot + tile_bytes if slot < (slots - 1) * tile_bytes else int64(0)
-            key += tile
-        return softmax
-
-    return attend
 
 
 def make_visible_of(variant: Variant) -> Any:
@@ -411,9 +312,14 @@ def make_settle(variant: Variant, bundles: Bundles, arrived: int) -> Any:
     return settle
 
 
-def make_decode(variant: Variant, products: Products) -> Any:
-    """The kernel as a Python function."""
-    alignment = products.alignment
+def make_decode(variant: Variant, attend: Any, arrived: int, alignment: int) -> Any:
+    """The kernel as a Python function.
+
+    Args:
+        attend: an inlined device function: attention of a block's queries to some tokens.
+        arrived: where in shared memory one float is left.
+        alignment: of shared memory.
+    """
     bundles = bundles_of(variant)
     queries, count, q_len = bundles.per_bundle, bundles.per_head, variant.q_len
     num_sums = sums_of(queries)
@@ -423,8 +329,7 @@ def make_decode(variant: Variant, products: Products) -> Any:
     first_query = make_first_query(variant.mixed)
     part_of = make_part_of(queries)
     visible_of = make_visible_of(variant)
-    attend = make_attend(variant, queries, products)
-    settle = make_settle(variant, bundles, products.arrived)
+    settle = make_settle(variant, bundles, arrived)
     clear = make_clear(variant.dtype, LATENT_V_DIM, bundles)
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
@@ -488,16 +393,14 @@ def make_find_queries(variant: Variant) -> Any:
     return find_queries
 
 
-def make_prefill(variant: Variant, products: Products) -> Any:
-    """The kernel as a Python function."""
-    alignment = products.alignment
+def make_prefill(variant: Variant, attend: Any, alignment: int) -> Any:
+    """The kernel as a Python function; arguments are those of `make_decode`."""
     group, causal, windowed = variant.group, variant.causal, variant.windowed
     num_sums = sums_of(PREFILL_QUERIES)
 
     find_queries = make_find_queries(variant)
     part_of = make_part_of(PREFILL_QUERIES)
     visible_of = make_visible_of(variant)
-    attend = make_attend(variant, PREFILL_QUERIES, products)
     put_outputs, _ = make_put(variant, PREFILL_QUERIES)
 
     @inlined
