@@ -34,7 +34,7 @@ from .hopper import (
     publish_shared,
 )
 from .latents import Part, Span, make_copies, sums_of
-from .ptx import float32, inlined, int64, uint32
+from .ptx import float32, inlined, instruction, int64, uint32
 from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4, wait_copies
 from .softmax import Softmax, Visible, begin_softmax, hide, rescale, weigh
 from .warp import any_lane
@@ -69,6 +69,10 @@ class Shared(NamedTuple):
 SHARED = Shared(*accumulate((PANELS * QUERY_PANEL, SLOTS * TILE_BYTES, 2 * QUERIES * TILE * 4, 16), initial=0))
 
 
+at_once = instruction("mov.b64 $0, $1;", "l", "l", lambda address: address)
+"""An address, of which others are worked out here and not before a loop: there are no registers to keep these in."""
+
+
 def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     """Functions for kernels, called by a warpgroup: begin with scores of its half of K; leave them for the other; add
     the other's; begin with `sums += P V`."""
@@ -78,15 +82,23 @@ def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     columns = TILE // 8
 
     @inlined
+    def multiply_steps(scores: Any, q: int, k: int, first: int, steps: int) -> None:
+        for step in range(steps):
+            multiply_next(scores, q + (first + step) * 32, k + (first + step) * 32)
+
+    @inlined
     def begin_scores(scores: Any, queries: int, tile: int, part: Part) -> None:
+        """Loops are short, so that they are unrolled: a branch among products makes the assembler wait for each."""
+        queries = at_once(queries)
+        q, k = queries + part.half * (5 * QUERY_PANEL), tile + part.half * (5 * KEY_PANEL)
         begin_products()
-        multiply_first(scores, queries + part.half * (5 * QUERY_PANEL), tile + part.half * (5 * KEY_PANEL))
-        for step in range(1, 16):
-            panel, inside = part.half * 5 + step // 4, step % 4 * 32
-            multiply_next(scores, queries + panel * QUERY_PANEL + inside, tile + panel * KEY_PANEL + inside)
-        for step in range(2):
-            inside = part.half * 64 + step * 32
-            multiply_next(scores, queries + 4 * QUERY_PANEL + inside, tile + 4 * KEY_PANEL + inside)
+        multiply_first(scores, q, k)
+        multiply_steps(scores, q, k, 1, 3)
+        multiply_steps(scores, q + QUERY_PANEL, k + KEY_PANEL, 0, 4)
+        multiply_steps(scores, q + 2 * QUERY_PANEL, k + 2 * KEY_PANEL, 0, 4)
+        multiply_steps(scores, q + 3 * QUERY_PANEL, k + 3 * KEY_PANEL, 0, 4)
+        half = part.half * 64
+        multiply_steps(scores, queries + 4 * QUERY_PANEL + half, tile + 4 * KEY_PANEL + half, 0, 2)
         commit_products()
 
     @inlined
@@ -156,8 +168,6 @@ def make_attend(variant: Variant) -> Any:
         homes = cuda.local.array(turns, int64)
         for i in range(num_sums):
             sums[i] = float32(0)
-        for i in range(num_scores):
-            scores[i] = float32(0)
         softmax = begin_softmax()
         key, coming, slot, free = span.key, span.key, int64(0), int64(0)
         queries, tiles, exchange = base + SHARED.queries, base + SHARED.tiles, base + SHARED.scores
