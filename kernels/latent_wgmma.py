@@ -69,8 +69,8 @@ class Shared(NamedTuple):
 SHARED = Shared(*accumulate((PANELS * QUERY_PANEL, SLOTS * TILE_BYTES, 2 * QUERIES * TILE * 4, 16), initial=0))
 
 
-at_once = instruction("mov.b64 $0, $1;", "l", "l", lambda address: address)
-"""An address, of which others are worked out here and not before a loop: there are no registers to keep these in."""
+anew = instruction("mov.b64 $0, $1;", "l", "l", lambda address: address)
+"""An address, from which others are worked out each time: there are no registers to keep those in during a loop."""
 
 
 def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
@@ -89,7 +89,7 @@ def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     @inlined
     def begin_scores(scores: Any, queries: int, tile: int, part: Part) -> None:
         """Loops are short, so that they are unrolled: a branch among products makes the assembler wait for each."""
-        queries = at_once(queries)
+        queries = anew(queries)
         q, k = queries + part.half * (5 * QUERY_PANEL), tile + part.half * (5 * KEY_PANEL)
         begin_products()
         multiply_first(scores, q, k)
@@ -140,15 +140,10 @@ def make_attend(variant: Variant) -> Any:
 
     @inlined
     def weigh_tile(
-        scores: Any,
-        exchange: int,
-        softmax: Softmax,
-        key: int,
-        visible: Visible,
-        scoring: Scoring,
-        part: Part,
+        scores: Any, exchange: int, softmax: Softmax, key: int, visible: Visible, scoring: Scoring, part: Part,
         lane: int,
-    ) -> tuple[Softmax, float, float]:
+    ) -> tuple[Softmax, float, float]:  # fmt: skip
+        """Makes a warpgroup's scores weights, once the other's are there: see `weigh`."""
         take(scores, exchange, part, lane)
         if softcapped:
             for i in range(num_scores):

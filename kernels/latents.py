@@ -23,12 +23,7 @@ from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
 from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_i32, store_4, store_f32x2
 from .ptx import float32, inlined, int64, uint32
 from .ragged import make_ragged
-from .shared import (
-    copy_16,
-    load_shared_f32,
-    shared_address,
-    store_shared_f32,
-)
+from .shared import copy_16, load_shared_f32, shared_address, store_shared_f32
 from .softmax import Softmax, Visible, sum_weights
 
 WARPS = 8
@@ -83,9 +78,9 @@ class Part(NamedTuple):
     group: int
     """Its 16 queries."""
     half: int
-    """Of a tile's keys."""
+    """Of a tile's keys; on Hopper of K's numbers."""
     numbers: int
-    """Which part of K's."""
+    """Which part of K's; on Hopper 0."""
     dims: int
     """The first of V that it has."""
 
