@@ -6,6 +6,14 @@ from typing import NamedTuple
 
 import torch
 
+LATENT_DIM, LATENT_V_DIM = 576, 512
+"""Of MLA's latents: numbers of K, of which the first are V as well."""
+
+
+def v_dim_of(head_dim: int) -> int:
+    """The width of V, and of outputs."""
+    return LATENT_V_DIM if head_dim == LATENT_DIM else head_dim
+
 
 class Variant(NamedTuple):
     """What a kernel is compiled for."""

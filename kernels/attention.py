@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .arguments import Addresses, Groups, Maps, Scoring, Sizes, Strides, Variant
+from .arguments import LATENT_DIM, LATENT_V_DIM, Addresses, Groups, Maps, Scoring, Sizes, Strides, Variant
 from .arithmetic import LOG2E
 from .checks import (
     ALIGNMENT,
@@ -110,6 +110,11 @@ def check(keys: Keys) -> Geometries:
     return geometries
 
 
+def output_like(q: torch.Tensor) -> torch.Tensor:
+    """Room for the result: like `q`, but for latents, whose V is narrower than K."""
+    return torch.empty_like(q) if q.shape[-1] != LATENT_DIM else q.new_empty(*q.shape[:-1], LATENT_V_DIM)
+
+
 def make_plan(
     given: Geometries,
     kernel: Kernel,
@@ -149,6 +154,8 @@ class Call(NamedTuple):
     """Where its parts and counters are, if it needs any."""
     maps: Callable[[int, int], Maps] | None
     """Tensor maps of K and V at two addresses, if the kernel takes them."""
+    latents: bool
+    """V is a view of K."""
 
 
 def prepare(
@@ -158,6 +165,9 @@ def prepare(
     given."""
     q = geometry[0]
     assert q
+    latents = q[0][-1] == LATENT_DIM
+    if latents and scale is None:
+        raise ValueError("got no scale for latents; it follows from the width of the heads that they stand for")
     # Numbers of other types are equal to these, and would be rounded to theirs in a launch that all equal calls share.
     scale = q[0][-1] ** -0.5 if scale is None else float(scale)
     window, softcap = operator.index(window), float(softcap)
@@ -172,7 +182,7 @@ def prepare(
     room = (None, None) if workspace else (0, 0)
     scoring = window, scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
     arguments = (*[None] * (4 if maps else 0), *addresses, *room, *plan.sizes, *plan.strides, *scoring, *groups)
-    return Call(Launch(plan.kernel, plan.blocks, plan.device_index, arguments), workspace, maps)
+    return Call(Launch(plan.kernel, plan.blocks, plan.device_index, arguments), workspace, maps, latents)
 
 
 def launch(call: Call, addresses: list[int], room: tuple[int, ...] | None = None, groups: tuple[int, ...] = ()) -> None:
@@ -186,6 +196,8 @@ def launch(call: Call, addresses: list[int], room: tuple[int, ...] | None = None
     q, k, v, out, *_ = addresses
     if (q | k | v | out) % ALIGNMENT:
         refuse_alignment(q, k, v, out)
+    if call.latents and k != v:
+        raise ValueError(f"got latents k at {k:#x} and v at {v:#x}; v must be their view k[..., :{LATENT_V_DIM}]")
     if room is None:
         room = call.workspace.room() if call.workspace else ()
     maps = call.maps(k, v) if call.maps else ()

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from .arguments import LATENT_DIM, LATENT_V_DIM, v_dim_of
 from .ptx import SIMULATED
 from .quantized import LARGEST
 
@@ -132,6 +133,8 @@ def _follow(tensor: Geometry) -> bool:
 
 
 def _check_vectors(name: str, tensor: Geometry) -> None:
+    if not tensor.shape[-1]:  # nothing of it is moved
+        return
     size = tensor.dtype.itemsize
     steps = [tensor.shape[-1] * size, *(stride * size for stride in tensor.strides[:-1])]
     if tensor.strides[-1] != 1 or any(step % ALIGNMENT for step in steps):
@@ -185,9 +188,12 @@ def check_attention(
         raise TypeError(f"got q of {q.dtype}; it must be one of {', '.join(map(str, ATTENTION_DTYPES))}")
     if len(q.shape) < 3:
         raise ValueError(f"got q {list(q.shape)}; it must end in num_heads and head_dim")
-    if q.shape[-1] not in HEAD_DIMS:
-        raise ValueError(f"got heads of {q.shape[-1]}; head_dim must be one of {', '.join(map(str, HEAD_DIMS))}")
-    if len(k.shape) != 4 or k.shape != v.shape:
+    if q.shape[-1] not in (*HEAD_DIMS, LATENT_DIM):
+        known = ", ".join(map(str, HEAD_DIMS))
+        raise ValueError(f"got heads of {q.shape[-1]}; head_dim must be one of {known}, or {LATENT_DIM} of latents")
+    if q.shape[-1] == LATENT_DIM:
+        _check_latents(k, v)
+    elif len(k.shape) != 4 or k.shape != v.shape:
         raise ValueError(
             f"got k {list(k.shape)} and v {list(v.shape)}; both must be [rows, tokens, num_kv_heads, head_dim]"
         )
@@ -196,8 +202,9 @@ def check_attention(
             f"got q {list(q.shape)} for k {list(k.shape)}; "
             "head_dim must be the same, and num_heads a multiple of num_kv_heads"
         )
-    if out.shape != q.shape:
-        raise ValueError(f"got out {list(out.shape)} for q {list(q.shape)}; it must be the same")
+    expected = [*q.shape[:-1], v_dim_of(q.shape[-1])]
+    if list(out.shape) != expected:
+        raise ValueError(f"got out {list(out.shape)} for q {list(q.shape)}; it must be {expected}")
     for name, tensor in {"k": k, "v": v, "out": out}.items():
         scales = k_scales if name == "k" else v_scales if name == "v" else None
         if name != "out" and (scales is not None or tensor.dtype in LARGEST):
@@ -210,6 +217,19 @@ def check_attention(
         raise TypeError(f"got k of {k.dtype} and v of {v.dtype}; they must be the same")
     for name, tensor in {"q": q, "k": k, "v": v, "out": out}.items():
         _check_vectors(name, tensor)
+
+
+def _check_latents(k: Geometry, v: Geometry) -> None:
+    """One KV head of latents, of which V is a view; whether it begins where they do, each call says."""
+    if len(k.shape) != 4 or k.shape[2:] != (1, LATENT_DIM) or k.dtype in LARGEST:
+        raise ValueError(
+            f"got latents k {list(k.shape)} of {k.dtype}; they must be [rows, tokens, 1, {LATENT_DIM}], not of 8 bits"
+        )
+    if v.shape != (*k.shape[:3], LATENT_V_DIM) or v.strides != k.strides:
+        raise ValueError(
+            f"got v {list(v.shape)} of strides {v.strides} for latents k {list(k.shape)} of strides {k.strides}; "
+            f"it must be their view k[..., :{LATENT_V_DIM}]"
+        )
 
 
 def check_sinks(sinks: Geometry, q: Geometry) -> None:

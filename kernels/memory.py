@@ -39,7 +39,7 @@ def _load_16(address: int) -> tuple[Any, ...]:
     return tuple(map(np.uint32, Words.from_address(int(address))))
 
 
-def _load_f32x4(address: int) -> tuple[Any, ...]:
+def simulated_load_f32x4(address: int) -> tuple[Any, ...]:
     assert address % 16 == 0, "misaligned"
     return tuple(map(np.float32, Floats.from_address(int(address))))
 
@@ -66,7 +66,7 @@ def _store_f32x2(address: int, *values: float) -> None:
     (ctypes.c_float * 2).from_address(int(address))[:] = [float(value) for value in values]
 
 
-def _store_f32x4(address: int, *values: float) -> None:
+def simulated_store_f32x4(address: int, *values: float) -> None:
     assert address % 16 == 0, "misaligned"
     Floats.from_address(int(address))[:] = [float(value) for value in values]
 
@@ -137,14 +137,14 @@ store_f32 = instruction("st.global.f32 [$0], $1;", "", "lf", simulated_store_f32
 store_f32x2 = instruction("st.global.v2.f32 [$0], {$1, $2};", "", "lff", _store_f32x2)
 """Puts two floats to an 8-byte aligned address."""
 
-store_f32x4 = instruction("st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", _store_f32x4)
+store_f32x4 = instruction("st.global.v4.f32 [$0], {$1, $2, $3, $4};", "", "lffff", simulated_store_f32x4)
 """Puts four floats to a 16-byte aligned address."""
 
 # What other blocks wrote during this launch is in the second cache; the first may hold older bytes.
 load_fresh_f32 = instruction("ld.global.cg.f32 $0, [$1];", "f", "l", simulated_load_f32)
 """A float that another block of this launch may have written."""
 
-load_fresh_f32x4 = instruction("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", _load_f32x4)
+load_fresh_f32x4 = instruction("ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];", "ffff", "l", simulated_load_f32x4)
 """Four floats that another block of this launch may have written."""
 
 increment = instruction("atom.acq_rel.gpu.global.inc.u32 $0, [$1], $2;", "r", "lr", _increment)

@@ -21,7 +21,7 @@ import torch
 from numba import cuda
 
 from .addressing import Row, Tokens, first_token, head_of, make_addressing, row_of, scales_of
-from .arguments import Addresses, Scoring, Sizes, Strides, Variant
+from .arguments import Addresses, Scoring, Sizes, Strides, Variant, v_dim_of
 from .arithmetic import FLOOR, FORMATS, LOG2E, NEGATIVE_INFINITY, fma, maximum, reciprocal
 from .attention import ARGUMENTS
 from .compiler import Kernel
@@ -138,7 +138,7 @@ def make_attend(variant: Variant) -> Any:
     """A function for kernels: attention of the query to every `WARPS`-th 32 keys; called by a warp."""
     dtype, scaled, softcapped = variant.kv_dtype or variant.dtype, variant.kv_dtype is not None, variant.softcapped
     unpack, per_word = make_unpack(dtype), 4 // dtype.itemsize
-    words = variant.head_dim // per_word
+    words = v_dim_of(variant.head_dim) // per_word
     owned = -(-words // 32)
     home_of, address_of = make_addressing(variant.block_size)
     dot = make_dot(dtype, variant.head_dim)
@@ -194,7 +194,7 @@ def make_attend(variant: Variant) -> Any:
     return attend
 
 
-def make_combine(dtype: torch.dtype, head_dim: int) -> Any:
+def make_combine(dtype: torch.dtype, v_dim: int) -> Any:
     """A function for kernels that makes the output of what warps left in shared memory; called by all threads."""
     number = FORMATS[dtype]
     pack, per_word = number.pack, number.per_word
@@ -213,14 +213,14 @@ def make_combine(dtype: torch.dtype, head_dim: int) -> Any:
         for w in range(WARPS):
             norm += shared_l[w] * power((shared_m[w] - top) * outer)
         word = thread
-        while word < head_dim // per_word:
+        while word < v_dim // per_word:
             o0 = float32(0)
             o1 = float32(0)
             for w in range(WARPS):
                 scale = power((shared_m[w] - top) * outer)
-                o0 += scale * shared_o[w * head_dim + word * per_word]
+                o0 += scale * shared_o[w * v_dim + word * per_word]
                 if per_word == 2:
-                    o1 += scale * shared_o[w * head_dim + word * 2 + 1]
+                    o1 += scale * shared_o[w * v_dim + word * 2 + 1]
             scale = reciprocal(norm) if norm > float32(0) else float32(0)
             store_4(to + word * 4, pack(o0 * scale, o1 * scale))
             word += THREADS
@@ -233,13 +233,14 @@ def make_plain(variant: Variant) -> Any:
     head_dim, group, q_len = variant.head_dim, variant.group, variant.q_len
     unpack, q_per_word = make_unpack(variant.dtype), FORMATS[variant.dtype].per_word
     per_word = 4 // (variant.kv_dtype or variant.dtype).itemsize
-    q_words, words = head_dim // q_per_word, head_dim // per_word  # of 4 bytes
+    v_dim = v_dim_of(head_dim)
+    q_words, words = head_dim // q_per_word, v_dim // per_word  # of 4 bytes
     num_sums = -(-words // 32) * per_word
-    shared_sums = WARPS * head_dim
+    shared_sums = WARPS * v_dim
 
     find_query = make_find_query(variant)
     attend = make_attend(variant)
-    combine = make_combine(variant.dtype, head_dim)
+    combine = make_combine(variant.dtype, v_dim)
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
         thread = cuda.threadIdx.x
@@ -275,8 +276,8 @@ def make_plain(variant: Variant) -> Any:
             shared_l[warp] = norm
         for i in range(num_sums):
             dim = (i // per_word * 32 + lane) * per_word + i % per_word
-            if dim < head_dim:
-                shared_o[warp * head_dim + dim] = sums[i]
+            if dim < v_dim:
+                shared_o[warp * v_dim + dim] = sums[i]
         cuda.syncthreads()
         combine(
             shared_o, shared_m, shared_l, query.out + head * strides.out_head, at.sinks, head, scoring.outer, thread

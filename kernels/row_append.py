@@ -98,7 +98,7 @@ def append(
 
     Args:
         k: `[tokens, num_kv_heads, head_dim]`, fp32, fp16 or bf16 (or any dtype: bytes are copied).
-        v: `[tokens, num_kv_heads, v_head_dim]`.
+        v: `[tokens, num_kv_heads, v_head_dim]`, of width 0 where K are latents, of which V is a view.
         k_cache: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a
             block table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v_cache: likewise with `v_head_dim`.
@@ -382,7 +382,8 @@ def make_append(
         v_from = at.v + token * shape.v_token
 
         write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache_head, shape.k_scales_head, cos, sin)
-        write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head, 0, 0)
+        if v_vectors:  # latents have no V of their own
+            write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head, 0, 0)
         if limited and not ragged:
             cuda.syncthreads()  # all threads know the position
             if cuda.threadIdx.x == 0:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from . import attention, prefixes, row_decode, row_prefill
+from .arguments import LATENT_DIM
 from .attention import Call, Geometries, Keys
 from .checks import Geometry, check_indices
 from .plans import Plans
@@ -46,7 +47,7 @@ def cascade(
     must hold the same ([Hydragen](https://arxiv.org/abs/2402.05099): parts are merged by their maxima and sums of
     weights). Which sequences share stays on the device, as lengths do: one captured graph serves all.
     Arguments, result and errors are those of `decode`, but that there are no `starts` and no `window` (a window sees
-    little of a prefix: give such layers to `decode`), and:
+    little of a prefix: give such layers to `decode`) and no latents, and:
 
     Args:
         cu_groups: int32 `[groups + 1]`, where each group's sequences begin in the batch; sequences before the first and
@@ -113,6 +114,8 @@ def _prepare(scale: float | None, softcap: float, name: str, geometry: Keys) -> 
     given = row_decode.check(of_tensors)
     num_groups = check_groups(given, *of_groups)
     q, k = given.q, given.k
+    if q.shape[-1] == LATENT_DIM:
+        raise ValueError(f"got heads of {LATENT_DIM}, of latents; cascade takes none, decode does")
     batch, q_len, num_heads, head_dim = q.shape
     prefix_name = row_prefill.choose(name, given)
     if prefix_name == "plain" or not num_groups or not batch:

@@ -6,8 +6,8 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, decode_mma, decode_shares, plain
-from .arguments import Variant
+from . import attention, decode_mma, decode_shares, latents, plain, row_latents
+from .arguments import LATENT_DIM, Variant
 from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
 from .decode_parts import part_bytes
@@ -46,7 +46,9 @@ def decode(
 
     Args:
         q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8, `head_dim` 64, 80, 96, 128, 192
-            or 256. K and V are of its dtype, or of 8 bits with scales.
+            or 256. K and V are of its dtype, or of 8 bits with scales. Or 576, of MLA's latents
+            ([DeepSeek-V2](https://arxiv.org/abs/2405.04434), its projections absorbed in queries and outputs): one KV
+            head, in no 8 bits, whose first 512 numbers are V, which `v` must be a view of: `k[..., :512]`.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
@@ -61,21 +63,23 @@ def decode(
             strides, 0 as well: what K is multiplied by, where `k` is of e4m3fn or int8, which must have them. See
             `quantized` for what they mean.
         v_scales: likewise for V.
-        scale: of the scores; None: `head_dim ** -0.5`.
+        scale: of the scores; None: `head_dim ** -0.5`, but for latents, where it follows from the heads that they stand
+            for and must be given.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it.
         softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
             they stay.
-        out: like `q`, takes the result.
+        out: like `q`, as wide as `v`, takes the result.
         kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round, and for K and V of
-            8 bits with queries other than bf16; "auto".
+            8 bits with queries other than bf16; "auto". Of latents "mma" takes heads in multiples of 16, and "wgmma",
+            for Hopper, those with more than 32 queries a sequence.
 
     Returns:
-        `out`, or a new tensor like `q`.
+        `out`, or a new tensor like it.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.decode if torch.compiler.is_compiling() else _decode
     run(q, k, v, out, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, scale, window, softcap, kernel)
     return out
@@ -119,10 +123,15 @@ def choose_plan(windowed: bool, softcapped: bool, name: str, geometry: Keys) -> 
     """Checks a call's geometry and chooses the kernel."""
     given = check(geometry)
     variant = variant_of(given, windowed, softcapped)
-    best = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
-    if attention.choose(name, given, best) == "plain":
+    best: tuple[str, ...] = ("mma",) if variant.kv_dtype is None or variant.dtype == torch.bfloat16 else ()
+    if variant.head_dim == LATENT_DIM:
+        best = row_latents.best(given, latents.queries_of(variant))
+    chosen = attention.choose(name, given, best)
+    if chosen == "plain":
         batch, q_len, num_heads, _ = given.q.shape
         return attention.make_plan(given, plain.plain_kernel(variant), (batch * q_len, num_heads))
+    if variant.head_dim == LATENT_DIM:
+        return row_latents.decode_plan(given, variant, chosen)
     return make_plan(given, variant)
 
 

@@ -11,8 +11,8 @@ from functools import lru_cache
 
 import torch
 
-from . import attention, row_decode, row_prefill
-from .arguments import Variant
+from . import attention, row_decode, row_latents, row_prefill
+from .arguments import LATENT_DIM, Variant
 from .attention import Call, Keys, Plan
 from .plans import Plans
 
@@ -47,7 +47,7 @@ def mixed(
             missing. Who knows it saves blocks of threads that find nothing to do: 32 a sequence, where there are 32
             heads. None: all may be prompts.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed
     indices = cu_seqlens, seq_lens, rows, starts, block_table
     run(q, k, v, out, *indices, sinks, k_scales, v_scales, scale, window, softcap, max_prompts, kernel)
@@ -99,8 +99,11 @@ def _choose_plans(windowed: bool, softcapped: bool, name: str, geometry: Keys, m
     if max_prompts is not None and max_prompts < 0:
         raise ValueError(f"got max_prompts {max_prompts}; it must not be negative")
     prompts = row_prefill.make_plan(True, windowed, softcapped, name, geometry, True, max_prompts)
-    (variant,) = prompts.kernel.constants
+    variant, *_ = prompts.kernel.constants
     if not variant.mixed:
         return [prompts]
     dtype, head_dim, group, _, *others = variant
-    return [row_decode.make_plan(attention.check(geometry), Variant(dtype, head_dim, group, 1, *others)), prompts]
+    given, variant = attention.check(geometry), Variant(dtype, head_dim, group, 1, *others)
+    if head_dim == LATENT_DIM:
+        return [row_latents.decode_plan(given, variant, "mma" if name == "mma" else "auto"), prompts]
+    return [row_decode.make_plan(given, variant), prompts]

@@ -6,8 +6,8 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, plain, prefill_mma, prefill_wgmma
-from .arguments import Maps, Variant
+from . import attention, latents, plain, prefill_mma, prefill_wgmma, row_latents
+from .arguments import LATENT_DIM, Maps, Variant
 from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
 from .plans import Plans
@@ -42,7 +42,8 @@ def prefill(
 
     Args:
         q: `[tokens, num_heads, head_dim]`, fp32, fp16 or bf16, `head_dim` 64, 80, 96, 128, 192 or 256: the new tokens
-            of all sequences, one after the other. K and V are of its dtype, or of 8 bits with scales.
+            of all sequences, one after the other. K and V are of its dtype, or of 8 bits with scales. Or 576, of
+            latents: see `decode`.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
@@ -59,22 +60,22 @@ def prefill(
             `quantized` for what they mean.
         v_scales: likewise for V.
         causal: each token sees itself and those before it; False: all tokens of its sequence.
-        scale: of the scores; None: `head_dim ** -0.5`.
+        scale: of the scores; None: `head_dim ** -0.5`, but for latents, where it must be given.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
         softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
             they stay.
-        out: like `q`, takes the result.
+        out: like `q`, as wide as `v`, takes the result.
         kernel: "wgmma", for Hopper and rows below 1 TiB; "mma", for the tensor cores of any GPU since Ampere; "plain",
             without, as always for fp32, which they would round, and for K and V of 8 bits with queries other than bf16;
-            "auto". Of 8 bits "wgmma" takes none.
+            "auto". Of 8 bits "wgmma" takes none; of latents both take heads in multiples of 16.
 
     Returns:
-        `out`, or a new tensor like `q`. A query that sees no token gives zeros.
+        `out`, or a new tensor like it. A query that sees no token gives zeros.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
     """
-    out = torch.empty_like(q) if out is None else out
+    out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.prefill if torch.compiler.is_compiling() else _prefill
     run(
         q, k, v, out, cu_seqlens, seq_lens, rows, starts, block_table, sinks, k_scales, v_scales, causal, scale, window,
@@ -146,9 +147,11 @@ def make_plan(
     variant = Variant(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped, mixed, kv_dtype)
     if name == "plain":
         return attention.make_plan(given, plain.plain_kernel(variant), (tokens, num_heads))
+    prompts = given.seq_lens.shape[0] if max_prompts is None else max_prompts
+    if head_dim == LATENT_DIM:
+        return row_latents.prefill_plan(given, variant, name, prompts)
     kernel, queries, box_tokens = fast_kernel(name, variant)
-    # No batch has more blocks of queries, however its tokens are spread.
-    most = tokens // queries + (given.seq_lens.shape[0] if max_prompts is None else max_prompts)
+    most = tokens // queries + prompts  # no batch has more blocks of queries, however its tokens are spread
     return attention.make_plan(given, kernel, (num_heads, most), box_tokens=box_tokens)
 
 
@@ -157,6 +160,8 @@ def choose(name: str, given: Geometries) -> str:
     best: tuple[str, ...] = ("wgmma", "mma") if can_be_mapped(given.k) and can_be_mapped(given.v) else ("mma",)
     if given.k_scales:
         best = ("mma",) if given.q.dtype == torch.bfloat16 else ()
+    if given.q.shape[-1] == LATENT_DIM:
+        best = row_latents.best(given, latents.PREFILL_QUERIES)
     return attention.choose(name, given, best)
 
 

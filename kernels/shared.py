@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
-from .memory import simulated_load_f32, simulated_store_16, simulated_store_f32
+from .memory import (
+    simulated_load_f32,
+    simulated_load_f32x4,
+    simulated_store_16,
+    simulated_store_f32,
+    simulated_store_f32x4,
+)
 from .ptx import instruction, instruction_on_address
 
 
@@ -24,6 +31,15 @@ copy_16 = instruction(
 wait_copies = instruction("cp.async.wait_all;", "", "", lambda: None)
 """Waits until this thread's copies are there. Other threads see them after a barrier."""
 
+commit_copies = instruction("cp.async.commit_group;", "", "", lambda: None)
+"""Makes all of this thread's copies since the last commit those of one more, which may be none."""
+
+
+def make_wait_older_copies(pending: int) -> Any:
+    """A function for kernels that waits for this thread's copies, but for those of the last `pending` commits."""
+    return instruction(f"cp.async.wait_group {pending};", "", "", lambda: None)
+
+
 store_shared_16 = instruction(
     "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v4.u32 [a], {$1, $2, $3, $4}; }", "", "lrrrr", simulated_store_16
 )
@@ -38,3 +54,13 @@ load_shared_f32 = instruction(
     "{ .reg .u32 a; cvt.u32.u64 a, $1; ld.shared.f32 $0, [a]; }", "f", "l", simulated_load_f32
 )
 """A float at an address."""
+
+store_shared_f32x4 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v4.f32 [a], {$1, $2, $3, $4}; }", "", "lffff", simulated_store_f32x4
+)
+"""Puts four floats to a 16-byte aligned address."""
+
+load_shared_f32x4 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $4; ld.shared.v4.f32 {$0, $1, $2, $3}, [a]; }", "ffff", "l", simulated_load_f32x4
+)
+"""Four floats at a 16-byte aligned address."""

@@ -118,3 +118,11 @@ def _capture_of(index: int, stream: int) -> int:
 def multiprocessors(device: torch.device) -> int:
     """Of a CUDA device; two for the simulator, so that work is shared there as well."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+@cache
+def most_shared_bytes(device: torch.device) -> int:
+    """Shared memory that a block of threads may have; for the simulator, Hopper's."""
+    if device.type != "cuda":
+        return 227 << 10
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)  # type: ignore[attr-defined]

@@ -114,6 +114,22 @@ def cascade_rows() -> list[torch.Tensor]:
     return [cascade(q, *rows(), int32(*LENGTHS), int32(1, 3), int32(min(LENGTHS[1:]) - 1))]
 
 
+def latents() -> tuple[torch.Tensor, ...]:
+    """K and V of latents, and lengths."""
+    k = random(len(LENGTHS), CAPACITY, 1, 576)
+    return k, k[..., :512], int32(*LENGTHS)
+
+
+def decode_latents(heads: int, kernel: str) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [decode(random(len(LENGTHS), 1, heads, 576), *latents(), scale=0.07, kernel=kernel)]
+
+
+def prefill_latents() -> list[torch.Tensor]:
+    k, v, seq_lens = latents()
+    q = random(sum(LENGTHS), 16, 576)
+    return [prefill(q, k, v, cumulated(LENGTHS), seq_lens, scale=0.07)]
+
+
 def copy() -> list[torch.Tensor]:
     k, _ = rows()
     copy_tokens(k, k, int32(1), int32(CAPACITY - 20), int32(2), int32(CAPACITY - 19), int32(19), 19)
@@ -132,6 +148,9 @@ CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "prefill, 8 bits": prefill_8_bits,
     "mixed": mixed_blocks,
     "cascade": cascade_rows,
+    "decode, latents": decode_latents(16, "mma"),
+    "decode, latents, wgmma": decode_latents(64, "auto"),
+    "prefill, latents": prefill_latents,
     "copy_tokens": copy,
 }
 """Each gives what it has written, which is finite."""

@@ -26,6 +26,7 @@ from benchmarks.attention.shapes import Geometry, make_call
 from benchmarks.attention.tables import tables
 from benchmarks.newest import newest
 from benchmarks.tables import TABLES
+from vmmkv.kernels.arguments import LATENT_DIM
 
 
 @pytest.mark.parametrize(("q_len", "seq_len", "causal"), [(1, 9, True), (4, 4, True), (3, 10, True), (3, 10, False)])
@@ -130,6 +131,9 @@ def test_other_shapes_are_held_against_float64() -> None:
         call, nbytes, exact = make_call(shape, 2, 20, torch.device(DEVICE))
         assert nbytes == 2 * 20 * NUM_KV_HEADS * 2 * head_bytes
         assert (call() - exact).norm() < 1e-2 * exact.norm()
+    call, nbytes, exact = make_call(Geometry(LATENT_DIM, heads=16), 2, 20, torch.device(DEVICE))
+    assert nbytes == 2 * 20 * 576 * 2
+    assert (call() - exact).norm() < 1e-2 * exact.norm()
 
 
 def test_tables_of_a_result() -> None:

@@ -15,8 +15,8 @@ COMPILE = """
     from typing import get_type_hints
     os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
     import torch
-    from vmmkv.kernels import compiler, decode_mma, plain, row_append, row_copy, row_decode, row_prefill
-    from vmmkv.kernels.arguments import Variant
+    from vmmkv.kernels import compiler, decode_mma, plain, row_append, row_copy, row_decode, row_latents, row_prefill
+    from vmmkv.kernels.arguments import Maps, Variant
     gc.disable()  # a tenth of the compiler's time
     bf16, family, ptxas, few = torch.bfloat16, *sys.argv[1:]
     DEVICES = (8, 0), (9, 0)
@@ -63,6 +63,12 @@ COMPILE = """
             kernels[f"prefill, wgmma, {dim}, {paged}"] = row_prefill.wgmma_kernel(variant)
         variant = Variant(bf16, 128, 4, 1, 0, False, False, False, False, torch.float8_e4m3fn, cascaded=True)
         kernels["prefill, mma, 128, 8 bits"] = row_prefill.mma_kernel(variant)
+        for heads, q_len, paged in ((16, 1, 16), (64, 1, 0), (16, 0, 16)):
+            variant = Variant(bf16, 576, heads, q_len, paged, True, False, False)
+            for device, shared_bytes in zip(DEVICES, (163 << 10, 227 << 10)):
+                kernels[f"latents, mma, {heads}, {q_len}, {device}"] = row_latents.mma_kernel(variant, shared_bytes)
+            if (heads, q_len) != (16, 1):
+                kernels[f"latents, wgmma, {heads}, {q_len}"] = row_latents.wgmma_kernel(variant)
     kernels = dict(random.sample([*kernels.items()], min(len(kernels), int(few))))
     folder, facts = tempfile.mkdtemp(), []
     PACKED = {int: "u64", float: "f32", bytes: "b8"}
@@ -84,11 +90,12 @@ COMPILE = """
             "double": ".f64" in ptx,
             "wide": "v4.u32" in ptx or "cp.async" in ptx,
             "mma": "mma.sync.aligned.m16n8k16" in ptx,
-            "wgmma": "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx,
+            "wgmma": "wgmma.mma_async" in ptx,
+            "maps": ("cp.async.bulk.tensor" in ptx) == (kernel.structs[0] is Maps),
         })
 
     def own_device(name):
-        return next((device for device in DEVICES if name.endswith(f"8 bits, {device}")), (9, 0))
+        return next((device for device in DEVICES if name.endswith(f", {device}")), (9, 0))
 
     def instructions(ptx):
         return re.sub(r"\\.target \\w+|_cudapy_smem_\\d+|_ZN\\w+", "", ptx)
@@ -96,7 +103,7 @@ COMPILE = """
     for name, kernel in kernels.items():
         ptx = kernel.ptx(device := own_device(name))
         assemble(name, kernel, device, ptx)
-        if not kernel.hopper and "8 bits, " not in name:
+        if not kernel.hopper and not name.endswith(")"):
             assemble(name, kernel, (8, 0), ptx.replace(".target sm_90", ".target sm_80"))
             if "decode" not in name and "128" not in name and "256" not in name:
                 assert instructions(kernel.ptx((8, 0))) == instructions(ptx), name
@@ -138,3 +145,4 @@ def test_what_kernels_compile_to(family: str, few: int) -> None:
         assert fact["spilled"] <= SPILL_BOUND, name
         assert fact["mma"] == (", mma" in name), name
         assert fact["wgmma"] == ("wgmma" in name), name
+        assert fact["maps"], name

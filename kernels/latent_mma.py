@@ -1,0 +1,238 @@
+"""Latents on the tensor cores of any GPU since Ampere, with much shared memory.
+
+Of a block's 8 warps 8, 4 or 2 have the same 16 of its 16, 32 or 64 queries:
+
+    scores    a warp has half of a tile's keys, and a quarter, a half or all of their 576 numbers,
+    softmax   each reads its queries' scores of all keys from shared memory and adds them up: all come to the same,
+    sums      a warp has an eighth, a quarter or half of V's 512 numbers.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from numba import cuda
+
+from . import latents
+from .addressing import Row, Tokens
+from .arguments import LATENT_DIM, LATENT_V_DIM, Scoring, Strides, Variant
+from .arithmetic import HALVES, tanh
+from .latents import WARPS, Part, Span, make_copies, queries_of, sums_of
+from .prefill_mma import pitch_of
+from .ptx import float32, inlined, int64, uint32
+from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4
+from .softmax import Softmax, Visible, begin_softmax, hide, rescale, weigh
+from .warp import any_lane, load_matrices, load_matrices_transposed
+from .warp import multiply as multiplications
+
+TILE = 32
+"""Keys that are worked on at a time."""
+PITCH = pitch_of(LATENT_DIM)
+"""Bytes from one query, or key, in shared memory to the next."""
+
+
+def blocks_per_sm(queries: int, shared_bytes: int) -> int:
+    """Two with few queries, whose sums leave registers for it: one copies while the other waits for its warps.
+
+    Args:
+        queries: of a block of threads.
+        shared_bytes: what a block of threads may have.
+    """
+    return 2 if queries == 16 and shared_of(queries, 2).nbytes <= shared_bytes // 2 - 1024 else 1
+
+
+def slots_for(queries: int, shared_bytes: int) -> int:
+    """Tiles that shared memory has room for; less than two are too few."""
+    left = shared_bytes // blocks_per_sm(queries, shared_bytes) - 1024 - shared_of(queries, 0).nbytes
+    return left // (TILE * PITCH)
+
+
+class Shared(NamedTuple):
+    """Where things are in shared memory."""
+
+    queries: int
+    scores: int
+    """Of all parts of numbers, for each 16 queries: 16 bytes a lane for 8 keys."""
+    arrived: int
+    """How many parts of a bundle there were before this block's: one float."""
+    tiles: int
+    nbytes: int
+    """In all."""
+
+
+def shared_of(queries: int, slots: int) -> Shared:
+    """The shared memory of a block of threads."""
+    return Shared(*accumulate((queries * PITCH, 64 * TILE * 4, 16, slots * TILE * PITCH), initial=0))
+
+
+def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, Any, Any, Any, int]:
+    """Functions for kernels: hold a warp's queries in registers, if its sums leave room for them; make scores and leave
+    them for others; take those of all keys; `sums += P V`. And the words of queries that are held.
+
+    Products are those of `prefill_mma.make_products`.
+    """
+    multiply, pack = multiplications[dtype], HALVES[dtype].pack
+    shared, groups = shared_of(queries, slots), queries // 16
+    parts = 4 // groups
+    steps, dims, held = LATENT_DIM // 16 // parts, LATENT_V_DIM * groups // WARPS, groups == 1 and slots > 2
+
+    @inlined
+    def add(sums: Any, at: int, a: Any, b0: int, b1: int) -> None:
+        d = multiply(sums[at], sums[at + 1], sums[at + 2], sums[at + 3], a[0], a[1], a[2], a[3], b0, b1)
+        for i in range(4):
+            sums[at + i] = d[i]
+
+    @inlined
+    def add_step(scores: Any, at: int, a: Any, tile: int) -> None:
+        b = load_matrices(tile)
+        for eight in range(2):
+            add(scores, at + eight * 4, a, b[2 * eight], b[2 * eight + 1])
+
+    @inlined
+    def place_of(part: Part, lane: int) -> int:
+        """Where a lane's row of the first matrices of a warp's queries is."""
+        return (part.group * 16 + (lane & 15)) * PITCH + part.numbers * (steps * 32) + (lane >> 4) * 16
+
+    @inlined
+    def hold(fragments: Any, at: int, part: Part, lane: int) -> None:
+        if held:
+            at += place_of(part, lane)
+            for step in range(steps):
+                a = load_matrices(at + step * 32)
+                for i in range(4):
+                    fragments[4 * step + i] = a[i]
+
+    @inlined
+    def score(scores: Any, fragments: Any, base: int, tile: int, part: Part, lane: int) -> None:
+        """Of even and of odd steps by themselves: products of the same sums wait for each other."""
+        for i in range(16):
+            scores[i] = float32(0)
+        at = base + shared.queries + place_of(part, lane)
+        token = part.half * 16 + (lane & 7) + (lane >> 4) * 8
+        tile += token * PITCH + part.numbers * (steps * 32) + (lane >> 3 & 1) * 16
+        if held:
+            for step in range(steps):
+                f = 4 * step
+                a = (fragments[f], fragments[f + 1], fragments[f + 2], fragments[f + 3])
+                add_step(scores, step % 2 * 8, a, tile + step * 32)
+        else:
+            for two in range(steps // 2):
+                for odd in range(2):
+                    offset = (2 * two + odd) * 32
+                    add_step(scores, odd * 8, load_matrices(at + offset), tile + offset)
+            if steps % 2:
+                offset = (steps - 1) * 32
+                add_step(scores, 0, load_matrices(at + offset), tile + offset)
+        to = base + shared.scores + ((part.numbers * groups + part.group) * 4 + part.half * 2) * 512 + lane * 16
+        for eight in range(2):
+            s = 4 * eight
+            store_shared_f32x4(
+                to + eight * 512, scores[s] + scores[8 + s], scores[s + 1] + scores[9 + s],
+                scores[s + 2] + scores[10 + s], scores[s + 3] + scores[11 + s],
+            )  # fmt: skip
+
+    @inlined
+    def take(scores: Any, base: int, part: Part, lane: int) -> None:
+        """Scores of all keys, added up."""
+        at = base + shared.scores + part.group * 2048 + lane * 16
+        for j in range(4):
+            s = load_shared_f32x4(at + j * 512)
+            for i in range(4):
+                scores[4 * j + i] = s[i]
+        for numbers in range(1, parts):
+            for j in range(4):
+                s = load_shared_f32x4(at + numbers * (groups * 2048) + j * 512)
+                for i in range(4):
+                    scores[4 * j + i] += s[i]
+
+    @inlined
+    def add_values(sums: Any, weights: Any, tile: int, part: Part, lane: int) -> None:
+        tile += (lane & 15) * PITCH + part.dims * 2 + (lane >> 4) * 16
+        for j in range(TILE // 16):
+            p0 = pack(weights[8 * j], weights[8 * j + 1])
+            p1 = pack(weights[8 * j + 2], weights[8 * j + 3])
+            p2 = pack(weights[8 * j + 4], weights[8 * j + 5])
+            p3 = pack(weights[8 * j + 6], weights[8 * j + 7])
+            for i in range(dims // 16):
+                b = load_matrices_transposed(tile + j * (16 * PITCH) + i * 32)
+                for eight in range(2):
+                    add(sums, (2 * i + eight) * 4, (p0, p1, p2, p3), b[2 * eight], b[2 * eight + 1])
+
+    return hold, score, take, add_values, 4 * steps if held else 1
+
+
+def make_attend(variant: Variant, queries: int, slots: int) -> Any:
+    """A function for kernels: attention of a block's queries to some tokens; called by all of its threads."""
+    shared, num_sums = shared_of(queries, slots), sums_of(queries)
+    softcapped, tile_bytes = variant.softcapped, TILE * PITCH
+    copy_queries, look_up, copy_tile, turns = make_copies(variant, queries, TILE, PITCH)
+    hold, score, take, add_values, num_fragments = make_products(variant.dtype, queries, slots)
+    wait_older_copies = make_wait_older_copies(slots - 2)
+
+    @inlined
+    def attend(
+        sums: Any, base: int, q: int, first: int, count: int, k: Tokens, row: Row, span: Span, visible: Visible,
+        part: Part, strides: Strides, scoring: Scoring, thread: int, lane: int,
+    ) -> Softmax:  # fmt: skip
+        """Of the queries from the number `first` on, of `count` that begin at the address `q`."""
+        scores = cuda.local.array(16, float32)
+        fragments = cuda.local.array(num_fragments, uint32)
+        homes = cuda.local.array(turns, int64)
+        for i in range(num_sums):
+            sums[i] = float32(0)
+        softmax = begin_softmax()
+        key, coming, slot, free = span.key, span.key, int64(0), int64(0)
+        cuda.syncthreads()  # nobody needs what there was before
+        if key < span.end:
+            copy_queries(base + shared.queries, q, first, count, strides, thread)
+        for _ in range(slots - 1):
+            if coming < span.end:
+                look_up(homes, coming, row, span, thread)
+                copy_tile(base + shared.tiles + free, k, homes, coming, span, thread)
+                free += tile_bytes
+                coming += TILE
+            commit_copies()
+        if key < span.end:
+            look_up(homes, coming, row, span, thread)
+            wait_older_copies()
+            cuda.syncthreads()
+            hold(fragments, base + shared.queries, part, lane)
+        while key < span.end:
+            wait_older_copies()
+            cuda.syncthreads()  # the tile is there, and nobody needs the one before
+            if coming < span.end:
+                copy_tile(base + shared.tiles + free, k, homes, coming, span, thread)
+                free = free + tile_bytes if free < (slots - 1) * tile_bytes else int64(0)
+                coming += TILE
+                look_up(homes, coming, row, span, thread)  # before there is room for them
+            commit_copies()
+            score(scores, fragments, base, base + shared.tiles + slot, part, lane)
+            cuda.syncthreads()  # scores are there
+            take(scores, base, part, lane)
+            if softcapped:
+                for i in range(16):
+                    scores[i] = tanh(scores[i] * scoring.inner)
+            if key + TILE > visible.high0 or key < visible.low1:
+                hide(scores, 16, key, lane, visible)
+            softmax, a0, a1 = weigh(scores, 16, softmax, scoring.outer)
+            if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
+                rescale(sums, num_sums, a0, a1)
+            add_values(sums, scores, base + shared.tiles + slot, part, lane)
+            slot = slot + tile_bytes if slot < (slots - 1) * tile_bytes else int64(0)
+            key += TILE
+        return softmax
+
+    return attend
+
+
+def make_decode(variant: Variant, slots: int) -> Any:
+    """The kernel as a Python function."""
+    queries = queries_of(variant)
+    return latents.make_decode(variant, make_attend(variant, queries, slots), shared_of(queries, slots).arrived, 16)
+
+
+def make_prefill(variant: Variant, slots: int) -> Any:
+    """The kernel as a Python function."""
+    return latents.make_prefill(variant, make_attend(variant, queries_of(variant), slots), 16)

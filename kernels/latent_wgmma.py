@@ -1,0 +1,224 @@
+"""Latents on Hopper: two warpgroups have the same 64 queries, and multiply by `wgmma`, which runs on beside softmax.
+
+    scores    each has half of K's 576 numbers, and leaves what comes of them to the other, which adds it to its own,
+    softmax   both come to the same,
+    sums      each has half of V's 512 numbers.
+
+As in `prefill_wgmma`, sums of a tile are issued behind scores of the next one, which are weighed meanwhile.
+
+A tile lies in shared memory as `wgmma` takes it for both products: in panels of 64 numbers of all keys, swizzled. Nine
+panels are four for each warpgroup, and one of which each has half.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import torch
+from numba import cuda
+
+from . import latents
+from .addressing import Row, Tokens
+from .arguments import LATENT_DIM, LATENT_V_DIM, Scoring, Strides, Variant
+from .arithmetic import HALVES, tanh
+from .hopper import (
+    ATOM_BYTES,
+    PANEL,
+    ROW_BYTES,
+    begin_products,
+    commit_products,
+    make_multiply_registers,
+    make_multiply_shared,
+    make_wait_products,
+    publish_shared,
+)
+from .latents import Part, Span, make_copies, sums_of
+from .ptx import float32, inlined, instruction, int64, uint32
+from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4, wait_copies
+from .softmax import Softmax, Visible, begin_softmax, hide, rescale, weigh
+from .warp import any_lane
+
+QUERIES = 64
+"""Of a block of threads."""
+TILE = 32
+"""Keys that are worked on at a time."""
+SLOTS = 3
+"""For tiles: of this one V is multiplied, of the next one K, and one is being copied."""
+PANELS = LATENT_DIM // PANEL
+QUERY_PANEL, KEY_PANEL = QUERIES * ROW_BYTES, TILE * ROW_BYTES
+TILE_BYTES = PANELS * KEY_PANEL
+
+
+class Shared(NamedTuple):
+    """Where things are in shared memory, from a multiple of `ATOM_BYTES` on."""
+
+    queries: int
+    tiles: int
+    scores: int
+    """Of both warpgroups: for each 16 queries 16 bytes a lane for 8 keys."""
+    arrived: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        """In all, with what alignment takes."""
+        return self.end + ATOM_BYTES
+
+
+SHARED = Shared(*accumulate((PANELS * QUERY_PANEL, SLOTS * TILE_BYTES, 2 * QUERIES * TILE * 4, 16), initial=0))
+
+
+anew = instruction("mov.b64 $0, $1;", "l", "l", lambda address: address)
+"""An address, from which others are worked out each time: there are no registers to keep those in during a loop."""
+
+
+def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
+    """Functions for kernels, called by a warpgroup: begin with scores of its half of K; leave them for the other; add
+    the other's; begin with `sums += P V`."""
+    multiply_first = make_multiply_shared(dtype, TILE, accumulate=False)
+    multiply_next = make_multiply_shared(dtype, TILE, accumulate=True)
+    multiply_values = make_multiply_registers(dtype, LATENT_V_DIM // 2, TILE)
+    columns = TILE // 8
+
+    @inlined
+    def multiply_steps(scores: Any, q: int, k: int, first: int, steps: int) -> None:
+        for step in range(steps):
+            multiply_next(scores, q + (first + step) * 32, k + (first + step) * 32)
+
+    @inlined
+    def begin_scores(scores: Any, queries: int, tile: int, part: Part) -> None:
+        """Loops are short, so that they are unrolled: a branch among products makes the assembler wait for each."""
+        queries = anew(queries)
+        q, k = queries + part.half * (5 * QUERY_PANEL), tile + part.half * (5 * KEY_PANEL)
+        begin_products()
+        multiply_first(scores, q, k)
+        multiply_steps(scores, q, k, 1, 3)
+        multiply_steps(scores, q + QUERY_PANEL, k + KEY_PANEL, 0, 4)
+        multiply_steps(scores, q + 2 * QUERY_PANEL, k + 2 * KEY_PANEL, 0, 4)
+        multiply_steps(scores, q + 3 * QUERY_PANEL, k + 3 * KEY_PANEL, 0, 4)
+        half = part.half * 64
+        multiply_steps(scores, queries + 4 * QUERY_PANEL + half, tile + 4 * KEY_PANEL + half, 0, 2)
+        commit_products()
+
+    @inlined
+    def leave(scores: Any, to: int, part: Part, lane: int) -> None:
+        to += (part.half * 4 + part.group) * (columns * 512) + lane * 16
+        for j in range(columns):
+            s = 4 * j
+            store_shared_f32x4(to + j * 512, scores[s], scores[s + 1], scores[s + 2], scores[s + 3])
+
+    @inlined
+    def take(scores: Any, at: int, part: Part, lane: int) -> None:
+        at += ((1 - part.half) * 4 + part.group) * (columns * 512) + lane * 16
+        for j in range(columns):
+            s = load_shared_f32x4(at + j * 512)
+            for i in range(4):
+                scores[4 * j + i] += s[i]
+
+    @inlined
+    def begin_sums(sums: Any, weights: Any, tile: int, part: Part) -> None:
+        begin_products()
+        for j in range(TILE // 16):
+            w, v = 4 * j, tile + part.half * (4 * KEY_PANEL) + j * (16 * ROW_BYTES)
+            multiply_values(sums, weights[w], weights[w + 1], weights[w + 2], weights[w + 3], v)
+        commit_products()
+
+    return begin_scores, leave, take, begin_sums
+
+
+def make_attend(variant: Variant) -> Any:
+    """A function for kernels: attention of a block's queries to some tokens; called by all of its threads."""
+    softcapped, pack = variant.softcapped, HALVES[variant.dtype].pack
+    num_sums, num_scores, num_weights = sums_of(QUERIES), TILE // 2, TILE // 4
+    copy_queries, look_up, copy_tile, turns = make_copies(variant, QUERIES, TILE, ROW_BYTES)
+    begin_scores, leave, take, begin_sums = make_products(variant.dtype)
+    wait_scores = make_wait_products(num_scores, pending=0)
+    wait_scores_only = make_wait_products(num_scores, pending=1)
+    wait_sums = make_wait_products(num_sums, pending=0)
+    wait_older_copies = make_wait_older_copies(1)
+
+    @inlined
+    def weigh_tile(
+        scores: Any, exchange: int, softmax: Softmax, key: int, visible: Visible, scoring: Scoring, part: Part,
+        lane: int,
+    ) -> tuple[Softmax, float, float]:  # fmt: skip
+        """Makes a warpgroup's scores weights, once the other's are there: see `weigh`."""
+        take(scores, exchange, part, lane)
+        if softcapped:
+            for i in range(num_scores):
+                scores[i] = tanh(scores[i] * scoring.inner)
+        if key + TILE > visible.high0 or key < visible.low1:
+            hide(scores, num_scores, key, lane, visible)
+        return weigh(scores, num_scores, softmax, scoring.outer)
+
+    @inlined
+    def attend(
+        sums: Any, base: int, q: int, first: int, count: int, k: Tokens, row: Row, span: Span, visible: Visible,
+        part: Part, strides: Strides, scoring: Scoring, thread: int, lane: int,
+    ) -> Softmax:  # fmt: skip
+        """Of the queries from the number `first` on, of `count` that begin at the address `q`."""
+        scores = cuda.local.array(num_scores, float32)
+        weights = cuda.local.array(num_weights, uint32)
+        homes = cuda.local.array(turns, int64)
+        for i in range(num_sums):
+            sums[i] = float32(0)
+        softmax = begin_softmax()
+        key, coming, slot, free = span.key, span.key, int64(0), int64(0)
+        queries, tiles, exchange = base + SHARED.queries, base + SHARED.tiles, base + SHARED.scores
+        cuda.syncthreads()  # nobody needs what there was before
+        if key < span.end:
+            copy_queries(queries, q, first, count, strides, thread)
+        for _ in range(2):
+            if coming < span.end:
+                look_up(homes, coming, row, span, thread)
+                copy_tile(tiles + free, k, homes, coming, span, thread)
+                free += TILE_BYTES
+                coming += TILE
+            commit_copies()
+        if key < span.end:
+            look_up(homes, coming, row, span, thread)
+            wait_older_copies()
+            publish_shared()
+            cuda.syncthreads()  # queries and the first tile are there
+            begin_scores(scores, queries, tiles, part)
+            wait_scores(scores)
+            leave(scores, exchange, part, lane)
+            cuda.syncthreads()
+            softmax, _, _ = weigh_tile(scores, exchange, softmax, key, visible, scoring, part, lane)
+        while key < span.end:
+            for i in range(num_weights):
+                weights[i] = pack(scores[2 * i], scores[2 * i + 1])
+            wait_copies()
+            publish_shared()
+            cuda.syncthreads()  # the next tile is there, and nobody needs the one before this
+            following = slot + TILE_BYTES if slot < (SLOTS - 1) * TILE_BYTES else int64(0)
+            begin_scores(scores, queries, tiles + following, part)  # behind the last tile nothing of them is visible
+            begin_sums(sums, weights, tiles + slot, part)
+            if coming < span.end:
+                copy_tile(tiles + free, k, homes, coming, span, thread)
+                free = free + TILE_BYTES if free < (SLOTS - 1) * TILE_BYTES else int64(0)
+                coming += TILE
+                look_up(homes, coming, row, span, thread)  # before there is room for them
+            wait_scores_only(scores)  # sums are still being added to
+            leave(scores, exchange, part, lane)
+            cuda.syncthreads()  # scores are there
+            key += TILE
+            softmax, a0, a1 = weigh_tile(scores, exchange, softmax, key, visible, scoring, part, lane)
+            wait_sums(sums)
+            if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
+                rescale(sums, num_sums, a0, a1)
+            slot = following
+        return softmax
+
+    return attend
+
+
+def make_decode(variant: Variant) -> Any:
+    """The kernel as a Python function."""
+    return latents.make_decode(variant, make_attend(variant), SHARED.arrived, ATOM_BYTES)
+
+
+def make_prefill(variant: Variant) -> Any:
+    """The kernel as a Python function."""
+    return latents.make_prefill(variant, make_attend(variant), ATOM_BYTES)

@@ -1,0 +1,356 @@
+"""Attention over MLA's latents against float64, and against the attention of heads that they stand for.
+
+Everything outside the tokens that a query may see is NaN, or not there at all, and so is the output before the call.
+"""
+
+from __future__ import annotations
+
+import random as python_random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from conftest import DEVICE, few, int32
+
+import vmmkv
+from vmmkv.kernels import append, cascade, decode, mixed, prefill
+
+bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
+WIDTH, V_WIDTH, ROTARY = 576, 512, 64
+SCALE = (128 + ROTARY) ** -0.5
+
+
+class Case(NamedTuple):
+    """A geometry; lengths and data are random."""
+
+    heads: int
+    q_len: int = 0
+    block_size: int = 0
+    dtype: torch.dtype = bf16
+    kernel: str = "auto"
+    window: int = 0
+    softcap: float = 0.0
+    starts: bool = False
+    sinks: bool = False
+    causal: bool = True
+
+
+class Inputs(NamedTuple):
+    """What kernels are called with, and the same latents without holes."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    rows: torch.Tensor
+    starts: torch.Tensor | None
+    block_table: torch.Tensor | None
+    sinks: torch.Tensor | None
+    counts: list[int]
+    lengths: list[int]
+    live: list[torch.Tensor]
+
+    @property
+    def v(self) -> torch.Tensor:
+        return self.k[..., :V_WIDTH]
+
+
+def make_cache(rows: int, tokens: int, dtype: torch.dtype) -> vmmkv.KVCache:
+    """Latents of three layers, kept once. On the host a page has but a few tokens."""
+    layout = vmmkv.KVLayout(3, 1, WIDTH, dtype, v_head_dim=0)
+    page_size = 4096 if DEVICE == "cpu" else None
+    return vmmkv.KVCache(layout, rows, tokens, max_bytes="1GiB", device=DEVICE, page_size=page_size)
+
+
+def make_inputs(case: Case, counts: list[int], lengths: list[int]) -> Inputs:
+    """Random latents in rows of a cache, of which nothing is in the first, or in shuffled blocks."""
+    live = [torch.randn(length, 1, WIDTH, device=DEVICE).to(case.dtype) for length in lengths]
+    starts = [python_random.randint(0, min(20, length - count)) for count, length in zip(counts, lengths)]
+    rows = python_random.sample(range(1, len(lengths) + 1), len(lengths))
+    table = None
+    if case.block_size:
+        blocks = -(-max(lengths) // case.block_size)
+        names = torch.randperm(blocks * (len(lengths) + 1)).view(-1, blocks)
+        k = torch.full((names.numel(), case.block_size, 1, WIDTH), torch.nan, device=DEVICE, dtype=case.dtype)
+        table = names.to(DEVICE, torch.int32)
+    else:
+        cache = make_cache(len(lengths) + 1, max(lengths), case.dtype)
+        sequences = {sequence.row: sequence for sequence in [cache.sequence() for _ in range(len(lengths) + 1)]}
+        k, _ = cache.kv(1)
+        for row, length in zip(rows, lengths):
+            sequences[row].extend(length)
+            k[row, : sequences[row].capacity] = torch.nan
+    for row, count, length, start, latents in zip(rows, counts, lengths, starts, live):
+        seen = start if case.starts else 0
+        if case.window:
+            seen = max(seen, length - count + 1 - case.window)
+        if table is None:
+            k[row, seen:length] = latents[seen:]
+            continue
+        for position in range(seen, length):
+            k[names[row, position // case.block_size], position % case.block_size] = latents[position]
+        table[row, : seen // case.block_size] = 1 << 30  # blocks that no query sees may be gone
+        table[row, -(-length // case.block_size) :] = 1 << 30
+    q = torch.randn(sum(counts), case.heads, WIDTH, device=DEVICE).to(case.dtype)
+    sinks = torch.randn(case.heads, device=DEVICE) if case.sinks else None
+    return Inputs(q, k, int32(rows), int32(starts) if case.starts else None, table, sinks, counts, lengths, live)
+
+
+def attend(case: Case, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
+    """The same in plain torch, in another precision."""
+    outputs = []
+    for q, latents, index in zip(inputs.q.to(dtype).split(inputs.counts), inputs.live, range(len(inputs.counts))):
+        count, length = inputs.counts[index], inputs.lengths[index]
+        k = latents[:, 0].to(dtype)
+        scores = torch.einsum("qhd,kd->hqk", q, k) * SCALE
+        if case.softcap:
+            scores = case.softcap * torch.tanh(scores / case.softcap)
+        position = torch.arange(length - count, length, device=DEVICE)[:, None]
+        key = torch.arange(length, device=DEVICE)
+        visible = key >= (int(inputs.starts[index]) if inputs.starts is not None else 0)
+        visible = visible & (key <= position) if case.causal else visible.expand(count, -1)
+        if case.window:
+            visible = visible & (key > position - case.window)
+        scores = scores.masked_fill(~visible, -torch.inf)
+        if inputs.sinks is not None:
+            scores = torch.cat([scores, inputs.sinks.to(dtype)[:, None, None].expand(-1, count, 1)], 2)
+        weights = torch.softmax(scores.float() if dtype.itemsize < 4 else scores, 2).to(dtype)[..., :length]
+        outputs.append(torch.einsum("hqk,kd->qhd", weights, k[:, :V_WIDTH]))
+    return torch.cat(outputs)
+
+
+def check(case: Case, inputs: Inputs, ours: torch.Tensor) -> None:
+    """Our error is at most twice that of the same formulas in torch, in the dtype of the inputs, or than rounding."""
+    exact = attend(case, inputs, torch.float64)
+    assert ours.isfinite().all()
+    error, peer, size = (
+        values.square().mean().sqrt() for values in (ours - exact, attend(case, inputs, case.dtype) - exact, exact)
+    )
+    assert error <= 2 * max(peer, torch.finfo(case.dtype).eps * size), f"error {error:.2e}, torch's {peer:.2e}"
+
+
+DECODE = [
+    Case(16, q_len=1, kernel="mma"),
+    Case(16, q_len=1, block_size=16, dtype=fp16),
+    Case(16, q_len=2, starts=True, sinks=True),
+    Case(32, q_len=1, block_size=48),
+    Case(16, q_len=1, window=40, softcap=3.0, kernel="mma"),
+    Case(48, q_len=1, starts=True, kernel="mma"),
+    Case(64, q_len=1, kernel="mma"),
+    Case(80, q_len=1, block_size=32, kernel="mma", dtype=fp16),
+]
+DECODE_HOPPER = [
+    Case(64, q_len=1, kernel="wgmma"),
+    Case(16, q_len=4, block_size=16, dtype=fp16),
+    Case(48, q_len=2, starts=True, sinks=True, kernel="wgmma"),
+    Case(16, q_len=8, window=40, kernel="wgmma"),
+    Case(128, q_len=1, block_size=64, kernel="wgmma"),
+    Case(64, q_len=1, softcap=3.0, kernel="wgmma"),
+]
+DECODE_PLAIN = [
+    Case(3, q_len=2),
+    Case(2, q_len=1, dtype=fp32, block_size=16),
+    Case(4, q_len=1, dtype=fp32, window=20, sinks=True),
+]
+
+
+@pytest.mark.parametrize("case", few(2, "mma", DECODE) + few(1, "wgmma", DECODE_HOPPER) + few(1, "plain", DECODE_PLAIN))
+def test_decode(case: Case) -> None:
+    """A sequence that is cut into shares, or not, among shorter ones."""
+    plain = case in DECODE_PLAIN
+    longest = python_random.choice([70, 40 if plain else 170] if DEVICE == "cpu" else [70, 3000])
+    lengths = [python_random.randint(case.q_len, 40) for _ in range(python_random.randint(1, 3))]
+    lengths.insert(python_random.randint(0, len(lengths)), longest)
+    inputs = make_inputs(case, [case.q_len] * len(lengths), lengths)
+    q = inputs.q.view(len(lengths), case.q_len, case.heads, WIDTH)
+    out = torch.full_like(q[..., :V_WIDTH], torch.nan).contiguous()
+    arguments = (q, inputs.k, inputs.v, int32(lengths), *inputs[2:6])
+    options = {"scale": SCALE, "window": case.window, "softcap": case.softcap, "kernel": case.kernel}
+    decode(*arguments, **options, out=out)
+    check(case, inputs, out.flatten(0, 1))
+    assert torch.equal(decode(*arguments, **options), out) or DEVICE == "cuda"  # counters are 0 again
+
+
+PREFILL = [
+    Case(16, kernel="mma"),
+    Case(16, kernel="mma", block_size=16, dtype=fp16, starts=True),
+    Case(48, kernel="mma", causal=False),
+    Case(80, kernel="mma", window=30, sinks=True),
+]
+PREFILL_PLAIN = [Case(3), Case(2, dtype=fp32, block_size=32), Case(1, window=20, starts=True)]
+
+
+@pytest.mark.parametrize(
+    "case",
+    few(1, "prefill, mma", PREFILL)
+    + few(1, "prefill, wgmma", [case._replace(kernel="wgmma") for case in PREFILL])
+    + few(1, "prefill, plain", PREFILL_PLAIN),
+)
+def test_prefill(case: Case) -> None:
+    """Of a prompt without a cache, one token, and a chunk behind earlier ones, two; on a GPU all of them."""
+    most = 500 if DEVICE == "cuda" else 3 if case in PREFILL_PLAIN else 9
+    before = python_random.randint(0, 60)
+    sequences = [(python_random.randint(1, most), 0), (1, before), (python_random.randint(most, 2 * most), before)]
+    sequences = python_random.sample(sequences, 3 if DEVICE == "cuda" else 2)
+    counts, lengths = [count for count, _ in sequences], [count + cached for count, cached in sequences]
+    inputs = make_inputs(case, counts, lengths)
+    out = torch.full_like(inputs.q[..., :V_WIDTH], torch.nan).contiguous()
+    prefill(
+        inputs.q, inputs.k, inputs.v, cumulated(counts), int32(lengths), *inputs[2:6], scale=SCALE, causal=case.causal,
+        window=case.window, softcap=case.softcap, out=out, kernel=case.kernel,
+    )  # fmt: skip
+    check(case, inputs, out)
+
+
+def cumulated(counts: list[int]) -> torch.Tensor:
+    return int32([sum(counts[:index]) for index in range(len(counts) + 1)])
+
+
+@pytest.mark.parametrize("case", few(1, "mixed", [Case(16), Case(16, kernel="mma", block_size=16), Case(64)]))
+def test_prompts_and_single_tokens_in_one_batch(case: Case) -> None:
+    """Single tokens behind long and short beginnings, chunks of prompts, and sequences that have nothing new."""
+    counts = python_random.sample([1, 1, 0, 5, 2], 5)
+    lengths = [count + python_random.choice([0, 20, 50]) + (count == 0) for count in counts]
+    inputs = make_inputs(case, counts, lengths)
+    out = torch.full((sum(counts) + 2, case.heads, V_WIDTH), 7.0, device=DEVICE, dtype=bf16)
+    padding = torch.full_like(inputs.q[:2], torch.nan)
+    mixed(
+        torch.cat([inputs.q, padding]), inputs.k, inputs.v, cumulated(counts), int32(lengths), *inputs[2:6],
+        scale=SCALE, max_prompts=python_random.choice([None, 2]), kernel=case.kernel, out=out,
+    )  # fmt: skip
+    check(case, inputs, out[: sum(counts)])
+    assert (out[sum(counts) :] == 7).all()
+
+
+class Heads(NamedTuple):
+    """Queries `[tokens, heads, nope + rotary]`, and what makes heads of latents."""
+
+    q: torch.Tensor
+    up_k: torch.Tensor
+    up_v: torch.Tensor
+
+    def absorbed(self) -> torch.Tensor:
+        """Queries of latents."""
+        nope = self.up_k.shape[1]
+        return torch.cat([torch.einsum("thn,hnd->thd", self.q[..., :nope], self.up_k), self.q[..., nope:]], -1)
+
+    def attention(self, latents: torch.Tensor) -> torch.Tensor:
+        """Of the last tokens to all, by heads of their own: `[tokens, heads, v]`."""
+        compressed, rotary = latents[:, :V_WIDTH], latents[:, V_WIDTH:]
+        k_nope = torch.einsum("kd,hnd->khn", compressed, self.up_k)
+        k = torch.cat([k_nope, rotary[:, None].expand(-1, len(self.up_k), -1)], -1)
+        v = torch.einsum("kd,hnd->khn", compressed, self.up_v)
+        mask = torch.ones(len(self.q), len(k), dtype=torch.bool, device=DEVICE).tril(len(k) - len(self.q))
+        states = (each.transpose(0, 1) for each in (self.q, k, v))
+        scale = self.q.shape[-1] ** -0.5
+        return torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=mask, scale=scale).transpose(0, 1)
+
+
+def test_latents_stand_for_heads_of_their_own() -> None:
+    """From rows that `append` wrote, prompts first and then tokens one by one, to what heads would give whose K and V
+    are made of the latents: nowhere is there a V."""
+    heads, nope, v_width, prompts = 16, 32, 24, [python_random.randint(1, 6), python_random.randint(20, 40)]
+    layer = python_random.randrange(3)
+    scale = (nope + ROTARY) ** -0.5
+    up_k, up_v = (torch.randn(heads, width, V_WIDTH, device=DEVICE).double() / 16 for width in (nope, v_width))
+    cache = make_cache(3, 64, bf16)
+    sequences = [cache.sequence(length) for length in prompts]
+    k, no_v = cache.kv(layer)
+    assert cache.layout.token_bytes == 3 * WIDTH * 2
+    rows, held = int32([sequence.row for sequence in sequences]), [torch.empty(0, WIDTH, device=DEVICE).double()] * 2
+
+    def step(counts: list[int], lengths: list[int], ours: Any) -> None:
+        new = torch.randn(sum(counts), 1, WIDTH, device=DEVICE).to(bf16)
+        before = int32([length - count for count, length in zip(counts, lengths)])
+        append(new, new[..., :0], k, no_v, rows, before, cumulated(counts))
+        queries = torch.randn(sum(counts), heads, nope + ROTARY, device=DEVICE).double()
+        asked = Heads(queries, up_k, up_v).absorbed().to(bf16)
+        out = torch.einsum("thd,hnd->thn", ours(asked, counts, lengths).double(), up_v)
+        for index, (latents, q) in enumerate(zip(new[:, 0].double().split(counts), queries.split(counts))):
+            held[index] = torch.cat([held[index], latents])
+            exact = Heads(q, up_k, up_v).attention(held[index])
+            error = out[sum(counts[:index]) :][: counts[index]] - exact
+            assert error.norm() <= 0.02 * exact.norm()
+
+    step(prompts, prompts, lambda q, counts, lengths: prefill(
+        q, k, k[..., :V_WIDTH], cumulated(counts), int32(lengths), rows, scale=scale
+    ))  # fmt: skip
+    for number in range(1, 3):
+        for sequence in sequences:
+            sequence.extend(1)
+        step([1, 1], [length + number for length in prompts], lambda q, counts, lengths: decode(
+            q[:, None], k, k[..., :V_WIDTH], int32(lengths), rows, scale=scale
+        )[:, 0])  # fmt: skip
+
+
+def latents(heads: int = 16, dtype: torch.dtype = bf16) -> tuple[torch.Tensor, ...]:
+    """Queries of two sequences, latents with room for 64 tokens, and lengths."""
+    q = torch.randn(2, 1, heads, WIDTH, device=DEVICE).to(dtype)
+    return q, torch.randn(2, 64, 1, WIDTH, device=DEVICE).to(dtype), int32([33, 20])
+
+
+@pytest.mark.parametrize("kernel", ["mma", "plain"])
+def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
+    """An empty sequence, and one that is nothing but padding."""
+    q, k, _ = latents()
+    k[0, 5:], k[1] = torch.nan, torch.nan
+    lens, starts = int32([5, 0]), int32([5, 0])
+    assert (decode(q, k, k[..., :V_WIDTH], lens, None, starts, scale=SCALE, kernel=kernel) == 0).all()
+    cu = int32([0, 1, 1])
+    assert (prefill(q[:1, 0], k, k[..., :V_WIDTH], cu, lens, None, starts, scale=SCALE, kernel=kernel) == 0).all()
+
+
+def test_latents_can_be_part_of_a_compiled_graph() -> None:
+    q, k, lens = latents()
+
+    def step(q: torch.Tensor, k: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
+        return decode(q, k, k[..., :V_WIDTH], lens, scale=SCALE) * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")(q, k, lens)
+    assert torch.equal(compiled, step(q, k, lens))
+
+
+def test_what_does_not_fit_is_refused_before_any_launch() -> None:
+    q, k, lens = latents()
+    v = k[..., :V_WIDTH]
+    wide, other = torch.zeros(2, 64, 1, WIDTH + 64, device=DEVICE, dtype=bf16), k.clone()
+    eight = k.to(torch.float8_e4m3fn)
+    scales = torch.ones(2, 64, 1, device=DEVICE)
+    groups = int32([0, 2]), int32([16])
+    out = torch.zeros(2, 1, 16, V_WIDTH, device=DEVICE, dtype=bf16)
+    calls: list[tuple[type[Exception], str, Any]] = [
+        (ValueError, "no scale for latents", lambda: decode(q, k, v, lens, out=out)),
+        (ValueError, "no scale for latents", lambda: prefill(q[:, 0], k, v, int32([0, 1, 2]), lens)),
+        (ValueError, "must be their view", lambda: decode(q, k, k, lens, scale=SCALE)),
+        (ValueError, "must be their view", lambda: decode(q, k, v.contiguous(), lens, scale=SCALE)),
+        (ValueError, "must be their view", lambda: decode(q, k, other[..., :V_WIDTH], lens, scale=SCALE, out=out)),
+        (ValueError, "must be their view", lambda: decode(q, k, k[..., 64:], lens, scale=SCALE, out=out)),
+        (ValueError, "must be their view", lambda: decode(q, k, k[..., 8 : 8 + V_WIDTH], lens, scale=SCALE, out=out)),
+        (ValueError, "latents k", lambda: decode(q, wide, v, lens, scale=SCALE, out=out)),
+        (ValueError, "latents k", lambda: decode(
+            q, k.expand(-1, -1, 2, -1), v.expand(-1, -1, 2, -1), lens, scale=SCALE, out=out
+        )),
+        (ValueError, "not of 8 bits", lambda: decode(
+            q, eight, eight[..., :V_WIDTH], lens, scale=SCALE, k_scales=scales, v_scales=scales
+        )),
+        (ValueError, "it must be", lambda: decode(q, k, v, lens, scale=SCALE, out=torch.zeros_like(q))),
+        (ValueError, "must be one of auto, mma, plain", lambda: decode(q, k, v, lens, scale=SCALE, kernel="wgmma")),
+        (ValueError, "must be one of auto, plain", lambda: decode(
+            q[:, :, :3], k, v, lens, scale=SCALE, kernel="mma"
+        )),
+        (ValueError, "cascade takes none", lambda: cascade(q, k, v, lens, *groups, scale=SCALE, out=out)),
+        (ValueError, "576 of latents", lambda: decode(q[..., :V_WIDTH], v, v, lens)),
+    ]  # fmt: skip
+    for error, message, call in calls:
+        with pytest.raises(error, match=message):
+            call()
+    assert (out == 0).all()
+
+
+def test_append_takes_latents_without_a_v() -> None:
+    """Into rows and into blocks, whatever the strides of what is not there."""
+    new = torch.randn(5, 1, WIDTH, device=DEVICE).to(bf16)
+    blocks = torch.zeros(4, 16, 1, WIDTH, device=DEVICE, dtype=bf16)
+    nothing = torch.empty(5, 1, 0, device=DEVICE, dtype=bf16)
+    table, starts = int32([3, 1]).view(1, 2), int32([13])
+    append(new, nothing, blocks, blocks[..., :0], int32([0]), starts, int32([0, 5]), table)
+    assert torch.equal(torch.cat([blocks[3, 13:], blocks[1, :2]]), new)
+    assert (blocks[[0, 2]] == 0).all()
