@@ -71,6 +71,7 @@ def test_what_was_mapped_ahead_needs_no_driver_call() -> None:
     assert all(has_memory(sequence, driver) for sequence in sequences)
 
 
+@pytest.mark.usefixtures("undebugged")
 def test_it_is_woken_for_several_at_once() -> None:
     """Once in a quarter of a lookahead, however many grow; and nobody who grows makes a call."""
     cache, driver, mapper = make(pages=200, lookahead=4 * PAGE_TOKENS)
