@@ -1213,12 +1213,26 @@ def test_models_that_are_wrapped_are_refused(model: PreTrainedModel) -> None:
 
 
 def test_layers_that_tell_a_cache_nothing_of_their_batch_are_refused() -> None:
-    """As GPT-NeoX's since transformers 5.24."""
+    """As GPT-NeoX's, and Nemotron's, since transformers 5.24."""
     probe, states, told = row_groups.Probe(), torch.randn(1, 2, 1, 8), {"s_aux": None}
     assert probe.update(states, states + 1, 3, told)[1].equal(states + 1)
     assert told == {"s_aux": None, "cache": probe}
     with pytest.raises(vmmkv.UnsupportedAttentionError, match=r"layer 3 hands K and V .* on rows or without"):
         probe.update(states, states, 3)
+    with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
+        batching_seam.attend_rows(None, states, states, states, None, cache=probe)
+
+
+def test_models_that_ask_their_cache_for_more_than_rows_know_are_refused(model: PreTrainedModel) -> None:
+    """As OPT since transformers 5.24. What is wrong with a model itself stays its own error."""
+
+    def ask(model: PreTrainedModel, token: torch.Tensor, probe: Any) -> None:
+        probe.get_seq_length()
+
+    with pytest.raises(vmmkv.UnsupportedError, match=r"ask their cache for more than K and V \(get_seq_length\)"):
+        row_groups.layer_groups(model, {"full_attention": [0]}, {}, ask, None)
+    with pytest.raises(AttributeError, match="nonsense"):
+        row_groups.layer_groups(model, {"full_attention": [0]}, {}, lambda model, *_: model.nonsense, None)
 
 
 def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:

@@ -112,6 +112,8 @@ ATTENTION = BorrowedAttention(NAME, clear=split_layers)
 GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
 """In the place of a request that has ended while a batch with it runs."""
 
+OF_BATCH = "block_table"
+"""What layers are told with every batch, and hand on to attention."""
 KNOWN = {*PagedAttentionArgs.__annotations__, *NOT_ABOUT_ATTENTION, "sliding_window", "logits_to_keep"}
 """Keywords of attention that are heeded, or mean nothing to it."""
 
@@ -212,7 +214,7 @@ def _groups(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Group]
 
 def _run_token(model: PreTrainedModel, token: torch.Tensor, probe: Probe) -> None:
     """Runs a model on one token, as continuous batching calls it."""
-    model(input_ids=token, position_ids=token, cache=probe, use_cache=False)
+    model(input_ids=token, position_ids=token, cache=probe, use_cache=False, **{OF_BATCH: None})
 
 
 # ---------------------------------------------------------------------- the six of them
@@ -957,7 +959,8 @@ def attend_rows(
     """
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
-    if not isinstance(cache, RowCache | Inside | Probe) or unknown:
+    is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and OF_BATCH in told)
+    if not is_in_batch or unknown:
         what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
         raise UnsupportedAttentionError(
             f"{type(module).__name__} {what}, and attention on rows knows none of that; "
