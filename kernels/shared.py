@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import ctypes
 
-from .memory import simulated_load_f32, simulated_store_16, simulated_store_f32
+from .memory import (
+    simulated_load_8,
+    simulated_load_f32,
+    simulated_store_8,
+    simulated_store_16,
+    simulated_store_f32,
+)
 from .ptx import instruction, instruction_on_address
 
 
@@ -38,3 +44,17 @@ load_shared_f32 = instruction(
     "{ .reg .u32 a; cvt.u32.u64 a, $1; ld.shared.f32 $0, [a]; }", "f", "l", simulated_load_f32
 )
 """A float at an address."""
+
+store_shared_8 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v2.u32 [a], {$1, $2}; }", "", "lrr", simulated_store_8
+)
+"""Puts 8 bytes to an 8-byte aligned address."""
+
+load_shared_8 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $2; ld.volatile.shared.v2.u32 {$0, $1}, [a]; }",
+    "rr",
+    "l",
+    simulated_load_8,
+    reads_only=True,
+)
+"""8 bytes at an 8-byte aligned address, loaded each time: registers are for what is needed more often."""
