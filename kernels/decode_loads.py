@@ -45,6 +45,28 @@ def runs_of(variant: Variant) -> tuple[Run, Run]:
     return run_of(4, nbytes), run_of(8, nbytes)
 
 
+def vectors_of(variant: Variant) -> int:
+    """What becomes of 16 bytes of K or V: vectors of 16-bit numbers."""
+    return 2 if variant.kv_dtype else 1
+
+
+class Words(NamedTuple):
+    """What a lane has in registers."""
+
+    k: int
+    v: int
+    """Of 16 tokens."""
+    q: int
+    sums: int
+    """Of an octet."""
+
+
+def words_of(variant: Variant) -> Words:
+    """Of K a lane has two tokens, and of V four."""
+    (k, v), vectors = runs_of(variant), vectors_of(variant)
+    return Words(2 * k.words, 4 * v.words, k.words * vectors, 4 * v.words * vectors)
+
+
 def make_place_of(run: Run) -> Any:
     """A function for kernels: where a lane's word lies in a run, in bytes."""
     lanes, _, whole, eight, _ = run
@@ -92,7 +114,8 @@ def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
     _, address_of = make_addressing(variant.block_size)
     k_run, v_run = runs_of(variant)
     k_words, v_words = k_run.words, v_run.words
-    load_16 = load_16_once[max(gcd(k_run.nbytes, 256), 64)]
+    # As many bytes as divide a row come with it; where rows are not whole pieces of 64, those of neighbours are wanted.
+    load_16 = load_16_once[256 if k_run.nbytes % 64 else gcd(k_run.nbytes, 256)]
     load_k_run, load_v_run = make_load_run(k_run, load_16), make_load_run(v_run, load_16)
 
     @inlined

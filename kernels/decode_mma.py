@@ -18,28 +18,28 @@ so it is brought to where f16 has most digits: each query by a power of two, whi
 they are relative to, which is not the greatest score but the greatest weight with its scale. (As if no scale were below
 2**-40, so that the sum of the weights without their scales stays finite, and that of zeros counts beside great V.)
 
-For how K and V are loaded see `decode_loads`, for shares of the work `decode_shares`, for what becomes of the sums
-`decode_parts`.
+For how K and V are loaded see `decode_loads`, where queries are kept `decode_queries`, for shares of the work
+`decode_shares`, for what becomes of the sums `decode_parts`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from numba import cuda
 
 from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of, scales_of
 from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
-from .arithmetic import FLOOR, HALVES, exp2, fma, if_within, log2, maximum, pick_bytes, raising, reciprocal, tanh
-from .decode_loads import make_loads, make_place_of, runs_of
+from .arithmetic import FLOOR, HALVES, exp2, fma, if_within, log2, maximum, pick_bytes, reciprocal, tanh
+from .decode_loads import make_loads, make_place_of, runs_of, vectors_of, words_of
 from .decode_parts import make_clear, make_settle, results_of
+from .decode_queries import Octet, make_queries, shared_bytes_of
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
 from .eight_bits import EIGHT_BITS
-from .memory import load_4, load_8
 from .ptx import float32, inlined, int64, uint32
 from .softmax import Visible
-from .warp import any_lane, shuffle, shuffle_xor, transpose
+from .warp import any_lane, shuffle_xor, transpose
 from .warp import multiply as multiplications
 
 HEADROOM = 15
@@ -47,36 +47,6 @@ HEADROOM = 15
 
 LEAST_SCALE = 2.0**-40
 """Of V, in what weights are relative to. Were it smaller, there would be no factor to bring zeros to great V."""
-
-
-class Octet(NamedTuple):
-    """Up to 8 queries that share a KV head."""
-
-    kv_head: int
-    column: int
-    """The first of them among those of the head."""
-
-
-def vectors_of(variant: Variant) -> int:
-    """What becomes of 16 bytes of K or V."""
-    return 2 if variant.kv_dtype else 1
-
-
-class Words(NamedTuple):
-    """What a lane has in registers."""
-
-    k: int
-    v: int
-    """Of 16 tokens."""
-    q: int
-    sums: int
-    """Of an octet."""
-
-
-def words_of(variant: Variant) -> Words:
-    """Of K a lane has two tokens, and of V four."""
-    (k, v), vectors = runs_of(variant), vectors_of(variant)
-    return Words(2 * k.words, 4 * v.words, k.words * vectors, 4 * v.words * vectors)
 
 
 def registers_for(variant: Variant) -> tuple[int, ...]:
@@ -87,14 +57,15 @@ def registers_for(variant: Variant) -> tuple[int, ...]:
     """
     if variant.kv_dtype:
         return (4,) if variant.head_dim <= 128 else (2,)
-    return {64: (4, 3, 2, 2), 80: (3, 3, 2, 2), 96: (3, 2), 128: (2, 2)}.get(variant.head_dim, (2,))
+    return {64: (4, 3, 2, 2), 80: (3, 3, 2, 2), 96: (3, 2, 2, 2), 128: (2, 2, 2, 2)}.get(variant.head_dim, (2,))
 
 
 def queries_of(variant: Variant, kv_heads: int) -> Queries:
     """How queries are worked on: two heads at a time where these share pieces of 64 bytes, which memory gives whole."""
     run, _ = runs_of(variant)
     heads = 2 if run.nbytes % 64 and kv_heads % 2 == 0 else 1
-    return Queries(variant.group, variant.q_len, variant.mixed, len(registers_for(variant)), heads)
+    queries = Queries(variant.group, variant.q_len, variant.mixed, len(registers_for(variant)), heads)
+    return queries.in_teams(kv_heads)
 
 
 def blocks_per_sm(variant: Variant, queries: Queries) -> int:
@@ -105,53 +76,6 @@ def blocks_per_sm(variant: Variant, queries: Queries) -> int:
 def multiplied_dtype(variant: Variant) -> torch.dtype:
     """What tensor cores are given."""
     return torch.float16 if variant.kv_dtype else variant.dtype
-
-
-def make_load_queries(variant: Variant, queries: Queries) -> Any:
-    """A function for kernels that loads a lane's part of an octet: its dims of each chunk, of query `lane // 4`."""
-    head_dim, vectors, scaled = variant.head_dim, vectors_of(variant), variant.kv_dtype is not None
-    group, per_head = queries.group, queries.per_head
-    low, high, pack = HALVES[variant.dtype].low, HALVES[variant.dtype].high, HALVES[torch.float16].pack
-    run, _ = runs_of(variant)
-    k_row, place_of = run.words, make_place_of(run)
-    num_words = k_row * vectors
-
-    @inlined
-    def to_f16(words: Any, at: int, lane: int) -> tuple[float, float]:
-        """Brings a lane's query to where f16 has most digits; what takes its own two columns' scores back."""
-        top = float32(0)
-        for i in range(num_words):
-            top = maximum(top, maximum(abs(low(words[at + i])), abs(high(words[at + i]))))
-        top = maximum(top, shuffle_xor(top, 1))
-        top = maximum(top, shuffle_xor(top, 2))
-        raised, lowered = raising(top)
-        for i in range(num_words):
-            words[at + i] = pack(low(words[at + i]) * raised, high(words[at + i]) * raised)
-        column = (lane & 3) * 8
-        return shuffle(lowered, column), shuffle(lowered, column + 4)
-
-    @inlined
-    def load_queries(words: Any, at: int, octet: Octet, q: int, strides: Strides, lane: int) -> tuple[float, float]:
-        """From the address of the sequence's first query, to words from `at` on. What there is none of is 0. What the
-        scores of a lane's columns are to be multiplied by."""
-        number = octet.column + (lane >> 2)
-        query = min(number, per_head - 1)
-        source = q + query // group * strides.q_token + (octet.kv_head * group + query % group) * strides.q_head
-        for w in range(k_row):
-            offset = place_of(w, lane & 3) * vectors
-            inside = number < per_head and offset < head_dim * 2
-            if scaled:
-                two = load_8(source + (offset if inside else 0))
-                words[at + 2 * w] = two[0] if inside else uint32(0)
-                words[at + 2 * w + 1] = two[1] if inside else uint32(0)
-            else:
-                one = load_4(source + (offset if inside else 0))
-                words[at + w] = one if inside else uint32(0)
-        if scaled:
-            return to_f16(words, at, lane)
-        return float32(1), float32(1)
-
-    return load_queries
 
 
 def make_pairs(kv_dtype: torch.dtype | None) -> tuple[Any, Any]:
@@ -184,8 +108,12 @@ def make_pairs(kv_dtype: torch.dtype | None) -> tuple[Any, Any]:
     return k_pair_of_8_bits, v_pair_of_8_bits
 
 
-def make_products(variant: Variant, at_once: int) -> tuple[Any, Any]:
-    """Functions for kernels: the two products."""
+def make_products(variant: Variant, at_once: int, pair_of: Any) -> tuple[Any, Any]:
+    """Functions for kernels: the two products.
+
+    Args:
+        pair_of: an inlined device function: two words of the queries from one on.
+    """
     multiply, vectors = multiplications[multiplied_dtype(variant)], vectors_of(variant)
     scaled, softcapped = variant.kv_dtype is not None, variant.softcapped
     k_row, v_row = (run.words for run in runs_of(variant))
@@ -194,16 +122,16 @@ def make_products(variant: Variant, at_once: int) -> tuple[Any, Any]:
 
     @inlined
     def score(
-        k_words: Any, q_words: Any, first: int, scale0: float, scale1: float, lift0: float, lift1: float, inner: float
+        k_words: Any, held: Any, first: int, scale0: float, scale1: float, lift0: float, lift1: float, inner: float
     ) -> tuple[float, float, float, float]:
         """Of 16 tokens and 8 queries: a lane has tokens `lane // 4` and the 8th after, for each of two queries."""
         d = (float32(0), float32(0), float32(0), float32(0))
         for x in range(k_row * vectors // 2):
+            q = pair_of(held, first + 2 * x)
             d = multiply(
                 d[0], d[1], d[2], d[3],
                 k_pair(k_words, 0, 2 * x), k_pair(k_words, k_row, 2 * x),
-                k_pair(k_words, 0, 2 * x + 1), k_pair(k_words, k_row, 2 * x + 1),
-                q_words[first + 2 * x], q_words[first + 2 * x + 1],
+                k_pair(k_words, 0, 2 * x + 1), k_pair(k_words, k_row, 2 * x + 1), q[0], q[1],
             )  # fmt: skip
         if scaled:
             # Both first: the one may be as great as the other is small.
@@ -282,7 +210,7 @@ def make_weigh(variant: Variant, num_sums: int) -> Any:
     return weigh
 
 
-def make_attend(variant: Variant, queries: Queries) -> Any:
+def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
     """A function for kernels: the attention of a warp's octets to its tokens."""
     windowed, scaled = variant.windowed, variant.kv_dtype is not None
     group, q_len, at_once = queries.group, queries.q_len, queries.at_once
@@ -292,7 +220,7 @@ def make_attend(variant: Variant, queries: Queries) -> Any:
 
     home_of, _ = make_addressing(variant.block_size)
     load_k, load_v, load_scales = make_loads(variant)
-    score, accumulate = make_products(variant, at_once)
+    score, accumulate = make_products(variant, at_once, pair_of)
     weigh = make_weigh(variant, num_sums)
 
     @inlined
@@ -306,7 +234,7 @@ def make_attend(variant: Variant, queries: Queries) -> Any:
 
     @inlined
     def attend(
-        sums: Any, maxima: Any, weights: Any, q_fragment: Any, lifts: Any, k: Tokens, v: Tokens, k_scales: Tokens,
+        sums: Any, maxima: Any, weights: Any, held: Any, lifts: Any, k: Tokens, v: Tokens, k_scales: Tokens,
         v_scales: Tokens, row: Row, piece: Piece, token: int, column: int, scoring: Scoring, lane: int,
     ) -> None:  # fmt: skip
         """From a token on; other warps have those in between. The first octet begins at a column; of each octet a lane
@@ -333,7 +261,7 @@ def make_attend(variant: Variant, queries: Queries) -> Any:
             t = token + (lane >> 2)
             for o in range(at_once):
                 visible = keys_of_lane(piece, column + 8 * o + 2 * (lane & 3), scoring.window)
-                s = score(k_fragment, q_fragment, o * q_words, k0, k1, lifts[2 * o], lifts[2 * o + 1], scoring.inner)
+                s = score(k_fragment, held, o * q_words, k0, k1, lifts[2 * o], lifts[2 * o + 1], scoring.inner)
                 scores[4 * o] = if_within(s[0], t, visible.low0, visible.high0)
                 scores[4 * o + 1] = if_within(s[1], t, visible.low1, visible.high1)
                 scores[4 * o + 2] = if_within(s[2], t + 8, visible.low0, visible.high0)
@@ -367,41 +295,59 @@ def make_put_results(variant: Variant, queries: Queries) -> Any:
     num_sums = 2 * dims * v_row
 
     @inlined
-    def put_results(shared: Any, sums: Any, maxima: Any, weights: Any, warp: int, lane: int) -> None:
-        for o in range(at_once):
-            for i in range(2):
-                weight = weights[2 * o + i]
-                for step in range(3):
-                    weight += shuffle_xor(weight, 4 << step)
-                query = 2 * (lane & 3) + i
-                if query < per_octet:
-                    column = (warp * at_once + o) * per_octet + query
-                    if lane < 4:
-                        shared[results.maxima + column] = maxima[2 * o + i]
-                        shared[results.weights + column] = weight
-                    for w in range(v_row):
-                        dim = place_of(w, lane >> 2) * dims // 4
-                        if dim < head_dim:
-                            to = results.sums + column * head_dim + dim
-                            for d in range(dims):
-                                shared[to + d] = sums[o * num_sums + (w * dims + d) // 2 * 4 + d % 2 * 2 + i]
+    def put_octet(shared: Any, sums: Any, maxima: Any, weights: Any, warp: int, lane: int, o: int) -> None:
+        for i in range(2):
+            weight = weights[2 * o + i]
+            for step in range(3):
+                weight += shuffle_xor(weight, 4 << step)
+            query = 2 * (lane & 3) + i
+            if query < per_octet:
+                column = (warp * at_once + o) * per_octet + query
+                if lane < 4:
+                    shared[results.maxima + column] = maxima[2 * o + i]
+                    shared[results.weights + column] = weight
+                for w in range(v_row):
+                    dim = place_of(w, lane >> 2) * dims // 4
+                    if dim < head_dim:
+                        to = results.sums + column * results.stride + dim
+                        for d in range(dims):
+                            shared[to + d] = sums[o * num_sums + (w * dims + d) // 2 * 4 + d % 2 * 2 + i]
 
-    return put_results
+    def make_put(last: int) -> Any:
+        """Of the octets up to one. The compiler leaves a loop of so many steps, and then sums are not in registers."""
+        if last == 0:
+
+            @inlined
+            def put_first(shared: Any, sums: Any, maxima: Any, weights: Any, warp: int, lane: int) -> None:
+                put_octet(shared, sums, maxima, weights, warp, lane, 0)
+
+            return put_first
+        put_others = make_put(last - 1)
+
+        @inlined
+        def put_results(shared: Any, sums: Any, maxima: Any, weights: Any, warp: int, lane: int) -> None:
+            put_others(shared, sums, maxima, weights, warp, lane)
+            put_octet(shared, sums, maxima, weights, warp, lane, last)
+
+        return put_results
+
+    return make_put(at_once - 1)
 
 
 def make_decode(variant: Variant, queries: Queries) -> Any:
     """The kernel as a Python function."""
     head_dim = variant.head_dim
     octets, octets_per_head = queries.octets, queries.octets_per_head
-    at_once, sharing = queries.at_once, queries.sharing
+    at_once, sharing, team = queries.at_once, queries.sharing, queries.team
     _, _, q_words, num_sums = words_of(variant)
-    all_words, all_sums, columns = q_words * at_once, num_sums * at_once, 2 * at_once
-    shared_floats = results_of(queries, head_dim).floats
+    dynamic = shared_bytes_of(variant, queries) > 0
+    shared_floats = 0 if dynamic else results_of(queries, head_dim).floats
+    all_words, all_sums, columns = q_words * (1 if dynamic else at_once), num_sums * at_once, 2 * at_once
 
     share_of_block, piece_at, sequence_after, is_empty = make_shares(queries, variant.windowed, variant.cascaded)
     first_query = make_first_query(queries.mixed)
-    load_queries = make_load_queries(variant, queries)
-    attend = make_attend(variant, queries)
+    take_queries, pair_of = make_queries(variant, queries)
+    attend = make_attend(variant, queries, pair_of)
     put_results = make_put_results(variant, queries)
     settle = make_settle(variant.dtype, head_dim, queries, variant.cascaded)
     clear = make_clear(variant.dtype, head_dim, queries)
@@ -418,7 +364,7 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
         weights = cuda.local.array(columns, float32)
         lifts = cuda.local.array(columns, float32)
         bundles = sizes.kv_heads * octets_per_head // octets
-        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, bundles, groups)
+        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, bundles // team, groups)
 
         place = int64(cuda.blockIdx.x)
         while place < sizes.batch:
@@ -429,7 +375,7 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
         share = share_of_block(sizes.batch, lengths, lane)
         unit, sequence, before = share.begin, share.sequence, share.before
         while unit < share.end:
-            piece = piece_at(unit, share.end, sequence, before, lengths)
+            piece = piece_at(unit, share, sequence, before, lengths)
             token = piece.token + warp // sharing * UNIT
             number = piece.bundle * octets + warp % sharing * at_once
             kv_head, column = number // octets_per_head, number % octets_per_head * 8
@@ -437,17 +383,14 @@ def make_decode(variant: Variant, queries: Queries) -> Any:
             k, v = head_of(kv_head, at, strides)
             k_scales, v_scales = scales_of(kv_head, at, strides)
             q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token)
-            for o in range(at_once):
-                octet = Octet(kv_head, column + 8 * o)
-                lifts[2 * o], lifts[2 * o + 1] = load_queries(q_fragment, o * q_words, octet, q, strides, lane)
+            held = take_queries(q_fragment, lifts, shared, Octet(kv_head, column), q, strides, warp, lane)
             attend(
-                sums, maxima, weights, q_fragment, lifts, k, v, k_scales, v_scales, row, piece, token, column, scoring,
-                lane,
-            )  # fmt: skip
+                sums, maxima, weights, held, lifts, k, v, k_scales, v_scales, row, piece, token, column, scoring, lane
+            )
             put_results(shared, sums, maxima, weights, warp, lane)
-            settle(shared, piece, share.size, bundles, at, sizes, strides, groups, scoring.outer, thread)
+            settle(shared, piece, share, bundles, at, sizes, strides, groups, scoring.outer, thread)
             unit = piece.end
-            if unit == piece.bundle_end and piece.bundle == bundles - 1:
+            if unit == piece.bundle_end and piece.round == lengths.rounds - 1:
                 before = unit
                 sequence = sequence_after(sequence, share, unit, lengths)
 

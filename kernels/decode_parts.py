@@ -15,7 +15,7 @@ from numba import cuda
 from .addressing import make_first_query
 from .arguments import Addresses, Groups, Sizes, Strides
 from .arithmetic import FLOOR, HALVES, LOG2E, divide, exp2, maximum, reciprocal
-from .decode_shares import THREADS, Piece, Queries
+from .decode_shares import THREADS, Piece, Queries, Share
 from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, store_8, store_f32, store_f32x4
 from .prefixes import PrefixParts, make_parts_of_query, make_tokens_of_part
 from .ptx import float32, inlined, int64
@@ -27,6 +27,8 @@ class Results(NamedTuple):
 
     sums: int
     """Of V, for each dim."""
+    stride: int
+    """From one query's to the next's: not all of them begin in the same bank."""
     maxima: int
     weights: int
     """Their sums."""
@@ -35,11 +37,18 @@ class Results(NamedTuple):
     floats: int
     """In all."""
 
+    @property
+    def nbytes(self) -> int:
+        """In whole vectors."""
+        return -(-self.floats // 4) * 16
+
 
 def results_of(queries: Queries, head_dim: int) -> Results:
     """What a block's warps leave."""
     columns = queries.token_warps * queries.per_bundle
-    return Results(*accumulate((columns * head_dim, columns, columns, 1), initial=0))
+    stride = head_dim + 1
+    sums, *others = accumulate((columns * stride, columns, columns, 1), initial=0)
+    return Results(sums, stride, *others)
 
 
 def part_bytes(queries: Queries, head_dim: int) -> int:
@@ -89,7 +98,7 @@ def make_add_warps(queries: Queries, head_dim: int) -> Any:
             weight = exp2((shared[results.maxima + column] - m) * outer)
             weights += weight * shared[results.weights + column]
             for j in range(4):
-                o[j] += weight * shared[results.sums + column * head_dim + item % quarter * 4 + j]
+                o[j] += weight * shared[results.sums + column * results.stride + item % quarter * 4 + j]
         return Sum(m, weights, o[0], o[1], o[2], o[3])
 
     return add_warps
@@ -101,19 +110,20 @@ def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
     A block has two parts at most: of the bundle that its share begins in the midst of, and of that which it ends in.
     """
     quarter, nbytes = head_dim // 4, part_bytes(queries, head_dim)
-    sums_bytes = queries.per_bundle * head_dim * 4
+    share_bytes, sums_bytes = 2 * queries.team * nbytes, queries.per_bundle * head_dim * 4
 
     @inlined
-    def part_of(block: int, bundle_begin: int, share_size: int, partials: int) -> int:
-        number = block * 2 + (1 if block * share_size < bundle_begin else 0)
-        return partials + number * nbytes
+    def part_of(number: int, share: Share, bundle_begin: int, partials: int) -> int:
+        """Of the block that is in the team of the share of this number what this one is in its own."""
+        where = 2 * share.member + (1 if number * share.size < bundle_begin else 0)
+        return partials + number * share_bytes + where * nbytes
 
     @inlined
-    def parts_of(piece: Piece, share_size: int, partials: int) -> Parts:
-        block = divide(piece.bundle_begin, share_size)
-        num_parts = divide(piece.bundle_end - 1, share_size) - block + 1
-        first = part_of(block, piece.bundle_begin, share_size, partials)
-        return Parts(first, partials + (block + 1) * 2 * nbytes, num_parts)
+    def parts_of(piece: Piece, share: Share, partials: int) -> Parts:
+        number = divide(piece.bundle_begin, share.size)
+        num_parts = divide(piece.bundle_end - 1, share.size) - number + 1
+        first = part_of(number, share, piece.bundle_begin, partials)
+        return Parts(first, partials + (number + 1) * share_bytes + 2 * share.member * nbytes, num_parts)
 
     @inlined
     def put_part(to: int, part: Sum, item: int) -> None:
@@ -127,7 +137,7 @@ def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
     def place_of(parts: Parts, index: int, item: int) -> tuple[int, int]:
         at = parts.first
         if index > 0:
-            at = parts.second + (index - 1) * 2 * nbytes
+            at = parts.second + (index - 1) * share_bytes
         return at + item * 16, at + sums_bytes + item // quarter * 8
 
     return part_of, parts_of, put_part, make_add_parts(place_of)
@@ -259,21 +269,21 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
 
     @inlined
     def is_last(shared: Any, counter: int, num_parts: int, thread: int) -> bool:
-        """Whether the others of so many parts are there, once this block's is; then they may be read."""
+        """Whether the others of so many parts are there, once this block's is; then they may be read. What its threads
+        stored before they met is there for who finds that it was counted: an order that barriers and counters keep."""
         if thread == 0:
-            cuda.threadfence()
             shared[results.arrived] = float32(increment(counter, num_parts - 1))
         cuda.syncthreads()
         return int64(shared[results.arrived]) == num_parts - 1
 
     @inlined
     def settle(
-        shared: Any, piece: Piece, share_size: int, bundles: int, at: Addresses, sizes: Sizes, strides: Strides,
+        shared: Any, piece: Piece, share: Share, bundles: int, at: Addresses, sizes: Sizes, strides: Strides,
         groups: Groups, outer: float, thread: int,
     ) -> None:  # fmt: skip
         """Called by all threads of a block, which meet before and after they read the results."""
         whole = piece.end - piece.begin == piece.bundle_end - piece.bundle_begin
-        mine = part_of(cuda.blockIdx.x, piece.bundle_begin, share_size, at.partials)
+        mine = part_of(share.number, share, piece.bundle_begin, at.partials)
         cuda.syncthreads()
         item = thread
         while item < items:
@@ -290,9 +300,8 @@ def make_settle(dtype: torch.dtype, head_dim: int, queries: Queries, cascaded: b
         cuda.syncthreads()
         if whole:
             return
-        parts = parts_of(piece, share_size, at.partials)
+        parts = parts_of(piece, share, at.partials)
         if is_last(shared, at.counters + (piece.sequence * bundles + piece.bundle) * 4, parts.num_parts, thread):
-            cuda.threadfence()
             item = thread
             while item < items:
                 query, kv_head = query_of(item, piece.bundle)

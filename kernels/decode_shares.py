@@ -3,6 +3,9 @@
 The queries of a KV head are taken in octets, and a block works on a bundle of these at a time. The work of a sequence
 is laid out bundle by bundle, in units of 16 tokens, and that of all sequences end to end (see `ragged`): a share begins
 and ends anywhere, and is worked on in pieces of one sequence and bundle each.
+
+Neighbouring heads of a token lie side by side, so blocks form teams: a share is a team's, and each of its blocks works
+on the same tokens as the others at about the same time, on a bundle of its own.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ UNIT = 16
 """Tokens of a unit of work."""
 LEAST = 8
 """Units of a share at least, so that short sequences are not cut to crumbs."""
+MOST_IN_TEAM = 8
+"""Blocks. With more, what is left over of the multiprocessors, and idle, would be more."""
 
 
 class Queries(NamedTuple):
@@ -41,6 +46,8 @@ class Queries(NamedTuple):
     """Octets that a warp has registers for."""
     heads: int = 1
     """Neighbouring KV heads that a block works on; there is a multiple of so many."""
+    team: int = 1
+    """Blocks that work on the same tokens, each on other bundles; there is a multiple of so many of these."""
 
     @property
     def per_head(self) -> int:
@@ -85,6 +92,15 @@ class Queries(NamedTuple):
         """Of a sequence."""
         return kv_heads * self.octets_per_head // self.octets
 
+    def in_teams(self, kv_heads: int) -> Queries:
+        """The same, worked on in the largest teams that there can be."""
+        bundles = self.bundles(kv_heads)
+        return self._replace(team=max(size for size in range(1, MOST_IN_TEAM + 1) if bundles % size == 0))
+
+    def grid(self, blocks: int) -> int:
+        """Of so many blocks those that are in whole teams; at least one team."""
+        return max(blocks // self.team, 1) * self.team
+
 
 class Lengths(NamedTuple):
     """What the amount of work follows from."""
@@ -93,14 +109,17 @@ class Lengths(NamedTuple):
     seq_lens: int
     starts: int
     window: int
-    bundles: int
-    """Of a sequence."""
+    rounds: int
+    """Bundles of a sequence that a block of a team works on, one after the other."""
     groups: Groups
 
 
 class Share(NamedTuple):
-    """The units of a block of threads."""
+    """The units of a team of blocks."""
 
+    number: int
+    member: int
+    """This block's number in its team."""
     size: int
     """Units of every share, but for the last."""
     begin: int
@@ -119,6 +138,8 @@ class Piece(NamedTuple):
     """The sequence's first token that its queries see."""
     last: int
     """Its last token."""
+    round: int
+    """Of the sequence's."""
     bundle: int
     """The bundle's number in its sequence."""
     bundle_begin: int
@@ -135,7 +156,7 @@ class Piece(NamedTuple):
 def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, Any, Any, Any]:
     """Functions for kernels: this block's share, the piece that a unit begins, the sequence after one, and whether one
     is empty."""
-    q_len, mixed = queries.q_len, queries.mixed
+    q_len, mixed, team = queries.q_len, queries.mixed, queries.team
     prefix_of = make_prefix_of(q_len)
 
     @inlined
@@ -165,7 +186,7 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
         first, length = span(sequence, lengths)
         if length == 0:
             return 0
-        return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.bundles
+        return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.rounds
 
     @inlined
     def is_empty(sequence: int, lengths: Lengths) -> bool:
@@ -177,26 +198,28 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
     @inlined
     def share_of_block(batch: int, lengths: Lengths, lane: int) -> Share:
         """The lanes of a warp look together."""
-        units = total(batch, lengths, lane)
-        size = max(divide(units + cuda.gridDim.x - 1, cuda.gridDim.x), LEAST)
-        begin = cuda.blockIdx.x * size
+        units, teams = total(batch, lengths, lane), cuda.gridDim.x // team
+        size = max(divide(units + teams - 1, teams), LEAST)
+        number = cuda.blockIdx.x // team
+        begin = number * size
         sequence, before = locate(begin, batch, lengths, lane)
-        return Share(size, begin, min(begin + size, units), sequence, before)
+        return Share(number, cuda.blockIdx.x % team, size, begin, min(begin + size, units), sequence, before)
 
     @inlined
-    def piece_at(unit: int, end: int, sequence: int, before: int, lengths: Lengths) -> Piece:
-        """From a unit on, `end` at most; `before` are the units of the sequences before."""
+    def piece_at(unit: int, share: Share, sequence: int, before: int, lengths: Lengths) -> Piece:
+        """From a unit of a share on; `before` are the units of the sequences before."""
         first, length = span(sequence, lengths)
-        bundle_units = divide(units_of(sequence, lengths), lengths.bundles)
-        bundle = divide(unit - before, bundle_units)
-        begin = before + bundle * bundle_units
-        piece_end = min(begin + bundle_units, end)
+        bundle_units = divide(units_of(sequence, lengths), lengths.rounds)
+        turn = divide(unit - before, bundle_units)
+        begin = before + turn * bundle_units
+        piece_end = min(begin + bundle_units, share.end)
         origin = (first // UNIT - begin) * UNIT  # where unit 0 would lie
         return Piece(
             sequence=sequence,
             first=first,
             last=length - 1,
-            bundle=bundle,
+            round=turn,
+            bundle=turn * team + share.member,
             bundle_begin=begin,
             bundle_end=begin + bundle_units,
             begin=unit,

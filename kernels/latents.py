@@ -19,7 +19,7 @@ from .addressing import Row, Tokens, first_token, head_of, make_addressing, make
 from .arguments import LATENT_DIM, LATENT_V_DIM, NO_GROUPS, Addresses, Scoring, Sizes, Strides, Variant
 from .arithmetic import FLOOR, HALVES, LOG2E, clamp, exp2, maximum, reciprocal
 from .decode_parts import Parts, Sum, make_clear, make_finish, make_parts, part_bytes
-from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
+from .decode_shares import UNIT, Lengths, Piece, Queries, Share, make_shares
 from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_i32, store_4, store_f32x2
 from .ptx import float32, inlined, int64, uint32
 from .ragged import make_ragged
@@ -48,9 +48,9 @@ class Bundles(Queries):
         return 1
 
 
-def bundles_of(variant: Variant) -> Bundles:
+def bundles_of(variant: Variant) -> Queries:
     """How decode's queries are worked on."""
-    return Bundles(variant.group, variant.q_len, variant.mixed)
+    return Bundles(variant.group, variant.q_len, variant.mixed).in_teams(1)
 
 
 def queries_of(variant: Variant) -> int:
@@ -208,11 +208,11 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
     return put_outputs, put_sums
 
 
-def make_add_parts(bundles: Bundles) -> Any:
+def make_add_parts(bundles: Queries) -> Any:
     """A function for kernels that adds up parts of four queries: of each four dims. Those of four parts come together,
     since a block has many queries, wide ones, and is the only one that adds them up."""
     quarter, nbytes = LATENT_V_DIM // 4, part_bytes(bundles, LATENT_V_DIM)
-    sums_bytes = bundles.per_bundle * LATENT_V_DIM * 4
+    share_bytes, sums_bytes = 2 * bundles.team * nbytes, bundles.per_bundle * LATENT_V_DIM * 4
 
     @inlined
     def add_parts(totals: Any, parts: Parts, line: int, quad: int, outer: float) -> None:
@@ -229,7 +229,7 @@ def make_add_parts(bundles: Bundles) -> Any:
         while index < parts.num_parts:
             for p in range(4):
                 number = min(index + p, parts.num_parts - 1)
-                at = parts.second + (number - 1) * 2 * nbytes if number > 0 else parts.first
+                at = parts.second + (number - 1) * share_bytes if number > 0 else parts.first
                 for i in range(4):
                     state = at + sums_bytes + (line + i * MERGED) * 8
                     m[4 * p + i] = load_fresh_f32(state)
@@ -256,7 +256,7 @@ def make_add_parts(bundles: Bundles) -> Any:
     return add_parts
 
 
-def make_settle(variant: Variant, bundles: Bundles, arrived: int) -> Any:
+def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
     """A function for kernels that makes an output of a block's sums, or a part; of the last part of a bundle, which
     then has them all, both."""
     quarter, queries = LATENT_V_DIM // 4, bundles.per_bundle
@@ -269,7 +269,7 @@ def make_settle(variant: Variant, bundles: Bundles, arrived: int) -> Any:
 
     @inlined
     def settle(
-        sums: Any, softmax: Softmax, base: int, piece: Piece, share_size: int, part: Part, at: Addresses,
+        sums: Any, softmax: Softmax, base: int, piece: Piece, share: Share, part: Part, at: Addresses,
         strides: Strides, outer: float, thread: int, lane: int,
     ) -> None:  # fmt: skip
         """Called by all threads of a block."""
@@ -279,9 +279,9 @@ def make_settle(variant: Variant, bundles: Bundles, arrived: int) -> Any:
             number = piece.bundle * queries + line
             put_outputs(sums, softmax, number, count, to, part, at, strides, outer, lane)
             return
-        to = part_of(cuda.blockIdx.x, piece.bundle_begin, share_size, at.partials)
+        to = part_of(share.number, share, piece.bundle_begin, at.partials)
         put_sums(sums, softmax, line, to, part, lane)
-        parts = parts_of(piece, share_size, at.partials)
+        parts = parts_of(piece, share, at.partials)
         cuda.syncthreads()
         if thread == 0:
             cuda.threadfence()
@@ -318,7 +318,7 @@ def make_decode(variant: Variant, attend: Any, arrived: int, alignment: int) -> 
     bundles = bundles_of(variant)
     queries, count, q_len = bundles.per_bundle, bundles.per_head, variant.q_len
     num_sums = sums_of(queries)
-    num_bundles = bundles.bundles(1)
+    num_bundles, team = bundles.bundles(1), bundles.team
 
     share_of_block, piece_at, sequence_after, is_empty = make_shares(bundles, variant.windowed, False)
     first_query = make_first_query(variant.mixed)
@@ -333,7 +333,7 @@ def make_decode(variant: Variant, attend: Any, arrived: int, alignment: int) -> 
         base = (shared_address(cuda.shared.array(0, uint32)) + alignment - 1) // alignment * alignment
         sums = cuda.local.array(num_sums, float32)
         part = part_of(thread >> 5)
-        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, num_bundles, NO_GROUPS)
+        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, num_bundles // team, NO_GROUPS)
 
         place = int64(cuda.blockIdx.x)
         while place < sizes.batch:
@@ -344,7 +344,7 @@ def make_decode(variant: Variant, attend: Any, arrived: int, alignment: int) -> 
         share = share_of_block(sizes.batch, lengths, lane)
         unit, sequence, before = share.begin, share.sequence, share.before
         while unit < share.end:
-            piece = piece_at(unit, share.end, sequence, before, lengths)
+            piece = piece_at(unit, share, sequence, before, lengths)
             k, _ = head_of(0, at, strides)
             q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token)
             first = piece.bundle * queries
@@ -356,9 +356,9 @@ def make_decode(variant: Variant, attend: Any, arrived: int, alignment: int) -> 
                 Span(piece.token, piece.first, piece.token_end), Visible(seen.low0, high0, seen.low1, high1), part,
                 strides, scoring, thread, lane,
             )  # fmt: skip
-            settle(sums, softmax, base, piece, share.size, part, at, strides, scoring.outer, thread, lane)
+            settle(sums, softmax, base, piece, share, part, at, strides, scoring.outer, thread, lane)
             unit = piece.end
-            if unit == piece.bundle_end and piece.bundle == num_bundles - 1:
+            if unit == piece.bundle_end and piece.round == lengths.rounds - 1:
                 before = unit
                 sequence = sequence_after(sequence, share, unit, lengths)
 

@@ -29,7 +29,7 @@ def _load_4(address: int) -> Any:
     return np.uint32(ctypes.c_uint32.from_address(int(address)).value)
 
 
-def _load_8(address: int) -> tuple[Any, ...]:
+def simulated_load_8(address: int) -> tuple[Any, ...]:
     assert address % 8 == 0, "misaligned"
     return tuple(map(np.uint32, (ctypes.c_uint32 * 2).from_address(int(address))))
 
@@ -52,7 +52,7 @@ def _store_4(address: int, word: int) -> None:
     ctypes.c_uint32.from_address(int(address)).value = int(word)
 
 
-def _store_8(address: int, *words: int) -> None:
+def simulated_store_8(address: int, *words: int) -> None:
     (ctypes.c_uint32 * 2).from_address(int(address))[:] = [int(word) for word in words]
 
 
@@ -92,7 +92,7 @@ load_f32 = instruction("ld.global.nc.f32 $0, [$1];", "f", "l", simulated_load_f3
 load_4 = instruction("ld.global.nc.u32 $0, [$1];", "r", "l", _load_4, reads_only=True)
 """4 bytes at an address."""
 
-load_8 = instruction("ld.global.nc.v2.u32 {$0, $1}, [$2];", "rr", "l", _load_8, reads_only=True)
+load_8 = instruction("ld.global.nc.v2.u32 {$0, $1}, [$2];", "rr", "l", simulated_load_8, reads_only=True)
 """8 bytes at an 8-byte aligned address."""
 
 load_16_once = {
@@ -106,7 +106,7 @@ load_16_once = {
 no more than are read next, since the rest would push others out before it is wanted."""
 
 load_8_once = instruction(
-    "ld.global.nc.L1::no_allocate.L2::64B.v2.u32 {$0, $1}, [$2];", "rr", "l", _load_8, reads_only=True
+    "ld.global.nc.L1::no_allocate.L2::64B.v2.u32 {$0, $1}, [$2];", "rr", "l", simulated_load_8, reads_only=True
 )
 """8 bytes at an 8-byte aligned address, read once."""
 
@@ -125,7 +125,7 @@ load_16_written = instruction("ld.global.v4.u32 {$0, $1, $2, $3}, [$4];", "rrrr"
 store_4 = instruction("st.global.u32 [$0], $1;", "", "lr", _store_4)
 """Puts 4 bytes to an address."""
 
-store_8 = instruction("st.global.v2.u32 [$0], {$1, $2};", "", "lrr", _store_8)
+store_8 = instruction("st.global.v2.u32 [$0], {$1, $2};", "", "lrr", simulated_store_8)
 """Puts 8 bytes to an 8-byte aligned address."""
 
 store_16 = instruction("st.global.v4.u32 [$0], {$1, $2, $3, $4};", "", "lrrrr", simulated_store_16)

@@ -30,9 +30,8 @@ class Places(NamedTuple):
     twins: list[tuple[int, int]]
     """Where one is again, and where it was first."""
     missing: Picker
-    nones: frozenset[tuple[None, ...]]
-    """One tuple of as many as are missing: asked for by its hash, since tensors are slow to say that they are not None.
-    """
+    nones: tuple[None, ...]
+    """As many as are missing."""
 
 
 @cache
@@ -41,7 +40,7 @@ def places(firsts: tuple[int, ...], nothing: int) -> Places:
     missing = [place for place, first in enumerate(firsts) if first == nothing]
     distinct = [place for place, first in enumerate(firsts) if first == place != nothing]
     twins = [(place, first) for place, first in enumerate(firsts) if first not in (place, nothing)]
-    return Places(pick(distinct), twins, pick(missing), frozenset([(None,) * len(missing)]))
+    return Places(pick(distinct), twins, pick(missing), (None,) * len(missing))
 
 
 def pick(where: Sequence[int]) -> Picker:
@@ -64,6 +63,11 @@ class Known(NamedTuple):
     check: Callable[..., bool]
     """Whether distinct tensors look like those that there were."""
     plan: Any
+
+
+def addresses_of(tensors: Tensors) -> list[int]:
+    """Of those that are there."""
+    return [each.data_ptr() for each in tensors if each is not None]
 
 
 def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
@@ -96,18 +100,13 @@ class Plans(Generic[Plan]):
         Args:
             options: numbers, strings and None.
         """
-        for known in self._recent:  # replaced as a whole: another thread sees what was, or what is
-            distinct, twins, missing, nones = known.places
-            if (
-                known.options == options
-                and known.check(*distinct(tensors))
-                and missing(tensors) in nones
-                and (not twins or same(tensors, twins))
-            ):
-                break
-        else:
-            if not all(isinstance(option, (int, float, str, NoneType, Number)) for option in options):
-                raise TypeError(f"got {options}; each must be a number or a string: others may change unseen")
-            known = know(tensors, options, self._make(*options, keys(tensors)))
-            self._recent = known, *self._recent[: RECENT - 1]
-        return known.plan, [each.data_ptr() for each in tensors if each is not None]
+        for known, places, check, plan in self._recent:  # replaced as a whole: another thread sees what was, or what is
+            distinct, twins, missing, nones = places
+            given = distinct(tensors)
+            if known == options and check(*given) and missing(tensors) == nones and (not twins or same(tensors, twins)):
+                return plan, addresses_of(tensors if twins else given)
+        if not all(isinstance(option, (int, float, str, NoneType, Number)) for option in options):
+            raise TypeError(f"got {options}; each must be a number or a string: others may change unseen")
+        plan = self._make(*options, keys(tensors))
+        self._recent = know(tensors, options, plan), *self._recent[: RECENT - 1]
+        return plan, addresses_of(tensors)

@@ -1,8 +1,10 @@
 """append: writes the K and V of new tokens into rows, or into the blocks of a block table; rotates K and Q, if asked.
 
-One block of threads per token, and another one for its queries. With a block table only the token's address differs.
-Where lengths are data on the device, a block that writes its sequence's only new token counts it as well. Into a cache
-of 8 bits it quantizes on the way, what is rotated as well.
+Tokens that are copied as they are share a block of threads, as many as still leave work for every multiprocessor: half
+of its threads move K and half V, and one of them looks up where a token goes. Else a block has one token, and another
+block its queries; into a cache of 8 bits it quantizes on the way, what is rotated as well. With a block table only the
+token's address differs. Where lengths are data on the device, who looks at that of a sequence with one new token counts
+it as well.
 """
 
 from __future__ import annotations
@@ -34,12 +36,13 @@ from .compiler import Kernel
 from .launches import Launch, index_of
 from .memory import load_counter, load_i32, store_4, trap
 from .plans import Plans
-from .ptx import inlined
+from .ptx import inlined, int64
 from .quantized import LARGEST
 from .quantizing import make_quantize_heads
 from .ragged import sequence_of
 from .rotary import RotateHalf, Rotation, make_rotate
-from .vectors import THREADS, make_copy_heads
+from .vectors import THREADS, make_copy_heads, make_move_tokens, most_tokens, tokens_of_block
+from .workspace import multiprocessors
 
 
 class AppendAddresses(NamedTuple):
@@ -59,8 +62,11 @@ class AppendAddresses(NamedTuple):
 
 
 class AppendShape(NamedTuple):
-    """Sequences; bytes from one row of the block table to the next, and from one row (or block), token and head."""
+    """New tokens, those of a block of threads, and sequences; bytes from one row of the block table to the next, and
+    from one row (or block), token and head."""
 
+    tokens: int
+    per_block: int
     batch: int
     table: int
     k_token: int
@@ -225,7 +231,7 @@ def _prepare(geometry: tuple[Key | None, ...], addresses: tuple[int | None, ...]
     kernel, shape, strides = _plan(geometry)
     k, *_ = geometry
     assert k
-    blocks, rotary = (k[0][0], 2 if strides else 1), [None] * 4 if strides else []
+    blocks, rotary = (-(-shape.tokens // shape.per_block), 2 if strides else 1), [None] * 4 if strides else []
     return Launch(kernel, blocks, index_of(k[3]), (*addresses, *shape, *rotary, *strides))
 
 
@@ -271,7 +277,8 @@ def _plan(geometry: tuple[Key | None, ...]) -> tuple[Kernel, AppendShape, tuple[
     by_token = [each.strides if each else (0, 0, 0) for each in (k_scales, v_scales)]
     scales = [stride * 4 for row, *token, head in by_token for stride in (row, *(token or [0]), head)]
     turning = tuple(stride * k.dtype.itemsize for tensor in rotary for stride in tensor.strides[:-1])
-    return kernel, AppendShape(batch, table_stride, *new, *cached, *scales), turning
+    per_block = 1 if rotary or dtypes else tokens_of_block(k.shape[0], heads * k_head, multiprocessors(k.device))
+    return kernel, AppendShape(k.shape[0], per_block, batch, table_stride, *new, *cached, *scales), turning
 
 
 def _are_given(scales: Geometry | None) -> bool:
@@ -318,11 +325,95 @@ def append_kernel(
     """
     vectors = k_vectors, k_head_vectors, v_vectors, v_head_vectors
     structs = (AppendAddresses, AppendShape, Rotation) if rotation else (AppendAddresses, AppendShape)
-    constants = (*vectors, int(ragged), block_size, int(limited), rotation, dtypes, given)
-    return Kernel(make_append, constants, structs, THREADS)
+    facts = int(ragged), block_size, int(limited)
+    if rotation or dtypes:
+        return Kernel(make_changing_append, (*vectors, *facts, rotation, dtypes, given), structs, THREADS)
+    return Kernel(make_append, (*vectors, *facts), structs, 2 * THREADS, blocks_per_sm=4)
+
+
+class Place(NamedTuple):
+    """Where a new token goes."""
+
+    sequence: int
+    position: int
+    """In its sequence."""
+    home: int
+    """The row's number, or the block's."""
+
+
+def make_placing(ragged: int, block_size: int, limited: int) -> tuple[Any, Any]:
+    """Functions for kernels: where a new token goes, and how many of these have a place."""
+    home_of, _ = make_addressing(block_size)
+    load_start = load_counter if limited else load_i32
+
+    @inlined
+    def place_of_token(token: int, at: AppendAddresses, shape: AppendShape) -> Place:
+        sequence = sequence_of(token, at.cu_seqlens, shape.batch) if ragged else token
+        first = load_i32(at.cu_seqlens + sequence * 4) if ragged else token
+        position = load_start(at.starts + sequence * 4) + token - first
+        if limited and position >= load_i32(at.limit):
+            trap()
+        number = load_i32(at.rows + sequence * 4)
+        return Place(sequence, position, home_of(position, Row(number, at.block_table + number * shape.table)))
+
+    @inlined
+    def count_tokens(at: AppendAddresses, shape: AppendShape) -> int:
+        return min(shape.tokens, load_i32(at.cu_seqlens + shape.batch * 4)) if ragged else shape.tokens
+
+    return place_of_token, count_tokens
 
 
 def make_append(
+    k_vectors: int,
+    k_head_vectors: int,
+    v_vectors: int,
+    v_head_vectors: int,
+    ragged: int,
+    block_size: int,
+    limited: int,
+) -> Any:
+    """The kernel that copies, as a Python function; the arguments are constants to the compiler."""
+    _, address_of = make_addressing(block_size)
+    place_of_token, count_tokens = make_placing(ragged, block_size, limited)
+    most = most_tokens(k_vectors)
+    num_places = 2 * most
+
+    @inlined
+    def place_of_k(places: Any, index: int) -> int:
+        return places[index]
+
+    @inlined
+    def place_of_v(places: Any, index: int) -> int:
+        return places[most + index]
+
+    move_k = make_move_tokens(k_vectors, k_head_vectors, place_of_k)
+    move_v = make_move_tokens(v_vectors, v_head_vectors, place_of_v)
+
+    def kernel(at: AppendAddresses, shape: AppendShape) -> None:
+        places = cuda.shared.array(num_places, int64)
+        thread = cuda.threadIdx.x
+        first = cuda.blockIdx.x * shape.per_block
+        count = min(count_tokens(at, shape) - first, shape.per_block)
+        if thread < count:
+            sequence, position, home = place_of_token(first + thread, at, shape)
+            k_cache = Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token)
+            v_cache = Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token)
+            places[thread] = address_of(position, home, k_cache)
+            places[most + thread] = address_of(position, home, v_cache)
+            if limited and not ragged:
+                store_4(at.starts + sequence * 4, position + 1)
+        cuda.syncthreads()
+        if thread < THREADS:
+            source = at.k + first * shape.k_token
+            move_k(source, shape.k_token, shape.k_head, places, shape.k_cache_head, count, thread)
+        else:
+            source = at.v + first * shape.v_token
+            move_v(source, shape.v_token, shape.v_head, places, shape.v_cache_head, count, thread - THREADS)
+
+    return kernel
+
+
+def make_changing_append(
     k_vectors: int,
     k_head_vectors: int,
     v_vectors: int,
@@ -334,10 +425,9 @@ def make_append(
     dtypes: tuple[torch.dtype, torch.dtype] | None,
     given: bool,
 ) -> Any:
-    """The kernel as a Python function; the arguments are constants to the compiler."""
-
-    home_of, address_of = make_addressing(block_size)
-    load_start = load_counter if limited else load_i32
+    """The kernel that rotates, or quantizes, or both."""
+    _, address_of = make_addressing(block_size)
+    place_of_token, count_tokens = make_placing(ragged, block_size, limited)
     heads, half = k_vectors // k_head_vectors, 0
     if rotation:
         dtype, query_heads, half_vectors = rotation
@@ -356,26 +446,17 @@ def make_append(
         write_k = make_quantize_heads(heads, k_head_vectors * 16, *dtypes, half, given)
         write_v = make_quantize_heads(heads, v_head_vectors * 16, *dtypes, 0, given)
     else:
-        write_k = write_turned if rotation else make_copy_heads(k_vectors, k_head_vectors)
+        write_k = write_turned
         write_v = make_copy_heads(v_vectors, v_head_vectors)
 
     @inlined
     def write(token: int, at: AppendAddresses, shape: AppendShape, cos: int, sin: int) -> None:
-        sequence = token
-        first = token
-        if ragged:
-            sequence = sequence_of(token, at.cu_seqlens, shape.batch)
-            if token >= load_i32(at.cu_seqlens + shape.batch * 4):
-                return
-            first = load_i32(at.cu_seqlens + sequence * 4)
-        position = load_start(at.starts + sequence * 4) + token - first
-        if limited and position >= load_i32(at.limit):
-            trap()
-        number = load_i32(at.rows + sequence * 4)
-        home = home_of(position, Row(number, at.block_table + number * shape.table))
+        if token >= count_tokens(at, shape):
+            return
+        sequence, position, home = place_of_token(token, at, shape)
         k_to = address_of(position, home, Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token))
         v_to = address_of(position, home, Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token))
-        scaled = number if given else home
+        scaled = load_i32(at.rows + sequence * 4) if given else home
         k_scales_to = address_of(position, scaled, Tokens(at.k_scales, shape.k_scales_row, shape.k_scales_token))
         v_scales_to = address_of(position, scaled, Tokens(at.v_scales, shape.v_scales_row, shape.v_scales_token))
         k_from = at.k + token * shape.k_token

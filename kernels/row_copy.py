@@ -1,4 +1,7 @@
-"""copy_tokens: copies token ranges between rows, as for copy-on-write tails and beam reordering."""
+"""copy_tokens: copies token ranges between rows, as for copy-on-write tails and beam reordering.
+
+A block of threads has some tokens of a range, as many as still leave work for every multiprocessor.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,9 @@ from .compiler import Kernel
 from .launches import Launch, index_of
 from .memory import load_i32
 from .plans import Plans
-from .vectors import THREADS, move_heads
+from .ptx import inlined
+from .vectors import THREADS, make_move_tokens, tokens_of_block
+from .workspace import multiprocessors
 
 
 class CopyAddresses(NamedTuple):
@@ -28,9 +33,11 @@ class CopyAddresses(NamedTuple):
     lengths: int
 
 
-class CopyStrides(NamedTuple):
-    """Bytes from one row, token and head to the next."""
+class CopyShape(NamedTuple):
+    """Tokens of a range at most, and of a block of threads; bytes from one row, token and head to the next."""
 
+    most: int
+    tokens: int
     source_row: int
     source_token: int
     source_head: int
@@ -92,9 +99,12 @@ def _prepare(max_length: int, geometry: tuple[Key | None, ...]) -> Launch:
     check_indices(source.device, indices[-1].shape[:1], **dict(zip(CopyAddresses._fields[2:], indices)))
     size = source.dtype.itemsize
     head_vectors = source.shape[3] * size // 16
-    strides = CopyStrides(*(stride * size for stride in (*source.strides[:3], *target.strides[:3])))
-    kernel, blocks = copy_kernel(source.shape[2] * head_vectors, head_vectors), (max_length, indices[-1].shape[0])
-    return Launch(kernel, blocks, index_of(source.device), (*[None] * len(CopyAddresses._fields), *strides))
+    ranges = indices[-1].shape[0]
+    vectors = source.shape[2] * head_vectors
+    tokens = tokens_of_block(max_length * ranges, vectors, multiprocessors(source.device))
+    shape = CopyShape(max_length, tokens, *(stride * size for stride in (*source.strides[:3], *target.strides[:3])))
+    kernel, blocks = copy_kernel(vectors, head_vectors), (-(-max_length // tokens), ranges)
+    return Launch(kernel, blocks, index_of(source.device), (*[None] * len(CopyAddresses._fields), *shape))
 
 
 _launches = Plans(_prepare)
@@ -106,19 +116,34 @@ torch.library.custom_op("vmmkv::copy_tokens", copy_tokens, mutates_args=("target
 @cache
 def copy_kernel(vectors: int, head_vectors: int) -> Kernel:
     """The kernel for a geometry, in vectors of 16 bytes."""
-    return Kernel(make_copy, (vectors, head_vectors), (CopyAddresses, CopyStrides), THREADS)
+    return Kernel(make_copy, (vectors, head_vectors), (CopyAddresses, CopyShape), THREADS, blocks_per_sm=8)
+
+
+class Places(NamedTuple):
+    """Where tokens go that lie side by side."""
+
+    first: int
+    token_stride: int
+
+
+@inlined
+def place_of(places: Places, index: int) -> int:
+    return places.first + index * places.token_stride
 
 
 def make_copy(vectors: int, head_vectors: int) -> Any:
     """The kernel as a Python function; the arguments are constants to the compiler."""
+    move_tokens = make_move_tokens(vectors, head_vectors, place_of)
 
-    def kernel(at: CopyAddresses, strides: CopyStrides) -> None:
-        token, copied = cuda.blockIdx.x, cuda.blockIdx.y * 4
-        if token < load_i32(at.lengths + copied):
-            first = at.source + load_i32(at.source_rows + copied) * strides.source_row
-            second = at.target + load_i32(at.target_rows + copied) * strides.target_row
-            first += (load_i32(at.source_starts + copied) + token) * strides.source_token
-            second += (load_i32(at.target_starts + copied) + token) * strides.target_token
-            move_heads(first, second, strides.source_head, strides.target_head, vectors, head_vectors)
+    def kernel(at: CopyAddresses, shape: CopyShape) -> None:
+        token, copied = cuda.blockIdx.x * shape.tokens, cuda.blockIdx.y * 4
+        # All looked up at once, before it is known whether there is a token.
+        length = min(load_i32(at.lengths + copied), shape.most)
+        first = at.source + load_i32(at.source_rows + copied) * shape.source_row
+        second = at.target + load_i32(at.target_rows + copied) * shape.target_row
+        first += (load_i32(at.source_starts + copied) + token) * shape.source_token
+        second += (load_i32(at.target_starts + copied) + token) * shape.target_token
+        count, places = min(length - token, shape.tokens), Places(second, shape.target_token)
+        move_tokens(first, shape.source_token, shape.source_head, places, shape.target_head, count, cuda.threadIdx.x)
 
     return kernel

@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, decode_mma, decode_shares, latents, plain, row_latents
+from . import attention, decode_mma, decode_queries, decode_shares, latents, plain, row_latents
 from .arguments import LATENT_DIM, Variant
 from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
@@ -163,7 +163,7 @@ def make_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:
     """The plan of a geometry on tensor cores, with so many bytes of room behind that for its own parts."""
     kv_heads = given.k.shape[2]
     queries = decode_mma.queries_of(variant, kv_heads)
-    blocks = multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant, queries)
+    blocks = queries.grid(multiprocessors(given.q.device) * decode_mma.blocks_per_sm(variant, queries))
     return attention.make_plan(
         given,
         mma_kernel(variant, queries),
@@ -178,5 +178,10 @@ def mma_kernel(variant: Variant, queries: Queries) -> Kernel:
     """The kernel on tensor cores."""
     structs, blocks_per_sm = attention.structs_of(variant), decode_mma.blocks_per_sm(variant, queries)
     return Kernel(
-        decode_mma.make_decode, (variant, queries), structs, decode_shares.THREADS, blocks_per_sm=blocks_per_sm
+        decode_mma.make_decode,
+        (variant, queries),
+        structs,
+        decode_shares.THREADS,
+        blocks_per_sm=blocks_per_sm,
+        shared_bytes=decode_queries.shared_bytes_of(variant, queries),
     )

@@ -26,7 +26,7 @@ def decode_plan(given: Geometries, variant: Variant, name: str) -> Plan:
     bundles = latents.bundles_of(variant)
     name = attention.choose(name, given, best(given, bundles.per_bundle))
     kernel = kernel_of(name, variant, most_shared_bytes(given.q.device))
-    blocks = multiprocessors(given.q.device) * kernel.blocks_per_sm
+    blocks = bundles.grid(multiprocessors(given.q.device) * kernel.blocks_per_sm)
     return attention.make_plan(
         given,
         kernel,

@@ -6,8 +6,10 @@ import ctypes
 from typing import Any
 
 from .memory import (
+    simulated_load_8,
     simulated_load_f32,
     simulated_load_f32x4,
+    simulated_store_8,
     simulated_store_16,
     simulated_store_f32,
     simulated_store_f32x4,
@@ -64,3 +66,17 @@ load_shared_f32x4 = instruction(
     "{ .reg .u32 a; cvt.u32.u64 a, $4; ld.shared.v4.f32 {$0, $1, $2, $3}, [a]; }", "ffff", "l", simulated_load_f32x4
 )
 """Four floats at a 16-byte aligned address."""
+
+store_shared_8 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $0; st.shared.v2.u32 [a], {$1, $2}; }", "", "lrr", simulated_store_8
+)
+"""Puts 8 bytes to an 8-byte aligned address."""
+
+load_shared_8 = instruction(
+    "{ .reg .u32 a; cvt.u32.u64 a, $2; ld.volatile.shared.v2.u32 {$0, $1}, [a]; }",
+    "rr",
+    "l",
+    simulated_load_8,
+    reads_only=True,
+)
+"""8 bytes at an 8-byte aligned address, loaded each time: registers are for what is needed more often."""

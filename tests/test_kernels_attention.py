@@ -174,6 +174,9 @@ DECODE_FAST = [
     Case(fp16, 64, 12, 2, q_len=4, starts=True, sinks=True),
     Case(bf16, 128, 20, 1, q_len=5),
     Case(bf16, 128, 12, 2, q_len=4),
+    Case(bf16, 128, 8, 2, q_len=8),
+    Case(fp16, 96, 12, 2, q_len=4, starts=True),
+    Case(bf16, 64, 18, 18, q_len=1),  # as many bundles as three teams have blocks
     Case(bf16, 80, 8, 4, q_len=8, starts=True),
     Case(bf16, 64, 10, 1, q_len=8, window=17),
     Case(bf16, 128, 8, 2, q_len=1, block_size=16),

@@ -33,7 +33,7 @@ COMPILE = """
             )
             for dim, q_len, paged, mixed in (
                 (64, 1, 16, True), (80, 1, 0, False), (80, 8, 0, False), (128, 1, 0, False), (128, 4, 0, False),
-                (256, 1, 0, False)
+                (128, 8, 0, False), (256, 1, 0, False)
             )
         }
         eight_bits = Variant(bf16, 128, 4, 1, 0, True, False, False, False, torch.float8_e4m3fn, cascaded=True)

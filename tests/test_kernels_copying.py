@@ -14,6 +14,7 @@ import vmmkv
 from vmmkv.kernels import RotateHalf, append, copy_tokens
 from vmmkv.kernels.quantized import LARGEST, dequantize, quantize
 from vmmkv.kernels.row_append import append_behind, bind_append
+from vmmkv.kernels.workspace import multiprocessors
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -82,6 +83,55 @@ def test_append(lengths, heads, dims, dtype, ragged, block_size, way, data) -> N
     if not block_size:
         caches = [view for layer in range(3) for view in cache.kv(layer)]
         expected = everything
+    assert all(map(equal, caches, expected))
+
+
+MANY = 4 * multiprocessors(torch.device(DEVICE))
+"""From several times so many tokens on, blocks of threads move several each."""
+
+
+@settings(max_examples=15)
+@given(
+    cuts=st.lists(st.floats(0, 1), max_size=3),
+    total=st.integers(2 * MANY, 18 * MANY),
+    heads=st.sampled_from([1, 3, 9]),
+    dims=st.sampled_from([(64, 64), (80, 16), (128, 256)]),
+    way=st.sampled_from(["in rows", "in blocks", "behind", "one each"]),
+)
+def test_append_of_many_tokens(cuts, total, heads, dims, way) -> None:
+    """Tokens that share a block of threads go where each belongs; those that are nobody's stay away."""
+    ends = [*range(total)] if way == "one each" else [0, *sorted(int(cut * total) for cut in cuts)]
+    counts = torch.tensor([*ends, total]).diff()
+    nobodys = 0 if way == "one each" else 5
+    new = [random(total + nobodys, heads, width, dtype=torch.bfloat16) for width in dims]
+    rows, starts = torch.randperm(len(counts)), torch.randint(0, 16, counts.shape)
+    blocks = torch.randperm(len(counts) * ((int(counts.max()) + 14) // 16 + 1)).view(len(counts), -1)
+    caches = [random(blocks.numel(), 16, heads, width, dtype=torch.bfloat16) for width in dims]
+    if way != "in blocks":
+        blocks = torch.arange(blocks.numel()).view(len(counts), -1)
+        caches = [cache.view(len(counts), -1, *cache.shape[2:]) for cache in caches]
+    inside = torch.arange(total) - torch.tensor(ends).repeat_interleave(counts) + starts.repeat_interleave(counts)
+    places = blocks[rows.repeat_interleave(counts), inside // 16] * 16 + inside % 16
+    expected = [cache.clone() for cache in caches]
+    for states, tokens in zip(expected, new):
+        states.flatten(0, 1)[places] = tokens[:total]
+    cu_seqlens = None if way == "one each" else int32([*ends, total])
+    numbers, positions = int32(rows.tolist()), int32(starts.tolist())
+    if way == "behind":
+        append_behind(*new, *caches, numbers, positions, int32([total + 16]), cu_seqlens)
+    else:
+        append(*new, *caches, numbers, positions, cu_seqlens, int32(blocks.tolist()) if way == "in blocks" else None)
+    assert all(map(equal, caches, expected))
+
+
+@pytest.mark.parametrize("dim", [8, 16, 40])
+def test_append_of_many_narrow_tokens(dim: int) -> None:
+    """Of which a block of threads could move more than it has threads."""
+    tokens = 1100 * multiprocessors(torch.device(DEVICE))
+    k, v = (random(tokens, 1, dim, dtype=torch.bfloat16) for _ in "kv")
+    caches = [random(1, tokens + 5, 1, dim, dtype=torch.bfloat16) for _ in "kv"]
+    expected = [torch.cat((cache[0, :3], states, cache[0, -2:]))[None] for cache, states in zip(caches, (k, v))]
+    append(k, v, *caches, int32([0]), int32([3]), int32([0, tokens]))
     assert all(map(equal, caches, expected))
 
 
@@ -300,6 +350,27 @@ def test_copy_tokens(heads, width, dtype, lengths, data) -> None:
     source_rows, target_rows, source_starts, target_starts = map(int32, columns)
     copy_tokens(source, target, source_rows, source_starts, target_rows, target_starts, int32(lengths), 5)
     assert equal(target, expected)
+
+
+@settings(max_examples=10)
+@given(
+    heads=st.sampled_from([1, 3, 9]),
+    width=st.sampled_from([64, 80, 128]),
+    parts=st.lists(st.floats(0, 1.2), min_size=1, max_size=3),
+    most=st.integers(2 * MANY, 18 * MANY),
+)
+def test_copy_many_tokens(heads, width, parts, most) -> None:
+    """Of longer ranges than were announced the rest is not copied."""
+    record = random(2 * len(parts), 2 * most, 2, heads, width, dtype=torch.bfloat16)[:, :, 1]
+    expected, rows = record.clone(), torch.randperm(2 * len(parts)).view(2, -1).tolist()
+    starts = torch.randint(0, most // 2, (2, len(parts))).tolist()
+    lengths = [int(part * most) for part in parts]
+    for row, to_row, start, to_start, length in zip(*rows, *starts, lengths):
+        count = min(length, most)
+        expected[to_row, to_start : to_start + count] = record[row, start : start + count]
+    source_rows, target_rows, source_starts, target_starts = map(int32, (*rows, *starts))
+    copy_tokens(record, record, source_rows, source_starts, target_rows, target_starts, int32(lengths), most)
+    assert equal(record, expected)
 
 
 def test_what_does_not_fit_is_refused_before_any_launch() -> None:
