@@ -33,6 +33,7 @@ from .hopper import (
     commit_products,
     make_multiply_registers,
     make_multiply_shared,
+    make_operand_at,
     make_take_registers,
     make_wait_products,
     publish_barriers,
@@ -47,7 +48,7 @@ from .ring import BARRIER_BYTES, Ring, make_ring
 from .shared import shared_address
 from .softmax import Softmax, Visible, begin_softmax, hide, rescale, weigh
 from .tile_copies import Source, make_copy_tile, tile_bytes
-from .warp import make_meet
+from .warp import make_meet, shuffle_count
 
 WARPGROUP = 128
 """Threads of a warpgroup."""
@@ -139,26 +140,28 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
     multiply_first = make_multiply_shared(dtype, tile, accumulate=False)
     multiply_next = make_multiply_shared(dtype, tile, accumulate=True)
     add_values = make_multiply_registers(dtype, head_dim, tile)
+    rows_at, columns_at = make_operand_at(16), make_operand_at(tile * ROW_BYTES)
+    row = ROW_BYTES // 16
 
     @inlined
     def issue_scores(scores: Any, queries: int, k_tile: int) -> None:
+        a, b = rows_at(queries), rows_at(k_tile)
         begin_products()
         for step in range(head_dim // 16):
-            a = queries + step // 4 * (64 * ROW_BYTES) + step % 4 * 32
-            b = k_tile + step // 4 * (tile * ROW_BYTES) + step % 4 * 32
             if step == 0:
                 multiply_first(scores, a, b)
             else:
-                multiply_next(scores, a, b)
+                panel, inside = step // 4, step % 4 * 2
+                multiply_next(scores, a + (panel * 64 * row + inside), b + (panel * tile * row + inside))
         commit_products()
 
     @inlined
     def issue_sums(sums: Any, weights: Any, v_tile: int) -> None:
+        b = columns_at(v_tile)
         begin_products()
         for step in range(tile // 16):
             w = step * 4
-            b = v_tile + step * 16 * ROW_BYTES
-            add_values(sums, weights[w], weights[w + 1], weights[w + 2], weights[w + 3], b)
+            add_values(sums, weights[w], weights[w + 1], weights[w + 2], weights[w + 3], b + step * 16 * row)
         commit_products()
 
     return issue_scores, issue_sums
@@ -278,7 +281,7 @@ def make_prefill(variant: Variant) -> Any:
                 produce(ring, source, row, first_key, tiles, prompt, lane)
         else:
             take_registers()
-            consumer = thread // WARPGROUP - 1
+            consumer = shuffle_count(thread // WARPGROUP, 0) - 1  # which the compiler sees is a warp's
             inside = thread % WARPGROUP
             line = consumer * 64 + inside // 32 * 16 + (lane >> 2)  # of this lane's two queries the first
             queries = base + shared.queries + consumer * queries_bytes
