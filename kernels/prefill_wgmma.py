@@ -141,11 +141,11 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
     multiply_next = make_multiply_shared(dtype, tile, accumulate=True)
     add_values = make_multiply_registers(dtype, head_dim, tile)
     rows_at, columns_at = make_operand_at(16), make_operand_at(tile * ROW_BYTES)
-    row = ROW_BYTES // 16
+    row, slot = ROW_BYTES // 16, tile_bytes(head_dim, tile) // 16
 
     @inlined
-    def issue_scores(scores: Any, queries: int, k_tile: int) -> None:
-        a, b = rows_at(queries), rows_at(k_tile)
+    def issue_scores(scores: Any, queries: int, k_ring: Ring, n: int) -> None:
+        a, b = rows_at(queries), rows_at(k_ring.slots) + (n & SLOTS - 1) * slot
         begin_products()
         for step in range(head_dim // 16):
             if step == 0:
@@ -156,8 +156,8 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
         commit_products()
 
     @inlined
-    def issue_sums(sums: Any, weights: Any, v_tile: int) -> None:
-        b = columns_at(v_tile)
+    def issue_sums(sums: Any, weights: Any, v_ring: Ring, n: int) -> None:
+        b = columns_at(v_ring.slots) + (n & SLOTS - 1) * slot
         begin_products()
         for step in range(tile // 16):
             w = step * 4
@@ -184,11 +184,11 @@ def make_consume(variant: Variant, wait_full: Any, release: Any) -> Any:
         sums: Any, scores: Any, weights: Any, queries: int, k_ring: Ring, v_ring: Ring, n: int, consumer: int
     ) -> None:
         """In its turn: scores of the n-th tile, which are there at the end, and sums of the one before."""
-        k_tile = wait_full(k_ring, n)
         take_turn(TURN + consumer)
-        issue_scores(scores, queries, k_tile)
+        issue_scores(scores, queries, k_ring, n)
         if n > 0:
-            issue_sums(sums, weights, wait_full(v_ring, n - 1))
+            wait_full(v_ring, n - 1)
+            issue_sums(sums, weights, v_ring, n - 1)
             give_turn(TURN + 1 - consumer)
             wait_scores_only(scores)  # sums are still being added to
         else:
@@ -208,6 +208,8 @@ def make_consume(variant: Variant, wait_full: Any, release: Any) -> Any:
         if consumer == 1:
             give_turn(TURN)  # the other begins
         n = 0
+        if tiles > 0:
+            wait_full(k_ring, 0)
         while n < tiles:
             issue(sums, scores, weights, queries, k_ring, v_ring, n, consumer)
             release(k_ring, n, lane)
@@ -218,6 +220,8 @@ def make_consume(variant: Variant, wait_full: Any, release: Any) -> Any:
             if key + tile > visible.high0 or key < visible.low1:
                 hide(scores, num_scores, key, lane, visible)
             softmax, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
+            if n + 1 < tiles:
+                wait_full(k_ring, n + 1)
             wait_sums(sums)
             if n > 0:
                 release(v_ring, n - 1, lane)
@@ -226,7 +230,8 @@ def make_consume(variant: Variant, wait_full: Any, release: Any) -> Any:
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
             n += 1
         if tiles > 0:
-            issue_sums(sums, weights, wait_full(v_ring, tiles - 1))
+            wait_full(v_ring, tiles - 1)
+            issue_sums(sums, weights, v_ring, tiles - 1)
             wait_sums(sums)
         if consumer == 0:
             take_turn(TURN)  # the other gave one that nobody took
