@@ -236,8 +236,9 @@ def make_prefill(variant: Variant) -> Any:
                     scores[i] = tanh(scores[i] * scoring.inner)
             if key + tile > visible.high0 or key < visible.low1:
                 hide(scores, num_scores, key, lane, visible)
-            softmax, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
-            rescale(sums, num_sums, a0, a1)
+            softmax, grown, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
+            if grown:
+                rescale(sums, num_sums, a0, a1)
             if scaled:
                 scale_columns(scores, base + shared.v_scales, lane)
             add_values(sums, scores, base + shared.v, lane)

@@ -219,13 +219,14 @@ def make_consume(variant: Variant, wait_full: Any, release: Any) -> Any:
             key = first_key + n * tile
             if key + tile > visible.high0 or key < visible.low1:
                 hide(scores, num_scores, key, lane, visible)
-            softmax, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
+            softmax, grown, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
             if n + 1 < tiles:
                 wait_full(k_ring, n + 1)
             wait_sums(sums)
             if n > 0:
                 release(v_ring, n - 1, lane)
-            rescale(sums, num_sums, a0, a1)
+            if grown:
+                rescale(sums, num_sums, a0, a1)
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
             n += 1

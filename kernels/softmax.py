@@ -11,7 +11,12 @@ from typing import Any, NamedTuple
 from .arithmetic import FLOOR, HALVES, LOG2E, NEGATIVE_INFINITY, exp2, fma, maximum, reciprocal
 from .memory import load_f32, store_4
 from .ptx import float32, inlined
-from .warp import shuffle_xor
+from .warp import any_lane, shuffle_xor
+
+
+SLACK = 8.0
+"""How far scores may pass what weights are relative to, as a power of 2, until older sums are brought to a new maximum:
+mostly they need not be. Any 16-bit float holds such a weight."""
 
 
 class Visible(NamedTuple):
@@ -24,7 +29,8 @@ class Visible(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Of each of a lane's two queries so far: the greatest score `m`, and the sum `l` of weights relative to it."""
+    """Of each of a lane's two queries so far: the greatest score `m` up to `SLACK`, and the sum `l` of weights relative
+    to it."""
 
     m0: float
     m1: float
@@ -50,40 +56,38 @@ def hide(scores: Any, num_scores: int, key: int, lane: int, visible: Visible) ->
 
 
 @inlined
-def weigh(scores: Any, num_scores: int, before: Softmax, outer: float) -> tuple[Softmax, float, float]:
-    """Makes a tile's scores weights, relative to the maxima of all so far.
+def weigh(scores: Any, num_scores: int, before: Softmax, outer: float) -> tuple[Softmax, int, float, float]:
+    """Makes a tile's scores weights, relative to what the softmax is relative to.
 
     Returns:
-        the softmax, with this lane's scores in it; what the two queries' older sums are to be multiplied by.
+        the softmax, with this lane's scores in it; whether the warp's older sums are to be multiplied, and the two
+        queries' factors.
     """
-    m0, m1 = _maxima(scores, num_scores, before)
-    a0 = exp2((before.m0 - m0) * outer)
-    a1 = exp2((before.m1 - m1) * outer)
-    l0 = before.l0 * a0
-    l1 = before.l1 * a1
-    z0 = -m0 * outer
-    z1 = -m1 * outer
-    for j in range(num_scores // 4):
-        for i in range(2):
-            scores[4 * j + i] = exp2(fma(scores[4 * j + i], outer, z0))
-            scores[4 * j + 2 + i] = exp2(fma(scores[4 * j + 2 + i], outer, z1))
-            l0 += scores[4 * j + i]
-            l1 += scores[4 * j + 2 + i]
-    return Softmax(m0, m1, l0, l1), a0, a1
+    m0, l0, grown0, a0 = _weigh_row(scores, 0, num_scores, before.m0, before.l0, outer)
+    m1, l1, grown1, a1 = _weigh_row(scores, 2, num_scores, before.m1, before.l1, outer)
+    return Softmax(m0, m1, l0, l1), grown0 | grown1, a0, a1
 
 
 @inlined
-def _maxima(scores: Any, num_scores: int, before: Softmax) -> tuple[float, float]:
-    """Of the tile's scores and of those before; four lanes share a row."""
-    m0 = before.m0
-    m1 = before.m1
+def _weigh_row(
+    scores: Any, first: int, num_scores: int, before: float, l: float, outer: float
+) -> tuple[float, float, int, float]:
+    """The same of one of the two rows, whose scores begin at `first`."""
+    m = before
     for j in range(num_scores // 4):
-        m0 = maximum(m0, maximum(scores[4 * j], scores[4 * j + 1]))
-        m1 = maximum(m1, maximum(scores[4 * j + 2], scores[4 * j + 3]))
+        m = maximum(m, maximum(scores[4 * j + first], scores[4 * j + first + 1]))
     for step in range(2):
-        m0 = maximum(m0, shuffle_xor(m0, 1 << step))
-        m1 = maximum(m1, shuffle_xor(m1, 1 << step))
-    return m0, m1
+        m = maximum(m, shuffle_xor(m, 1 << step))
+    grown = any_lane(1 if (m - before) * outer > float32(SLACK) else 0)
+    m = m if grown else before
+    a = exp2((before - m) * outer)
+    l *= a
+    z = -m * outer
+    for j in range(num_scores // 4):
+        for i in range(2):
+            scores[4 * j + first + i] = exp2(fma(scores[4 * j + first + i], outer, z))
+            l += scores[4 * j + first + i]
+    return m, l, grown, a
 
 
 @inlined
