@@ -171,7 +171,7 @@ def make_prefill(variant: Variant) -> Any:
     num_scores, num_sums, softcapped = tile // 2, head_dim // 2, variant.softcapped
 
     make_work = make_prefixes if variant.cascaded else make_prompts
-    find_queries, queries_of, home_of_query, query_block, put = make_work(variant, queries_per_block)
+    _, _, find_queries, queries_of, home_of_query, query_block, put = make_work(variant, queries_per_block)
     keys_of_block, keys_of_lane = make_ranges(queries_per_block, tile, variant.causal, variant.windowed)
     _, copy_queries, query_turns = make_copy(query_block, queries_per_block, head_dim, threads)
     look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
@@ -190,7 +190,9 @@ def make_prefill(variant: Variant) -> Any:
         words = cuda.local.array(num_words, uint32)
         query_homes = cuda.local.array(query_turns, int64)
 
-        prompt = find_queries(at, sizes, groups, scoring.window, lane)
+        # The last queries of a prompt see most keys: they go first.
+        job = cuda.gridDim.y - 1 - cuda.blockIdx.y
+        prompt = find_queries(cuda.blockIdx.x, job, at, sizes, groups, scoring.window, lane)
         if prompt.query >= prompt.num_queries:
             return
         row = row_of(prompt.sequence, at, strides)

@@ -33,9 +33,9 @@ class Slot(NamedTuple):
     full: int
 
 
-def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, Any, Any, Any]:
-    """Functions for kernels, on a `Ring`: `init` (by one thread); for who fills it, `wait_empty`, then `fill`; for who
-    uses it, `wait_full`, then `release`.
+def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, Any, Any, Any, Any]:
+    """Functions for kernels, on a `Ring`: `init` (by one thread); for who fills it, `wait_empty`, then `fill` and
+    copies, or stores and `filled`; for who uses it, `wait_full`, then `release`.
 
     All but the first take a tile's number, and are called by whole warps.
 
@@ -62,9 +62,11 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, An
             init_barrier(empty(ring, slot), users)
 
     @inlined
-    def wait_empty(ring: Ring, n: int) -> None:
-        """Waits until the tile that was in this one's slot is released; in the first turn there was none."""
+    def wait_empty(ring: Ring, n: int) -> int:
+        """Waits until the tile that was in this one's slot is released, in the first turn there was none: where this
+        one goes."""
         wait_barrier(empty(ring, n), (n >> shift) + 1 & 1)
+        return ring.slots + (n & mask) * slot_bytes
 
     @inlined
     def fill(ring: Ring, n: int, lane: int) -> Slot:
@@ -73,6 +75,13 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, An
             expect_bytes(full(ring, n), slot_bytes)
         sync_warp()
         return Slot(ring.slots + (n & mask) * slot_bytes, full(ring, n))
+
+    @inlined
+    def filled(ring: Ring, n: int, lane: int) -> None:
+        """Says that a tile is there, which this warp's lanes have stored."""
+        sync_warp()
+        if lane == 0:
+            arrive(full(ring, n))
 
     @inlined
     def wait_full(ring: Ring, n: int) -> int:
@@ -86,4 +95,4 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, An
         if lane == 0:
             arrive(empty(ring, n))
 
-    return init, wait_empty, fill, wait_full, release
+    return init, wait_empty, fill, filled, wait_full, release

@@ -13,6 +13,7 @@ from .compiler import Kernel
 from .plans import Plans
 from .tensor_map import can_be_mapped
 from .tile_copies import box_of
+from .workspace import multiprocessors
 
 
 def prefill(
@@ -149,7 +150,8 @@ def make_plan(
     kernel, queries, box_tokens = fast_kernel(name, variant)
     # No batch has more blocks of queries, however its tokens are spread.
     most = tokens // queries + (given.seq_lens.shape[0] if max_prompts is None else max_prompts)
-    return attention.make_plan(given, kernel, (num_heads, most), box_tokens=box_tokens)
+    blocks, counters = grid_of(name, (num_heads, most), q.device)
+    return attention.make_plan(given, kernel, blocks, counters=counters, box_tokens=box_tokens)
 
 
 def choose(name: str, given: Geometries) -> str:
@@ -166,6 +168,13 @@ def fast_kernel(name: str, variant: Variant) -> tuple[Kernel, int, int]:
         return mma_kernel(variant), 16 * prefill_mma.warps_of(variant.head_dim), 0
     box_tokens = box_of(prefill_wgmma.tile_of(variant.head_dim), variant.block_size)
     return wgmma_kernel(variant), prefill_wgmma.QUERIES, box_tokens
+
+
+def grid_of(name: str, most: tuple[int, int], device: torch.device) -> tuple[tuple[int, int], int]:
+    """The blocks of threads of a kernel, and its counters, where there are so many heads and jobs of one at most."""
+    if name == "mma":
+        return most, 0
+    return (min(most[0] * most[1], multiprocessors(device)), 1), 1  # they take jobs by a counter
 
 
 @cache
