@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from .arithmetic import FLOOR, HALVES, LOG2E, NEGATIVE_INFINITY, exp2, fma, maximum, reciprocal
-from .memory import load_f32, store_4
+from .memory import load_f32, store_4, store_16
 from .ptx import float32, inlined
-from .warp import any_lane, shuffle_xor
+from .warp import any_lane, shuffle_xor, transpose_words
 
 
 SLACK = 8.0
@@ -125,15 +125,27 @@ def divisors(softmax: Softmax, sinks: int, head: int, outer: float) -> tuple[flo
 def make_store(dtype: Any, num_sums: int) -> Any:
     """A function for kernels that stores a lane's two rows."""
     pack = HALVES[dtype].pack
+    words = num_sums // 4  # of a lane, in a row
+
+    @inlined
+    def store_row(sums: Any, first: int, d: float, to: int, there: bool, lane: int) -> None:
+        """The sums of one row begin at `first`."""
+        for j in range(0, words // 4 * 4, 4):
+            i = 4 * j + first
+            w0, w1 = pack(sums[i] * d, sums[i + 1] * d), pack(sums[i + 4] * d, sums[i + 5] * d)
+            w2, w3 = pack(sums[i + 8] * d, sums[i + 9] * d), pack(sums[i + 12] * d, sums[i + 13] * d)
+            w0, w1, w2, w3 = transpose_words(w0, w1, w2, w3, lane)
+            if there:
+                store_16(to + (j + (lane & 3)) * 16, w0, w1, w2, w3)
+        for j in range(words // 4 * 4, words):
+            if there:
+                word = pack(sums[4 * j + first] * d, sums[4 * j + first + 1] * d)
+                store_4(to + j * 16 + (lane & 3) * 4, word)
 
     @inlined
     def store(sums: Any, d0: float, d1: float, to: int, token_stride: int, query: int, count: int, lane: int) -> None:
         """To the address of the first query's output; those from `count` on are left out."""
-        to += query * token_stride + (lane & 3) * 4
-        for j in range(num_sums // 4):
-            if query < count:
-                store_4(to + j * 16, pack(sums[4 * j] * d0, sums[4 * j + 1] * d0))
-            if query + 8 < count:
-                store_4(to + 8 * token_stride + j * 16, pack(sums[4 * j + 2] * d1, sums[4 * j + 3] * d1))
+        store_row(sums, 0, d0, to + query * token_stride, query < count, lane)
+        store_row(sums, 2, d1, to + (query + 8) * token_stride, query + 8 < count, lane)
 
     return store
