@@ -253,7 +253,7 @@ def make_prefill(variant: Variant) -> Any:
     init_jobs, _, _, _, wait_job, release_job = jobs_ring
     init_queries, _, _, _, wait_queries, release_queries = queries_ring
     init_tiles = tiles_ring[0]
-    give_registers, take_registers = make_take_registers(56), make_take_registers(224)
+    give_registers, take_registers = make_take_registers(72), make_take_registers(216)
     take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
 
     work = (make_prefixes if variant.cascaded else make_prompts)(variant, QUERIES)
