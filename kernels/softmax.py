@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .arithmetic import FLOOR, HALVES, LOG2E, NEGATIVE_INFINITY, exp2, fma, maximum, reciprocal
+from .arithmetic import FLOOR, HALVES, LOG2E, exp2, fma, if_within, maximum, reciprocal
 from .memory import load_f32, store_4, store_16
 from .ptx import float32, inlined
 from .warp import any_lane, shuffle_xor, transpose_words
@@ -47,12 +47,12 @@ def begin_softmax() -> Softmax:
 @inlined
 def hide(scores: Any, num_scores: int, key: int, lane: int, visible: Visible) -> None:
     """Takes out the keys that are not visible; `key` is the tile's first."""
+    first = key + 2 * (lane & 3)
+    low0, high0, low1, high1 = visible.low0 - first, visible.high0 - first, visible.low1 - first, visible.high1 - first
     for j in range(num_scores // 4):
         for i in range(2):
-            token = key + 8 * j + 2 * (lane & 3) + i
-            first, second = 4 * j + i, 4 * j + i + 2
-            scores[first] = scores[first] if visible.low0 <= token < visible.high0 else float32(NEGATIVE_INFINITY)
-            scores[second] = scores[second] if visible.low1 <= token < visible.high1 else float32(NEGATIVE_INFINITY)
+            scores[4 * j + i] = if_within(scores[4 * j + i], 8 * j + i, low0, high0)
+            scores[4 * j + i + 2] = if_within(scores[4 * j + i + 2], 8 * j + i, low1, high1)
 
 
 @inlined
