@@ -62,12 +62,12 @@ TURN = 1
 
 def tile_of(head_dim: int) -> int:
     """Keys that are worked on at a time: what shared memory and registers have room for."""
-    return 128 if head_dim <= 128 else 64
+    return 128 if head_dim <= 128 else 112 if head_dim <= 192 else 80
 
 
 def query_slots_of(head_dim: int) -> int:
     """How many jobs' queries there is room for."""
-    return 2 if head_dim <= 192 else 1
+    return 2 if head_dim <= 128 else 1
 
 
 class Shared(NamedTuple):
