@@ -82,7 +82,7 @@ def make_bring_queries(head_dim: int, queries: int, work: Work) -> Any:
 
 def make_find_jobs(work: Work, bring_queries: Any, jobs_ring: tuple[Any, ...], queries_ring: tuple[Any, ...]) -> Any:
     """A function for kernels that finds all jobs of a block; called by a warp."""
-    heads_of, count_jobs, find_queries = work.heads_of, work.count_jobs, work.find_queries
+    heads, count_jobs, find_queries = work.heads, work.count_jobs, work.find_queries
     _, wait_job_empty, _, job_filled, _, _ = jobs_ring
     _, wait_queries_empty, _, queries_filled, _, _ = queries_ring
 
@@ -90,14 +90,18 @@ def make_find_jobs(work: Work, bring_queries: Any, jobs_ring: tuple[Any, ...], q
     def find_jobs(
         jobs: Ring, queries: Ring, at: Addresses, sizes: Sizes, strides: Strides, groups: Groups, window: int, lane: int
     ) -> None:
-        heads, per_head = heads_of(sizes), count_jobs(at, sizes, groups, lane)
-        count = heads * per_head
+        per_head = count_jobs(at, sizes, groups, lane)
+        per_kv_head = per_head * heads
+        count = per_kv_head * sizes.kv_heads
         number = int64(cuda.blockIdx.x)
         n = 0
         while number < count:
-            # The last queries of a prompt see most keys: they go first, and heads that share K and V together.
-            place = divide(number, heads)
-            job = find_queries(number - place * heads, per_head - 1 - place, at, sizes, groups, window, lane)
+            # A head of K and V after another, so that each stays in the second cache. The last queries of a prompt see
+            # most keys: they go first.
+            kv_head = divide(number, per_kv_head)
+            place = number - kv_head * per_kv_head
+            head = kv_head * heads + place % heads
+            job = find_queries(head, per_head - 1 - place // heads, at, sizes, groups, window, lane)
             to = wait_job_empty(jobs, n)
             if lane == 0:
                 put_job(to, job)

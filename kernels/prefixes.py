@@ -176,10 +176,6 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
     total, locate = make_ragged(units_of)
 
     @inlined
-    def heads_of(sizes: Sizes) -> int:
-        return sizes.kv_heads
-
-    @inlined
     def count_jobs(at: Addresses, sizes: Sizes, groups: Groups, lane: int) -> int:
         return total(groups.num_groups, (at.seq_lens, groups), lane)
 
@@ -210,4 +206,4 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
         token = number % per_sequence // group
         return (prompt.start + number // per_sequence) * strides.q_batch + token * strides.q_token
 
-    return Work(heads_of, count_jobs, find_queries, queries_of, home_of_query, group, make_put(variant))
+    return Work(1, count_jobs, find_queries, queries_of, home_of_query, group, make_put(variant))

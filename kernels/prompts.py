@@ -38,12 +38,12 @@ class Prompt(NamedTuple):
 class Work(NamedTuple):
     """Functions for kernels: which queries a block of threads has, where they are, and what becomes of their sums.
 
-    Of each of `heads_of` heads there are as many jobs as `count_jobs` says: `find_queries` takes a head and the number
-    of a job. Queries lie as tokens do: `query_block` and `home_of_query` are for `make_addressing` what a block table
-    is.
+    Of each head there are as many jobs as `count_jobs` says, and for each head of K and V `heads`: `find_queries` takes
+    a head and the number of a job. Queries lie as tokens do: `query_block` and `home_of_query` are for
+    `make_addressing` what a block table is.
     """
 
-    heads_of: Any
+    heads: int
     count_jobs: Any
     find_queries: Any
     queries_of: Any
@@ -75,12 +75,8 @@ def make_prompts(variant: Variant, queries_per_block: int) -> Work:
         to = at.out + (prompt.start + prompt.query) * strides.out_token + prompt.head * strides.out_head
         store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
 
-    @inlined
-    def heads_of(sizes: Sizes) -> int:
-        return sizes.kv_heads * group
-
     count_jobs, find_queries = make_find_queries(queries_per_block, group, variant.windowed, variant.mixed)
-    return Work(heads_of, count_jobs, find_queries, queries_of, home_of_query, 0, put)
+    return Work(group, count_jobs, find_queries, queries_of, home_of_query, 0, put)
 
 
 def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed: bool) -> tuple[Any, Any]:
