@@ -217,12 +217,13 @@ def make_consume(variant: Variant, tiles_ring: tuple[Any, ...], release_queries:
                     scores[i] = tanh(scores[i] * scoring.inner)
             if key + tile > visible.high0 or key < visible.low1:
                 hide(scores, num_scores, key, lane, visible)
+            softmax, grown, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
+            # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.
+            if n + 1 < end:
+                wait_full(k_ring, n + 1)
             wait_sums(sums)
             if n > begin:
                 release(v_ring, n - 1, lane)
-            softmax, grown, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
-            if n + 1 < end:
-                wait_full(k_ring, n + 1)
             if grown:
                 rescale(sums, num_sums, a0, a1)
             for i in range(num_weights):
