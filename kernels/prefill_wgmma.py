@@ -53,8 +53,6 @@ WARPGROUP = 128
 CONSUMERS = 2
 THREADS = WARPGROUP * (1 + CONSUMERS)
 QUERIES = 64 * CONSUMERS
-SLOTS = 2
-"""Of each ring."""
 
 TURN = 1
 """The number of the first consumer's barrier, and the other's is the next: its turn to issue products."""
@@ -65,9 +63,19 @@ def tile_of(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 112 if head_dim <= 192 else 80
 
 
-def query_slots_of(head_dim: int) -> int:
-    """How many jobs' queries there is room for."""
-    return 2 if head_dim <= 128 else 1
+class Slots(NamedTuple):
+    """Of each ring."""
+
+    queries: int
+    k: int
+    v: int
+
+
+def slots_of(head_dim: int) -> Slots:
+    """What shared memory has room for. V of a tile is held longer than K."""
+    if head_dim <= 64:
+        return Slots(2, 4, 4)
+    return Slots(1, 2, 4 if head_dim <= 128 else 2)
 
 
 class Shared(NamedTuple):
@@ -92,9 +100,9 @@ class Shared(NamedTuple):
 
 def shared_of(head_dim: int) -> Shared:
     """The shared memory of a block of threads."""
-    query_slots, slots = query_slots_of(head_dim), SLOTS * tile_bytes(head_dim, tile_of(head_dim))
-    tiles = query_slots * tile_bytes(head_dim, QUERIES), slots, slots, JOBS * JOB_BYTES
-    barriers = [count * BARRIER_BYTES for count in (query_slots, SLOTS, SLOTS, JOBS)]
+    slots, tile = slots_of(head_dim), tile_bytes(head_dim, tile_of(head_dim))
+    tiles = slots.queries * tile_bytes(head_dim, QUERIES), slots.k * tile, slots.v * tile, JOBS * JOB_BYTES
+    barriers = [count * BARRIER_BYTES for count in (*slots, JOBS)]
     return Shared(*accumulate((*tiles, *barriers), initial=0))
 
 
@@ -136,11 +144,12 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
     multiply_next = make_multiply_shared(dtype, tile, accumulate=True)
     add_values = make_multiply_registers(dtype, head_dim, tile)
     rows_at, columns_at = make_operand_at(16), make_operand_at(tile * ROW_BYTES)
-    row, slot = ROW_BYTES // 16, tile_bytes(head_dim, tile) // 16
+    row, slot, slots = ROW_BYTES // 16, tile_bytes(head_dim, tile) // 16, slots_of(head_dim)
+    last_k, last_v = slots.k - 1, slots.v - 1
 
     @inlined
     def issue_scores(scores: Any, queries: int, k_ring: Ring, n: int) -> None:
-        a, b = rows_at(queries), rows_at(k_ring.slots) + (n & SLOTS - 1) * slot
+        a, b = rows_at(queries), rows_at(k_ring.slots) + (n & last_k) * slot
         begin_products()
         for step in range(head_dim // 16):
             if step == 0:
@@ -152,7 +161,7 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
 
     @inlined
     def issue_sums(sums: Any, weights: Any, v_ring: Ring, n: int) -> None:
-        b = columns_at(v_ring.slots) + (n & SLOTS - 1) * slot
+        b = columns_at(v_ring.slots) + (n & last_v) * slot
         begin_products()
         for step in range(tile // 16):
             w = step * 4
@@ -162,13 +171,14 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
     return issue_scores, issue_sums
 
 
-def make_consume(variant: Variant, tiles_ring: tuple[Any, ...], release_queries: Any) -> Any:
+def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...], release_queries: Any) -> Any:
     """A function for kernels: attention of a consumer's queries to all tiles of a job, which ends with the sums."""
     dtype, head_dim, softcapped = variant.dtype, variant.head_dim, variant.softcapped
     tile = tile_of(head_dim)
     num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
     pack = HALVES[dtype].pack
-    _, _, _, _, wait_full, release = tiles_ring
+    _, _, _, _, wait_k, release_k = k_use
+    _, _, _, _, wait_v, release_v = v_use
     issue_scores, issue_sums = make_issue(dtype, head_dim, tile)
     wait_scores = make_wait_products(num_scores, pending=0)
     wait_scores_only = make_wait_products(num_scores, pending=1)
@@ -188,7 +198,7 @@ def make_consume(variant: Variant, tiles_ring: tuple[Any, ...], release_queries:
             give_turn(TURN + 1 - consumer)
             wait_scores(scores)
         else:
-            wait_full(v_ring, n - 1)
+            wait_v(v_ring, n - 1)
             issue_sums(sums, weights, v_ring, n - 1)
             give_turn(TURN + 1 - consumer)
             wait_scores_only(scores)  # sums are still being added to
@@ -208,10 +218,10 @@ def make_consume(variant: Variant, tiles_ring: tuple[Any, ...], release_queries:
         key = first_key
         end = begin + tiles
         if n < end:
-            wait_full(k_ring, n)
+            wait_k(k_ring, n)
         while n < end:
             issue(sums, scores, weights, queries, k_ring, v_ring, n, n == begin, consumer)
-            release(k_ring, n, lane)
+            release_k(k_ring, n, lane)
             if softcapped:
                 for i in range(num_scores):
                     scores[i] = tanh(scores[i] * scoring.inner)
@@ -220,10 +230,10 @@ def make_consume(variant: Variant, tiles_ring: tuple[Any, ...], release_queries:
             softmax, grown, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
             # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.
             if n + 1 < end:
-                wait_full(k_ring, n + 1)
+                wait_k(k_ring, n + 1)
             wait_sums(sums)
             if n > begin:
-                release(v_ring, n - 1, lane)
+                release_v(v_ring, n - 1, lane)
             if grown:
                 rescale(sums, num_sums, a0, a1)
             for i in range(num_weights):
@@ -232,10 +242,10 @@ def make_consume(variant: Variant, tiles_ring: tuple[Any, ...], release_queries:
             key += tile
         release_queries(query_ring, number, lane)
         if tiles > 0:
-            wait_full(v_ring, end - 1)
+            wait_v(v_ring, end - 1)
             issue_sums(sums, weights, v_ring, end - 1)
             wait_sums(sums)
-            release(v_ring, end - 1, lane)
+            release_v(v_ring, end - 1, lane)
         return softmax
 
     return consume
@@ -248,11 +258,12 @@ def make_prefill(variant: Variant) -> Any:
     shared, queries_bytes = shared_of(head_dim), tile_bytes(head_dim, 64)
     consumers = 4 * CONSUMERS  # warps
     jobs_ring = make_ring(JOBS, JOB_BYTES, 2 + consumers)
-    queries_ring = make_ring(query_slots_of(head_dim), CONSUMERS * queries_bytes, consumers)
-    tiles_ring = make_ring(SLOTS, tile_bytes(head_dim, tile), consumers)
+    slots = slots_of(head_dim)
+    queries_ring = make_ring(slots.queries, CONSUMERS * queries_bytes, consumers)
+    k_use, v_use = [make_ring(count, tile_bytes(head_dim, tile), consumers) for count in (slots.k, slots.v)]
     init_jobs, _, _, _, wait_job, release_job = jobs_ring
     init_queries, _, _, _, wait_queries, release_queries = queries_ring
-    init_tiles = tiles_ring[0]
+    init_k, init_v = k_use[0], v_use[0]
     give_registers, take_registers = make_take_registers(72), make_take_registers(216)
     take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
 
@@ -260,7 +271,7 @@ def make_prefill(variant: Variant) -> Any:
     put = work.put
     keys_of_block, keys_of_lane = make_ranges(QUERIES, tile, variant.causal, variant.windowed)
     find_jobs = make_find_jobs(work, make_bring_queries(head_dim, QUERIES, work), jobs_ring, queries_ring)
-    consume = make_consume(variant, tiles_ring, release_queries)
+    consume = make_consume(variant, k_use, v_use, release_queries)
 
     @inlined
     def keys_of_job(job: Prompt, window: int) -> tuple[int, int]:
@@ -268,7 +279,7 @@ def make_prefill(variant: Variant) -> Any:
         first_key, end = keys_of_block(job, window)
         return first_key, (max(end - first_key, 0) + tile - 1) // tile
 
-    produce = make_produce(head_dim, variant.block_size, keys_of_job, jobs_ring, tiles_ring)
+    produce_k, produce_v = [make_produce(head_dim, variant.block_size, keys_of_job, jobs_ring, each) for each in (k_use, v_use)]
 
     @inlined
     def consume_jobs(
@@ -310,8 +321,8 @@ def make_prefill(variant: Variant) -> Any:
         if thread == 0:
             init_jobs(jobs)
             init_queries(queries)
-            init_tiles(k_ring)
-            init_tiles(v_ring)
+            init_k(k_ring)
+            init_v(v_ring)
             publish_barriers()
         cuda.syncthreads()
 
@@ -321,11 +332,10 @@ def make_prefill(variant: Variant) -> Any:
         else:
             give_registers()
             # One warp copies K, another one V, and one finds out what is to be done.
-            if thread < 64:
-                ring, boxes, tokens = k_ring, maps.k_boxes, maps.k_tokens
-                if thread >= 32:
-                    ring, boxes, tokens = v_ring, maps.v_boxes, maps.v_tokens
-                produce(jobs, ring, boxes, tokens, at, strides, scoring.window, lane)
+            if thread < 32:
+                produce_k(jobs, k_ring, maps.k_boxes, maps.k_tokens, at, strides, scoring.window, lane)
+            elif thread < 64:
+                produce_v(jobs, v_ring, maps.v_boxes, maps.v_tokens, at, strides, scoring.window, lane)
             elif thread < 96:
                 find_jobs(jobs, queries, at, sizes, strides, groups, scoring.window, lane)
 
