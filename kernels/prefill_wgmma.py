@@ -44,7 +44,7 @@ from .prompts import Prompt, make_prompts, make_ranges
 from .ptx import float32, inlined, uint32
 from .ring import BARRIER_BYTES, Ring, make_ring
 from .shared import shared_address
-from .softmax import Softmax, Visible, begin_softmax, hide, rescale, weigh
+from .softmax import Softmax, Visible, begin_softmax, hide, raise_maxima, rescale, weigh
 from .tile_copies import Source, make_copy_tile, tile_bytes
 from .warp import make_meet, shuffle_count, sync_warp
 
@@ -73,9 +73,7 @@ class Slots(NamedTuple):
 
 def slots_of(head_dim: int) -> Slots:
     """What shared memory has room for. V of a tile is held longer than K."""
-    if head_dim <= 64:
-        return Slots(2, 4, 4)
-    return Slots(1, 2, 4 if head_dim <= 128 else 2)
+    return Slots(2 if head_dim <= 128 else 1, 2, 2)
 
 
 class Shared(NamedTuple):
@@ -227,17 +225,17 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
                     scores[i] = tanh(scores[i] * scoring.inner)
             if key + tile > visible.high0 or key < visible.low1:
                 hide(scores, num_scores, key, lane, visible)
-            softmax, grown, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
-            # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.
-            if n + 1 < end:
-                wait_k(k_ring, n + 1)
+            softmax, grown, a0, a1 = raise_maxima(scores, num_scores, softmax, scoring.outer)
             wait_sums(sums)
             if n > begin:
                 release_v(v_ring, n - 1, lane)
             if grown:
                 rescale(sums, num_sums, a0, a1)
+            softmax = weigh(scores, num_scores, softmax, scoring.outer)
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
+            if n + 1 < end:
+                wait_k(k_ring, n + 1)
             n += 1
             key += tile
         release_queries(query_ring, number, lane)

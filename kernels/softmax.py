@@ -56,38 +56,44 @@ def hide(scores: Any, num_scores: int, key: int, lane: int, visible: Visible) ->
 
 
 @inlined
-def weigh(scores: Any, num_scores: int, before: Softmax, outer: float) -> tuple[Softmax, int, float, float]:
-    """Makes a tile's scores weights, relative to what the softmax is relative to.
+def raise_maxima(scores: Any, num_scores: int, before: Softmax, outer: float) -> tuple[Softmax, int, float, float]:
+    """Brings a softmax to a tile's greatest scores, where these are beyond `SLACK`.
 
     Returns:
-        the softmax, with this lane's scores in it; whether the warp's older sums are to be multiplied, and the two
-        queries' factors.
+        the softmax; whether the warp's older sums are to be multiplied, and the two queries' factors.
     """
-    m0, l0, grown0, a0 = _weigh_row(scores, 0, num_scores, before.m0, before.l0, outer)
-    m1, l1, grown1, a1 = _weigh_row(scores, 2, num_scores, before.m1, before.l1, outer)
-    return Softmax(m0, m1, l0, l1), grown0 | grown1, a0, a1
+    m0, grown0 = _raise_maximum(scores, 0, num_scores, before.m0, outer)
+    m1, grown1 = _raise_maximum(scores, 2, num_scores, before.m1, outer)
+    a0 = exp2((before.m0 - m0) * outer)
+    a1 = exp2((before.m1 - m1) * outer)
+    return Softmax(m0, m1, before.l0 * a0, before.l1 * a1), grown0 | grown1, a0, a1
 
 
 @inlined
-def _weigh_row(
-    scores: Any, first: int, num_scores: int, before: float, l: float, outer: float
-) -> tuple[float, float, int, float]:
-    """The same of one of the two rows, whose scores begin at `first`."""
+def _raise_maximum(scores: Any, first: int, num_scores: int, before: float, outer: float) -> tuple[float, int]:
+    """The same of one row, whose scores begin at `first`; four lanes share it."""
     m = before
     for j in range(num_scores // 4):
         m = maximum(m, maximum(scores[4 * j + first], scores[4 * j + first + 1]))
     for step in range(2):
         m = maximum(m, shuffle_xor(m, 1 << step))
     grown = any_lane(1 if (m - before) * outer > float32(SLACK) else 0)
-    m = m if grown else before
-    a = exp2((before - m) * outer)
-    l *= a
-    z = -m * outer
+    return m if grown else before, grown
+
+
+@inlined
+def weigh(scores: Any, num_scores: int, softmax: Softmax, outer: float) -> Softmax:
+    """Makes a tile's scores weights, and adds this lane's to the softmax."""
+    m0, m1, l0, l1 = softmax
+    z0 = -m0 * outer
+    z1 = -m1 * outer
     for j in range(num_scores // 4):
         for i in range(2):
-            scores[4 * j + first + i] = exp2(fma(scores[4 * j + first + i], outer, z))
-            l += scores[4 * j + first + i]
-    return m, l, grown, a
+            scores[4 * j + i] = exp2(fma(scores[4 * j + i], outer, z0))
+            scores[4 * j + 2 + i] = exp2(fma(scores[4 * j + 2 + i], outer, z1))
+            l0 += scores[4 * j + i]
+            l1 += scores[4 * j + 2 + i]
+    return Softmax(m0, m1, l0, l1)
 
 
 @inlined
