@@ -226,6 +226,9 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
             if key + tile > visible.high0 or key < visible.low1:
                 hide(scores, num_scores, key, lane, visible)
             softmax, grown, a0, a1 = raise_maxima(scores, num_scores, softmax, scoring.outer)
+            # The assembler begins a new block of instructions here, and so does not wait for sums before.
+            if n + 1 < end:
+                wait_k(k_ring, n + 1)
             wait_sums(sums)
             if n > begin:
                 release_v(v_ring, n - 1, lane)
@@ -234,8 +237,6 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
             softmax = weigh(scores, num_scores, softmax, scoring.outer)
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
-            if n + 1 < end:
-                wait_k(k_ring, n + 1)
             n += 1
             key += tile
         release_queries(query_ring, number, lane)
