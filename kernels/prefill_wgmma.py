@@ -50,12 +50,24 @@ from .warp import make_meet, shuffle_count, sync_warp
 
 WARPGROUP = 128
 """Threads of a warpgroup."""
-CONSUMERS = 2
-THREADS = WARPGROUP * (1 + CONSUMERS)
-QUERIES = 64 * CONSUMERS
 
 TURN = 1
 """The number of the first consumer's barrier, and the other's is the next: its turn to issue products."""
+
+
+def consumers_of(head_dim: int) -> int:
+    """Warpgroups that multiply: with narrow heads the products of two leave no time for a softmax."""
+    return 3 if head_dim <= 64 else 2
+
+
+def threads_of(head_dim: int) -> int:
+    """Of a block."""
+    return WARPGROUP * (1 + consumers_of(head_dim))
+
+
+def queries_of(head_dim: int) -> int:
+    """Of a block."""
+    return 64 * consumers_of(head_dim)
 
 
 def tile_of(head_dim: int) -> int:
@@ -99,7 +111,7 @@ class Shared(NamedTuple):
 def shared_of(head_dim: int) -> Shared:
     """The shared memory of a block of threads."""
     slots, tile = slots_of(head_dim), tile_bytes(head_dim, tile_of(head_dim))
-    tiles = slots.queries * tile_bytes(head_dim, QUERIES), slots.k * tile, slots.v * tile, JOBS * JOB_BYTES
+    tiles = slots.queries * tile_bytes(head_dim, queries_of(head_dim)), slots.k * tile, slots.v * tile, JOBS * JOB_BYTES
     barriers = [count * BARRIER_BYTES for count in (*slots, JOBS)]
     return Shared(*accumulate((*tiles, *barriers), initial=0))
 
@@ -181,7 +193,8 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
     wait_scores = make_wait_products(num_scores, pending=0)
     wait_scores_only = make_wait_products(num_scores, pending=1)
     wait_sums = make_wait_products(num_sums, pending=0)
-    take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
+    take_turn, give_turn = make_meet(2 * WARPGROUP)
+    last = consumers_of(head_dim) - 1
 
     @inlined
     def issue(
@@ -190,15 +203,16 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
     ) -> None:  # fmt: skip
         """In its turn: scores of the n-th tile, which are there at the end, and sums of the one before, unless it is
         the job's first."""
+        following = consumer + 1 if consumer < last else 0
         take_turn(TURN + consumer)
         issue_scores(scores, queries, k_ring, n)
         if first:
-            give_turn(TURN + 1 - consumer)
+            give_turn(TURN + following)
             wait_scores(scores)
         else:
             wait_v(v_ring, n - 1)
             issue_sums(sums, weights, v_ring, n - 1)
-            give_turn(TURN + 1 - consumer)
+            give_turn(TURN + following)
             wait_scores_only(scores)  # sums are still being added to
 
     @inlined
@@ -255,21 +269,22 @@ def make_prefill(variant: Variant) -> Any:
     head_dim = variant.head_dim
     tile, num_sums = tile_of(head_dim), head_dim // 2
     shared, queries_bytes = shared_of(head_dim), tile_bytes(head_dim, 64)
-    consumers = 4 * CONSUMERS  # warps
-    jobs_ring = make_ring(JOBS, JOB_BYTES, 2 + consumers)
+    consumers, queries = consumers_of(head_dim), queries_of(head_dim)
+    jobs_ring = make_ring(JOBS, JOB_BYTES, 2 + 4 * consumers)
     slots = slots_of(head_dim)
-    queries_ring = make_ring(slots.queries, CONSUMERS * queries_bytes, consumers)
-    k_use, v_use = [make_ring(count, tile_bytes(head_dim, tile), consumers) for count in (slots.k, slots.v)]
+    queries_ring = make_ring(slots.queries, consumers * queries_bytes, 4 * consumers)
+    k_use, v_use = [make_ring(count, tile_bytes(head_dim, tile), 4 * consumers) for count in (slots.k, slots.v)]
     init_jobs, _, _, _, wait_job, release_job = jobs_ring
     init_queries, _, _, _, wait_queries, release_queries = queries_ring
     init_k, init_v = k_use[0], v_use[0]
-    give_registers, take_registers = make_take_registers(72), make_take_registers(216)
-    take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
+    given, taken = (32, 160) if consumers == 3 else (72, 216)
+    give_registers, take_registers = make_take_registers(given), make_take_registers(taken)
+    take_turn, give_turn = make_meet(2 * WARPGROUP)
 
-    work = (make_prefixes if variant.cascaded else make_prompts)(variant, QUERIES)
+    work = (make_prefixes if variant.cascaded else make_prompts)(variant, queries)
     put = work.put
-    keys_of_block, keys_of_lane = make_ranges(QUERIES, tile, variant.causal, variant.windowed)
-    find_jobs = make_find_jobs(work, make_bring_queries(head_dim, QUERIES, work), jobs_ring, queries_ring)
+    keys_of_block, keys_of_lane = make_ranges(queries, tile, variant.causal, variant.windowed)
+    find_jobs = make_find_jobs(work, make_bring_queries(head_dim, queries, work), jobs_ring, queries_ring)
     consume = make_consume(variant, k_use, v_use, release_queries)
 
     @inlined
@@ -288,8 +303,8 @@ def make_prefill(variant: Variant) -> Any:
         consumer = shuffle_count(thread // WARPGROUP, 0) - 1  # the same in all lanes, as the compiler sees
         line = consumer * 64 + thread % WARPGROUP // 32 * 16 + (lane >> 2)  # of this lane's two queries the first
         sums = cuda.local.array(num_sums, float32)
-        if consumer == 1:
-            give_turn(TURN)  # the other begins
+        if consumer == consumers - 1:
+            give_turn(TURN)  # the first begins
         number, n = 0, 0
         job = get_job(wait_job(jobs, 0))
         while job.sequence >= 0:
@@ -306,7 +321,7 @@ def make_prefill(variant: Variant) -> Any:
             number += 1
             job = get_job(wait_job(jobs, number))
         if consumer == 0:
-            take_turn(TURN)  # the other gave one that nobody took
+            take_turn(TURN)  # the last gave one that nobody took
 
     @inlined
     def prefill(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:

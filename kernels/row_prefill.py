@@ -167,7 +167,7 @@ def fast_kernel(name: str, variant: Variant) -> tuple[Kernel, int, int]:
     if name == "mma":
         return mma_kernel(variant), 16 * prefill_mma.warps_of(variant.head_dim), 0
     box_tokens = box_of(prefill_wgmma.tile_of(variant.head_dim), variant.block_size)
-    return wgmma_kernel(variant), prefill_wgmma.QUERIES, box_tokens
+    return wgmma_kernel(variant), prefill_wgmma.queries_of(variant.head_dim), box_tokens
 
 
 def grid_of(name: str, most: tuple[int, int], device: torch.device) -> tuple[tuple[int, int], int]:
@@ -190,6 +190,7 @@ def mma_kernel(variant: Variant) -> Kernel:
 def wgmma_kernel(variant: Variant) -> Kernel:
     """The kernel for Hopper."""
     structs, shared = (Maps, *attention.structs_of(variant)), prefill_wgmma.shared_of(variant.head_dim)
+    threads = prefill_wgmma.threads_of(variant.head_dim)
     return Kernel(
-        prefill_wgmma.make_prefill, (variant,), structs, prefill_wgmma.THREADS, shared_bytes=shared.nbytes, hopper=True
+        prefill_wgmma.make_prefill, (variant,), structs, threads, shared_bytes=shared.nbytes, hopper=True
     )
