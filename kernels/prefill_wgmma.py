@@ -45,7 +45,7 @@ from .ptx import float32, inlined, uint32
 from .ring import BARRIER_BYTES, Ring, make_ring
 from .shared import shared_address
 from .softmax import Softmax, Visible, begin_softmax, hide, raise_maxima, rescale, weigh
-from .tile_copies import Source, make_copy_tile, tile_bytes
+from .tile_copies import Source, box_of, make_copy_tile, tile_bytes
 from .warp import make_meet, shuffle_count, sync_warp
 
 WARPGROUP = 128
@@ -283,7 +283,8 @@ def make_prefill(variant: Variant) -> Any:
 
     work = (make_prefixes if variant.cascaded else make_prompts)(variant, queries)
     put = work.put
-    keys_of_block, keys_of_lane = make_ranges(queries, tile, variant.causal, variant.windowed)
+    step = box_of(tile, variant.block_size) if variant.block_size else 1
+    keys_of_block, keys_of_lane = make_ranges(queries, step, variant.causal, variant.windowed)
     find_jobs = make_find_jobs(work, make_bring_queries(head_dim, queries, work), jobs_ring, queries_ring)
     consume = make_consume(variant, k_use, v_use, release_queries)
 

@@ -117,16 +117,16 @@ def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed:
     return count_jobs, find_queries
 
 
-def make_ranges(queries_per_block: int, tile: int, causal: bool, windowed: bool) -> tuple[Any, Any]:
+def make_ranges(queries_per_block: int, step: int, causal: bool, windowed: bool) -> tuple[Any, Any]:
     """Functions for kernels: the keys that a block's queries see, and those that a lane's two see."""
 
     @inlined
     def keys_of_block(prompt: Prompt, window: int) -> tuple[int, int]:
-        """From a multiple of `tile` on, and before which."""
+        """From a multiple of `step` on, and before which."""
         end = min(prompt.position + queries_per_block, prompt.length) if causal else prompt.length
         end = end if prompt.begin < prompt.length else 0
         first = max(prompt.begin, prompt.position + 1 - window) if windowed else prompt.begin
-        return first // tile * tile, end
+        return first // step * step, end
 
     @inlined
     def keys_of_lane(prompt: Prompt, line: int, window: int) -> Visible:
