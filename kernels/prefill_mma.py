@@ -27,7 +27,7 @@ from .prefixes import make_prefixes
 from .prompts import make_prompts, make_ranges
 from .ptx import float32, inlined, int64, uint32
 from .shared import copy_16, shared_address, wait_copies
-from .softmax import begin_softmax, hide, raise_maxima, rescale, weigh
+from .softmax import add_weights, begin_softmax, hide, raise_maxima, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 from .widened_tiles import make_scale, make_widened_tiles
@@ -241,7 +241,8 @@ def make_prefill(variant: Variant) -> Any:
             softmax, grown, a0, a1 = raise_maxima(scores, num_scores, softmax, scoring.outer)
             if grown:
                 rescale(sums, num_sums, a0, a1)
-            softmax = weigh(scores, num_scores, softmax, scoring.outer)
+            weigh(scores, num_scores, softmax, scoring.outer)
+            softmax = add_weights(scores, num_scores, softmax)
             if scaled:
                 scale_columns(scores, base + shared.v_scales, lane)
             add_values(sums, scores, base + shared.v, lane)

@@ -44,7 +44,7 @@ from .prompts import Prompt, make_prompts, make_ranges
 from .ptx import float32, inlined, uint32
 from .ring import BARRIER_BYTES, Ring, make_ring
 from .shared import shared_address
-from .softmax import Softmax, Visible, begin_softmax, hide, raise_maxima, rescale, weigh
+from .softmax import Softmax, Visible, add_weights, begin_softmax, hide, raise_maxima, rescale, weigh
 from .tile_copies import Source, box_of, make_copy_tile, tile_bytes
 from .warp import make_meet, shuffle_count, sync_warp
 
@@ -246,9 +246,11 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
             wait_sums(sums)
             if n > begin:
                 release_v(v_ring, n - 1, lane)
+            weigh(scores, num_scores, softmax, scoring.outer)
+            # And here: it would have each sum wait for its exponential.
             if grown:
                 rescale(sums, num_sums, a0, a1)
-            softmax = weigh(scores, num_scores, softmax, scoring.outer)
+            softmax = add_weights(scores, num_scores, softmax)
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
             n += 1

@@ -82,17 +82,23 @@ def _raise_maximum(scores: Any, first: int, num_scores: int, before: float, oute
 
 
 @inlined
-def weigh(scores: Any, num_scores: int, softmax: Softmax, outer: float) -> Softmax:
-    """Makes a tile's scores weights, and adds this lane's to the softmax."""
-    m0, m1, l0, l1 = softmax
-    z0 = -m0 * outer
-    z1 = -m1 * outer
+def weigh(scores: Any, num_scores: int, softmax: Softmax, outer: float) -> None:
+    """Makes a tile's scores weights."""
+    z0 = -softmax.m0 * outer
+    z1 = -softmax.m1 * outer
     for j in range(num_scores // 4):
         for i in range(2):
             scores[4 * j + i] = exp2(fma(scores[4 * j + i], outer, z0))
             scores[4 * j + 2 + i] = exp2(fma(scores[4 * j + 2 + i], outer, z1))
-            l0 += scores[4 * j + i]
-            l1 += scores[4 * j + 2 + i]
+
+
+@inlined
+def add_weights(weights: Any, num_weights: int, softmax: Softmax) -> Softmax:
+    """Adds this lane's weights of a tile."""
+    m0, m1, l0, l1 = softmax
+    for j in range(num_weights // 4):
+        l0 += weights[4 * j] + weights[4 * j + 1]
+        l1 += weights[4 * j + 2] + weights[4 * j + 3]
     return Softmax(m0, m1, l0, l1)
 
 
