@@ -83,8 +83,8 @@ def make_bring_queries(head_dim: int, queries: int, work: Work) -> Any:
 def make_find_jobs(work: Work, bring_queries: Any, jobs_ring: tuple[Any, ...], queries_ring: tuple[Any, ...]) -> Any:
     """A function for kernels that finds all jobs of a block; called by a warp."""
     heads, count_jobs, find_queries = work.heads, work.count_jobs, work.find_queries
-    _, wait_job_empty, _, job_filled, _, _ = jobs_ring
-    _, wait_queries_empty, _, queries_filled, _, _ = queries_ring
+    _, wait_job_empty, _, job_filled, _, _, _ = jobs_ring
+    _, wait_queries_empty, _, queries_filled, _, _, _ = queries_ring
 
     @inlined
     def find_jobs(

@@ -27,7 +27,7 @@ from .prefixes import make_prefixes
 from .prompts import make_prompts, make_ranges
 from .ptx import float32, inlined, int64, uint32
 from .shared import copy_16, shared_address, wait_copies
-from .softmax import add_weights, begin_softmax, hide, raise_maxima, rescale, weigh
+from .softmax import add_weights, begin_softmax, hide, raise_maximum, relate, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 from .widened_tiles import make_scale, make_widened_tiles
@@ -238,8 +238,10 @@ def make_prefill(variant: Variant) -> Any:
                     scores[i] = tanh(scores[i] * scoring.inner)
             if key + tile > visible.high0 or key < visible.low1:
                 hide(scores, num_scores, key, lane, visible)
-            softmax, grown, a0, a1 = raise_maxima(scores, num_scores, softmax, scoring.outer)
-            if grown:
+            m0, grown0 = raise_maximum(scores, 0, num_scores, softmax.m0, scoring.outer)
+            m1, grown1 = raise_maximum(scores, 2, num_scores, softmax.m1, scoring.outer)
+            softmax, a0, a1 = relate(softmax, m0, m1, scoring.outer)
+            if grown0 | grown1:
                 rescale(sums, num_sums, a0, a1)
             weigh(scores, num_scores, softmax, scoring.outer)
             softmax = add_weights(scores, num_scores, softmax)

@@ -44,7 +44,17 @@ from .prompts import Prompt, make_prompts, make_ranges
 from .ptx import float32, inlined, uint32
 from .ring import BARRIER_BYTES, Ring, make_ring
 from .shared import shared_address
-from .softmax import Softmax, Visible, add_weights, begin_softmax, hide, raise_maxima, rescale, weigh
+from .softmax import (
+    Softmax,
+    Visible,
+    add_weights,
+    begin_softmax,
+    hide,
+    raise_maximum,
+    relate,
+    rescale,
+    weigh,
+)
 from .tile_copies import Source, box_of, make_copy_tile, tile_bytes
 from .warp import make_meet, shuffle_count, sync_warp
 
@@ -120,8 +130,8 @@ def make_produce(head_dim: int, block_size: int, keys_of_job: Any, jobs_ring: An
     """A function for kernels that fills a ring with the tiles of K or of V of all jobs; called by a warp."""
     tile = tile_of(head_dim)
     look_up, copy_tile = make_copy_tile(head_dim, tile, block_size)
-    _, _, _, _, wait_job, release_job = jobs_ring
-    _, wait_empty, fill, _, _, _ = ring_of
+    _, _, _, _, wait_job, release_job, _ = jobs_ring
+    _, wait_empty, fill, _, _, _, _ = ring_of
 
     @inlined
     def produce(
@@ -170,10 +180,11 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
         commit_products()
 
     @inlined
-    def issue_sums(sums: Any, weights: Any, v_ring: Ring, n: int) -> None:
+    def issue_sums(sums: Any, weights: Any, v_ring: Ring, n: int, first: int, end: int) -> None:
+        """Of so many times 16 keys of it, from the first to before the end."""
         b = columns_at(v_ring.slots) + (n & last_v) * slot
         begin_products()
-        for step in range(tile // 16):
+        for step in range(first, end):
             w = step * 4
             add_values(sums, weights[w], weights[w + 1], weights[w + 2], weights[w + 3], b + step * 16 * row)
         commit_products()
@@ -187,33 +198,14 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
     tile = tile_of(head_dim)
     num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
     pack = HALVES[dtype].pack
-    _, _, _, _, wait_k, release_k = k_use
-    _, _, _, _, wait_v, release_v = v_use
+    _, _, _, _, wait_k, release_k, k_is_there = k_use
+    _, _, _, _, wait_v, release_v, _ = v_use
     issue_scores, issue_sums = make_issue(dtype, head_dim, tile)
     wait_scores = make_wait_products(num_scores, pending=0)
     wait_scores_only = make_wait_products(num_scores, pending=1)
     wait_sums = make_wait_products(num_sums, pending=0)
     take_turn, give_turn = make_meet(2 * WARPGROUP)
-    last = consumers_of(head_dim) - 1
-
-    @inlined
-    def issue(
-        sums: Any, scores: Any, weights: Any, queries: int, k_ring: Ring, v_ring: Ring, n: int, first: bool,
-        consumer: int,
-    ) -> None:  # fmt: skip
-        """In its turn: scores of the n-th tile, which are there at the end, and sums of the one before, unless it is
-        the job's first."""
-        following = consumer + 1 if consumer < last else 0
-        take_turn(TURN + consumer)
-        issue_scores(scores, queries, k_ring, n)
-        if first:
-            give_turn(TURN + following)
-            wait_scores(scores)
-        else:
-            wait_v(v_ring, n - 1)
-            issue_sums(sums, weights, v_ring, n - 1)
-            give_turn(TURN + following)
-            wait_scores_only(scores)  # sums are still being added to
+    last, half = consumers_of(head_dim) - 1, tile // 32
 
     @inlined
     def consume(
@@ -226,29 +218,44 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
         softmax = begin_softmax()
         for i in range(num_sums):
             sums[i] = float32(0)
+        following = consumer + 1 if consumer < last else 0
         n = begin
         key = first_key
         end = begin + tiles
         if n < end:
             wait_k(k_ring, n)
         while n < end:
-            issue(sums, scores, weights, queries, k_ring, v_ring, n, n == begin, consumer)
+            take_turn(TURN + consumer)
+            issue_scores(scores, queries, k_ring, n)
+            if n > begin:
+                wait_v(v_ring, n - 1)
+                issue_sums(sums, weights, v_ring, n - 1, 0, half)
+                wait_scores_only(scores)  # sums are still being added to
+            else:
+                wait_scores(scores)
             release_k(k_ring, n, lane)
+            next_is_there = k_is_there(k_ring, n + 1)
             if softcapped:
                 for i in range(num_scores):
                     scores[i] = tanh(scores[i] * scoring.inner)
             if key + tile > visible.high0 or key < visible.low1:
                 hide(scores, num_scores, key, lane, visible)
-            softmax, grown, a0, a1 = raise_maxima(scores, num_scores, softmax, scoring.outer)
+            m0, grown0 = raise_maximum(scores, 0, num_scores, softmax.m0, scoring.outer)
+            # A warp that issues more than a few products waits until the first are done: so it does others' work first.
+            if n > begin:
+                issue_sums(sums, weights, v_ring, n - 1, half, tile // 16)
+            give_turn(TURN + following)
+            m1, grown1 = raise_maximum(scores, 2, num_scores, softmax.m1, scoring.outer)
+            softmax, a0, a1 = relate(softmax, m0, m1, scoring.outer)
             # The assembler begins a new block of instructions here, and so does not wait for sums before.
-            if n + 1 < end:
+            if n + 1 < end and next_is_there == 0:
                 wait_k(k_ring, n + 1)
             wait_sums(sums)
             if n > begin:
                 release_v(v_ring, n - 1, lane)
             weigh(scores, num_scores, softmax, scoring.outer)
             # And here: it would have each sum wait for its exponential.
-            if grown:
+            if grown0 | grown1:
                 rescale(sums, num_sums, a0, a1)
             softmax = add_weights(scores, num_scores, softmax)
             for i in range(num_weights):
@@ -258,7 +265,7 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
         release_queries(query_ring, number, lane)
         if tiles > 0:
             wait_v(v_ring, end - 1)
-            issue_sums(sums, weights, v_ring, end - 1)
+            issue_sums(sums, weights, v_ring, end - 1, 0, tile // 16)
             wait_sums(sums)
             release_v(v_ring, end - 1, lane)
         return softmax
@@ -276,8 +283,8 @@ def make_prefill(variant: Variant) -> Any:
     slots = slots_of(head_dim)
     queries_ring = make_ring(slots.queries, consumers * queries_bytes, 4 * consumers)
     k_use, v_use = [make_ring(count, tile_bytes(head_dim, tile), 4 * consumers) for count in (slots.k, slots.v)]
-    init_jobs, _, _, _, wait_job, release_job = jobs_ring
-    init_queries, _, _, _, wait_queries, release_queries = queries_ring
+    init_jobs, _, _, _, wait_job, release_job, _ = jobs_ring
+    init_queries, _, _, _, wait_queries, release_queries, _ = queries_ring
     init_k, init_v = k_use[0], v_use[0]
     given, taken = (32, 160) if consumers == 3 else (72, 216)
     give_registers, take_registers = make_take_registers(given), make_take_registers(taken)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .hopper import arrive, expect_bytes, init_barrier, wait_barrier
+from .hopper import arrive, expect_bytes, init_barrier, test_barrier, wait_barrier
 from .ptx import inlined
 from .warp import sync_warp
 
@@ -33,7 +33,7 @@ class Slot(NamedTuple):
     full: int
 
 
-def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, Any, Any, Any, Any]:
+def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
     """Functions for kernels, on a `Ring`: `init` (by one thread); for who fills it, `wait_empty`, then `fill` and
     copies, or stores and `filled`; for who uses it, `wait_full`, then `release`.
 
@@ -90,9 +90,14 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, An
         return ring.slots + (n & mask) * slot_bytes
 
     @inlined
+    def is_full(ring: Ring, n: int) -> int:
+        """1 if a tile is there by now."""
+        return test_barrier(full(ring, n), n >> shift & 1)
+
+    @inlined
     def release(ring: Ring, n: int, lane: int) -> None:
         """Says that this warp needs a tile no more: all of its lanes have read it, or their products have."""
         if lane == 0:
             arrive(empty(ring, n))
 
-    return init, wait_empty, fill, filled, wait_full, release
+    return init, wait_empty, fill, filled, wait_full, release, is_full

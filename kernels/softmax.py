@@ -56,22 +56,9 @@ def hide(scores: Any, num_scores: int, key: int, lane: int, visible: Visible) ->
 
 
 @inlined
-def raise_maxima(scores: Any, num_scores: int, before: Softmax, outer: float) -> tuple[Softmax, int, float, float]:
-    """Brings a softmax to a tile's greatest scores, where these are beyond `SLACK`.
-
-    Returns:
-        the softmax; whether the warp's older sums are to be multiplied, and the two queries' factors.
-    """
-    m0, grown0 = _raise_maximum(scores, 0, num_scores, before.m0, outer)
-    m1, grown1 = _raise_maximum(scores, 2, num_scores, before.m1, outer)
-    a0 = exp2((before.m0 - m0) * outer)
-    a1 = exp2((before.m1 - m1) * outer)
-    return Softmax(m0, m1, before.l0 * a0, before.l1 * a1), grown0 | grown1, a0, a1
-
-
-@inlined
-def _raise_maximum(scores: Any, first: int, num_scores: int, before: float, outer: float) -> tuple[float, int]:
-    """The same of one row, whose scores begin at `first`; four lanes share it."""
+def raise_maximum(scores: Any, first: int, num_scores: int, before: float, outer: float) -> tuple[float, int]:
+    """What a row's weights are to be relative to, and whether that has changed for any of the warp's rows: the greatest
+    score, if it is beyond `SLACK`. The row's scores begin at `first`; four lanes share it."""
     m = before
     for j in range(num_scores // 4):
         m = maximum(m, maximum(scores[4 * j + first], scores[4 * j + first + 1]))
@@ -79,6 +66,14 @@ def _raise_maximum(scores: Any, first: int, num_scores: int, before: float, oute
         m = maximum(m, shuffle_xor(m, 1 << step))
     grown = any_lane(1 if (m - before) * outer > float32(SLACK) else 0)
     return m if grown else before, grown
+
+
+@inlined
+def relate(before: Softmax, m0: float, m1: float, outer: float) -> tuple[Softmax, float, float]:
+    """A softmax relative to other maxima, and what the two queries' older sums are to be multiplied by."""
+    a0 = exp2((before.m0 - m0) * outer)
+    a1 = exp2((before.m1 - m1) * outer)
+    return Softmax(m0, m1, before.l0 * a0, before.l1 * a1), a0, a1
 
 
 @inlined
