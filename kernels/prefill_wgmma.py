@@ -244,7 +244,9 @@ def make_consume(variant: Variant, k_use: tuple[Any, ...], v_use: tuple[Any, ...
             # A warp that issues more than a few products waits until the first are done: so it does others' work first.
             if n > begin:
                 issue_sums(sums, weights, v_ring, n - 1, half, tile // 16)
-            give_turn(TURN + following)
+                give_turn(TURN + following)
+            else:
+                give_turn(TURN + following)
             m1, grown1 = raise_maximum(scores, 2, num_scores, softmax.m1, scoring.outer)
             softmax, a0, a1 = relate(softmax, m0, m1, scoring.outer)
             # The assembler begins a new block of instructions here, and so does not wait for sums before.
