@@ -18,7 +18,7 @@ from .hopper import ROW_BYTES, publish_shared
 from .memory import increment
 from .prompts import Prompt, Work
 from .ptx import inlined, int64
-from .ring import Ring
+from .ring import Ring, RingUse
 from .shared import copy_16, load_shared_i32, store_shared_i32, wait_copies
 from .warp import shuffle_count
 
@@ -80,11 +80,11 @@ def make_bring_queries(head_dim: int, queries: int, work: Work) -> Any:
     return bring_queries
 
 
-def make_find_jobs(work: Work, bring_queries: Any, jobs_ring: tuple[Any, ...], queries_ring: tuple[Any, ...]) -> Any:
+def make_find_jobs(work: Work, bring_queries: Any, of_jobs: RingUse, of_queries: RingUse) -> Any:
     """A function for kernels that finds all jobs of a block; called by a warp."""
     heads, count_jobs, find_queries = work.heads, work.count_jobs, work.find_queries
-    _, wait_job_empty, _, job_filled, _, _, _ = jobs_ring
-    _, wait_queries_empty, _, queries_filled, _, _, _ = queries_ring
+    wait_job_empty, job_filled = of_jobs.wait_empty, of_jobs.filled
+    wait_queries_empty, queries_filled = of_queries.wait_empty, of_queries.filled
 
     @inlined
     def find_jobs(

@@ -33,11 +33,23 @@ class Slot(NamedTuple):
     full: int
 
 
-def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, Any, Any, Any, Any, Any]:
-    """Functions for kernels, on a `Ring`: `init` (by one thread); for who fills it, `wait_empty`, then `fill` and
-    copies, or stores and `filled`; for who uses it, `wait_full`, then `release`.
+class RingUse(NamedTuple):
+    """Functions for kernels, on a `Ring`. All but the first take a tile's number, and are called by whole warps."""
 
-    All but the first take a tile's number, and are called by whole warps.
+    init: Any
+    """Called by one thread."""
+    wait_empty: Any
+    """For who fills it. Then: `fill` and copies, or stores and `filled`."""
+    fill: Any
+    filled: Any
+    is_full: Any
+    """For who uses it."""
+    wait_full: Any
+    release: Any
+
+
+def make_ring(num_slots: int, slot_bytes: int, users: int) -> RingUse:
+    """The functions for rings of a size.
 
     Args:
         num_slots: a power of two: what would be division is a mask and a shift.
@@ -100,4 +112,4 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, An
         if lane == 0:
             arrive(empty(ring, n))
 
-    return init, wait_empty, fill, filled, wait_full, release, is_full
+    return RingUse(init, wait_empty, fill, filled, is_full, wait_full, release)

@@ -6,7 +6,7 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, plain, prefill_mma, prefill_wgmma
+from . import attention, plain, prefill_mma, prefill_wgmma, wgmma_shapes
 from .arguments import Maps, Variant
 from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
@@ -166,8 +166,8 @@ def fast_kernel(name: str, variant: Variant) -> tuple[Kernel, int, int]:
     """The kernel on tensor cores of this name, its queries of a block of threads, and its `box_tokens`."""
     if name == "mma":
         return mma_kernel(variant), 16 * prefill_mma.warps_of(variant.head_dim), 0
-    box_tokens = box_of(prefill_wgmma.tile_of(variant.head_dim), variant.block_size)
-    return wgmma_kernel(variant), prefill_wgmma.queries_of(variant.head_dim), box_tokens
+    box_tokens = box_of(wgmma_shapes.tile_of(variant.head_dim), variant.block_size)
+    return wgmma_kernel(variant), wgmma_shapes.queries_of(variant.head_dim), box_tokens
 
 
 def grid_of(name: str, most: tuple[int, int], device: torch.device) -> tuple[tuple[int, int], int]:
@@ -189,8 +189,8 @@ def mma_kernel(variant: Variant) -> Kernel:
 @cache
 def wgmma_kernel(variant: Variant) -> Kernel:
     """The kernel for Hopper."""
-    structs, shared = (Maps, *attention.structs_of(variant)), prefill_wgmma.shared_of(variant.head_dim)
-    threads = prefill_wgmma.threads_of(variant.head_dim)
+    structs, shared = (Maps, *attention.structs_of(variant)), wgmma_shapes.shared_of(variant.head_dim)
+    threads = wgmma_shapes.threads_of(variant.head_dim)
     return Kernel(
         prefill_wgmma.make_prefill, (variant,), structs, threads, shared_bytes=shared.nbytes, hopper=True
     )
