@@ -191,6 +191,4 @@ def wgmma_kernel(variant: Variant) -> Kernel:
     """The kernel for Hopper."""
     structs, shared = (Maps, *attention.structs_of(variant)), wgmma_shapes.shared_of(variant.head_dim)
     threads = wgmma_shapes.threads_of(variant.head_dim)
-    return Kernel(
-        prefill_wgmma.make_prefill, (variant,), structs, threads, shared_bytes=shared.nbytes, hopper=True
-    )
+    return Kernel(prefill_wgmma.make_prefill, (variant,), structs, threads, shared_bytes=shared.nbytes, hopper=True)

@@ -13,7 +13,6 @@ from .memory import load_f32, store_4, store_16
 from .ptx import float32, inlined
 from .warp import any_lane, shuffle_xor, transpose_words
 
-
 SLACK = 8.0
 """How far scores may pass what weights are relative to, as a power of 2, until older sums are brought to a new maximum:
 mostly they need not be. Any 16-bit float holds such a weight."""
