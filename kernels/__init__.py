@@ -6,6 +6,7 @@ Words, each with one meaning in all of these files:
 
     group           query heads that share a KV head
     tile            tokens whose K or V prefill works on at a time: its keys
+    job             queries of a head that a block of threads works on at a time, and the keys that they see
     ring, slot      a ring in shared memory, and one of its places for tiles, which take turns in them
     box, panel      tokens that the copy engine copies at a time; 64 of their elements, 128 bytes a token
     unit            16 tokens: what decode's work is counted in

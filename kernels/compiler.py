@@ -20,6 +20,7 @@ from typing import Any, get_type_hints
 
 import torch
 from numba import cuda, types
+from numba.cuda.core import ir
 
 from .context import beside_captures
 
@@ -120,6 +121,22 @@ class Kernel:
     @cached_property
     def _simulated(self) -> Any:
         return cuda.jit(self.factory(*self.constants))
+
+
+def _copy_scope(scope: ir.Scope, memo: dict[int, Any]) -> ir.Scope:
+    """A copy in which variables are added and renamed; the variables in it are the same.
+
+    Whatever Numba inlines it copies block by block, and with each block all variables of the function: of a kernel that
+    is most of the time that it compiles.
+    """
+    memo[id(scope)] = copied = ir.Scope(scope.parent, scope.loc)
+    copied.localvars._con.update(scope.localvars._con)
+    copied.redefined.update(scope.redefined)
+    copied.var_redefinitions.update({name: set(names) for name, names in scope.var_redefinitions.items()})
+    return copied
+
+
+ir.Scope.__deepcopy__ = _copy_scope
 
 
 def fields(structs: Structs) -> list[type]:

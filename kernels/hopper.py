@@ -15,7 +15,7 @@ import torch
 
 from .arithmetic import HALVES
 from .memory import simulated_store_16
-from .ptx import SIMULATED, instruction, instruction_on_array
+from .ptx import SIMULATED, inlined, instruction, instruction_on_array
 
 if SIMULATED:
     from .simulator import current, warpgroup_meets
@@ -25,6 +25,28 @@ PANEL = 64
 ROW_BYTES = 128
 ATOM_BYTES = 8 * ROW_BYTES
 """Of eight rows, the unit of swizzling; panels begin at multiples of it."""
+
+
+LAYOUT = 1 << 30 | ATOM_BYTES >> 4
+"""The upper half of an operand's descriptor: 128-byte swizzle, and the bytes between its atoms."""
+
+
+def make_operand_at(panel_bytes: int) -> Any:
+    """A function for kernels: the lower half of the descriptor of what begins at an address in shared memory.
+
+    Products take that. It counts vectors of 16 bytes, so that what lies some vectors further on is found by adding
+    their number; that is all the work between two products, which the tensor cores would wait for.
+
+    Args:
+        panel_bytes: from one panel of B to the next, where rows of it are summed over.
+    """
+    panels = 0 if SIMULATED else panel_bytes >> 4 << 16
+
+    @inlined
+    def operand_at(address: int) -> int:
+        return (address >> 4) + panels
+
+    return operand_at
 
 
 def swizzled(address: int) -> int:
@@ -51,7 +73,7 @@ def _add_product(brought: list[Any], a: Any, b: Any, accumulate: bool) -> list[N
 
 
 def make_multiply_shared(dtype: torch.dtype, n: int, accumulate: bool) -> Any:
-    """`sums (+)= A B^T` of A [64 x 16] and B [n x 16], by the address of each one's first row.
+    """`sums (+)= A B^T` of A [64 x 16] and B [n x 16], by `operand_at` each one's first row.
 
     Called by a warpgroup; the sums are there after `make_wait_products`.
     """
@@ -59,23 +81,22 @@ def make_multiply_shared(dtype: torch.dtype, n: int, accumulate: bool) -> Any:
 
     def meaning(sums: Any, a: int, b: int) -> None:
         def work_out(brought: list[Any]) -> list[None]:
-            first, second = (values(_read_rows(brought[0][i], rows)) for i, rows in ((1, 64), (2, n)))
+            first, second = (values(_read_rows(brought[0][i] << 4, rows)) for i, rows in ((1, 64), (2, n)))
             return _add_product(brought, first, second.T, accumulate)
 
         warpgroup_meets("multiply_shared", (sums, int(a), int(b)), work_out)
 
     asm = (
-        "{{ .reg .pred p; .reg .b64 a, b; setp.ne.b32 p, {accumulate}, 0; "
-        "and.b64 a, {0}, 0x3FFFF; shr.u64 a, a, 4; or.b64 a, a, {descriptor}; "
-        "and.b64 b, {1}, 0x3FFFF; shr.u64 b, b, 4; or.b64 b, b, {descriptor}; "
+        "{{ .reg .pred p; .reg .b32 l; .reg .b64 a, b; setp.ne.b32 p, {accumulate}, 0; mov.b32 l, {layout}; "
+        "mov.b64 a, {{{0}, l}}; mov.b64 b, {{{1}, l}}; "
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{{array}}}, a, b, p, 1, 1, 0, 0; }}"
     )
-    facts = {"n": n, "name": HALVES[dtype].name, "accumulate": int(accumulate), "descriptor": _descriptor(16)}
-    return instruction_on_array(asm, facts, n // 2, "ll", meaning)
+    facts = {"n": n, "name": HALVES[dtype].name, "accumulate": int(accumulate), "layout": LAYOUT}
+    return instruction_on_array(asm, facts, n // 2, "rr", meaning)
 
 
 def make_multiply_registers(dtype: torch.dtype, n: int, rows: int) -> Any:
-    """`sums += A B` of A [64 x 16], in four registers a lane, and B [16 x n], by the address of its first row.
+    """`sums += A B` of A [64 x 16], in four registers a lane, and B [16 x n], by `operand_at` its first row.
 
     B's panels are `rows` rows each, of which it is 16.
     """
@@ -88,7 +109,7 @@ def make_multiply_registers(dtype: torch.dtype, n: int, rows: int) -> Any:
             a = np.zeros((4, 2, 8, 2, 4, 2), np.float32)  # warp, which eight rows, row, which eight columns, pair, half
             for word in range(4):
                 a[:, word % 2, :, word // 2] = halves[:, :, :, word]
-            address = brought[0][5]
+            address = brought[0][5] << 4
             b = np.zeros((16, n), np.uint16)
             for row in range(16):
                 for column in range(0, n, 8):
@@ -99,18 +120,13 @@ def make_multiply_registers(dtype: torch.dtype, n: int, rows: int) -> Any:
         warpgroup_meets("multiply_registers", (sums, a0, a1, a2, a3, int(b)), work_out)
 
     asm = (
-        "{{ .reg .pred p; .reg .b64 b; setp.ne.b32 p, 1, 0; "
-        "and.b64 b, {4}, 0x3FFFF; shr.u64 b, b, 4; or.b64 b, b, {descriptor}; "
+        "{{ .reg .pred p; .reg .b32 l; .reg .b64 b; setp.ne.b32 p, 1, 0; mov.b32 l, {layout}; "
+        "mov.b64 b, {{{4}, l}}; "
         "wgmma.mma_async.sync.aligned.m64n{n}k16.f32.{name}.{name} {{{array}}}, "
         "{{{0}, {1}, {2}, {3}}}, b, p, 1, 1, 1; }}"
     )
-    facts = {"n": n, "name": HALVES[dtype].name, "descriptor": _descriptor(rows * ROW_BYTES)}
-    return instruction_on_array(asm, facts, n // 2, "rrrrl", meaning)
-
-
-def _descriptor(leading_bytes: int) -> int:
-    """How an operand lies in shared memory: 128-byte swizzle, the bytes between its atoms, and between its panels."""
-    return 1 << 62 | ATOM_BYTES >> 4 << 32 | leading_bytes >> 4 << 16
+    facts = {"n": n, "name": HALVES[dtype].name, "layout": LAYOUT}
+    return instruction_on_array(asm, facts, n // 2, "rrrrr", meaning)
 
 
 def make_wait_products(size: int, pending: int) -> Any:
@@ -182,6 +198,18 @@ wait_barrier = instruction(
     "", "ll", _wait_barrier,
 )  # fmt: skip
 """Waits until a barrier's phase of a parity is complete; the first is 0."""
+
+
+def _test_barrier(address: int, parity: int) -> int:
+    return int(current().block.barrier(int(address)).phase % 2 != parity)
+
+
+test_barrier = instruction(
+    "{ .reg .u32 a, b; .reg .pred p; cvt.u32.u64 a, $1; cvt.u32.u64 b, $2; "
+    "mbarrier.test_wait.parity.shared::cta.b64 p, [a], b; selp.s64 $0, 1, 0, p; }",
+    "l", "ll", _test_barrier,
+)  # fmt: skip
+"""1 if that phase is complete, which takes as long to find out as other instructions take: those in between."""
 
 
 simulated_maps: list[Any] = []

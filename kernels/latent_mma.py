@@ -19,11 +19,11 @@ from . import latents
 from .addressing import Row, Tokens
 from .arguments import LATENT_DIM, LATENT_V_DIM, Scoring, Strides, Variant
 from .arithmetic import HALVES, tanh
-from .latents import WARPS, Part, Span, make_copies, queries_of, sums_of
+from .latents import WARPS, Part, Span, make_copies, queries_of, sums_of, weigh_scores
 from .prefill_mma import pitch_of
 from .ptx import float32, inlined, int64, uint32
 from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4
-from .softmax import Softmax, Visible, begin_softmax, hide, rescale, weigh
+from .softmax import Softmax, Visible, begin_softmax, hide, rescale
 from .warp import any_lane, load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 
@@ -216,7 +216,7 @@ def make_attend(variant: Variant, queries: int, slots: int) -> Any:
                     scores[i] = tanh(scores[i] * scoring.inner)
             if key + TILE > visible.high0 or key < visible.low1:
                 hide(scores, 16, key, lane, visible)
-            softmax, a0, a1 = weigh(scores, 16, softmax, scoring.outer)
+            softmax, a0, a1 = weigh_scores(scores, 16, softmax, scoring.outer)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
                 rescale(sums, num_sums, a0, a1)
             add_values(sums, scores, base + shared.tiles + slot, part, lane)

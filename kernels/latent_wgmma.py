@@ -30,13 +30,14 @@ from .hopper import (
     commit_products,
     make_multiply_registers,
     make_multiply_shared,
+    make_operand_at,
     make_wait_products,
     publish_shared,
 )
-from .latents import Part, Span, make_copies, sums_of
+from .latents import Part, Span, make_copies, sums_of, weigh_scores
 from .ptx import float32, inlined, instruction, int64, uint32
 from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4, wait_copies
-from .softmax import Softmax, Visible, begin_softmax, hide, rescale, weigh
+from .softmax import Softmax, Visible, begin_softmax, hide, rescale
 from .warp import any_lane
 
 QUERIES = 64
@@ -81,24 +82,27 @@ def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
     multiply_values = make_multiply_registers(dtype, LATENT_V_DIM // 2, TILE)
     columns = TILE // 8
 
+    rows_at, columns_at = make_operand_at(16), make_operand_at(KEY_PANEL)
+    query_panel, key_panel = QUERY_PANEL // 16, KEY_PANEL // 16
+
     @inlined
     def multiply_steps(scores: Any, q: int, k: int, first: int, steps: int) -> None:
         for step in range(steps):
-            multiply_next(scores, q + (first + step) * 32, k + (first + step) * 32)
+            multiply_next(scores, q + (first + step) * 2, k + (first + step) * 2)
 
     @inlined
     def begin_scores(scores: Any, queries: int, tile: int, part: Part) -> None:
         """Loops are short, so that they are unrolled: a branch among products makes the assembler wait for each."""
-        queries = anew(queries)
-        q, k = queries + part.half * (5 * QUERY_PANEL), tile + part.half * (5 * KEY_PANEL)
+        all_queries, all_keys = rows_at(anew(queries)), rows_at(tile)
+        q, k = all_queries + part.half * (5 * query_panel), all_keys + part.half * (5 * key_panel)
         begin_products()
         multiply_first(scores, q, k)
         multiply_steps(scores, q, k, 1, 3)
-        multiply_steps(scores, q + QUERY_PANEL, k + KEY_PANEL, 0, 4)
-        multiply_steps(scores, q + 2 * QUERY_PANEL, k + 2 * KEY_PANEL, 0, 4)
-        multiply_steps(scores, q + 3 * QUERY_PANEL, k + 3 * KEY_PANEL, 0, 4)
-        half = part.half * 64
-        multiply_steps(scores, queries + 4 * QUERY_PANEL + half, tile + 4 * KEY_PANEL + half, 0, 2)
+        multiply_steps(scores, q + query_panel, k + key_panel, 0, 4)
+        multiply_steps(scores, q + 2 * query_panel, k + 2 * key_panel, 0, 4)
+        multiply_steps(scores, q + 3 * query_panel, k + 3 * key_panel, 0, 4)
+        half = part.half * 4
+        multiply_steps(scores, all_queries + 4 * query_panel + half, all_keys + 4 * key_panel + half, 0, 2)
         commit_products()
 
     @inlined
@@ -118,10 +122,11 @@ def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
 
     @inlined
     def begin_sums(sums: Any, weights: Any, tile: int, part: Part) -> None:
+        v = columns_at(tile) + part.half * (4 * key_panel)
         begin_products()
         for j in range(TILE // 16):
-            w, v = 4 * j, tile + part.half * (4 * KEY_PANEL) + j * (16 * ROW_BYTES)
-            multiply_values(sums, weights[w], weights[w + 1], weights[w + 2], weights[w + 3], v)
+            w = 4 * j
+            multiply_values(sums, weights[w], weights[w + 1], weights[w + 2], weights[w + 3], v + j * ROW_BYTES)
         commit_products()
 
     return begin_scores, leave, take, begin_sums
@@ -143,14 +148,14 @@ def make_attend(variant: Variant) -> Any:
         scores: Any, exchange: int, softmax: Softmax, key: int, visible: Visible, scoring: Scoring, part: Part,
         lane: int,
     ) -> tuple[Softmax, float, float]:  # fmt: skip
-        """Makes a warpgroup's scores weights, once the other's are there: see `weigh`."""
+        """Makes a warpgroup's scores weights, once the other's are there: see `weigh_scores`."""
         take(scores, exchange, part, lane)
         if softcapped:
             for i in range(num_scores):
                 scores[i] = tanh(scores[i] * scoring.inner)
         if key + TILE > visible.high0 or key < visible.low1:
             hide(scores, num_scores, key, lane, visible)
-        return weigh(scores, num_scores, softmax, scoring.outer)
+        return weigh_scores(scores, num_scores, softmax, scoring.outer)
 
     @inlined
     def attend(

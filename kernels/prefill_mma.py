@@ -27,7 +27,7 @@ from .prefixes import make_prefixes
 from .prompts import make_prompts, make_ranges
 from .ptx import float32, inlined, int64, uint32
 from .shared import copy_16, shared_address, wait_copies
-from .softmax import begin_softmax, hide, rescale, weigh
+from .softmax import add_weights, begin_softmax, hide, raise_maximum, relate, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 from .widened_tiles import make_scale, make_widened_tiles
@@ -171,7 +171,7 @@ def make_prefill(variant: Variant) -> Any:
     num_scores, num_sums, softcapped = tile // 2, head_dim // 2, variant.softcapped
 
     make_work = make_prefixes if variant.cascaded else make_prompts
-    find_queries, queries_of, home_of_query, query_block, put = make_work(variant, queries_per_block)
+    _, _, find_queries, queries_of, home_of_query, query_block, put = make_work(variant, queries_per_block)
     keys_of_block, keys_of_lane = make_ranges(queries_per_block, tile, variant.causal, variant.windowed)
     _, copy_queries, query_turns = make_copy(query_block, queries_per_block, head_dim, threads)
     look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
@@ -190,7 +190,9 @@ def make_prefill(variant: Variant) -> Any:
         words = cuda.local.array(num_words, uint32)
         query_homes = cuda.local.array(query_turns, int64)
 
-        prompt = find_queries(at, sizes, groups, scoring.window, lane)
+        # The last queries of a prompt see most keys: they go first.
+        job = cuda.gridDim.y - 1 - cuda.blockIdx.y
+        prompt = find_queries(cuda.blockIdx.x, job, at, sizes, groups, scoring.window, lane)
         if prompt.query >= prompt.num_queries:
             return
         row = row_of(prompt.sequence, at, strides)
@@ -236,8 +238,13 @@ def make_prefill(variant: Variant) -> Any:
                     scores[i] = tanh(scores[i] * scoring.inner)
             if key + tile > visible.high0 or key < visible.low1:
                 hide(scores, num_scores, key, lane, visible)
-            softmax, a0, a1 = weigh(scores, num_scores, softmax, scoring.outer)
-            rescale(sums, num_sums, a0, a1)
+            m0, grown0 = raise_maximum(scores, 0, num_scores, softmax.m0, scoring.outer)
+            m1, grown1 = raise_maximum(scores, 2, num_scores, softmax.m1, scoring.outer)
+            softmax, a0, a1 = relate(softmax, m0, m1, scoring.outer)
+            if grown0 | grown1:
+                rescale(sums, num_sums, a0, a1)
+            weigh(scores, num_scores, softmax, scoring.outer)
+            softmax = add_weights(scores, num_scores, softmax)
             if scaled:
                 scale_columns(scores, base + shared.v_scales, lane)
             add_values(sums, scores, base + shared.v, lane)

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import cuda
-
 from .addressing import Tokens
 from .arguments import Addresses, Groups, Sizes, Strides, Variant
 from .arithmetic import divide
@@ -157,8 +155,8 @@ def make_put(variant: Variant) -> Any:
 
 
 def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
-    """The work on prefixes. A block of the grid has a KV head, and in the second dimension a part of a group's prefix
-    and some of the group's queries: those of all its sequences, each one's tokens, and their heads."""
+    """The work on prefixes. A job is a KV head of a part of a group's prefix, and some of the group's queries: those of
+    all its sequences, each one's tokens, and their heads."""
     group, q_len = variant.group, variant.q_len
     per_sequence = group * q_len
     prefix_of_group, blocks_of = make_prefix_of_group(q_len), make_blocks_of(per_sequence)
@@ -175,12 +173,17 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
             units = divide(prefix + tokens - 1, tokens) * blocks_of(number, groups)
         return units
 
-    _, locate = make_ragged(units_of)
+    total, locate = make_ragged(units_of)
 
     @inlined
-    def find_queries(at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int) -> Prompt:
-        """The lanes of a warp look together."""
-        number, before = locate(cuda.blockIdx.y, groups.num_groups, (at.seq_lens, groups), lane)
+    def count_jobs(at: Addresses, sizes: Sizes, groups: Groups, lane: int) -> int:
+        return total(groups.num_groups, (at.seq_lens, groups), lane)
+
+    @inlined
+    def find_queries(
+        head: int, unit: int, at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int
+    ) -> Prompt:
+        number, before = locate(unit, groups.num_groups, (at.seq_lens, groups), lane)
         prefix = prefix_of_group(number, at.seq_lens, groups)
         first = load_i32(groups.cu_groups + number * 4)
         count, query, part, begin, end = 0, 0, 0, 0, 0
@@ -188,11 +191,11 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
             count = (load_i32(groups.cu_groups + number * 4 + 4) - first) * per_sequence
             # The blocks of queries of a part follow each other, and find it in the second cache.
             blocks, tokens = blocks_of(number, groups), tokens_of_part(number, prefix, groups)
-            part = divide(cuda.blockIdx.y - before, blocks)
-            query = (cuda.blockIdx.y - before - part * blocks) * queries_per_block
+            part = divide(unit - before, blocks)
+            query = (unit - before - part * blocks) * queries_per_block
             begin = part * tokens
             end = min(begin + tokens, prefix)
-        return Prompt(first, first, count if begin < end else 0, query, begin, begin, end, cuda.blockIdx.x, part)
+        return Prompt(first, first, count if begin < end else 0, query, begin, begin, end, head, head, part)
 
     @inlined
     def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
@@ -203,4 +206,4 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
         token = number % per_sequence // group
         return (prompt.start + number // per_sequence) * strides.q_batch + token * strides.q_token
 
-    return Work(find_queries, queries_of, home_of_query, group, make_put(variant))
+    return Work(1, count_jobs, find_queries, queries_of, home_of_query, group, make_put(variant))

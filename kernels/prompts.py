@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from numba import cuda
-
 from .addressing import Tokens, first_token
 from .arguments import Addresses, Groups, Sizes, Strides, Variant
 from .memory import load_i32
@@ -30,6 +28,8 @@ class Prompt(NamedTuple):
     """The sequence's first token that any of its queries sees."""
     length: int
     """Its tokens."""
+    head: int
+    """The query head; of a shared prefix that of K and V, whose query heads are worked on together."""
     kv_head: int
     part: int
     """Of a shared prefix: the number of the part that its tokens are; else 0."""
@@ -38,9 +38,13 @@ class Prompt(NamedTuple):
 class Work(NamedTuple):
     """Functions for kernels: which queries a block of threads has, where they are, and what becomes of their sums.
 
-    Queries lie as tokens do: `query_block` and `home_of_query` are for `make_addressing` what a block table is.
+    Of each head there are as many jobs as `count_jobs` says, and for each head of K and V `heads`: `find_queries` takes
+    a head and the number of a job. Queries lie as tokens do: `query_block` and `home_of_query` are for
+    `make_addressing` what a block table is.
     """
 
+    heads: int
+    count_jobs: Any
     find_queries: Any
     queries_of: Any
     home_of_query: Any
@@ -49,12 +53,12 @@ class Work(NamedTuple):
 
 
 def make_prompts(variant: Variant, queries_per_block: int) -> Work:
-    """The work on prompts. A block of the grid has a query head, and in the second dimension tokens of a prompt."""
+    """The work on prompts. A job is a query head of some tokens of a prompt."""
     group, store = variant.group, make_store(variant.dtype, variant.head_dim // 2)
 
     @inlined
     def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
-        address = at.q + prompt.start * strides.q_token + cuda.blockIdx.x * strides.q_head
+        address = at.q + prompt.start * strides.q_token + prompt.head * strides.q_head
         return Tokens(address, 0, strides.q_token)
 
     @inlined
@@ -67,18 +71,17 @@ def make_prompts(variant: Variant, queries_per_block: int) -> Work:
         groups: Groups, outer: float, lane: int,
     ) -> None:  # fmt: skip
         """Makes the outputs of a lane's two queries; `line` is the first one's number in the block."""
-        head = cuda.blockIdx.x
-        d0, d1 = divisors(softmax, at.sinks, head, outer)
-        to = at.out + (prompt.start + prompt.query) * strides.out_token + head * strides.out_head
+        d0, d1 = divisors(softmax, at.sinks, prompt.head, outer)
+        to = at.out + (prompt.start + prompt.query) * strides.out_token + prompt.head * strides.out_head
         store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
 
-    find_queries = make_find_queries(queries_per_block, group, variant.windowed, variant.mixed)
-    return Work(find_queries, queries_of, home_of_query, 0, put)
+    count_jobs, find_queries = make_find_queries(queries_per_block, group, variant.windowed, variant.mixed)
+    return Work(group, count_jobs, find_queries, queries_of, home_of_query, 0, put)
 
 
-def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed: bool) -> Any:
-    """A function for kernels that gives a block of the grid's second dimension its queries; in a mixed batch sequences
-    with a single one are left out."""
+def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed: bool) -> tuple[Any, Any]:
+    """Functions for kernels that count the jobs of a head, and give one its queries; in a mixed batch sequences with a
+    single one are left out. The lanes of a warp call them together."""
 
     @inlined
     def count_of(sequence: int, cu_seqlens: int) -> int:
@@ -91,13 +94,16 @@ def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed:
         """Blocks of queries."""
         return (count_of(sequence, cu_seqlens) + queries_per_block - 1) // queries_per_block
 
-    _, locate = make_ragged(units_of)
+    total, locate = make_ragged(units_of)
 
     @inlined
-    def find_queries(at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int) -> Prompt:
-        """The lanes of a warp look together."""
-        # The last queries of a prompt see most keys: they go first.
-        unit = cuda.gridDim.y - 1 - cuda.blockIdx.y
+    def count_jobs(at: Addresses, sizes: Sizes, groups: Groups, lane: int) -> int:
+        return total(sizes.batch, at.cu_seqlens, lane)
+
+    @inlined
+    def find_queries(
+        head: int, unit: int, at: Addresses, sizes: Sizes, groups: Groups, window: int, lane: int
+    ) -> Prompt:
         sequence, before = locate(unit, sizes.batch, at.cu_seqlens, lane)
         start = load_i32(at.cu_seqlens + sequence * 4)
         count = count_of(sequence, at.cu_seqlens)
@@ -106,22 +112,21 @@ def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed:
         if windowed:  # what no query of the sequence sees may be gone
             begin = max(begin, length - count + 1 - window)
         query = (unit - before) * queries_per_block
-        kv_head = cuda.blockIdx.x // group
-        return Prompt(sequence, start, count, query, length - count + query, begin, length, kv_head, 0)
+        return Prompt(sequence, start, count, query, length - count + query, begin, length, head, head // group, 0)
 
-    return find_queries
+    return count_jobs, find_queries
 
 
-def make_ranges(queries_per_block: int, tile: int, causal: bool, windowed: bool) -> tuple[Any, Any]:
+def make_ranges(queries_per_block: int, step: int, causal: bool, windowed: bool) -> tuple[Any, Any]:
     """Functions for kernels: the keys that a block's queries see, and those that a lane's two see."""
 
     @inlined
     def keys_of_block(prompt: Prompt, window: int) -> tuple[int, int]:
-        """From a multiple of `tile` on, and before which."""
+        """From a multiple of `step` on, and before which."""
         end = min(prompt.position + queries_per_block, prompt.length) if causal else prompt.length
         end = end if prompt.begin < prompt.length else 0
         first = max(prompt.begin, prompt.position + 1 - window) if windowed else prompt.begin
-        return first // tile * tile, end
+        return first // step * step, end
 
     @inlined
     def keys_of_lane(prompt: Prompt, line: int, window: int) -> Visible:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .hopper import arrive, expect_bytes, init_barrier, wait_barrier
+from .hopper import arrive, expect_bytes, init_barrier, test_barrier, wait_barrier
 from .ptx import inlined
 from .warp import sync_warp
 
@@ -33,11 +33,23 @@ class Slot(NamedTuple):
     full: int
 
 
-def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, Any, Any, Any]:
-    """Functions for kernels, on a `Ring`: `init` (by one thread); for who fills it, `wait_empty`, then `fill`; for who
-    uses it, `wait_full`, then `release`.
+class RingUse(NamedTuple):
+    """Functions for kernels, on a `Ring`. All but the first take a tile's number, and are called by whole warps."""
 
-    All but the first take a tile's number, and are called by whole warps.
+    init: Any
+    """Called by one thread."""
+    wait_empty: Any
+    """For who fills it. Then: `fill` and copies, or stores and `filled`."""
+    fill: Any
+    filled: Any
+    is_full: Any
+    """For who uses it."""
+    wait_full: Any
+    release: Any
+
+
+def make_ring(num_slots: int, slot_bytes: int, users: int) -> RingUse:
+    """The functions for rings of a size.
 
     Args:
         num_slots: a power of two: what would be division is a mask and a shift.
@@ -62,9 +74,11 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, An
             init_barrier(empty(ring, slot), users)
 
     @inlined
-    def wait_empty(ring: Ring, n: int) -> None:
-        """Waits until the tile that was in this one's slot is released; in the first turn there was none."""
+    def wait_empty(ring: Ring, n: int) -> int:
+        """Waits until the tile that was in this one's slot is released, in the first turn there was none: where this
+        one goes."""
         wait_barrier(empty(ring, n), (n >> shift) + 1 & 1)
+        return ring.slots + (n & mask) * slot_bytes
 
     @inlined
     def fill(ring: Ring, n: int, lane: int) -> Slot:
@@ -75,10 +89,22 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, An
         return Slot(ring.slots + (n & mask) * slot_bytes, full(ring, n))
 
     @inlined
+    def filled(ring: Ring, n: int, lane: int) -> None:
+        """Says that a tile is there, which this warp's lanes have stored."""
+        sync_warp()
+        if lane == 0:
+            arrive(full(ring, n))
+
+    @inlined
     def wait_full(ring: Ring, n: int) -> int:
         """Waits until a tile is there: its address."""
         wait_barrier(full(ring, n), n >> shift & 1)
         return ring.slots + (n & mask) * slot_bytes
+
+    @inlined
+    def is_full(ring: Ring, n: int) -> int:
+        """1 if a tile is there by now."""
+        return test_barrier(full(ring, n), n >> shift & 1)
 
     @inlined
     def release(ring: Ring, n: int, lane: int) -> None:
@@ -86,4 +112,4 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> tuple[Any, Any, An
         if lane == 0:
             arrive(empty(ring, n))
 
-    return init, wait_empty, fill, wait_full, release
+    return RingUse(init, wait_empty, fill, filled, is_full, wait_full, release)

@@ -89,7 +89,7 @@ def _cascade(
     assert calls.own.workspace
     room = calls.own.workspace.room()
     groups = *addresses[-2:], room[0] + calls.parts
-    attention.launch(calls.prefix, addresses[:-2], (), groups)
+    attention.launch(calls.prefix, addresses[:-2], room if calls.prefix.workspace else (), groups)
     attention.launch(calls.own, addresses[:-2], room, groups)
 
 
@@ -125,8 +125,9 @@ def _prepare(scale: float | None, softcap: float, name: str, geometry: Keys) -> 
     per_head, most_groups = batch * q_len * variants[0].group, min(num_groups, batch // 2)
     blocks = max(multiprocessors(q.device) // k.shape[2], 1)
     # No batch has more blocks of queries, however it is grouped; each may end with a part that is shorter.
-    grid = k.shape[2], blocks + per_head // queries + most_groups
-    prefix = attention.make_plan(given, kernel, grid, box_tokens=box_tokens)
+    most = k.shape[2], blocks + per_head // queries + most_groups
+    grid, counters = row_prefill.grid_of(prefix_name, most, q.device)
+    prefix = attention.make_plan(given, kernel, grid, counters=counters, box_tokens=box_tokens)
     part = prefixes.part_bytes(batch * q_len, num_heads, head_dim)
     most_parts = max(min(blocks, ROOM_BYTES // part), 1)
     own = row_decode.make_plan(given, variants[1], most_parts * part)

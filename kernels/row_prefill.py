@@ -6,13 +6,14 @@ from functools import cache, lru_cache
 
 import torch
 
-from . import attention, latents, plain, prefill_mma, prefill_wgmma, row_latents
+from . import attention, latents, plain, prefill_mma, prefill_wgmma, row_latents, wgmma_shapes
 from .arguments import LATENT_DIM, Maps, Variant
 from .attention import Call, Geometries, Keys, Plan
 from .compiler import Kernel
 from .plans import Plans
 from .tensor_map import can_be_mapped
 from .tile_copies import box_of
+from .workspace import multiprocessors
 
 
 def prefill(
@@ -152,7 +153,8 @@ def make_plan(
         return row_latents.prefill_plan(given, variant, name, prompts)
     kernel, queries, box_tokens = fast_kernel(name, variant)
     most = tokens // queries + prompts  # no batch has more blocks of queries, however its tokens are spread
-    return attention.make_plan(given, kernel, (num_heads, most), box_tokens=box_tokens)
+    blocks, counters = grid_of(name, (num_heads, most), q.device)
+    return attention.make_plan(given, kernel, blocks, counters=counters, box_tokens=box_tokens)
 
 
 def choose(name: str, given: Geometries) -> str:
@@ -169,8 +171,15 @@ def fast_kernel(name: str, variant: Variant) -> tuple[Kernel, int, int]:
     """The kernel on tensor cores of this name, its queries of a block of threads, and its `box_tokens`."""
     if name == "mma":
         return mma_kernel(variant), 16 * prefill_mma.warps_of(variant.head_dim), 0
-    box_tokens = box_of(prefill_wgmma.tile_of(variant.head_dim), variant.block_size)
-    return wgmma_kernel(variant), prefill_wgmma.QUERIES, box_tokens
+    box_tokens = box_of(wgmma_shapes.tile_of(variant.head_dim), variant.block_size)
+    return wgmma_kernel(variant), wgmma_shapes.queries_of(variant.head_dim), box_tokens
+
+
+def grid_of(name: str, most: tuple[int, int], device: torch.device) -> tuple[tuple[int, int], int]:
+    """The blocks of threads of a kernel, and its counters, where there are so many heads and jobs of one at most."""
+    if name == "mma":
+        return most, 0
+    return (min(most[0] * most[1], multiprocessors(device)), 1), 1  # they take jobs by a counter
 
 
 @cache
@@ -185,7 +194,6 @@ def mma_kernel(variant: Variant) -> Kernel:
 @cache
 def wgmma_kernel(variant: Variant) -> Kernel:
     """The kernel for Hopper."""
-    structs, shared = (Maps, *attention.structs_of(variant)), prefill_wgmma.shared_of(variant.head_dim)
-    return Kernel(
-        prefill_wgmma.make_prefill, (variant,), structs, prefill_wgmma.THREADS, shared_bytes=shared.nbytes, hopper=True
-    )
+    structs, shared = (Maps, *attention.structs_of(variant)), wgmma_shapes.shared_of(variant.head_dim)
+    threads = wgmma_shapes.threads_of(variant.head_dim)
+    return Kernel(prefill_wgmma.make_prefill, (variant,), structs, threads, shared_bytes=shared.nbytes, hopper=True)

@@ -22,6 +22,14 @@ def _copy_16(target: int, source: int) -> None:
     ctypes.memmove(int(target), int(source), 16)
 
 
+def _store_i32(address: int, value: int) -> None:
+    ctypes.c_int32.from_address(int(address)).value = int(value)
+
+
+def _load_i32(address: int) -> int:
+    return ctypes.c_int32.from_address(int(address)).value
+
+
 shared_address = instruction_on_address("cvta.to.shared.u64 $0, $1;", lambda array: array.ctypes.data)
 """The address of a shared array, as instructions on shared memory want it."""
 
@@ -80,3 +88,13 @@ load_shared_8 = instruction(
     reads_only=True,
 )
 """8 bytes at an 8-byte aligned address, loaded each time: registers are for what is needed more often."""
+
+store_shared_i32 = instruction(
+    "{ .reg .u32 a, v; cvt.u32.u64 a, $0; cvt.u32.u64 v, $1; st.shared.u32 [a], v; }", "", "ll", _store_i32
+)
+"""Puts a 32-bit integer to an address."""
+
+load_shared_i32 = instruction(
+    "{ .reg .u32 a; .reg .s32 v; cvt.u32.u64 a, $1; ld.shared.s32 v, [a]; cvt.s64.s32 $0, v; }", "l", "l", _load_i32
+)
+"""A 32-bit integer at an address."""

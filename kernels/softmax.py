@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .arithmetic import FLOOR, HALVES, LOG2E, NEGATIVE_INFINITY, exp2, fma, maximum, reciprocal
-from .memory import load_f32, store_4
+from .arithmetic import FLOOR, HALVES, LOG2E, exp2, fma, if_within, maximum, reciprocal
+from .memory import load_f32, store_4, store_16
 from .ptx import float32, inlined
-from .warp import shuffle_xor
+from .warp import any_lane, shuffle_xor, transpose_words
+
+SLACK = 8.0
+"""How far scores may pass what weights are relative to, as a power of 2, until older sums are brought to a new maximum:
+mostly they need not be. Any 16-bit float holds such a weight."""
 
 
 class Visible(NamedTuple):
@@ -24,7 +28,8 @@ class Visible(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Of each of a lane's two queries so far: the greatest score `m`, and the sum `l` of weights relative to it."""
+    """Of each of a lane's two queries so far: the greatest score `m` up to `SLACK`, and the sum `l` of weights relative
+    to it."""
 
     m0: float
     m1: float
@@ -41,49 +46,54 @@ def begin_softmax() -> Softmax:
 @inlined
 def hide(scores: Any, num_scores: int, key: int, lane: int, visible: Visible) -> None:
     """Takes out the keys that are not visible; `key` is the tile's first."""
+    first = key + 2 * (lane & 3)
+    low0, high0, low1, high1 = visible.low0 - first, visible.high0 - first, visible.low1 - first, visible.high1 - first
     for j in range(num_scores // 4):
         for i in range(2):
-            token = key + 8 * j + 2 * (lane & 3) + i
-            first, second = 4 * j + i, 4 * j + i + 2
-            scores[first] = scores[first] if visible.low0 <= token < visible.high0 else float32(NEGATIVE_INFINITY)
-            scores[second] = scores[second] if visible.low1 <= token < visible.high1 else float32(NEGATIVE_INFINITY)
+            scores[4 * j + i] = if_within(scores[4 * j + i], 8 * j + i, low0, high0)
+            scores[4 * j + i + 2] = if_within(scores[4 * j + i + 2], 8 * j + i, low1, high1)
 
 
 @inlined
-def weigh(scores: Any, num_scores: int, before: Softmax, outer: float) -> tuple[Softmax, float, float]:
-    """Makes a tile's scores weights, relative to the maxima of all so far.
+def raise_maximum(scores: Any, first: int, num_scores: int, before: float, outer: float) -> tuple[float, int]:
+    """What a row's weights are to be relative to, and whether that has changed for any of the warp's rows: the greatest
+    score, if it is beyond `SLACK`. The row's scores begin at `first`; four lanes share it."""
+    m = before
+    for j in range(num_scores // 4):
+        m = maximum(m, maximum(scores[4 * j + first], scores[4 * j + first + 1]))
+    for step in range(2):
+        m = maximum(m, shuffle_xor(m, 1 << step))
+    grown = any_lane(1 if (m - before) * outer > float32(SLACK) else 0)
+    return m if grown else before, grown
 
-    Returns:
-        the softmax, with this lane's scores in it; what the two queries' older sums are to be multiplied by.
-    """
-    m0, m1 = _maxima(scores, num_scores, before)
+
+@inlined
+def relate(before: Softmax, m0: float, m1: float, outer: float) -> tuple[Softmax, float, float]:
+    """A softmax relative to other maxima, and what the two queries' older sums are to be multiplied by."""
     a0 = exp2((before.m0 - m0) * outer)
     a1 = exp2((before.m1 - m1) * outer)
-    l0 = before.l0 * a0
-    l1 = before.l1 * a1
-    z0 = -m0 * outer
-    z1 = -m1 * outer
+    return Softmax(m0, m1, before.l0 * a0, before.l1 * a1), a0, a1
+
+
+@inlined
+def weigh(scores: Any, num_scores: int, softmax: Softmax, outer: float) -> None:
+    """Makes a tile's scores weights."""
+    z0 = -softmax.m0 * outer
+    z1 = -softmax.m1 * outer
     for j in range(num_scores // 4):
         for i in range(2):
             scores[4 * j + i] = exp2(fma(scores[4 * j + i], outer, z0))
             scores[4 * j + 2 + i] = exp2(fma(scores[4 * j + 2 + i], outer, z1))
-            l0 += scores[4 * j + i]
-            l1 += scores[4 * j + 2 + i]
-    return Softmax(m0, m1, l0, l1), a0, a1
 
 
 @inlined
-def _maxima(scores: Any, num_scores: int, before: Softmax) -> tuple[float, float]:
-    """Of the tile's scores and of those before; four lanes share a row."""
-    m0 = before.m0
-    m1 = before.m1
-    for j in range(num_scores // 4):
-        m0 = maximum(m0, maximum(scores[4 * j], scores[4 * j + 1]))
-        m1 = maximum(m1, maximum(scores[4 * j + 2], scores[4 * j + 3]))
-    for step in range(2):
-        m0 = maximum(m0, shuffle_xor(m0, 1 << step))
-        m1 = maximum(m1, shuffle_xor(m1, 1 << step))
-    return m0, m1
+def add_weights(weights: Any, num_weights: int, softmax: Softmax) -> Softmax:
+    """Adds this lane's weights of a tile."""
+    m0, m1, l0, l1 = softmax
+    for j in range(num_weights // 4):
+        l0 += weights[4 * j] + weights[4 * j + 1]
+        l1 += weights[4 * j + 2] + weights[4 * j + 3]
+    return Softmax(m0, m1, l0, l1)
 
 
 @inlined
@@ -121,15 +131,27 @@ def divisors(softmax: Softmax, sinks: int, head: int, outer: float) -> tuple[flo
 def make_store(dtype: Any, num_sums: int) -> Any:
     """A function for kernels that stores a lane's two rows."""
     pack = HALVES[dtype].pack
+    words = num_sums // 4  # of a lane, in a row
+
+    @inlined
+    def store_row(sums: Any, first: int, d: float, to: int, there: bool, lane: int) -> None:
+        """The sums of one row begin at `first`."""
+        for j in range(0, words // 4 * 4, 4):
+            i = 4 * j + first
+            w0, w1 = pack(sums[i] * d, sums[i + 1] * d), pack(sums[i + 4] * d, sums[i + 5] * d)
+            w2, w3 = pack(sums[i + 8] * d, sums[i + 9] * d), pack(sums[i + 12] * d, sums[i + 13] * d)
+            w0, w1, w2, w3 = transpose_words(w0, w1, w2, w3, lane)
+            if there:
+                store_16(to + (j + (lane & 3)) * 16, w0, w1, w2, w3)
+        for j in range(words // 4 * 4, words):
+            if there:
+                word = pack(sums[4 * j + first] * d, sums[4 * j + first + 1] * d)
+                store_4(to + j * 16 + (lane & 3) * 4, word)
 
     @inlined
     def store(sums: Any, d0: float, d1: float, to: int, token_stride: int, query: int, count: int, lane: int) -> None:
         """To the address of the first query's output; those from `count` on are left out."""
-        to += query * token_stride + (lane & 3) * 4
-        for j in range(num_sums // 4):
-            if query < count:
-                store_4(to + j * 16, pack(sums[4 * j] * d0, sums[4 * j + 1] * d0))
-            if query + 8 < count:
-                store_4(to + 8 * token_stride + j * 16, pack(sums[4 * j + 2] * d1, sums[4 * j + 3] * d1))
+        store_row(sums, 0, d0, to + query * token_stride, query < count, lane)
+        store_row(sums, 2, d1, to + (query + 8) * token_stride, query + 8 < count, lane)
 
     return store

@@ -61,7 +61,7 @@ def make_move_tokens(vectors: int, head_vectors: int, place_of: Any) -> Any:
     """A function for kernels by which `THREADS` threads copy some tokens' heads; narrow tokens several at once.
 
     Args:
-        vectors, head_vectors: 16-byte vectors of a token and of a head; 0: there is nothing to copy, as of V of latents.
+        vectors, head_vectors: 16-byte vectors of a token and of a head; 0: there is nothing to copy, as V of latents.
         place_of: an inlined device function: where the token of an index is to go, from what the caller has to say.
     """
     if not vectors:

@@ -171,6 +171,24 @@ def sum_of_lanes(count: int) -> int:
     return count
 
 
+@inlined
+def transpose_words(w0: int, w1: int, w2: int, w3: int, lane: int) -> tuple[int, int, int, int]:
+    """Of four lanes with four words each: the first gets all first words, the second all second ones, and so on."""
+    w0, w1 = _swap(w0, w1, 1, lane)
+    w2, w3 = _swap(w2, w3, 1, lane)
+    w0, w2 = _swap(w0, w2, 2, lane)
+    w1, w3 = _swap(w1, w3, 2, lane)
+    return w0, w1, w2, w3
+
+
+@inlined
+def _swap(first: int, second: int, mask: int, lane: int) -> tuple[int, int]:
+    """Of lanes that differ in the bit of a mask: the second word of the lower one for the first of the other."""
+    upper = lane & mask
+    other = shuffle_xor_count(first if upper else second, mask)
+    return other if upper else first, second if upper else other
+
+
 def make_meet(threads: int) -> tuple[Any, Any]:
     """Functions of a barrier's number: wait for so many threads to come, or come without waiting."""
 

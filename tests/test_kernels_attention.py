@@ -285,6 +285,21 @@ def test_prefill(case: Case) -> None:
     check(case, inputs, out)
 
 
+def test_blocks_share_all_jobs_in_launch_after_launch() -> None:
+    """No job, fewer than there are blocks of threads, and more; outputs are those of a kernel that takes none."""
+    more = [python_random.randint(129, 140), 2] if DEVICE == "cpu" else [python_random.randint(1, 5000) for _ in "abcd"]
+    for counts in python_random.sample([[0, 0], [3], more, [1, 0, 2]], 4):
+        heads = python_random.choice([1, 2])
+        q = torch.randn(sum(counts) + 1, heads, 64, device=DEVICE).to(bf16)
+        k, v = (torch.randn(len(counts), max(counts) + 1, 1, 64, device=DEVICE).to(bf16) for _ in "kv")
+        cu_seqlens = int32([sum(counts[:index]) for index in range(len(counts) + 1)])
+        outs = [
+            prefill(q, k, v, cu_seqlens, int32(counts), out=torch.zeros_like(q), kernel=kernel)
+            for kernel in ("wgmma", "mma")
+        ]
+        torch.testing.assert_close(*outs, atol=0.03, rtol=0.03)
+
+
 MIXED = few(1, "8 bits", [Case(bf16, 64, 1, 1, block_size=16, kv=int8)])
 MIXED += few(2, "16 bits", [case for case in PREFILL_FAST if case.causal])
 MIXED += [pytest.param(PREFILL_PLAIN[0], marks=pytest.mark.gpu, id=str(PREFILL_PLAIN[0]))]
@@ -631,6 +646,25 @@ def test_one_captured_graph_serves_all_lengths() -> None:
         graph.replay()
         for out in outs:
             assert torch.equal(out, decode(q, k, v, seq_lens, rows))
+
+
+@pytest.mark.gpu
+def test_one_captured_graph_of_prompts_serves_all_lengths() -> None:
+    """Which jobs there are is seen on the device, and the counter by which they are taken is left as it was."""
+    q = torch.randn(900, 4, 64, device=DEVICE).to(bf16)
+    k, v = (torch.randn(3, 1000, 2, 64, device=DEVICE).to(bf16) for _ in "kv")
+    counts, lens = int32([300, 0, 600]), int32([300, 0, 1000])
+    cu_seqlens = torch.cat([int32([0]), counts.cumsum(0, dtype=torch.int32)])
+    prefill(q, k, v, cu_seqlens, lens)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [prefill(q, k, v, cu_seqlens, lens) for _ in range(2)]
+    for given in ([300, 300, 300], [0, 0, 0], [1, 898, 1], [5, 0, 700]):
+        cu_seqlens[1:] = int32(given).cumsum(0)
+        lens.copy_(int32([count + 100 for count in given]))
+        graph.replay()
+        expected = prefill(q, k, v, cu_seqlens, lens)
+        assert all(torch.equal(out[: sum(given)], expected[: sum(given)]) for out in outs)
 
 
 @pytest.mark.gpu

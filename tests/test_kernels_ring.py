@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 def make_hand_on(num_slots: int) -> Any:
     """A kernel: one warp fills a ring with tiles of row 1, three put all of them to `out`, one behind the other."""
-    init, wait_empty, fill, wait_full, release = make_ring(num_slots, NBYTES, USERS)
+    init, wait_empty, fill, _, _, wait_full, release = make_ring(num_slots, NBYTES, USERS)
     look_up, copy_tile = make_copy_tile(64, TILE, 0)
 
     def kernel(given: Given) -> None:
@@ -55,7 +55,7 @@ def make_hand_on(num_slots: int) -> Any:
             publish_barriers()
         cuda.syncthreads()
         if warp == 0:
-            prompt = Prompt(0, 0, 0, 0, 0, given.begin, given.length, 0, 0)
+            prompt = Prompt(0, 0, 0, 0, 0, given.begin, given.length, 0, 0, 0)
             for n in range(given.tiles):
                 wait_empty(ring, n)
                 home = look_up(n * TILE, Row(1, 0), prompt, lane)

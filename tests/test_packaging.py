@@ -114,6 +114,8 @@ PRIVATE = {
     "_share_fd_cpu_",
     "_share_filename_cpu_",
     "_to_copy",
+    # Numba: the variables of a function that it compiles, which it copies over and over.
+    "_con",
     # transformers: which attention a model runs, and may run; of continuous batching what runs a step, pads it, and
     # admits, ends and keeps; the manager of its server, and what its handlers
     # make of requests.
