@@ -415,7 +415,7 @@ def test_who_comes_back_from_the_host_needs_room_for_what_its_window_holds() -> 
         requests.begin("long", 900)
         for held in range(0, 900, 20):
             assert requests.make_room("long", held, held + 20)
-        assert requests.pages_of(900) > own.limit
+        assert requests.pages_of(900) > own.limit_pages
         (row,) = requests.rows("long")
         cache.kv(0)[0][row, 900 - window : 900] = 5.0
         assert requests.put_away("long")
@@ -538,7 +538,7 @@ def test_two_models_share_a_pool() -> None:
             for served, names in asked:
                 for name, result in served.results(len(names)).items():
                     assert result.generated_tokens == served.asked[name].tokens
-            assert own.limit >= own.stats().physical_bytes // PAGE_SIZE
+            assert own.limit_pages >= own.stats().physical_bytes // PAGE_SIZE
     finally:
         for each in models:
             rows.disable(each)
