@@ -183,7 +183,7 @@ def transpose_words(w0: int, w1: int, w2: int, w3: int, lane: int) -> tuple[int,
 
 @inlined
 def _swap(first: int, second: int, mask: int, lane: int) -> tuple[int, int]:
-    """Of lanes whose numbers differ in the bit of a mask: the second word of the lower one for the first of the other."""
+    """Of lanes that differ in the bit of a mask: the second word of the lower one for the first of the other."""
     upper = lane & mask
     other = shuffle_xor_count(first if upper else second, mask)
     return other if upper else first, second if upper else other
