@@ -200,18 +200,6 @@ wait_barrier = instruction(
 """Waits until a barrier's phase of a parity is complete; the first is 0."""
 
 
-def _test_barrier(address: int, parity: int) -> int:
-    return int(current().block.barrier(int(address)).phase % 2 != parity)
-
-
-test_barrier = instruction(
-    "{ .reg .u32 a, b; .reg .pred p; cvt.u32.u64 a, $1; cvt.u32.u64 b, $2; "
-    "mbarrier.test_wait.parity.shared::cta.b64 p, [a], b; selp.s64 $0, 1, 0, p; }",
-    "l", "ll", _test_barrier,
-)  # fmt: skip
-"""1 if that phase is complete, which takes as long to find out as other instructions take: those in between."""
-
-
 simulated_maps: list[Any] = []
 """In the simulator a tensor map is an index into this."""
 

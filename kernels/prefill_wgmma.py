@@ -1,4 +1,4 @@
-"""prefill on Hopper: three warps bring what eight or twelve multiply.
+"""prefill on Hopper: three warps bring what eight multiply.
 
 A block of threads stays, and takes one job after another (see `jobs`). Its first warpgroup, of four warps, is the
 producer: one of its warps finds jobs and brings their queries, one fills a ring in shared memory with tiles of K, and
@@ -10,7 +10,7 @@ the threads do something else:
     softmax of S(n), which gives P(n)
     wait    for O, and scale it if the maximum has grown
 
-Consumers take turns at issuing, so that one's softmax runs beside the other's products.
+The two consumers take turns at issuing, so that one's softmax runs beside the other's products.
 
 K and V are copied by one tensor map each, whatever their strides: see `tile_copies`. Instructions and layouts are those
 of the PTX manual; the plan is that of FlashAttention-3 (arXiv 2407.08608).
@@ -58,18 +58,18 @@ from .softmax import (
 from .tile_copies import Source, box_of, make_copy_tile, tile_bytes
 from .warp import make_meet, shuffle_count, sync_warp
 from .wgmma_shapes import (
-    SLOTS,
+    CONSUMER_REGISTERS,
+    CONSUMERS,
+    PRODUCER_REGISTERS,
+    QUERIES,
     WARPGROUP,
-    consumers_of,
-    queries_of,
-    query_slots_of,
-    registers_of,
     shared_of,
+    slots_of,
     tile_of,
 )
 
 TURN = 1
-"""The number of the first consumer's barrier, and the others' are the next: its turn to issue products."""
+"""The number of the first consumer's barrier, and the other's is the next: its turn to issue products."""
 
 
 def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: RingUse, of_tiles: RingUse) -> Any:
@@ -104,16 +104,17 @@ def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: Ring
 
 
 def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
-    """Functions for kernels: begin `scores = Q K^T` for a tile, and `sums += weights V` for some of its keys."""
+    """Functions for kernels: begin `scores = Q K^T`, and `sums += weights V`, for one tile."""
     multiply_first = make_multiply_shared(dtype, tile, accumulate=False)
     multiply_next = make_multiply_shared(dtype, tile, accumulate=True)
     add_values = make_multiply_registers(dtype, head_dim, tile)
     rows_at, columns_at = make_operand_at(16), make_operand_at(tile * ROW_BYTES)
-    row, slot = ROW_BYTES // 16, tile_bytes(head_dim, tile) // 16
+    row, slot, slots = ROW_BYTES // 16, tile_bytes(head_dim, tile) // 16, slots_of(head_dim)
+    k_mask, v_mask = slots.k - 1, slots.v - 1
 
     @inlined
     def issue_scores(scores: Any, queries: int, k_ring: Ring, n: int) -> None:
-        a, b = rows_at(queries), rows_at(k_ring.slots) + (n & SLOTS - 1) * slot
+        a, b = rows_at(queries), rows_at(k_ring.slots) + (n & k_mask) * slot
         begin_products()
         for step in range(head_dim // 16):
             if step == 0:
@@ -124,11 +125,10 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
         commit_products()
 
     @inlined
-    def issue_sums(sums: Any, weights: Any, v_ring: Ring, n: int, first: int, end: int) -> None:
-        """16 keys at a time: from the `first` 16 of the tile on, before those of `end`."""
-        b = columns_at(v_ring.slots) + (n & SLOTS - 1) * slot
+    def issue_sums(sums: Any, weights: Any, v_ring: Ring, n: int) -> None:
+        b = columns_at(v_ring.slots) + (n & v_mask) * slot
         begin_products()
-        for step in range(first, end):
+        for step in range(tile // 16):
             w = step * 4
             add_values(sums, weights[w], weights[w + 1], weights[w + 2], weights[w + 3], b + step * 16 * row)
         commit_products()
@@ -136,44 +136,36 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
     return issue_scores, issue_sums
 
 
-def make_consume(variant: Variant, of_tiles: RingUse, release_queries: Any) -> Any:
+def make_consume(variant: Variant, of_k: RingUse, of_v: RingUse, release_queries: Any) -> Any:
     """A function for kernels: attention of a consumer's queries to all tiles of a job, which ends with the sums."""
     dtype, head_dim, softcapped = variant.dtype, variant.head_dim, variant.softcapped
     tile = tile_of(head_dim)
     num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
-    pack, last, steps = HALVES[dtype].pack, consumers_of(head_dim) - 1, tile // 16
-    is_full, wait_full, release = of_tiles.is_full, of_tiles.wait_full, of_tiles.release
+    pack = HALVES[dtype].pack
+    wait_k, release_k, wait_v, release_v = of_k.wait_full, of_k.release, of_v.wait_full, of_v.release
     issue_scores, issue_sums = make_issue(dtype, head_dim, tile)
     wait_scores = make_wait_products(num_scores, pending=0)
     wait_scores_only = make_wait_products(num_scores, pending=1)
     wait_sums = make_wait_products(num_sums, pending=0)
-    take_turn, give_turn = make_meet(2 * WARPGROUP)
+    take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
 
     @inlined
-    def begin_issue(
+    def issue(
         sums: Any, scores: Any, weights: Any, queries: int, k_ring: Ring, v_ring: Ring, n: int, first: bool,
         consumer: int,
     ) -> None:  # fmt: skip
-        """In its turn: scores of the n-th tile, which are there at the end; half of the sums of the one before, unless
-        it is the job's first. A warp that issues more than a few products waits until the first ones are done."""
+        """In its turn: scores of the n-th tile, which are there at the end, and sums of the one before, unless it is
+        the job's first."""
         take_turn(TURN + consumer)
         issue_scores(scores, queries, k_ring, n)
         if first:
+            give_turn(TURN + 1 - consumer)
             wait_scores(scores)
         else:
-            wait_full(v_ring, n - 1)
-            issue_sums(sums, weights, v_ring, n - 1, 0, steps // 2)
+            wait_v(v_ring, n - 1)
+            issue_sums(sums, weights, v_ring, n - 1)
+            give_turn(TURN + 1 - consumer)
             wait_scores_only(scores)  # sums are still being added to
-
-    @inlined
-    def end_issue(sums: Any, weights: Any, v_ring: Ring, n: int, first: bool, consumer: int) -> None:
-        """The other half. Then it is the next one's turn."""
-        following = consumer + 1 if consumer < last else 0
-        if first:
-            give_turn(TURN + following)
-        else:
-            issue_sums(sums, weights, v_ring, n - 1, steps // 2, steps)
-            give_turn(TURN + following)
 
     @inlined
     def mask(scores: Any, key: int, visible: Visible, scoring: Scoring, lane: int) -> None:
@@ -199,36 +191,34 @@ def make_consume(variant: Variant, of_tiles: RingUse, release_queries: Any) -> A
         key = first_key
         end = begin + tiles
         if n < end:
-            wait_full(k_ring, n)
-        # Where a branch begins or ends the assembler begins a new block of instructions, and moves none of them there.
+            wait_k(k_ring, n)
         while n < end:
-            begin_issue(sums, scores, weights, queries, k_ring, v_ring, n, n == begin, consumer)
-            release(k_ring, n, lane)
-            next_is_there = is_full(k_ring, n + 1)
+            issue(sums, scores, weights, queries, k_ring, v_ring, n, n == begin, consumer)
+            release_k(k_ring, n, lane)
             mask(scores, key, visible, scoring, lane)
             m0, grown0 = raise_maximum(scores, 0, num_scores, softmax.m0, scoring.outer)
-            end_issue(sums, weights, v_ring, n, n == begin, consumer)
             m1, grown1 = raise_maximum(scores, 2, num_scores, softmax.m1, scoring.outer)
             softmax, a0, a1 = relate(softmax, m0, m1, scoring.outer)
-            if n + 1 < end and next_is_there == 0:  # sums are not waited for before
-                wait_full(k_ring, n + 1)
+            weigh(scores, num_scores, softmax, scoring.outer)
+            softmax = add_weights(scores, num_scores, softmax)
+            # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.
+            if n + 1 < end:
+                wait_k(k_ring, n + 1)
             wait_sums(sums)
             if n > begin:
-                release(v_ring, n - 1, lane)
-            weigh(scores, num_scores, softmax, scoring.outer)
-            if grown0 | grown1:  # exponentials follow each other, and nothing waits for one of them
+                release_v(v_ring, n - 1, lane)
+            if grown0 | grown1:
                 rescale(sums, num_sums, a0, a1)
-            softmax = add_weights(scores, num_scores, softmax)
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
             n += 1
             key += tile
         release_queries(query_ring, number, lane)
         if tiles > 0:
-            wait_full(v_ring, end - 1)
-            issue_sums(sums, weights, v_ring, end - 1, 0, steps)
+            wait_v(v_ring, end - 1)
+            issue_sums(sums, weights, v_ring, end - 1)
             wait_sums(sums)
-            release(v_ring, end - 1, lane)
+            release_v(v_ring, end - 1, lane)
         return softmax
 
     return consume
@@ -238,21 +228,21 @@ def make_prefill(variant: Variant) -> Any:
     """The kernel as a Python function."""
     head_dim, block_size = variant.head_dim, variant.block_size
     tile, num_sums, queries_bytes = tile_of(head_dim), head_dim // 2, tile_bytes(head_dim, 64)
-    consumers, queries, shared = consumers_of(head_dim), queries_of(head_dim), shared_of(head_dim)
-    of_jobs = make_ring(JOBS, JOB_BYTES, 2 + 4 * consumers)
-    of_queries = make_ring(query_slots_of(head_dim), consumers * queries_bytes, 4 * consumers)
-    of_tiles = make_ring(SLOTS, tile_bytes(head_dim, tile), 4 * consumers)
-    init_jobs, init_queries, init_tiles = of_jobs.init, of_queries.init, of_tiles.init
+    shared, slots, users = shared_of(head_dim), slots_of(head_dim), 4 * CONSUMERS
+    of_jobs = make_ring(JOBS, JOB_BYTES, 2 + users)
+    of_queries = make_ring(slots.queries, CONSUMERS * queries_bytes, users)
+    of_k, of_v = [make_ring(count, tile_bytes(head_dim, tile), users) for count in (slots.k, slots.v)]
+    init_jobs, init_queries, init_k, init_v = of_jobs.init, of_queries.init, of_k.init, of_v.init
     wait_job, release_job, wait_queries = of_jobs.wait_full, of_jobs.release, of_queries.wait_full
-    give_registers, take_registers = map(make_take_registers, registers_of(head_dim))
-    take_turn, give_turn = make_meet(2 * WARPGROUP)
+    give_registers, take_registers = map(make_take_registers, (PRODUCER_REGISTERS, CONSUMER_REGISTERS))
+    take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
 
-    work = (make_prefixes if variant.cascaded else make_prompts)(variant, queries)
+    work = (make_prefixes if variant.cascaded else make_prompts)(variant, QUERIES)
     put = work.put
     step = box_of(tile, block_size) if block_size else 1
-    keys_of_block, keys_of_lane = make_ranges(queries, step, variant.causal, variant.windowed)
-    find_jobs = make_find_jobs(work, make_bring_queries(head_dim, queries, work), of_jobs, of_queries)
-    consume = make_consume(variant, of_tiles, of_queries.release)
+    keys_of_block, keys_of_lane = make_ranges(QUERIES, step, variant.causal, variant.windowed)
+    find_jobs = make_find_jobs(work, make_bring_queries(head_dim, QUERIES, work), of_jobs, of_queries)
+    consume = make_consume(variant, of_k, of_v, of_queries.release)
 
     @inlined
     def keys_of_job(job: Prompt, window: int) -> tuple[int, int]:
@@ -260,7 +250,7 @@ def make_prefill(variant: Variant) -> Any:
         first_key, end = keys_of_block(job, window)
         return first_key, (max(end - first_key, 0) + tile - 1) // tile
 
-    produce = make_produce(head_dim, block_size, keys_of_job, of_jobs, of_tiles)
+    produce_k, produce_v = [make_produce(head_dim, block_size, keys_of_job, of_jobs, each) for each in (of_k, of_v)]
 
     @inlined
     def consume_jobs(
@@ -270,8 +260,8 @@ def make_prefill(variant: Variant) -> Any:
         consumer = shuffle_count(thread // WARPGROUP, 0) - 1  # the same in all lanes, as the compiler sees
         line = consumer * 64 + thread % WARPGROUP // 32 * 16 + (lane >> 2)  # of this lane's two queries the first
         sums = cuda.local.array(num_sums, float32)
-        if consumer == consumers - 1:
-            give_turn(TURN)  # the first begins
+        if consumer == 1:
+            give_turn(TURN)  # the other begins
         number, n = 0, 0
         job = get_job(wait_job(jobs, 0))
         while job.sequence >= 0:
@@ -289,7 +279,7 @@ def make_prefill(variant: Variant) -> Any:
             number += 1
             job = get_job(wait_job(jobs, number))
         if consumer == 0:
-            take_turn(TURN)  # the last gave one that nobody took
+            take_turn(TURN)  # the other gave one that nobody took
 
     @inlined
     def prefill(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
@@ -303,8 +293,8 @@ def make_prefill(variant: Variant) -> Any:
         if thread == 0:
             init_jobs(jobs)
             init_queries(query_ring)
-            init_tiles(k_ring)
-            init_tiles(v_ring)
+            init_k(k_ring)
+            init_v(v_ring)
             publish_barriers()
         cuda.syncthreads()
 
@@ -314,11 +304,10 @@ def make_prefill(variant: Variant) -> Any:
         else:
             give_registers()
             # One warp copies K, another one V, and one finds out what is to be done.
-            if thread < 64:
-                ring, boxes, tokens = k_ring, maps.k_boxes, maps.k_tokens
-                if thread >= 32:
-                    ring, boxes, tokens = v_ring, maps.v_boxes, maps.v_tokens
-                produce(jobs, ring, boxes, tokens, at, strides, scoring.window, lane)
+            if thread < 32:
+                produce_k(jobs, k_ring, maps.k_boxes, maps.k_tokens, at, strides, scoring.window, lane)
+            elif thread < 64:
+                produce_v(jobs, v_ring, maps.v_boxes, maps.v_tokens, at, strides, scoring.window, lane)
             elif thread < 96:
                 find_jobs(jobs, query_ring, at, sizes, strides, groups, scoring.window, lane)
 

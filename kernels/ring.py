@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .hopper import arrive, expect_bytes, init_barrier, test_barrier, wait_barrier
+from .hopper import arrive, expect_bytes, init_barrier, wait_barrier
 from .ptx import inlined
 from .warp import sync_warp
 
@@ -42,9 +42,8 @@ class RingUse(NamedTuple):
     """For who fills it. Then: `fill` and copies, or stores and `filled`."""
     fill: Any
     filled: Any
-    is_full: Any
-    """For who uses it."""
     wait_full: Any
+    """For who uses it."""
     release: Any
 
 
@@ -102,14 +101,9 @@ def make_ring(num_slots: int, slot_bytes: int, users: int) -> RingUse:
         return ring.slots + (n & mask) * slot_bytes
 
     @inlined
-    def is_full(ring: Ring, n: int) -> int:
-        """1 if a tile is there by now."""
-        return test_barrier(full(ring, n), n >> shift & 1)
-
-    @inlined
     def release(ring: Ring, n: int, lane: int) -> None:
         """Says that this warp needs a tile no more: all of its lanes have read it, or their products have."""
         if lane == 0:
             arrive(empty(ring, n))
 
-    return RingUse(init, wait_empty, fill, filled, is_full, wait_full, release)
+    return RingUse(init, wait_empty, fill, filled, wait_full, release)

@@ -45,7 +45,7 @@ def mixed(
     Args:
         max_prompts: at least as many as there are sequences with more than one new token; outputs of more would be
             missing. Who knows it saves blocks of threads that find nothing to do: 32 a sequence, where there are 32
-            heads. None: all may be prompts.
+            heads (on Hopper there are none). None: all may be prompts.
     """
     out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed

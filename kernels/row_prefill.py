@@ -172,7 +172,7 @@ def fast_kernel(name: str, variant: Variant) -> tuple[Kernel, int, int]:
     if name == "mma":
         return mma_kernel(variant), 16 * prefill_mma.warps_of(variant.head_dim), 0
     box_tokens = box_of(wgmma_shapes.tile_of(variant.head_dim), variant.block_size)
-    return wgmma_kernel(variant), wgmma_shapes.queries_of(variant.head_dim), box_tokens
+    return wgmma_kernel(variant), wgmma_shapes.QUERIES, box_tokens
 
 
 def grid_of(name: str, most: tuple[int, int], device: torch.device) -> tuple[tuple[int, int], int]:
@@ -195,5 +195,5 @@ def mma_kernel(variant: Variant) -> Kernel:
 def wgmma_kernel(variant: Variant) -> Kernel:
     """The kernel for Hopper."""
     structs, shared = (Maps, *attention.structs_of(variant)), wgmma_shapes.shared_of(variant.head_dim)
-    threads = wgmma_shapes.threads_of(variant.head_dim)
+    threads = wgmma_shapes.THREADS
     return Kernel(prefill_wgmma.make_prefill, (variant,), structs, threads, shared_bytes=shared.nbytes, hopper=True)

@@ -11,27 +11,13 @@ from .ring import BARRIER_BYTES
 from .tile_copies import tile_bytes
 
 WARPGROUP = 128
-"""Threads of a warpgroup. The first of a block copies, the others are consumers of 64 queries each."""
-
-
-def consumers_of(head_dim: int) -> int:
-    """Warpgroups that multiply: with narrow heads the products of two leave no time for a softmax."""
-    return 3 if head_dim <= 64 else 2
-
-
-def registers_of(head_dim: int) -> tuple[int, int]:
-    """Of a thread that copies, and of one that multiplies; together no more than all had when they began."""
-    return (32, 160) if consumers_of(head_dim) == 3 else (72, 216)
-
-
-def threads_of(head_dim: int) -> int:
-    """Threads of a block."""
-    return WARPGROUP * (1 + consumers_of(head_dim))
-
-
-def queries_of(head_dim: int) -> int:
-    """Queries of a block."""
-    return 64 * consumers_of(head_dim)
+"""Threads of a warpgroup."""
+CONSUMERS = 2
+"""Warpgroups that multiply; one more copies."""
+THREADS = WARPGROUP * (1 + CONSUMERS)
+QUERIES = 64 * CONSUMERS
+PRODUCER_REGISTERS, CONSUMER_REGISTERS = 72, 216
+"""Of a thread; all together no more than they had when they began."""
 
 
 def tile_of(head_dim: int) -> int:
@@ -39,13 +25,20 @@ def tile_of(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 112 if head_dim <= 192 else 80
 
 
-SLOTS = 2
-"""Of the rings of K and of V."""
+class Slots(NamedTuple):
+    """Of each ring."""
 
-
-def query_slots_of(head_dim: int) -> int:
+    queries: int
     """Jobs whose queries there is room for."""
-    return 2 if head_dim <= 128 else 1
+    k: int
+    v: int
+
+
+def slots_of(head_dim: int) -> Slots:
+    """What shared memory has room for. A tile of V is held longer than one of K."""
+    if head_dim <= 64:
+        return Slots(2, 4, 4)
+    return Slots(1, 2, 4 if head_dim <= 128 else 2)
 
 
 class Shared(NamedTuple):
@@ -70,7 +63,7 @@ class Shared(NamedTuple):
 
 def shared_of(head_dim: int) -> Shared:
     """The shared memory of a block of threads."""
-    query_slots, slots = query_slots_of(head_dim), SLOTS * tile_bytes(head_dim, tile_of(head_dim))
-    queries = query_slots * tile_bytes(head_dim, queries_of(head_dim))
-    barriers = [count * BARRIER_BYTES for count in (query_slots, SLOTS, SLOTS, JOBS)]
-    return Shared(*accumulate((queries, slots, slots, JOBS * JOB_BYTES, *barriers), initial=0))
+    slots, tile = slots_of(head_dim), tile_bytes(head_dim, tile_of(head_dim))
+    queries = slots.queries * tile_bytes(head_dim, QUERIES)
+    barriers = [count * BARRIER_BYTES for count in (*slots, JOBS)]
+    return Shared(*accumulate((queries, slots.k * tile, slots.v * tile, JOBS * JOB_BYTES, *barriers), initial=0))

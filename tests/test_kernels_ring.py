@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 def make_hand_on(num_slots: int) -> Any:
     """A kernel: one warp fills a ring with tiles of row 1, three put all of them to `out`, one behind the other."""
-    init, wait_empty, fill, _, _, wait_full, release = make_ring(num_slots, NBYTES, USERS)
+    init, wait_empty, fill, _, wait_full, release = make_ring(num_slots, NBYTES, USERS)
     look_up, copy_tile = make_copy_tile(64, TILE, 0)
 
     def kernel(given: Given) -> None:
