@@ -649,7 +649,10 @@ class KVCache(Owner):
                 alarming = lengths > table.alerts[index]
                 if alarming.any():
                     table.stirred.update(dict.fromkeys(index[alarming].tolist()))
-                    if self.pool.mapper and bool((lengths > table.capacities[index] - table.urgent).any()):
+                    urgent = (
+                        lengths + counts > table.capacities[index] - table.urgent
+                    )  # the next step, if it is as long
+                    if self.pool.mapper and bool(urgent.any()):
                         self.pool.mapper.ring_later()
                 table.lengths[index] = lengths
         return within
