@@ -55,7 +55,8 @@ STEPS = {
     "overwrite": 2,
     "begin_late": 2,
     "trim": 2,
-    "prewarm": 2,
+    "prewarm": 3,
+    "limit": 3,
 }
 """What is done, and how often."""
 CHANGING = {"extend", "truncate", "reorder", "free", "slide", "overwrite", "begin_late"}
@@ -223,6 +224,7 @@ class Machine:
             options["lookahead"] = options["overread"] = 0
         layout, factor = random.choice(list(LAYOUTS.items()))
         nbytes = factor * random.choice([40, 80, 200, 3000]) * self.device.page_size
+        self.nbytes = nbytes
         self.pool = vmmkv.FramePool(max_bytes=nbytes, driver=self.device)
         guarantees = [{}, {}, {"guaranteed": nbytes // 4}]
         self.caches = [
@@ -234,6 +236,7 @@ class Machine:
         self.mapper: Any = self.pool.mapper
         if self.mapper:  # works when it is told to
             self.mapper.ring = self.mapper.ring_later = lambda: None
+        self.keys = random.choice([KEYS, KEYS[:2]])
         self.users: list[User] = []
         self.scratch: list[torch.Tensor] = []
         self.known: list[list[int]] = [[]]
@@ -376,7 +379,7 @@ class Machine:
         random, known = self.random, self.random.choice(self.known)
         known = known[: random.choice([len(known), random.randint(0, len(known)), len(known) // 8 * 8])]
         ids = (known + self.ids(random.choice([1, 2, random.randint(1, 60), random.randint(1, 120)])))[:MAX_SEQ_LEN]
-        cache, (salt, tenant) = random.choice(self.caches), random.choice(KEYS)
+        cache, (salt, tenant) = random.choice(self.caches), random.choice(self.keys)
         expected = random.choice([0, 0, min(len(ids) + 40, MAX_SEQ_LEN), MAX_SEQ_LEN])
         key: tuple[Any, ...] = salt, tenant
         if cache._rows.rules.zero_tail:
@@ -461,4 +464,11 @@ class Machine:
         user.cache.trim()
 
     def prewarm(self, user: User) -> None:
-        user.cache.prewarm(tokens=self.random.choice([0, self.random.randint(1, MAX_SEQ_LEN)]))
+        """Of all that is idle, or of a part of the pool."""
+        tokens = self.random.choice([0, self.random.randint(1, 30), self.random.randint(1, MAX_SEQ_LEN)])
+        user.cache.prewarm(self.random.choice([None, None, self.random.uniform(0.1, 1)]), tokens=tokens)
+
+    def limit(self, user: User) -> None:
+        """Of the pool, down or up again."""
+        with suppress(vmmkv.BudgetError):  # less than what is guaranteed
+            self.pool.set_limit(int(self.nbytes * self.random.uniform(0.3, 1)))

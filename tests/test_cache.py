@@ -615,6 +615,30 @@ def test_arguments_of_another_kind_are_refused(make_cache) -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=str)
+def test_whole_numbers_of_other_libraries_are_numbers(make_cache, number) -> None:
+    """A tensor is changed in place by `+=`: books that had taken one in would be wrong, one through the other."""
+    cache = make_cache()
+    made = cache.prewarm(tokens=number(3))
+    assert type(made) is int
+    sequence = cache.sequence(number(4), expected_tokens=number(9))
+    sequence.extend(number(2))
+    cache.extend([sequence], number(1))
+    sequence.truncate(number(6))
+    assert cache.shared_pages([1, 2], expected_tokens=number(5)) == 0
+    cache.fork_many(sequence, number(1))
+    cache.check()
+    assert {type(value) for value in cache.stats().pages.values()} == {int}
+    last = cache.max_sequences - 1
+    assert cache.sequence(row=number(last)).row == last
+    assert cache.kv(number(0))[0].data_ptr() == cache.kv(0)[0].data_ptr()
+    for missing in (cache.kv, cache.range, lambda row: cache.sequence(row=row)):
+        with pytest.raises(vmmkv.OutOfRangeError, match="200"):
+            missing(number(200))
+    cache.trim()
+    cache.check()
+
+
 def test_a_finalizer_may_free_in_the_middle_of_another_operation(device: str, make_cache) -> None:
     """Garbage collection runs anywhere; here it runs inside a driver call."""
 

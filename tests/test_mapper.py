@@ -89,6 +89,35 @@ def test_it_is_woken_for_several_at_once() -> None:
     assert rings
 
 
+@pytest.mark.parametrize(
+    ("tokens", "lookahead", "pages", "step"),
+    [(8, 2, 90, 1), (8, 3, 90, 1), (2, 2, 200, 1), (2, 8, 104, 1), (2, 8, 200, 1), (8, 32, 90, 12), (2, 16, 200, 6)],
+)
+@pytest.mark.parametrize("in_place", [True, False])
+def test_it_is_woken_before_the_next_step(in_place: bool, tokens: int, lookahead: int, pages: int, step: int) -> None:
+    """Also with a short lookahead, or few tokens in a page and memory for no more than the next one, or long steps."""
+    driver = FaultyDriver(small_driver("cpu"))
+    layout = vmmkv.KVLayout(2, 2, 16 * PAGE_TOKENS // tokens, torch.float32)
+    cache = vmmkv.KVCache(layout, 3, 100, max_bytes=pages * driver.page_size, driver=driver, lookahead=lookahead)
+    mapper = cache.pool.mapper
+    assert mapper
+    mapper.ring = lambda: None  # type: ignore[method-assign]
+    sequences = [cache.sequence(length) for length in (1, 3, 6)]
+    work(mapper)
+    rings: list[int] = []
+    mapper.ring_later = lambda: rings.append(number)  # type: ignore[method-assign]
+    for number in range(60 // step):
+        changes = driver.changes
+        if in_place:
+            assert all(sequence.extend_in_place(step) for sequence in sequences)
+        else:
+            cache.extend(sequences, step)
+        assert driver.changes == changes
+        if number in rings:
+            work(mapper)
+    assert rings
+
+
 @pytest.mark.usefixtures("undebugged")
 def test_what_was_taken_back_is_not_mapped_ahead_again() -> None:
     """As long as no memory can be made: who took it needs as much soon."""

@@ -11,6 +11,7 @@ import gc
 import os
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -480,6 +481,19 @@ class CacheMachine(RuleBasedStateMachine):
             assert stats.pages["surplus"] == self.bound()
             kept = stats.pages["used"] + stats.pages["surplus"] + self.zero_tail
             assert stats.physical_bytes == kept * self.driver.page_size
+
+    @rule(share=st.none() | st.sampled_from([0.25, 0.5, 0.75, 1.0]), tokens=st.integers(0, MAX_SEQ_LEN))
+    def prewarm(self, share: float | None, tokens: int) -> None:
+        def prewarm() -> None:
+            with suppress(vmmkv.OutOfPagesError):
+                made.append(self.cache.prewarm(share, tokens=tokens))
+
+        made: list[int] = []
+        before, failures, cache = self.driver.num_pages, self.driver.failures, self.cache
+        self.outcome(prewarm, None)
+        if self.cache is cache and failures == self.driver.failures:
+            assert self.driver.num_pages == before + sum(made) // self.driver.page_size
+            assert not made or self.driver.num_pages >= int((share or 1) * (self.budget + self.zero_tail))
 
     @rule(
         call=st.sampled_from(["any", "create", "map", "set_access", "unmap", "release", "fill"]),

@@ -109,8 +109,9 @@ def one_of(items: list[Item], number: int, kind: str) -> Item:
     Raises:
         ArgumentError, OutOfRangeError: there is none of this number.
     """
+    number = as_index(kind, number)
     try:
-        return items[as_index(kind, number)]
+        return items[number]
     except IndexError:
         raise OutOfRangeError(f"asked for {kind} {shown(number)}; {kind}s are 0 to {len(items) - 1}") from None
 

@@ -329,8 +329,8 @@ class KVCache(Owner):
             name, value = ("adapter", adapter) if salt is None else ("salt", salt)
             raise ArgumentError(f"got {name}={value!r} without token_ids; it keeps apart what is known of these")
         check_hashable(salt=salt, adapter=adapter, tenant=tenant)
-        check_length(check_tokens(tokens), self.max_seq_len)
-        check_length(check_tokens(expected_tokens, "expected_tokens"), self.max_seq_len)
+        tokens, expected_tokens = check_tokens(tokens), check_tokens(expected_tokens, "expected_tokens")
+        check_length(max(tokens, expected_tokens), self.max_seq_len)
         if ids is None or not reuse:
             tokens = tokens if whole else 0
             sequence = None if tokens or row is not None else self._sequence_at_once(expected_tokens, tenant)
@@ -384,7 +384,8 @@ class KVCache(Owner):
         """
         ids = ids_of(token_ids)
         check_hashable(salt=salt, adapter=adapter, tenant=tenant)
-        check_length(check_tokens(expected_tokens, "expected_tokens"), self.max_seq_len)
+        expected_tokens = check_tokens(expected_tokens, "expected_tokens")
+        check_length(expected_tokens, self.max_seq_len)
         return self._shared_pages(ids, salt, adapter, expected_tokens, tenant)
 
     @bookkeeping
@@ -648,7 +649,10 @@ class KVCache(Owner):
                 alarming = lengths > table.alerts[index]
                 if alarming.any():
                     table.stirred.update(dict.fromkeys(index[alarming].tolist()))
-                    if self.pool.mapper and bool((lengths > table.capacities[index] - table.urgent).any()):
+                    urgent = (
+                        lengths + counts > table.capacities[index] - table.urgent
+                    )  # the next step, if it is as long
+                    if self.pool.mapper and bool(urgent.any()):
                         self.pool.mapper.ring_later()
                 table.lengths[index] = lengths
         return within
@@ -811,7 +815,8 @@ class KVCache(Owner):
             DriverError: a driver call failed. What was made or mapped is given back in all cases.
             TypeError, ValueError, SequenceTooLongError: a row has no such number of tokens.
         """
-        check_length(check_tokens(tokens), self.max_seq_len)
+        tokens = check_tokens(tokens)
+        check_length(tokens, self.max_seq_len)
         pages = None if max_bytes is None else pages_within(self.pool, max_bytes)
         self._rows.release_abandoned()
         return self._rows.prewarming.prewarm(pages, tokens) * self.page_size

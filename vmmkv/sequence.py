@@ -152,7 +152,7 @@ class Sequence:
                 return False
             if length > table.alert[row]:
                 table.stirred[row] = None
-                wakes = length > table.capacity[row] - table.urgent
+                wakes = length + tokens > table.capacity[row] - table.urgent  # the next step, if it is as long
             table.length[row] = length
         if wakes and pool.mapper:
             pool.mapper.ring_later()

@@ -89,7 +89,8 @@ class RowTable:
         """By row: the tokens from which on more is to be mapped ahead."""
         self.wake = self.wakes.data
         self.urgent = 0
-        """Tokens that the neediest row may have left when the mapper is woken, for all that are needy by then."""
+        """Tokens that the neediest row may have left, beyond those of its next step, when the mapper is woken, for all
+        that are needy by then."""
         self.brinks = np.full(num_rows, UNCOUNTED, np.int64)
         """By row: the tokens that the pages have room for which it used when they were counted."""
         self.brink = self.brinks.data
