@@ -87,12 +87,6 @@ BENCHMARKS = {
         f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --rates 0.8 --seeds 1 --memory 16GiB --requests 300"
         " --trace {conv} --model qwen3-0.6b --backends vmm --backends paged --backends vllm",
     ),
-    "serve_rates": Benchmark(
-        Kind.GPU,
-        2.0,
-        f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --unknown --busy --memory 8GiB --requests 90 --trace {{conv}}"
-        " --trace {code} --backends vmm --backends paged --backends static --backends static+longest",
-    ),
     "serve_pressure": Benchmark(
         Kind.GPU,
         1.0,
@@ -119,7 +113,7 @@ BENCHMARKS = {
         1.8,
         "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 20 --rounds 1 --json",
     ),
-    "attention": Benchmark(Kind.GPU, 1.2, "-m benchmarks.attention --trace {conv} --json"),
+    "attention": Benchmark(Kind.GPU, 3.2, "-m benchmarks.attention --trace {conv} --json"),
     "generate": Benchmark(Kind.GPU, 0.8, "-m benchmarks.generate --budget-seconds {seconds} --json"),
     "serve_reuse": Benchmark(
         Kind.GPU,
@@ -141,7 +135,13 @@ BENCHMARKS = {
     "reuse": Benchmark(Kind.GPU, 0.2, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
     "idle": Benchmark(Kind.GPU, 0.2, "-m benchmarks.idle --device cuda --trace {conv} --json"),
     "swap": Benchmark(Kind.GPU, 0.2, "-m benchmarks.swap --json"),
-    # One GPU is enough for it, whose minutes are not.
+    # One GPU is enough for these two, whose minutes are not.
+    "serve_rates": Benchmark(
+        Kind.GPUS,
+        3,
+        f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --unknown --busy --memory 8GiB --requests 90 --trace {{conv}}"
+        " --trace {code} --backends vmm --backends paged --backends static --backends static+longest",
+    ),
     "serve_rates_qwen3": Benchmark(
         Kind.GPUS,
         6,
