@@ -123,8 +123,11 @@ def make_call(shape: Geometry, batch: int, tokens: int, device: torch.device) ->
 
 
 def attend_exactly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """`[batch, q_len, num_heads, head_dim]`; the queries are those of the last tokens."""
+    """`[batch, q_len, num_heads, head_dim]`; the queries are those of the last tokens. K and V are not copied for each
+    of their query heads, of which latents have so many that a GPU of 80 GB has no room for them."""
     positions = torch.arange(k.shape[1], device=q.device)
-    mask = positions <= positions[-q.shape[1] :, None]
-    states = (each.transpose(1, 2) for each in (q, k, v))
-    return torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=mask, enable_gqa=True).transpose(1, 2)
+    hidden = positions > positions[-q.shape[1] :, None]
+    grouped = q.unflatten(2, (k.shape[2], -1))
+    scores = torch.einsum("bqhgd,bthd->bqhgt", grouped, k) * q.shape[-1] ** -0.5
+    weights = scores.masked_fill_(hidden[:, None, None], -torch.inf).softmax(-1)
+    return torch.einsum("bqhgt,bthd->bqhgd", weights, v).flatten(2, 3)
