@@ -4,7 +4,8 @@ They know nothing of vmmkv: a row of a `vmmkv.KVCache` is a strided tensor like 
 
 Words, each with one meaning in all of these files:
 
-    group           query heads that share a KV head
+    heads_per_kv    query heads that share a KV head
+    group           sequences that begin with the same tokens, in `cascade`
     tile            tokens whose K or V prefill works on at a time: its keys
     job             queries of a head that a block of threads works on at a time, and the keys that they see
     ring, slot      a ring in shared memory, and one of its places for tiles, which take turns in them
@@ -14,7 +15,7 @@ Words, each with one meaning in all of these files:
     bundle          the octets that a block of threads works on at a time, a warp or more on some of them
     share, piece    the units of a block of threads; those of one sequence and bundle in it
     part            the sums of a piece which is not a whole bundle; of a prefix, those of some of its tokens
-    prefix          the first tokens of some sequences, which are the same: a group's, in `cascade`
+    prefix          the first tokens of some sequences, which are the same: a group's
     home            where a token is: the number of its row, or of its block
     live            the tokens from the first that may be read to the last
     block           of a block table; CUDA's are blocks of threads

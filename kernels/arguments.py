@@ -20,7 +20,7 @@ class Variant(NamedTuple):
 
     dtype: torch.dtype
     head_dim: int
-    group: int
+    heads_per_kv: int
     """Query heads that share a KV head."""
     q_len: int
     """Queries of each sequence; 0: they are where `cu_seqlens` says."""

@@ -64,7 +64,7 @@ def queries_of(variant: Variant, kv_heads: int) -> Queries:
     """How queries are worked on: two heads at a time where these share pieces of 64 bytes, which memory gives whole."""
     run, _ = runs_of(variant)
     heads = 2 if run.nbytes % 64 and kv_heads % 2 == 0 else 1
-    queries = Queries(variant.group, variant.q_len, variant.mixed, len(registers_for(variant)), heads)
+    queries = Queries(variant.heads_per_kv, variant.q_len, variant.mixed, len(registers_for(variant)), heads)
     return queries.in_teams(kv_heads)
 
 
@@ -213,7 +213,7 @@ def make_weigh(variant: Variant, num_sums: int) -> Any:
 def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
     """A function for kernels: the attention of a warp's octets to its tokens."""
     windowed, scaled = variant.windowed, variant.kv_dtype is not None
-    group, q_len, at_once = queries.group, queries.q_len, queries.at_once
+    heads_per_kv, q_len, at_once = queries.heads_per_kv, queries.q_len, queries.at_once
     k_words, v_words, q_words, num_sums = words_of(variant)
     columns, num_scores, all_sums = 2 * at_once, 4 * at_once, num_sums * at_once
     stride = queries.token_warps * UNIT
@@ -226,8 +226,8 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
     @inlined
     def keys_of_lane(piece: Piece, column: int, window: int) -> Visible:
         """Of the queries of this number and the next; those that there are not see as much as the last."""
-        high0 = piece.last + 1 - q_len + min(column // group, q_len - 1) + 1
-        high1 = piece.last + 1 - q_len + min((column + 1) // group, q_len - 1) + 1
+        high0 = piece.last + 1 - q_len + min(column // heads_per_kv, q_len - 1) + 1
+        high1 = piece.last + 1 - q_len + min((column + 1) // heads_per_kv, q_len - 1) + 1
         low0 = max(piece.first, high0 - window) if windowed else piece.first
         low1 = max(piece.first, high1 - window) if windowed else piece.first
         return Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))

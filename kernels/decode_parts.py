@@ -145,9 +145,9 @@ def make_parts(queries: Queries, head_dim: int) -> tuple[Any, Any, Any, Any]:
 
 def make_add_prefix(queries: Queries, head_dim: int) -> Any:
     """A function for kernels that adds the parts of its query's prefix to an item."""
-    group, q_len, quarter = queries.group, queries.q_len, head_dim // 4
-    parts_of_query = make_parts_of_query(group, q_len, head_dim)
-    tokens_of_part = make_tokens_of_part(group * q_len)
+    heads_per_kv, q_len, quarter = queries.heads_per_kv, queries.q_len, head_dim // 4
+    parts_of_query = make_parts_of_query(heads_per_kv, q_len, head_dim)
+    tokens_of_part = make_tokens_of_part(heads_per_kv * q_len)
 
     @inlined
     def place_of(parts: PrefixParts, index: int, item: int) -> tuple[int, int]:
@@ -160,10 +160,10 @@ def make_add_prefix(queries: Queries, head_dim: int) -> Any:
         total: Sum, item: int, query: int, kv_head: int, piece: Piece, sizes: Sizes, groups: Groups, outer: float
     ) -> Sum:
         """A piece's first token is the one behind the prefix."""
-        place = piece.sequence * q_len + query // group
+        place = piece.sequence * q_len + query // heads_per_kv
         tokens = tokens_of_part(sequence_of(piece.sequence, groups.cu_groups, groups.num_groups), piece.first, groups)
         num_parts = divide(piece.first + tokens - 1, tokens)
-        parts = parts_of_query(place, kv_head * group + query % group, num_parts, sizes, groups)
+        parts = parts_of_query(place, kv_head * heads_per_kv + query % heads_per_kv, num_parts, sizes, groups)
         return add_parts(total, parts, item, outer)
 
     return add_prefix
@@ -215,7 +215,7 @@ def make_add_parts(place_of: Any) -> Any:
 
 def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any, Any]:
     """Functions for kernels: which query an item is of, and its output."""
-    pack, group, octets_per_head = HALVES[dtype].pack, queries.group, queries.octets_per_head
+    pack, heads_per_kv, octets_per_head = HALVES[dtype].pack, queries.heads_per_kv, queries.octets_per_head
     octets, per_octet = queries.octets, queries.per_octet
     first_query = make_first_query(queries.mixed)
 
@@ -231,12 +231,12 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
     ) -> None:
         """Divides by the weights' sum, to which a sink adds one weight without a V, and stores."""
         weights = total.weights
-        head = kv_head * group + query % group
+        head = kv_head * heads_per_kv + query % heads_per_kv
         if at.sinks != 0:
             weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * outer)
         scale = reciprocal(weights) if weights > float32(0) else float32(0)
         to = at.out + first_query(sequence, at.cu_seqlens, strides.out_batch, strides.out_token) + item % quarter * 8
-        to += query // group * strides.out_token + head * strides.out_head
+        to += query // heads_per_kv * strides.out_token + head * strides.out_head
         store_8(to, pack(total.o0 * scale, total.o1 * scale), pack(total.o2 * scale, total.o3 * scale))
 
     return query_of, finish

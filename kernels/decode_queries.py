@@ -29,7 +29,7 @@ class Octet(NamedTuple):
 def make_load_queries(variant: Variant, queries: Queries) -> Any:
     """A function for kernels that loads a lane's part of an octet: its dims of each chunk, of query `lane // 4`."""
     head_dim, vectors, scaled = variant.head_dim, vectors_of(variant), variant.kv_dtype is not None
-    group, per_head = queries.group, queries.per_head
+    heads_per_kv, per_head = queries.heads_per_kv, queries.per_head
     low, high, pack = HALVES[variant.dtype].low, HALVES[variant.dtype].high, HALVES[torch.float16].pack
     run, _ = runs_of(variant)
     k_row, place_of = run.words, make_place_of(run)
@@ -55,7 +55,11 @@ def make_load_queries(variant: Variant, queries: Queries) -> Any:
         scores of a lane's columns are to be multiplied by."""
         number = octet.column + (lane >> 2)
         query = min(number, per_head - 1)
-        source = q + query // group * strides.q_token + (octet.kv_head * group + query % group) * strides.q_head
+        source = (
+            q
+            + query // heads_per_kv * strides.q_token
+            + (octet.kv_head * heads_per_kv + query % heads_per_kv) * strides.q_head
+        )
         for w in range(k_row):
             offset = place_of(w, lane & 3) * vectors
             inside = number < per_head and offset < head_dim * 2

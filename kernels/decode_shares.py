@@ -35,9 +35,9 @@ MOST_IN_TEAM = 8
 
 
 class Queries(NamedTuple):
-    """The queries of a sequence: those that share a KV head, of `group` heads and `q_len` tokens, in octets."""
+    """The queries of a sequence: those that share a KV head, of `heads_per_kv` heads and `q_len` tokens, in octets."""
 
-    group: int
+    heads_per_kv: int
     """Query heads that share a KV head."""
     q_len: int
     mixed: bool = False
@@ -52,7 +52,7 @@ class Queries(NamedTuple):
     @property
     def per_head(self) -> int:
         """Queries of a KV head."""
-        return self.group * self.q_len
+        return self.heads_per_kv * self.q_len
 
     @property
     def octets_per_head(self) -> int:

@@ -74,9 +74,9 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, An
     Products are those of `prefill_mma.make_products`.
     """
     multiply, pack = multiplications[dtype], HALVES[dtype].pack
-    shared, groups = shared_of(queries, slots), queries // 16
-    parts = 4 // groups
-    steps, dims, held = LATENT_DIM // 16 // parts, LATENT_V_DIM * groups // WARPS, groups == 1 and slots > 2
+    shared, strips = shared_of(queries, slots), queries // 16
+    parts = 4 // strips
+    steps, dims, held = LATENT_DIM // 16 // parts, LATENT_V_DIM * strips // WARPS, strips == 1 and slots > 2
 
     @inlined
     def add(sums: Any, at: int, a: Any, b0: int, b1: int) -> None:
@@ -93,7 +93,7 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, An
     @inlined
     def place_of(part: Part, lane: int) -> int:
         """Where a lane's row of the first matrices of a warp's queries is."""
-        return (part.group * 16 + (lane & 15)) * PITCH + part.numbers * (steps * 32) + (lane >> 4) * 16
+        return (part.strip * 16 + (lane & 15)) * PITCH + part.numbers * (steps * 32) + (lane >> 4) * 16
 
     @inlined
     def hold(fragments: Any, at: int, part: Part, lane: int) -> None:
@@ -125,7 +125,7 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, An
             if steps % 2:
                 offset = (steps - 1) * 32
                 add_step(scores, 0, load_matrices(at + offset), tile + offset)
-        to = base + shared.scores + ((part.numbers * groups + part.group) * 4 + part.half * 2) * 512 + lane * 16
+        to = base + shared.scores + ((part.numbers * strips + part.strip) * 4 + part.half * 2) * 512 + lane * 16
         for eight in range(2):
             s = 4 * eight
             store_shared_f32x4(
@@ -136,14 +136,14 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, An
     @inlined
     def take(scores: Any, base: int, part: Part, lane: int) -> None:
         """Scores of all keys, added up."""
-        at = base + shared.scores + part.group * 2048 + lane * 16
+        at = base + shared.scores + part.strip * 2048 + lane * 16
         for j in range(4):
             s = load_shared_f32x4(at + j * 512)
             for i in range(4):
                 scores[4 * j + i] = s[i]
         for numbers in range(1, parts):
             for j in range(4):
-                s = load_shared_f32x4(at + numbers * (groups * 2048) + j * 512)
+                s = load_shared_f32x4(at + numbers * (strips * 2048) + j * 512)
                 for i in range(4):
                     scores[4 * j + i] += s[i]
 

@@ -107,14 +107,14 @@ def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
 
     @inlined
     def leave(scores: Any, to: int, part: Part, lane: int) -> None:
-        to += (part.half * 4 + part.group) * (columns * 512) + lane * 16
+        to += (part.half * 4 + part.strip) * (columns * 512) + lane * 16
         for j in range(columns):
             s = 4 * j
             store_shared_f32x4(to + j * 512, scores[s], scores[s + 1], scores[s + 2], scores[s + 3])
 
     @inlined
     def take(scores: Any, at: int, part: Part, lane: int) -> None:
-        at += ((1 - part.half) * 4 + part.group) * (columns * 512) + lane * 16
+        at += ((1 - part.half) * 4 + part.strip) * (columns * 512) + lane * 16
         for j in range(columns):
             s = load_shared_f32x4(at + j * 512)
             for i in range(4):

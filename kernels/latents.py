@@ -50,7 +50,7 @@ class Bundles(Queries):
 
 def bundles_of(variant: Variant) -> Queries:
     """How decode's queries are worked on."""
-    return Bundles(variant.group, variant.q_len, variant.mixed).in_teams(1)
+    return Bundles(variant.heads_per_kv, variant.q_len, variant.mixed).in_teams(1)
 
 
 def queries_of(variant: Variant) -> int:
@@ -75,7 +75,7 @@ class Span(NamedTuple):
 class Part(NamedTuple):
     """What a warp has of the work of a block of threads."""
 
-    group: int
+    strip: int
     """Its 16 queries."""
     half: int
     """Of a tile's keys; on Hopper of K's numbers."""
@@ -87,13 +87,13 @@ class Part(NamedTuple):
 
 def make_part_of(queries: int) -> Any:
     """A function for kernels: a warp's part of the work."""
-    groups = queries // 16
-    dims = LATENT_V_DIM * groups // WARPS
+    strips = queries // 16
+    dims = LATENT_V_DIM * strips // WARPS
 
     @inlined
     def part_of(warp: int) -> Part:
-        number = warp // groups
-        return Part(warp % groups, number % 2, number // 2, number * dims)
+        number = warp // strips
+        return Part(warp % strips, number % 2, number // 2, number * dims)
 
     return part_of
 
@@ -107,7 +107,7 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
         line_bytes: from one query's or key's first 16 bytes in shared memory to the next one's. 128: these are all that
             it has there, swizzled, and the next 128 bytes of all follow, as Hopper's products take them.
     """
-    group, swizzled = variant.group, line_bytes == 128
+    heads_per_kv, swizzled = variant.heads_per_kv, line_bytes == 128
     turns = -(-tile // TOGETHER)
     home_of, address_of = make_addressing(variant.block_size)
 
@@ -127,7 +127,7 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
             line = turn * TOGETHER + (thread >> 3)
             if line < queries:
                 number = min(first + line, count - 1)
-                source = q + number // group * strides.q_token + number % group * strides.q_head
+                source = q + number // heads_per_kv * strides.q_token + number % heads_per_kv * strides.q_head
                 copy(to, queries, line, source, thread)
 
     @inlined
@@ -160,13 +160,13 @@ def weigh_scores(scores: Any, num_scores: int, softmax: Softmax, outer: float) -
 
 def make_visible_of(variant: Variant) -> Any:
     """A function for kernels: the keys that a lane's two queries see."""
-    group, causal, windowed = variant.group, variant.causal, variant.windowed
+    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
 
     @inlined
     def visible_of(number: int, tokens: int, first: int, length: int, window: int) -> Visible:
         """Of the queries of this number and 8 further on, of so many tokens; behind the last there is it again."""
-        high0 = length - tokens + 1 + min(number // group, tokens - 1) if causal else length
-        high1 = length - tokens + 1 + min((number + 8) // group, tokens - 1) if causal else length
+        high0 = length - tokens + 1 + min(number // heads_per_kv, tokens - 1) if causal else length
+        high1 = length - tokens + 1 + min((number + 8) // heads_per_kv, tokens - 1) if causal else length
         low0 = max(first, high0 - window) if windowed else first
         low1 = max(first, high1 - window) if windowed else first
         return Visible(low0, high0, low1, high1)
@@ -176,7 +176,7 @@ def make_visible_of(variant: Variant) -> Any:
 
 def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
     """Functions for kernels: put a warp's outputs; put its sums to a part, in fp32."""
-    group, pack = variant.group, HALVES[variant.dtype].pack
+    heads_per_kv, pack = variant.heads_per_kv, HALVES[variant.dtype].pack
     num_sums, sums_bytes = sums_of(queries), queries * LATENT_V_DIM * 4
 
     @inlined
@@ -186,11 +186,11 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
     ) -> None:  # fmt: skip
         """Of one query; `offset` is 0 for a lane's first, 2 for its second."""
         if number < count:
-            head = number % group
+            head = number % heads_per_kv
             if at.sinks != 0:
                 weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - m * outer)
             scale = reciprocal(weights) if weights > float32(0) else float32(0)
-            to += number // group * strides.out_token + head * strides.out_head + part.dims * 2 + (lane & 3) * 4
+            to += number // heads_per_kv * strides.out_token + head * strides.out_head + part.dims * 2 + (lane & 3) * 4
             for j in range(num_sums // 4):
                 store_4(to + j * 16, pack(sums[4 * j + offset] * scale, sums[4 * j + offset + 1] * scale))
 
@@ -283,7 +283,7 @@ def make_settle(variant: Variant, bundles: Queries, arrived: int) -> Any:
         strides: Strides, outer: float, thread: int, lane: int,
     ) -> None:  # fmt: skip
         """Called by all threads of a block."""
-        line = part.group * 16 + (lane >> 2)
+        line = part.strip * 16 + (lane >> 2)
         if piece.end - piece.begin == piece.bundle_end - piece.bundle_begin:
             to = at.out + first_query(piece.sequence, at.cu_seqlens, strides.out_batch, strides.out_token)
             number = piece.bundle * queries + line
@@ -358,7 +358,7 @@ def make_decode(variant: Variant, attend: Any, arrived: int, alignment: int) -> 
             k, _ = head_of(0, at, strides)
             q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token)
             first = piece.bundle * queries
-            number = first + part.group * 16 + (lane >> 2)
+            number = first + part.strip * 16 + (lane >> 2)
             seen = visible_of(number, q_len, piece.first, piece.last + 1, scoring.window)
             high0, high1 = min(seen.high0, piece.token_end), min(seen.high1, piece.token_end)
             softmax = attend(
@@ -377,14 +377,14 @@ def make_decode(variant: Variant, attend: Any, arrived: int, alignment: int) -> 
 
 def make_find_queries(variant: Variant) -> Any:
     """A function for kernels: the sequence that a block of threads works on, and the first of its queries there."""
-    group, mixed = variant.group, variant.mixed
+    heads_per_kv, mixed = variant.heads_per_kv, variant.mixed
 
     @inlined
     def units_of(sequence: int, cu_seqlens: int) -> int:
         """Blocks of queries; in a mixed batch single tokens are left out."""
         tokens = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
         tokens = 0 if mixed and tokens == 1 else tokens
-        return (tokens * group + PREFILL_QUERIES - 1) // PREFILL_QUERIES
+        return (tokens * heads_per_kv + PREFILL_QUERIES - 1) // PREFILL_QUERIES
 
     _, locate = make_ragged(units_of)
 
@@ -400,7 +400,7 @@ def make_find_queries(variant: Variant) -> Any:
 
 def make_prefill(variant: Variant, attend: Any, alignment: int) -> Any:
     """The kernel as a Python function; arguments are those of `make_decode`."""
-    group, causal, windowed = variant.group, variant.causal, variant.windowed
+    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
     num_sums = sums_of(PREFILL_QUERIES)
 
     find_queries = make_find_queries(variant)
@@ -411,9 +411,9 @@ def make_prefill(variant: Variant, attend: Any, alignment: int) -> Any:
     @inlined
     def span_of(first_query: int, tokens: int, first: int, length: int, window: int) -> Span:
         """The keys that a block's queries see."""
-        last_token = min((first_query + PREFILL_QUERIES - 1) // group, tokens - 1)
+        last_token = min((first_query + PREFILL_QUERIES - 1) // heads_per_kv, tokens - 1)
         end = length - tokens + last_token + 1 if causal else length
-        low = max(first, length - tokens + first_query // group + 1 - window) if windowed else first
+        low = max(first, length - tokens + first_query // heads_per_kv + 1 - window) if windowed else first
         return Span(low // UNIT * UNIT, first, end if first < length else 0)
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
@@ -433,13 +433,13 @@ def make_prefill(variant: Variant, attend: Any, alignment: int) -> Any:
         if windowed:  # what no query of the sequence sees may be gone
             first = max(first, length - tokens + 1 - scoring.window)
         k, _ = head_of(0, at, strides)
-        number = query + part.group * 16 + (lane >> 2)
+        number = query + part.strip * 16 + (lane >> 2)
         softmax = attend(
-            sums, base, at.q + start * strides.q_token, query, tokens * group, k, row_of(sequence, at, strides),
+            sums, base, at.q + start * strides.q_token, query, tokens * heads_per_kv, k, row_of(sequence, at, strides),
             span_of(query, tokens, first, length, scoring.window),
             visible_of(number, tokens, first, length, scoring.window), part, strides, scoring, thread, lane,
         )  # fmt: skip
         to = at.out + start * strides.out_token
-        put_outputs(sums, softmax, number, tokens * group, to, part, at, strides, scoring.outer, lane)
+        put_outputs(sums, softmax, number, tokens * heads_per_kv, to, part, at, strides, scoring.outer, lane)
 
     return kernel

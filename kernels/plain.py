@@ -230,7 +230,7 @@ def make_combine(dtype: torch.dtype, v_dim: int) -> Any:
 
 def make_plain(variant: Variant) -> Any:
     """The kernel as a Python function."""
-    head_dim, group, q_len = variant.head_dim, variant.group, variant.q_len
+    head_dim, heads_per_kv, q_len = variant.head_dim, variant.heads_per_kv, variant.q_len
     unpack, q_per_word = make_unpack(variant.dtype), FORMATS[variant.dtype].per_word
     per_word = 4 // (variant.kv_dtype or variant.dtype).itemsize
     v_dim = v_dim_of(head_dim)
@@ -258,8 +258,8 @@ def make_plain(variant: Variant) -> Any:
             return
         query = find_query(place, at, sizes, strides, scoring.window)
         row = row_of(query.sequence, at, strides)
-        k, v = head_of(head // group, at, strides)
-        k_scales, v_scales = scales_of(head // group, at, strides)
+        k, v = head_of(head // heads_per_kv, at, strides)
+        k_scales, v_scales = scales_of(head // heads_per_kv, at, strides)
         word = thread
         while word < q_words:
             numbers = unpack(load_4(query.address + head * strides.q_head + word * 4))

@@ -104,13 +104,13 @@ def make_prefix_of(q_len: int) -> Any:
     return prefix_of
 
 
-def make_parts_of_query(group: int, q_len: int, head_dim: int) -> Any:
+def make_parts_of_query(heads_per_kv: int, q_len: int, head_dim: int) -> Any:
     """A function for kernels: where the parts of a query's prefix are."""
 
     @inlined
     def parts_of_query(place: int, head: int, num_parts: int, sizes: Sizes, groups: Groups) -> PrefixParts:
         """Of the query of this place in the batch."""
-        num_heads = sizes.kv_heads * group
+        num_heads = sizes.kv_heads * heads_per_kv
         number = place * num_heads + head
         each = sizes.batch * q_len * num_heads
         sums = groups.parts
@@ -124,8 +124,8 @@ def make_parts_of_query(group: int, q_len: int, head_dim: int) -> Any:
 
 def make_put(variant: Variant) -> Any:
     """A function for kernels that leaves the parts of a lane's two queries."""
-    group, q_len, head_dim = variant.group, variant.q_len, variant.head_dim
-    parts_of_query = make_parts_of_query(group, q_len, head_dim)
+    heads_per_kv, q_len, head_dim = variant.heads_per_kv, variant.q_len, variant.head_dim
+    parts_of_query = make_parts_of_query(heads_per_kv, q_len, head_dim)
 
     @inlined
     def put_query(
@@ -133,8 +133,8 @@ def make_put(variant: Variant) -> Any:
         lane: int,
     ) -> None:  # fmt: skip
         if number < prompt.num_queries:
-            place = prompt.start * q_len + number // group
-            parts = parts_of_query(place, prompt.kv_head * group + number % group, 0, sizes, groups)
+            place = prompt.start * q_len + number // heads_per_kv
+            parts = parts_of_query(place, prompt.kv_head * heads_per_kv + number % heads_per_kv, 0, sizes, groups)
             to = parts.sums + prompt.part * parts.sums_stride + (lane & 3) * 8
             for j in range(head_dim // 8):
                 store_f32x2(to + j * 32, sums[4 * j + offset], sums[4 * j + offset + 1])
@@ -157,8 +157,8 @@ def make_put(variant: Variant) -> Any:
 def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
     """The work on prefixes. A job is a KV head of a part of a group's prefix, and some of the group's queries: those of
     all its sequences, each one's tokens, and their heads."""
-    group, q_len = variant.group, variant.q_len
-    per_sequence = group * q_len
+    heads_per_kv, q_len = variant.heads_per_kv, variant.q_len
+    per_sequence = heads_per_kv * q_len
     prefix_of_group, blocks_of = make_prefix_of_group(q_len), make_blocks_of(per_sequence)
     tokens_of_part = make_tokens_of_part(per_sequence)
 
@@ -199,11 +199,11 @@ def make_prefixes(variant: Variant, queries_per_block: int) -> Work:
 
     @inlined
     def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
-        return Tokens(at.q + prompt.kv_head * group * strides.q_head, 1, strides.q_head)
+        return Tokens(at.q + prompt.kv_head * heads_per_kv * strides.q_head, 1, strides.q_head)
 
     @inlined
     def home_of_query(number: int, prompt: Prompt, strides: Strides) -> int:
-        token = number % per_sequence // group
+        token = number % per_sequence // heads_per_kv
         return (prompt.start + number // per_sequence) * strides.q_batch + token * strides.q_token
 
-    return Work(1, count_jobs, find_queries, queries_of, home_of_query, group, make_put(variant))
+    return Work(1, count_jobs, find_queries, queries_of, home_of_query, heads_per_kv, make_put(variant))

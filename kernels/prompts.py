@@ -54,7 +54,7 @@ class Work(NamedTuple):
 
 def make_prompts(variant: Variant, queries_per_block: int) -> Work:
     """The work on prompts. A job is a query head of some tokens of a prompt."""
-    group, store = variant.group, make_store(variant.dtype, variant.head_dim // 2)
+    heads_per_kv, store = variant.heads_per_kv, make_store(variant.dtype, variant.head_dim // 2)
 
     @inlined
     def queries_of(prompt: Prompt, at: Addresses, strides: Strides) -> Tokens:
@@ -75,11 +75,11 @@ def make_prompts(variant: Variant, queries_per_block: int) -> Work:
         to = at.out + (prompt.start + prompt.query) * strides.out_token + prompt.head * strides.out_head
         store(sums, d0, d1, to, strides.out_token, line, prompt.num_queries - prompt.query, lane)
 
-    count_jobs, find_queries = make_find_queries(queries_per_block, group, variant.windowed, variant.mixed)
-    return Work(group, count_jobs, find_queries, queries_of, home_of_query, 0, put)
+    count_jobs, find_queries = make_find_queries(queries_per_block, heads_per_kv, variant.windowed, variant.mixed)
+    return Work(heads_per_kv, count_jobs, find_queries, queries_of, home_of_query, 0, put)
 
 
-def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed: bool) -> tuple[Any, Any]:
+def make_find_queries(queries_per_block: int, heads_per_kv: int, windowed: bool, mixed: bool) -> tuple[Any, Any]:
     """Functions for kernels that count the jobs of a head, and give one its queries; in a mixed batch sequences with a
     single one are left out. The lanes of a warp call them together."""
 
@@ -112,7 +112,9 @@ def make_find_queries(queries_per_block: int, group: int, windowed: bool, mixed:
         if windowed:  # what no query of the sequence sees may be gone
             begin = max(begin, length - count + 1 - window)
         query = (unit - before) * queries_per_block
-        return Prompt(sequence, start, count, query, length - count + query, begin, length, head, head // group, 0)
+        return Prompt(
+            sequence, start, count, query, length - count + query, begin, length, head, head // heads_per_kv, 0
+        )
 
     return count_jobs, find_queries
 

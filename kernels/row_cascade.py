@@ -122,7 +122,7 @@ def _prepare(scale: float | None, softcap: float, name: str, geometry: Keys) -> 
         return row_decode.prepare(scale, 0, softcap, "plain" if name == "plain" else "auto", of_tensors)
     variants = [row_decode.variant_of(given, False, softcap > 0, causal=each, cascaded=True) for each in (False, True)]
     kernel, queries, box_tokens = row_prefill.fast_kernel(prefix_name, variants[0])
-    per_head, most_groups = batch * q_len * variants[0].group, min(num_groups, batch // 2)
+    per_head, most_groups = batch * q_len * variants[0].heads_per_kv, min(num_groups, batch // 2)
     blocks = max(multiprocessors(q.device) // k.shape[2], 1)
     # No batch has more blocks of queries, however it is grouped; each may end with a part that is shorter.
     most = k.shape[2], blocks + per_head // queries + most_groups

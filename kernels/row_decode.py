@@ -155,8 +155,10 @@ def variant_of(
     _, q_len, num_heads, head_dim = q.shape
     block_size = k.shape[1] if given.block_table else 0
     kv_dtype = k.dtype if given.k_scales else None
-    group = num_heads // k.shape[2]
-    return Variant(q.dtype, head_dim, group, q_len, block_size, causal, windowed, softcapped, False, kv_dtype, cascaded)
+    heads_per_kv = num_heads // k.shape[2]
+    return Variant(
+        q.dtype, head_dim, heads_per_kv, q_len, block_size, causal, windowed, softcapped, False, kv_dtype, cascaded
+    )
 
 
 def make_plan(given: Geometries, variant: Variant, more_bytes: int = 0) -> Plan:

@@ -102,8 +102,8 @@ def _choose_plans(windowed: bool, softcapped: bool, name: str, geometry: Keys, m
     variant, *_ = prompts.kernel.constants
     if not variant.mixed:
         return [prompts]
-    dtype, head_dim, group, _, *others = variant
-    given, variant = attention.check(geometry), Variant(dtype, head_dim, group, 1, *others)
+    dtype, head_dim, heads_per_kv, _, *others = variant
+    given, variant = attention.check(geometry), Variant(dtype, head_dim, heads_per_kv, 1, *others)
     if head_dim == LATENT_DIM:
         return [row_latents.decode_plan(given, variant, "mma" if name == "mma" else "auto"), prompts]
     return [row_decode.make_plan(given, variant), prompts]

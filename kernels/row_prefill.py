@@ -144,8 +144,8 @@ def make_plan(
     kv_dtype = k.dtype if given.k_scales else None
     name = choose(name, given)
     mixed &= name != "plain"
-    group = num_heads // k.shape[2]
-    variant = Variant(q.dtype, head_dim, group, 0, block_size, causal, windowed, softcapped, mixed, kv_dtype)
+    heads_per_kv = num_heads // k.shape[2]
+    variant = Variant(q.dtype, head_dim, heads_per_kv, 0, block_size, causal, windowed, softcapped, mixed, kv_dtype)
     if name == "plain":
         return attention.make_plan(given, plain.plain_kernel(variant), (tokens, num_heads))
     prompts = given.seq_lens.shape[0] if max_prompts is None else max_prompts

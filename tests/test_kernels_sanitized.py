@@ -39,7 +39,7 @@ def complaint(tool: str, name: str) -> str:
     command = [SANITIZER, "--tool", tool, *TOOLS[tool], "--kernel-name", "kns=vmmkv_", "--report-api-errors", "no"]
     command += ["--error-exitcode", "1", sys.executable, "-m", "tests.sanitized", name]
     env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=80)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     return "" if done.returncode == 0 else f"{name}:\n{done.stdout}{done.stderr}"
 
 
