@@ -803,8 +803,9 @@ class KVCache(Owner):
             max_bytes: what the cache is to have, or to find free, in all: bytes, `"4GiB"`, or a share of the pool,
                 which without `pool` is the budget. None is all that nobody has, within the budget.
             tokens: that a sequence usually has, with its answer: so many are mapped in each of as many empty rows as
-                there is memory for. A sequence that starts there, with no more tokens than that, makes no driver call;
-                a longer one maps what is missing. Mapped rows are what ended sequences leave: others have their pages
+                there is memory for. A sequence of so many tokens, by now or by its `expected_tokens`, makes no driver
+                call there; a longer one maps what is missing, and one that expects fewer has large frames that reach
+                beyond them unmapped first, as in any row that it adopts. Mapped rows are what ended sequences leave: others have their pages
                 when they need them. What is left is free, and with 0 all of it, three quarters in large frames if the
                 cache has such. With `tenant` in use on the pool no row is mapped, since nobody knows whose it would be.
 

@@ -2,7 +2,8 @@
 
 What it is for is said by how many tokens a sequence usually has:
  1. So many tokens' pages are mapped in empty rows, one after another, as in the row of a sequence that has ended: large
-    frames in front, single pages behind (`policy.large_frames`). Who starts there makes no driver call.
+    frames in front, single pages behind (`policy.large_frames`). Who starts there, and expects as many tokens, makes no
+    driver call.
  2. What is left is free, as is what the mapper keeps free anyway (`STOCK`). Where the cache has large frames it is
     `PROMPTS` of it, for prompts; the rest is single pages, for what grows token by token. Without a number of tokens,
     and where tenants are kept apart, whose a row would be nobody knows: then all of it is.
