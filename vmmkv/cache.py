@@ -805,9 +805,10 @@ class KVCache(Owner):
             tokens: that a sequence usually has, with its answer: so many are mapped in each of as many empty rows as
                 there is memory for. A sequence of so many tokens, by now or by its `expected_tokens`, makes no driver
                 call there; a longer one maps what is missing, and one that expects fewer has large frames that reach
-                beyond them unmapped first, as in any row that it adopts. Mapped rows are what ended sequences leave: others have their pages
-                when they need them. What is left is free, and with 0 all of it, three quarters in large frames if the
-                cache has such. With `tenant` in use on the pool no row is mapped, since nobody knows whose it would be.
+                beyond them unmapped first, as in any row that it adopts. Mapped rows are what ended sequences leave:
+                others have their pages when they need them. What is left is free, and with 0 all of it, three quarters
+                in large frames if the cache has such. With `tenant` in use on the pool no row is mapped, since nobody
+                knows whose it would be.
 
         Raises:
             BudgetError: it is no size, or more than the pool.
