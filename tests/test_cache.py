@@ -615,7 +615,7 @@ def test_arguments_of_another_kind_are_refused(make_cache) -> None:
     cache.check()
 
 
-@pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=str)
+@pytest.mark.parametrize("number", [np.int64, np.uint8, torch.tensor], ids=["int64", "uint8", "tensor"])
 def test_whole_numbers_of_other_libraries_are_numbers(make_cache, number) -> None:
     """A tensor is changed in place by `+=`: books that had taken one in would be wrong, one through the other."""
     cache = make_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -71,6 +72,17 @@ def test_int32_token_limit_is_the_last_length_whose_offsets_fit() -> None:
     layout = KVLayout(num_layers=5, num_kv_heads=3, head_dim=24, dtype=torch.float16)
     stride = layout.record_bytes[0] // 2
     assert layout.int32_token_limit * stride <= 2**31 < (layout.int32_token_limit + 1) * stride
+
+
+@pytest.mark.parametrize("number", [np.uint8, np.int64, torch.tensor], ids=str)
+def test_whole_numbers_of_other_libraries_are_numbers(number) -> None:
+    """Of NumPy's some overflow, and lay heads over one another."""
+    sizes = [3, 2, 96, 200, 1]
+    names = "num_layers", "num_kv_heads", "head_dim", "v_head_dim", "layers_per_range"
+    expected = KVLayout(**dict(zip(names, sizes)))
+    layout = KVLayout(**dict(zip(names, map(number, sizes))))
+    assert (layout.layers, layout.record_bytes) == (expected.layers, expected.record_bytes)
+    assert {layout: 1}[expected] == 1
 
 
 def test_a_layout_can_be_a_key() -> None:

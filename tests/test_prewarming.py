@@ -67,6 +67,21 @@ def test_all_of_the_budget_is_made_and_mapped_in_rows(options: dict[str, object]
     assert not driver.handles
 
 
+def test_who_begins_with_less_says_what_it_expects() -> None:
+    """Or is not to have large frames: those that reach beyond what it has and expects it would not have for long."""
+    tokens = random.randint(LARGE, 60) * TOKENS
+    for options, expected in ({}, tokens), ({"large_frames": False}, 0):
+        cache, driver = make(200, **options)
+        cache.prewarm(tokens=tokens)
+        changes = driver.changes
+        for begin in (random.randint(1, tokens), 0):
+            sequence = cache.sequence(begin, expected_tokens=expected)
+            sequence.extend(tokens - begin)
+            assert has_memory(sequence, driver)
+        assert driver.changes == changes
+        cache.check()
+
+
 def test_rows_have_large_frames_as_those_of_a_prompt_do() -> None:
     cache, driver = make(3 * 40)
     cache.prewarm(tokens=40 * TOKENS)

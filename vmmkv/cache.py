@@ -803,10 +803,12 @@ class KVCache(Owner):
             max_bytes: what the cache is to have, or to find free, in all: bytes, `"4GiB"`, or a share of the pool,
                 which without `pool` is the budget. None is all that nobody has, within the budget.
             tokens: that a sequence usually has, with its answer: so many are mapped in each of as many empty rows as
-                there is memory for. A sequence that starts there, with no more tokens than that, makes no driver call;
-                a longer one maps what is missing. Mapped rows are what ended sequences leave: others have their pages
-                when they need them. What is left is free. With 0 all of it is, three quarters in large frames if the
-                cache has such; and where a `tenant` is in use on the pool, since nobody knows whose a row would be.
+                there is memory for. A sequence of so many tokens, by now or by its `expected_tokens`, makes no driver
+                call there; a longer one maps what is missing, and one that expects fewer has large frames that reach
+                beyond them unmapped first, as in any row that it adopts. Mapped rows are what ended sequences leave:
+                others have their pages when they need them. What is left is free. With 0 all of it is, three quarters
+                in large frames if the cache has such; and where a `tenant` is in use on the pool, since nobody knows
+                whose a row would be.
 
         Raises:
             BudgetError: it is no size, or more than the pool.

@@ -98,21 +98,24 @@ class KVLayout:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise DtypeError(f"asked for K and V as {self.dtype}; vmmkv holds {known}")
         self._check_scales()
-        if whole_number("num_layers", self.num_layers) < 1:
+        object.__setattr__(self, "num_layers", whole_number("num_layers", self.num_layers))  # numpy's may overflow
+        if self.num_layers < 1:
             raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at least one")
         if self.num_layers > MAX_LAYERS:
             raise LayoutError(f"asked for num_layers={self.num_layers}; a cache has at most {MAX_LAYERS}")
-        if self.layers_per_range is not None and whole_number("layers_per_range", self.layers_per_range) < 1:
-            raise LayoutError(f"asked for layers_per_range={self.layers_per_range}; a range has at least one")
+        if self.layers_per_range is not None:
+            object.__setattr__(self, "layers_per_range", whole_number("layers_per_range", self.layers_per_range))
+            if self.layers_per_range < 1:
+                raise LayoutError(f"asked for layers_per_range={self.layers_per_range}; a range has at least one")
         for name, smallest in (("num_kv_heads", 1), ("head_dim", 1), ("v_head_dim", 0)):
             value = getattr(self, name)
             if isinstance(value, Sequence) and not isinstance(value, str):
                 value = tuple(whole_number(name, each) for each in value)
-                object.__setattr__(self, name, value)  # a frozen layout is hashable
                 if len(value) != self.num_layers:
                     raise LayoutError(f"{name} has {len(value)} entries for {self.num_layers} layers")
             elif value is not None or name != "v_head_dim":
-                whole_number(name, value)
+                value = whole_number(name, value)
+            object.__setattr__(self, name, value)  # a frozen layout is hashable
             if value is not None and min(self._per_layer(value)) < smallest:
                 raise LayoutError(f"asked for {name}={value}; it must be at least {smallest}")
 

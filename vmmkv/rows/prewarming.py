@@ -2,7 +2,8 @@
 
 Who says how many tokens a sequence usually has gets rows:
  1. So many tokens' pages are mapped in empty rows, one after another, as in the row of a sequence that has ended: large
-    frames in front, single pages behind (`policy.large_frames`). Who starts there makes no driver call.
+    frames in front, single pages behind (`policy.large_frames`). Who starts there, and expects as many tokens, makes no
+    driver call.
  2. What is left, and what the mapper keeps free anyway (`STOCK`), is free single pages, for who grows beyond that.
 
 Otherwise, and where tenants are kept apart, and whose a row would be nobody knows, all of it is free. Where the cache
