@@ -74,7 +74,7 @@ def test_int32_token_limit_is_the_last_length_whose_offsets_fit() -> None:
     assert layout.int32_token_limit * stride <= 2**31 < (layout.int32_token_limit + 1) * stride
 
 
-@pytest.mark.parametrize("number", [np.uint8, np.int64, torch.tensor], ids=str)
+@pytest.mark.parametrize("number", [np.uint8, np.int64, torch.tensor], ids=["uint8", "int64", "tensor"])
 def test_whole_numbers_of_other_libraries_are_numbers(number) -> None:
     """Of NumPy's some overflow, and lay heads over one another."""
     sizes = [3, 2, 96, 200, 1]
