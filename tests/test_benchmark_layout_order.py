@@ -20,8 +20,8 @@ from vmmkv.workload import Request
 
 
 def test_pages_hold_what_is_counted_in_them() -> None:
-    """Against a walk over the tokens of a random model, one after another."""
-    model = Model(random.randint(4, 9), 4, random.randint(1, 40), 128)
+    """Against a walk over the tokens of a random model, of which a page holds a block at least."""
+    model = Model(random.randint(4, 9), 4, random.randint(1, 28), 128)
     for layers in model.ranges().values():
         layout, tokens = model.layout(layers), random.randint(1, 3000)
         for pages, step in ORDERS.values():
