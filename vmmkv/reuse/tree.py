@@ -41,7 +41,7 @@ from .telling import Teller
 
 
 class Page(NamedTuple):
-    """A page that the tree no longer refers to: page `page` of a row in arena `arena`, by the number that it had."""
+    """A page that the tree refers to no more: page `page` of a row in arena `arena`, by the number that it had."""
 
     arena: int
     page: int
@@ -49,13 +49,13 @@ class Page(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The cached prefix of a sequence. It is valid until the tree changes.
+    """What is there of a sequence's beginning. It is good until the tree changes.
 
     Attributes:
-        tokens: the number of its tokens that are cached, in all arenas.
+        tokens: how many of its tokens can be had, in all arenas.
         pages: by arena the numbers of the pages that hold nothing else, from page 0 on: to be shared.
         partial: by arena the number of the page behind them, which holds the rest of these tokens and then others: to
-            be copied. None if there is no rest.
+            be copied. None where there is no rest.
         node: where the last of the tokens is, for `lock`.
     """
 
@@ -88,11 +88,11 @@ class PrefixTree:
         page_size: bytes of a page.
         records: bytes of a token, by arena.
         clock: seconds, for priorities that end; any monotonic clock.
-        log: records what can be found here, under each `Key`.
-        tier: where the pages lie, for the log.
+        log: is told what can be found here, under each `Key`.
+        tier: where the pages lie, for who is told.
 
     Raises:
-        LayoutError: pages or records of these sizes are not possible.
+        LayoutError: there can be no such pages or records.
     """
 
     def __init__(
@@ -124,10 +124,10 @@ class PrefixTree:
     # ------------------------------------------------------------------ looking
 
     def match(self, key: Hashable, ids: npt.NDArray[np.integer[Any]]) -> Match:
-        """Finds the longest prefix of a sequence whose K and V are cached. Changes nothing.
+        """Finds the longest beginning of a sequence whose K and V are there. Changes nothing.
 
-        With several arenas it may be too short by less than a page's tokens, if what followed there has been evicted in
-        part.
+        With several arenas it may be shorter than it could be, by less than a page's tokens, where what went on from
+        there has been evicted in part.
 
         Args:
             key: salt, adapter: whatever K and V depend on beside the ids.
@@ -160,8 +160,8 @@ class PrefixTree:
         pages: Sequence[Sequence[int]],
         retention: Iterable[Retention] = (),
     ) -> Insertion:
-        """Makes the pages of a sequence known, and marks it as used now. Pages without tokens that could be read in all
-        arenas are left out, and so are pages that would make no more tokens match.
+        """Makes the pages of a sequence known, and says that it was used now. Pages that hold nothing that could be
+        read in all arenas are left out, and so are all that would make no more tokens match.
 
         Args:
             key: as for `match`.
@@ -227,8 +227,8 @@ class PrefixTree:
         return True
 
     def forget(self, key: Hashable) -> list[Page]:
-        """Drops all that is known under a key, including what is in use: nothing matches it any more. Returns its
-        pages. Nodes of it that are locked may still be unlocked."""
+        """Drops all that is known under a key, also what somebody uses: nothing matches it any more. Returns its pages.
+        Who holds a node of it may still `unlock` that."""
         gone: list[Page] = []
         nodes: list[Node] = [self.roots.pop(key)] if key in self.roots else []
         for node in nodes:
@@ -295,7 +295,7 @@ class PrefixTree:
         leaving: Callable[[Node], None] | None = None,
         whole: bool = False,
     ) -> list[Page]:
-        """Evicts pages that nobody uses: those of the lowest priority first, among these the least recently used, each
+        """Gives up pages that nobody uses: those of the lowest priority first, of these the least recently used, each
         after all that follow it.
 
         Args:
