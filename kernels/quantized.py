@@ -30,14 +30,14 @@ def quantize(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds K or V to 8 bits, to nearest even.
 
-    A head's scale is `max(abs(head)) / largest`, where `largest` is 448 of e4m3fn and 127 of int8; what is rounded is
-    `head / scale`.
+    A head's scale is `max(abs(head)) / largest`, where `largest` is 448 for e4m3fn and 127 for int8; `head / scale` is
+    rounded.
 
     Args:
         states: `[..., head_dim]`, floating-point.
         dtype: `torch.float8_e4m3fn` or `torch.int8`.
-        scales: fp32, what `[...]` is broadcast with: the scales to use, `[num_kv_heads]` of a sequence, say. What is
-            greater than they allow for becomes the greatest number; NaN becomes 0.
+        scales: fp32, broadcast to `[...]`: the scales to use, for example `[num_kv_heads]` of a sequence. Numbers too
+            large for them become the largest of the format; NaN becomes 0.
 
     Returns:
         8-bit numbers like `states`, and fp32 scales `[...]`, or those that were given.
@@ -59,17 +59,17 @@ def quantize(
 
 
 def sequence_scales(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scales for K or V of a whole sequence, with which none of these tokens is too great.
+    """Scales for K or V of a whole sequence, for which none of these tokens is too large.
 
-    Those that come later may be: what is then beyond the greatest number becomes that. Multiplied by 2, say, the scales
-    leave room.
+    Later tokens may be: their numbers are then limited to the largest of the format. Multiply the scales, by 2 for
+    example, to leave room.
 
     Args:
-        states: `[tokens, num_kv_heads, head_dim]`, floating-point: of a prompt, or of what a model is calibrated with.
+        states: `[tokens, num_kv_heads, head_dim]`, floating-point: of a prompt, or of calibration data.
         dtype: `torch.float8_e4m3fn` or `torch.int8`.
 
     Returns:
-        fp32 `[num_kv_heads]`: NaN of a head that holds a NaN or an infinity, 1 of one that is 0.
+        fp32 `[num_kv_heads]`: NaN for a head that holds a NaN or an infinity, 1 for one that is 0.
 
     Raises:
         TypeError: there is no such 8-bit format.
@@ -86,7 +86,7 @@ def _largest(dtype: torch.dtype) -> float:
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What 8-bit numbers and their scales stand for.
+    """Multiplies 8-bit numbers by their scales.
 
     Args:
         numbers: `[..., head_dim]`.

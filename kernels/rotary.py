@@ -17,12 +17,12 @@ from .vectors import THREADS, move_heads
 
 
 class RotateHalf(NamedTuple):
-    """Rotary position embedding ([RoFormer](https://arxiv.org/abs/2104.09864)) as Llama has it: element i of a head
-    turns with element i + rotary_dim / 2.
+    """Rotary position embedding ([RoFormer](https://arxiv.org/abs/2104.09864)) as in Llama: element i of a head is
+    rotated with element i + rotary_dim / 2.
 
-    Of the first `rotary_dim` elements `x` of each head becomes `x * cos + rotate_half(x) * sin`, where `rotate_half`
-    puts the second half, negated, in front of the first; the others stay. (Where neighbours turn with each other, as in
-    GLM and Cohere, this is not for them.)
+    The first `rotary_dim` elements `x` of each head become `x * cos + rotate_half(x) * sin`, where `rotate_half` puts
+    the second half, negated, in front of the first; the others stay. (Models that rotate neighbours with each other, as
+    GLM and Cohere do, cannot use it.)
 
     Attributes:
         query: `[tokens, num_heads, head_dim]`, like `k`.

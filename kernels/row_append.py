@@ -100,25 +100,25 @@ def append(
     k_scales: torch.Tensor | None = None,
     v_scales: torch.Tensor | None = None,
 ) -> None:
-    """Writes K and V of new tokens to their places, on the current stream.
+    """Stores K and V of new tokens in the cache, on the current stream.
 
     Args:
         k: `[tokens, num_kv_heads, head_dim]`, fp32, fp16 or bf16 (or any dtype: bytes are copied).
-        v: `[tokens, num_kv_heads, v_head_dim]`, of width 0 where K are latents, of which V is a view.
+        v: `[tokens, num_kv_heads, v_head_dim]`, of width 0 if K holds latents, of which V is a view.
         k_cache: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a
             block table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v_cache: likewise with `v_head_dim`.
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one).
         starts: int32 `[batch]`, the position of each sequence's first new token.
-        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; those behind the last are
-            left out; None: one token each.
+        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; tokens behind the last are
+            ignored; None: one token each.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens.
-        rotary: rotates K on its way, and queries beside it, in the same launch; None: K is written as it is.
+        rotary: rotates K before it is stored, and queries, in the same launch; None: K is stored as it is.
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
-            strides, where the scales of K go: `k_cache` is of e4m3fn or int8 then, and what is written are the bits of
-            `quantized.quantize`, of K rotated if it is. So a head that holds a NaN or an infinity becomes NaN. Or fp32
+            strides, takes the scales of K: `k_cache` must be e4m3fn or int8, and gets the same bits as from
+            `quantized.quantize`, after any rotation. So a head that holds a NaN or an infinity becomes NaN. Or fp32
             `[max_sequences, num_kv_heads]`, by rows (of the block table, if there is one): the scales of whole
-            sequences, which are read, and K is rounded with them as `quantize(k, dtype, scales)` does.
+            sequences, which are only read; K is rounded with them as `quantize(k, dtype, scales)` does.
         v_scales: likewise for V.
 
     Raises:

@@ -41,21 +41,21 @@ def cascade(
     out: torch.Tensor | None = None,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """Attention of one to eight new tokens per sequence, of which groups share their first tokens.
+    """Attention of one to eight new tokens per sequence, for groups of sequences that begin with the same tokens.
 
-    Does what `decode` does, and reads what a group shares once: in the row of its first sequence, where the other rows
-    must hold the same ([Hydragen](https://arxiv.org/abs/2402.05099): parts are merged by their maxima and sums of
-    weights). Which sequences share stays on the device, as lengths do: one captured graph serves all.
-    Arguments, result and errors are those of `decode`, but that there are no `starts` and no `window` (a window sees
-    little of a prefix: give such layers to `decode`) and no latents, and:
+    Computes what `decode` does, but reads what a group shares only once, in the row of its first sequence; the other
+    rows must hold the same ([Hydragen](https://arxiv.org/abs/2402.05099): parts are merged by their maxima and sums of
+    weights). Groups, like lengths, are data on the device: one captured graph serves all. Arguments, result and errors
+    are those of `decode`, without `starts`, `window` (a window sees little of a prefix: use `decode` for such layers)
+    and latents, and with:
 
     Args:
-        cu_groups: int32 `[groups + 1]`, where each group's sequences begin in the batch; sequences before the first and
-            behind the last are in none, and groups may be empty.
-        prefix_lens: int32 `[groups]`, tokens that the sequences of each group begin with; 0: they share nothing. A
-            sequence without as many before its new tokens, and a group whose first sequence has not, share nothing.
-        kernel: what reads the prefixes: "wgmma", "mma" or "auto", as in `prefill`. "plain", and always where that one
-            takes no other: `decode`'s, which reads each row.
+        cu_groups: int32 `[groups + 1]`, where each group's sequences begin in the batch; sequences before the first
+            group and behind the last are in none, and groups may be empty.
+        prefix_lens: int32 `[groups]`, the number of tokens that each group shares; 0: none. A sequence with fewer
+            tokens before its new ones shares nothing, nor does a group whose first sequence has fewer.
+        kernel: what reads the prefixes: "wgmma", "mma" or "auto", as in `prefill`. "plain", and whenever `prefill`
+            would use that: `decode`'s kernel, which reads each row.
     """
     out = torch.empty_like(q) if out is None else out
     run = torch.ops.vmmkv.cascade if torch.compiler.is_compiling() else _cascade

@@ -58,8 +58,8 @@ def copy_tokens(
 ) -> None:
     """Copies ranges of tokens between rows, on the current stream.
 
-    Range `i` is the `lengths[i]` tokens of row `source_rows[i]` from `source_starts[i]` on. Ranges that are written
-    must overlap neither each other nor any that is read.
+    Range `i` is `lengths[i]` tokens of row `source_rows[i]` from `source_starts[i]` on. Ranges that are written must
+    overlap neither each other nor any that is read.
 
     Args:
         source: `[rows, tokens, num_kv_heads, head_dim]`, any dtype, any strides of rows, tokens and heads.
@@ -69,7 +69,7 @@ def copy_tokens(
         target_rows: the row that each range goes to.
         target_starts: where its first token goes.
         lengths: how many tokens it has.
-        max_length: none of `lengths` is greater; tokens behind it are not copied.
+        max_length: an upper bound of `lengths`; tokens beyond it are not copied.
 
     Raises:
         ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is copied.

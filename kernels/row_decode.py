@@ -39,39 +39,38 @@ def decode(
 ) -> torch.Tensor:
     """Attention of one to eight new tokens per sequence, causal among them, on the current stream.
 
-    Of each head `softmax(scale * q @ k.T) @ v` ([Attention Is All You Need](https://arxiv.org/abs/1706.03762)), where
-    `num_heads / num_kv_heads` neighbouring heads of queries read one KV head ([GQA](https://arxiv.org/abs/2305.13245)).
+    For each head `softmax(scale * q @ k.T) @ v` ([Attention Is All You Need](https://arxiv.org/abs/1706.03762)), where
+    `num_heads / num_kv_heads` neighbouring query heads read one KV head ([GQA](https://arxiv.org/abs/2305.13245)).
 
-    K and V of the new tokens are in the cache already. Lengths stay on the device: one captured graph serves all.
+    K and V of the new tokens are in the cache already. Lengths are data on the device: one captured graph serves all.
 
     Args:
         q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8, `head_dim` 64, 80, 96, 128, 192
-            or 256. K and V are of its dtype, or of 8 bits with scales. Or 576, of MLA's latents
+            or 256. K and V have the same dtype, or 8 bits with scales. Or 576, for MLA's latents
             ([DeepSeek-V2](https://arxiv.org/abs/2405.04434), its projections absorbed in queries and outputs): one KV
-            head, in no 8 bits, whose first 512 numbers are V, which `v` must be a view of: `k[..., :512]`.
+            head, not in 8 bits, of which the first 512 numbers are V: `v` must be the view `k[..., :512]`.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
         seq_lens: int32 `[batch]`, tokens of each sequence, the new ones included; an empty sequence gives zeros.
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one); None: 0, 1, 2, ...
-        starts: int32 `[batch]`, the first token of each sequence that may be read, as behind left padding; None: 0.
+        starts: int32 `[batch]`, the first token of each sequence that may be read, as with left padding; None: 0.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
             multiple of 16.
         sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V, as in
             [gpt-oss](https://arxiv.org/abs/2508.10925).
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
-            strides, 0 as well: what K is multiplied by, where `k` is of e4m3fn or int8, which must have them. See
-            `quantized` for what they mean.
+            strides, including 0: what K is multiplied by; required if `k` is e4m3fn or int8. See `quantized`.
         v_scales: likewise for V.
-        scale: of the scores; None: `head_dim ** -0.5`, but for latents, where it follows from the heads that they stand
-            for and must be given.
+        scale: of the scores; None: `head_dim ** -0.5`. It must be given for latents, where it follows from the heads
+            that they stand for.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it.
         softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
-            they stay.
+            no cap.
         out: like `q`, as wide as `v`, takes the result.
-        kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round, and for K and V of
-            8 bits with queries other than bf16; "auto". Of latents "mma" takes heads in multiples of 16, and "wgmma",
-            for Hopper, those with more than 32 queries a sequence.
+        kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round, and for 8-bit K
+            and V with queries other than bf16; "auto". For latents "mma" takes heads in multiples of 16, and "wgmma",
+            on Hopper, more than 32 queries a sequence.
 
     Returns:
         `out`, or a new tensor like it.

@@ -39,13 +39,13 @@ def mixed(
 ) -> torch.Tensor:
     """Attention of any number of new tokens per sequence, causal, on the current stream.
 
-    Does what `prefill` does, and faster where there are sequences with one new token: a decode step beside prompts.
+    Computes what `prefill` does, but faster if some sequences have one new token: a decode step beside prompts.
     Arguments, result and errors are those of `prefill`, and:
 
     Args:
-        max_prompts: at least as many as there are sequences with more than one new token; outputs of more would be
-            missing. Who knows it saves blocks of threads that find nothing to do: 32 a sequence, where there are 32
-            heads (on Hopper there are none). None: all may be prompts.
+        max_prompts: at least the number of sequences with more than one new token; outputs of further ones would be
+            missing. It saves blocks of threads that find nothing to do: 32 a sequence, with 32 heads (none on Hopper).
+            None: all may be prompts.
     """
     out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed

@@ -36,39 +36,38 @@ def prefill(
     out: torch.Tensor | None = None,
     kernel: str = "auto",
 ) -> torch.Tensor:
-    """Attention of many new tokens per sequence, which are the last of it, on the current stream.
+    """Attention of many new tokens per sequence, its last ones, on the current stream.
 
-    What it computes is what `decode` does. K and V of the new tokens are in the cache already, behind those of earlier
-    chunks or of a shared prefix.
+    Computes what `decode` does. K and V of the new tokens are in the cache already, behind those of earlier chunks or
+    of a shared prefix.
 
     Args:
         q: `[tokens, num_heads, head_dim]`, fp32, fp16 or bf16, `head_dim` 64, 80, 96, 128, 192 or 256: the new tokens
-            of all sequences, one after the other. K and V are of its dtype, or of 8 bits with scales. Or 576, of
+            of all sequences, one after the other. K and V have the same dtype, or 8 bits with scales. Or 576, for
             latents: see `decode`.
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
-        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `q`; behind the last nothing is computed.
+        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `q`; tokens behind the last are ignored.
         seq_lens: int32 `[batch]`, tokens of each sequence, cached ones and new ones.
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one); None: 0, 1, 2, ...
-        starts: int32 `[batch]`, the first token of each sequence that may be read, as behind left padding; None: 0.
+        starts: int32 `[batch]`, the first token of each sequence that may be read, as with left padding; None: 0.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
             multiple of 16.
         sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V, as in
             [gpt-oss](https://arxiv.org/abs/2508.10925).
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
-            strides, 0 as well: what K is multiplied by, where `k` is of e4m3fn or int8, which must have them. See
-            `quantized` for what they mean.
+            strides, including 0: what K is multiplied by; required if `k` is e4m3fn or int8. See `quantized`.
         v_scales: likewise for V.
         causal: each token sees itself and those before it; False: all tokens of its sequence.
-        scale: of the scores; None: `head_dim ** -0.5`, but for latents, where it must be given.
+        scale: of the scores; None: `head_dim ** -0.5`. It must be given for latents.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
         softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
-            they stay.
+            no cap.
         out: like `q`, as wide as `v`, takes the result.
-        kernel: "wgmma", for Hopper and rows below 1 TiB; "mma", for the tensor cores of any GPU since Ampere; "plain",
-            without, as always for fp32, which they would round, and for K and V of 8 bits with queries other than bf16;
-            "auto". Of 8 bits "wgmma" takes none; of latents both take heads in multiples of 16.
+        kernel: "wgmma", on Hopper, for rows below 1 TiB, not in 8 bits; "mma", on the tensor cores of any GPU since
+            Ampere; "plain", without, as always for fp32, which they would round, and for 8-bit K and V with queries
+            other than bf16; "auto". For latents both "wgmma" and "mma" take heads in multiples of 16.
 
     Returns:
         `out`, or a new tensor like it. A query that sees no token gives zeros.

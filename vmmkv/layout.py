@@ -70,15 +70,15 @@ class KVLayout:
         num_kv_heads: KV heads, one number or one per layer (variable GQA).
         head_dim: width of a K head, one number or one per layer.
         dtype: fp32, fp16, bf16, fp8 (e4m3fn, e5m2) or int8.
-        v_head_dim: width of a V head where it differs from K (latent attention), one number or one
-            per layer; 0 where a layer keeps no V.
-        layers_per_range: layers that share a token record. None is all of them: pages then hold the
-            fewest tokens, so the least is wasted. Fewer layers make a smaller stride, for kernels that
-            count in 32 bits (see `int32_token_limit`).
+        v_head_dim: width of a V head if it differs from K (latent attention), one number or one per layer; 0 if a layer
+            keeps no V.
+        layers_per_range: layers that share a token record. None is all of them: pages then hold the fewest tokens, so
+            the least is wasted. Fewer layers make a smaller stride, for kernels that compute strides in 32 bits (see
+            `int32_token_limit`).
         scales: "token_head" keeps fp32 scales, one for K and one for V of each token and head, for e4m3fn and int8 (see
-            `KVCache.scaled_kv`). "sequence_head" keeps them of each sequence, layer and head, outside of token records:
-            the user sets them (see `KVCache.sequence_scales`). None keeps none: what 8-bit K and V mean is the user's
-            own business then.
+            `KVCache.scaled_kv`). "sequence_head" keeps them for each sequence, layer and head, outside of token
+            records: you set them (see `KVCache.sequence_scales`). None keeps none: the meaning of 8-bit K and V is then
+            up to you.
 
     Raises:
         LayoutError: a size is not positive, a list is not `num_layers` long, or there are no such scales.
@@ -179,10 +179,10 @@ class KVLayout:
 
     @cached_property
     def int32_token_limit(self) -> int:
-        """Tokens of a row that a kernel can address which computes `token * stride` in 32 bits.
+        """The tokens of a row that a kernel can address if it computes `token * stride` in 32 bits.
 
-        PyTorch's memory-efficient SDPA kernel does: behind `2**31 / stride` tokens (the stride in
-        elements) it wraps and reads other tokens, silently.
+        PyTorch's memory-efficient SDPA does: after `2**31 / stride` tokens (the stride in elements) it wraps and
+        silently reads other tokens.
         """
         return 2**31 // (max(self.record_bytes) // self.dtype.itemsize)
 

@@ -39,7 +39,7 @@ GAUGES: dict[str, tuple[str, Value]] = {
 
 
 class PoolCollector(Collector):
-    """What `prometheus_client` asks at each scrape. Pools come and go; a closed one is left out.
+    """Collects the metrics of all open pools at each scrape of `prometheus_client`.
 
     All metrics are labelled by `pool`, its number in this process, and `device`:
 

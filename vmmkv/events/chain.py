@@ -25,15 +25,15 @@ DIGEST_BYTES = 32
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Blocks that are neighbours in one sequence.
+    """Consecutive blocks of one sequence.
 
     Attributes:
         hashes: one per block, unsigned 64-bit numbers.
-        parent: the hash of the block before the first one; None where the sequence begins.
+        parent: the hash of the block before the first one; None at the beginning of the sequence.
         ids: their token ids, int64, `[len(hashes) * size]`.
         start: the position of the first token in the sequence.
         size: tokens in a block.
-        salt: what keeps these blocks apart from those of other tenants, if anything does.
+        salt: what separates these blocks from others with the same ids, if anything.
         adapter: the LoRA adapter that they were computed with, by name or number, if any.
     """
 
@@ -62,7 +62,7 @@ class Root:
 
 @dataclass(eq=False, slots=True)
 class Span:
-    """Tokens that were stored in one go, to be named again when some of them are removed or moved.
+    """Tokens that were stored together, to be named again when some of them are removed or moved.
 
     Attributes:
         root: what its sequences begin with.
@@ -147,17 +147,17 @@ class Span:
 
 
 def salt_of(salt: Hashable, tenant: Hashable = None) -> Hashable:
-    """The salt that routers are told: of a cache with tenants it names the tenant, too.
+    """The salt in events: with a tenant, it names the tenant, too.
 
     Args:
         salt: of the sequence.
         tenant: whose it is; None is nobody in particular.
 
     Returns:
-        The salt itself where there is no tenant, otherwise JSON: `["tenant", "salt"]`, or `["tenant", null]`.
+        The salt itself if there is no tenant, otherwise JSON: `["tenant", "salt"]`, or `["tenant", null]`.
 
     Raises:
-        ArgumentError: a tenant that is neither a name nor a number, or beside one a salt that is no text.
+        ArgumentError: the tenant is neither a name nor a number, or there is one and the salt is not text.
     """
     if tenant is None:
         return salt

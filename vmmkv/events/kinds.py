@@ -42,7 +42,7 @@ class Stored(Event):
     """Blocks can be reused from now on.
 
     Attributes:
-        blocks: neighbours in one sequence.
+        blocks: consecutive ones of one sequence.
         tier: where they lie.
         priority: how long they are to be kept, 0 to 100.
     """
@@ -70,7 +70,7 @@ class Updated(Event):
     """Blocks have moved, or are kept at another priority.
 
     Attributes:
-        blocks: neighbours in one sequence.
+        blocks: consecutive ones of one sequence.
         tier: where they lay and where they lie, None if they have not moved.
         priority: the old one and the new one, None if it has not changed.
     """
@@ -82,12 +82,12 @@ class Updated(Event):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cleared(Event):
-    """All blocks that were told of are gone."""
+    """All blocks that were reported are gone."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dropped(Event):
-    """Events are missing here: nobody drained the log in time. Blocks that were told of may be gone.
+    """Events are missing here: nobody drained the log in time. Blocks that were reported may be gone.
 
     Attributes:
         count: how many.

@@ -34,9 +34,9 @@ Record = tuple[int, Callable[[], Event | None]]
 class EventLog:
     """What happened to reusable blocks, for one consumer: threads and tasks that drain the same log share the events.
 
-    A producer keeps the `Span` of what it stores, to say later which tokens are removed or have moved. Nobody hears of
-    a block before it is whole. What does not fit is dropped, the oldest first, and the consumer finds a `Dropped` in
-    its place. It does not hear of blocks again whose `Stored` was dropped, nor of those behind them, before they are
+    A producer keeps the `Span` of what it stores, to say later which tokens are removed or have moved. A block is
+    reported only once it is whole. What does not fit is dropped, the oldest first, and the consumer finds a `Dropped`
+    in its place. Blocks whose `Stored` was dropped, and those behind them, are not reported again before they are
     stored anew.
 
     Methods may be called from several threads. In a forked child the log is empty.
@@ -86,7 +86,7 @@ class EventLog:
         return self._closed
 
     def close(self) -> None:
-        """Ends the log: what is appended from now on is ignored, and who waits is woken. The rest can be drained."""
+        """Ends the log: later events are ignored, and waiting consumers are woken. What is left can be drained."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -107,7 +107,7 @@ class EventLog:
         """The empty beginning of all sequences of a tenant and an adapter. Two roots of the same are the same.
 
         Raises:
-            ArgumentError: a salt that is no text, or an adapter that is neither a name nor a number.
+            ArgumentError: the salt is not text, or the adapter is neither a name nor a number.
         """
         if not _is_text_or_none(salt) or not (_is_text_or_none(adapter) or _is_number(adapter)):
             raise ArgumentError(
@@ -120,7 +120,7 @@ class EventLog:
         return Span(Root(salt, adapter, self.block_size), None, 0, 0)
 
     def created(self, device_blocks: int, host_blocks: int = 0) -> None:
-        """Tells that a cache has been made, with room for so many blocks in each tier. It is empty.
+        """Reports that a cache has been made, empty, with room for that many blocks in each tier.
 
         Raises:
             ArgumentError: the log was closed, or is another cache's.
@@ -131,7 +131,7 @@ class EventLog:
         self._append(lambda: Created(at, device_blocks, host_blocks))
 
     def stored(self, parent: Span, start: int, ids: ArrayLike, *, tier: Tier = "device", priority: int = 35) -> Span:
-        """Tells that tokens can be reused from now on, and returns the span that they are.
+        """Reports that tokens can be reused from now on, and returns their span.
 
         Args:
             parent: the span, or the root, that they continue.
@@ -160,12 +160,12 @@ class EventLog:
         return span
 
     def removed(self, span: Span, start: int, *, tier: Tier = "device") -> None:
-        """Tells that the tokens of a span from `start` on are gone, from the tier in which they lay.
+        """Reports that the tokens of a span from `start` on are gone from the tier in which they lay.
 
-        Spans that continue it there have to go first. What lay in two tiers takes two calls, the later tokens first.
+        Remove spans that continue it there first. Tokens in two tiers take two calls, the later tokens first.
 
         Raises:
-            ShapeError: the span has no such token, not any more.
+            ShapeError: the span has no such token, or no longer has it.
             ArgumentError: there is no such tier.
         """
         at = time.time()
@@ -188,7 +188,7 @@ class EventLog:
         tier: tuple[Tier, Tier] | None = None,
         priority: tuple[int, int] | None = None,
     ) -> None:
-        """Tells that tokens of a span have moved, or are kept at another priority. A block is where its last token is.
+        """Reports that tokens of a span have moved, or have another priority. A block is where its last token is.
 
         Args:
             span: of the tokens.
@@ -213,7 +213,7 @@ class EventLog:
         self._append(event, len(ids))
 
     def cleared(self) -> None:
-        """Tells that all blocks are gone. Spans that were stored before cannot be removed, or continued, any more."""
+        """Reports that all blocks are gone. Spans stored before can no longer be removed or continued."""
         at = time.time()
         self._append(lambda: Cleared(at))
 
@@ -259,10 +259,10 @@ class EventLog:
             most: how many events to take, all by default.
 
         Returns:
-            The events; none after the timeout, or where the log is closed and nothing is left.
+            The events; none after the timeout, or if the log is closed and nothing is left.
 
         Raises:
-            ArgumentError: `timeout` is no time, or `most` no whole number.
+            ArgumentError: `timeout` is not a time, or `most` not a whole number.
             BudgetError: `most` is not positive.
         """
         if not (timeout is None or (isinstance(timeout, Real) and 0 <= timeout <= threading.TIMEOUT_MAX)):

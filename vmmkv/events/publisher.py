@@ -31,7 +31,7 @@ END = b"\xff" * 8
 
 
 class EventPublisher:
-    """Drains a log, in a thread of its own, and sends what it finds, until it or the log is closed.
+    """Drains a log in a separate thread and sends its events, until the publisher or the log is closed.
 
     The log is the queue: it bounds what waits to be sent, and producers never wait for the network. A forked child has
     no publisher.

@@ -20,9 +20,10 @@ HASH_ALGORITHM = "vmmkv_sha256_64"
 class Encoder:
     """Makes dictionaries, and numbers them: ids are missing where events were dropped.
 
-    TensorRT-LLM has a block in one place. So of one that lies on the device and on the host only the former is told.
+    In TensorRT-LLM a block lies in one place. So a block that lies on the device and on the host is reported on the
+    device only.
 
-    TensorRT-LLM has no word for a cache that was cleared: all blocks that are known from this encoder are removed.
+    TensorRT-LLM has no event for a cleared cache: all blocks that this encoder has reported are removed.
     """
 
     def __init__(self, window_size: int, attention_dp_rank: int | None = None) -> None:

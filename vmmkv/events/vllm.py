@@ -32,7 +32,7 @@ def encode(events: Sequence[Event], *, data_parallel_rank: int | None = None, ar
         arrays: whether to write events as vLLM did up to 0.23.
 
     Returns:
-        The bytes, or None where vLLM has no word for any of these: it knows no priorities.
+        The bytes, or None if vLLM has no event for any of these: it has no priorities.
     """
     told = [_as_array(*each) if arrays else _as_map(*each) for event in events for each in _told(event)]
     return msgspec.msgpack.encode([events[-1].time, told, data_parallel_rank]) if told else None

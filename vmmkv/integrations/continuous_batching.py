@@ -34,32 +34,32 @@ def enable(
     idle_seconds: float = 10.0,
     kv_dtype: str | None = None,
 ) -> None:
-    """Has a model's continuous batching keep K and V in rows, from the next manager on.
+    """Makes a model's continuous batching keep K and V in rows, from the next manager on.
 
-    Of a `ContinuousBatchingConfig` these mean something else then: `cpu_offload_space` is taken when sequences go
-    there, and `allow_block_sharing` shares pages. `page_size` and `num_blocks` are a budget of so many tokens, which
-    `max_bytes` overrides; `max_memory_percent` is of the memory that is free. Refused are CUDA graphs of forward passes
-    that hold prompts, and compiled ones that capture graphs of their own, are one graph, or run on several devices.
+    Some settings of a `ContinuousBatchingConfig` change their meaning: `cpu_offload_space` is allocated only when
+    sequences move there, and `allow_block_sharing` shares pages. `page_size` times `num_blocks` is a budget in tokens,
+    which `max_bytes` overrides; `max_memory_percent` is of the memory that is free. CUDA graphs of forward passes that
+    hold prompts are refused, and so are compiled passes that capture graphs of their own, must be one graph
+    (`fullgraph=True`), or run on several devices.
 
     Args:
         model: a decoder whose layers attend to all tokens, or to a window.
         max_bytes: the most that K and V may take: bytes, `"20GiB"`, or a share of the memory that is free. None is what
-            the `ContinuousBatchingConfig` says, 80 % where it says nothing. Of a model on several devices, on each.
-        pool: to lie on, with other models, instead of a limit.
-        max_seq_len: tokens of the longest request, new ones included. Addresses only. None is the model's
+            the `ContinuousBatchingConfig` says, or else 80 %. For a model on several devices, on each of them.
+        pool: physical memory shared with other models, instead of `max_bytes`.
+        max_seq_len: tokens of the longest request, new ones included. It takes addresses only. None is the model's
             `max_position_embeddings`.
-        idle_seconds: after so long without a request memory goes back to the system, and what is known with it.
-        kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
-            head (`KVLayout(scales="token_head")`), and all tokens attend to what is kept, prompts as well. None: the
-            model's dtype.
+        idle_seconds: after that long without a request memory goes back to the system, and cached prefixes are dropped.
+        kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale for each token and
+            head (`KVLayout(scales="token_head")`), and all tokens, those of prompts included, attend to the quantized
+            ones. None: the model's dtype.
 
     Raises:
-        UnsupportedError: continuous batching of this version of transformers is not known here, or the model cannot
-            run on rows.
-        ArgumentError: there is no `max_seq_len`, or one that is no number, or a limit beside a pool; or the pool is
-            none, or a cache's own.
-        BudgetError, LayoutError: a number that cannot be.
-        DtypeError: there is no such kv_dtype, or the model's K and V cannot be kept so.
+        UnsupportedError: this version of transformers is not supported, or the model cannot run on rows.
+        ArgumentError: `max_seq_len` is missing or no number, or `max_bytes` is given with a pool; or the pool is not a
+            `FramePool`, or is a cache's own.
+        BudgetError, LayoutError: a number is out of range.
+        DtypeError: there is no such kv_dtype, or the model's K and V cannot be stored in it.
     """
     check_version()
     _check_model(model)
@@ -84,7 +84,7 @@ def enable(
 
 
 def disable(model: PreTrainedModel) -> None:
-    """Has a model's continuous batching keep K and V in blocks again, from the next manager on."""
+    """Makes a model's continuous batching keep K and V in blocks again, from the next manager on."""
     take_off_rows(model)
 
 

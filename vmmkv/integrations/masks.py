@@ -33,11 +33,11 @@ def make_mask(
 ) -> torch.Tensor | None:
     """What transformers calls to make a mask; its arguments are those of `eager_mask`.
 
-    Whether the attention mask pads on the left is looked at, for which a GPU is waited for. Inside of graphs nobody
-    can: there the device asserts it.
+    It checks whether the attention mask pads on the left, which waits for the GPU. Inside graphs it cannot: there the
+    device asserts it.
 
     Returns:
-        `Spans`, or what `eager_mask` returns where they cannot say which tokens each query sees.
+        `Spans`, or what `eager_mask` returns if spans cannot express which tokens each query sees.
     """
     window = _window_of(mask_function, q_length, kwargs)
     end, first = q_offset + q_length, torch.zeros(batch_size, dtype=torch.int64, device=device)

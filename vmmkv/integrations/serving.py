@@ -65,24 +65,25 @@ def serve(
     idle_seconds: float = 10.0,
     kv_dtype: str | None = None,
 ) -> Serve:
-    """Runs the server to its end, and publishes its pools for `vmmkv top`.
+    """Runs the server until it ends, and publishes its pools for `vmmkv top`.
 
-    A model that transformers batches continuously, and that cannot run on rows, is refused: at once where the server is
-    started with it, otherwise to whoever asks for it. What transformers runs a request at a time stays as it is.
+    A model that transformers would batch continuously, but that cannot run on rows, is refused: at once if the server
+    is started with it, otherwise when a client asks for it. Models that transformers runs one request at a time are
+    served as usual.
 
     Args:
         arguments: those of `transformers serve`.
         max_bytes: the most that K and V may take; this and the others as in `continuous_batching.enable`.
         max_seq_len: tokens of the longest request.
-        idle_seconds: after so long without a request memory goes back.
+        idle_seconds: after that long without a request memory goes back.
         kv_dtype: "fp8", "int8", or None, the model's.
 
     Returns:
-        transformers' server, where it was told to run in a thread; otherwise when it has ended.
+        transformers' server: at once if it was told to run in a thread, otherwise when it has ended.
 
     Raises:
-        UnsupportedError: the server of this version of transformers is not known here, or the model that it was to be
-            started with cannot run on rows.
+        UnsupportedError: this version of transformers is not supported, or the model that the server is started with
+            cannot run on rows.
         ArgumentError: the arguments forbid continuous batching.
         BudgetError: `max_bytes` is no number of bytes.
         DtypeError: there is no such kv_dtype.

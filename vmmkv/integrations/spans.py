@@ -18,14 +18,14 @@ _SLICE = torch.ops.aten.slice.Tensor
 
 
 class Spans(torch.Tensor):
-    """A mask, `[batch, 1, q_length, kv_length]` of bool to those who look, that says which tokens each query sees.
+    """A mask, which looks like a bool tensor `[batch, 1, q_length, kv_length]`, that says which tokens each query sees.
 
-    Query i of a sequence is its token `end - q_length + i`. It sees the tokens from `first` to itself, and where there
-    is a window only the last of them. Tokens are counted from where K and V begin.
+    Query i of a sequence is its token `end - q_length + i`. It sees the tokens from `first` to itself, and with a
+    window only the last of them. Tokens are counted from where K and V begin.
 
-    Models hand it on like any mask, some of them for the last queries only. Nothing else can be computed with it:
-    kernels would be told what the mask was before. Compilers and CUDA graphs see its two tensors, and have its window
-    as a constant.
+    Models hand it on like any mask, some of them for the last queries only. Nothing else can be computed with it, since
+    kernels would get the mask as it was before. Compilers and CUDA graphs see its two tensors, and its window as a
+    constant.
 
     Args:
         first: int32 `[batch]`.

@@ -53,24 +53,24 @@ from .spans import NAME
 class VmmCache(DynamicCache):
     """K and V in rows of virtual memory: for `generate(..., past_key_values=cache)`, or `model(...)` by hand.
 
-    Pages are taken as tokens come, on the device of the first K and V and in their dtype; layers with a sliding window
-    give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it: what fits
-    into them costs no driver call (a window that has moved starts over at the front of its rows, and pages move there).
-    `trim()` of each of the `pools` gives them back to the system, as does the end of the cache. `copy.deepcopy` forks:
-    full pages are shared, the rest is copied. Neighbouring sequences that hold the same bytes behind a prompt, as
-    `generate` repeats it for beams and samples, share full pages likewise. `pickle` and `torch.save` keep the tokens
-    that are there and nothing else (not with `compile=True`).
+    Pages are taken as tokens arrive, on the device of the first K and V and in their dtype; layers with a sliding
+    window give theirs back. `reset()` makes room for another batch, of any size, and leaves the pages mapped for it:
+    what fits into them costs no driver call (a window that has moved starts over at the front of its rows, and pages
+    move there). `trim()` of each of the `pools` gives them back to the system, and so does the end of the cache.
+    `copy.deepcopy` forks: full pages are shared, the rest is copied. Neighbouring sequences that hold the same bytes
+    behind a prompt, as `generate` repeats it for beams and samples, share full pages likewise. `pickle` and
+    `torch.save` keep the tokens that are there and nothing else (not with `compile=True`).
 
     Full attention and each window have rows of their own; on each device all of them lie on one `FramePool`, and what
     some do not use others can have, copies of the cache included. With `pool` they share it with whatever else lies
     there: other models, the other half of an `EncoderDecoderCache`, a `KVCache`.
 
-    Attention reads strided views. Torch's memory-efficient SDPA counts their strides in 32 bits, so layers
-    share a token record only as far as it can address `max_seq_len` tokens (`layers_per_range` of the
-    layout): every backend reads the right tokens. The longer the rows, the coarser the pages, therefore.
+    Attention reads strided views. Torch's memory-efficient SDPA computes strides in 32 bits, so layers share a token
+    record only as far as it can address `max_seq_len` tokens (`layers_per_range` of the layout), and every backend
+    reads the right tokens. So the longer the rows, the coarser the pages.
 
-    Where K and V differ in dtype, as under autocast, both are kept in the wider one, which loses nothing. Where layers
-    are on several devices each device has its own `kv_caches` (not with `compile=True`).
+    If K and V differ in dtype, as under autocast, both are kept in the wider one, which loses nothing. If layers are on
+    several devices, each device has its own `kv_caches` (not with `compile=True`).
 
     For inference only. After a forward pass that ended in the middle (an error, Ctrl-C) its layers are out of step: the
     next one raises `UnfinishedPassError`, until `reset()`.
@@ -83,7 +83,7 @@ class VmmCache(DynamicCache):
         max_bytes: the most that all layers on a device may take together: bytes, `"20GiB"`, or a share of the memory
             that is free when K and V first come there; None is 80 % of it.
         page_size: bytes of a page; None is 2 MiB.
-        pool: to lie on, instead of `max_bytes` and `page_size`: for models on its device.
+        pool: physical memory shared with others, instead of `max_bytes` and `page_size`: for models on its device.
         lookahead: tokens that a thread maps behind each sequence before it needs them, as in `KVCache`: None is four
             pages of them on a GPU, 0 is no thread. There is none where rows are read to their end.
         compile: keep the length on the device, so that one compiled forward pass, or CUDA graph, serves every length;
@@ -91,19 +91,19 @@ class VmmCache(DynamicCache):
             tokens only; others read `max_seq_len` tokens at each step, masked behind the live ones, and are slower
             the larger it is. Layers write a prompt as a whole, also where a window moves over it.
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale of each token and
-            head (`KVLayout(scales="token_head")`), and attn_implementation="vmmkv" reads them so. For any other
-            attention a layer's K and V are dequantized in each forward pass, in memory that is free again after the
-            layer. The first tokens of a sequence attend to themselves as they are. Not with `compile=True`; `keys` and
-            `values` of layers cannot be written to. None: the dtype that they come in.
-        offloading: refused; as in `DynamicCache` for those who make caches by `type(cache)(...)`.
+            head (`KVLayout(scales="token_head")`), and attn_implementation="vmmkv" reads them as they are. For any
+            other attention a layer's K and V are dequantized in each forward pass, in memory that is freed after the
+            layer. The first tokens of a sequence attend to their K and V as the model made them. Not with
+            `compile=True`; `keys` and `values` of layers cannot be written to. None: the dtype that they come in.
+        offloading: refused; exists for code that makes caches by `type(cache)(...)`, as with `DynamicCache`.
 
     Raises:
-        ArgumentError: there is no config, or no `max_seq_len`, or one that is no number, or a limit beside a pool.
-        LayoutError, BudgetError: a number that cannot be. At the first write: a single layer's rows are longer than
+        ArgumentError: `config` or `max_seq_len` is missing or has the wrong type, or `max_bytes` is given with a pool.
+        LayoutError, BudgetError: a number is out of range. At the first write: a single layer's rows are longer than
             32-bit strides reach, or the rows take more virtual addresses than there are, or the device has less memory.
         DeviceError: at the first write: the pool is on another device.
         DtypeError: there is no such kv_dtype.
-        UnsupportedError: offloading, `compile=True` beside a kv_dtype, or for a model with layers that cannot be read
+        UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model with layers that cannot be read
             as whole rows.
     """
 

@@ -20,18 +20,18 @@ MIN_PRIORITY, DEFAULT_PRIORITY, MAX_PRIORITY = 0, 35, 100
 
 @dataclass(frozen=True)
 class Retention:
-    """Tokens `[start, end)` of a sequence are given up after all of lower priority, and before all of higher.
+    """Tokens `[start, end)` of a sequence are evicted after all of lower priority, and before all of higher.
 
     Args:
         start: the first token.
         end: the token behind the last; None is the sequence's end.
         priority: from 0, the first to go, to 100.
-        seconds: after so many, counted from when the tokens became known, the priority is the default again; None is
+        seconds: after that many, counted from when the tokens became known, the priority is the default again; None is
             never.
 
     Raises:
-        RetentionError: the range is empty, reversed or begins before token 0, the priority is none, or the time is
-            negative.
+        RetentionError: the range is empty, reversed or begins before token 0, the priority is out of range, or the
+            time is negative.
     """
 
     start: int = 0
@@ -55,15 +55,15 @@ class Retention:
 
 @dataclass(frozen=True)
 class RetentionConfig:
-    """What one request asks for: ranges of its prompt, and what it generates.
+    """How long a request's tokens are kept: ranges of its prompt, and what it generates.
 
     Args:
         ranges: of the prompt's tokens, in any order; they do not overlap.
         decode_priority: of what is generated.
-        decode_seconds: how long that has this priority; None is for good.
+        decode_seconds: how long that has this priority; None is forever.
 
     Raises:
-        RetentionError: ranges overlap, the priority is none, or the time is negative.
+        RetentionError: ranges overlap, the priority is out of range, or the time is negative.
     """
 
     ranges: tuple[Retention, ...] = ()

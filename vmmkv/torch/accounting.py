@@ -59,17 +59,17 @@ def memory_stats(device: str | torch.device | None = None) -> list[MemoryStats]:
 
 
 def memory_allocated(device: str | torch.device | None = None) -> int:
-    """Bytes of all of our pages on a device, or on all. torch counts those of memory pools too (in
-    `torch.cuda.memory_reserved`), those of caches and growable tensors not."""
+    """Bytes of all of vmmkv's pages on a device, or on all. torch also counts those of memory pools (in
+    `torch.cuda.memory_reserved`), but not those of caches and growable tensors."""
     return sum(held.physical_bytes for held in memory_stats(device))
 
 
 def memory_snapshot() -> dict[str, Any]:
     """The mapped pages of caches and growable tensors, as `torch.cuda.memory._snapshot()` describes torch's own.
 
-    A segment is a run of mapped pages; the block in it is what tokens, or rows, lie in, and its frame says whose
-    they are. Pages that several sequences share are there once for each. Host memory is the device behind the last GPU.
-    Free pages have no address and are not here, and segments of memory pools are in torch's own snapshot.
+    A segment is a run of mapped pages; its block is the part that holds tokens, or rows, and its stack frame says whose
+    they are. Pages that several sequences share appear once for each. Host memory is a device after the last GPU. Free
+    pages have no address and do not appear; segments of memory pools are in torch's own snapshot.
 
     Returns:
         `{"segments": [...], "device_traces": [[], ...]}`, for https://pytorch.org/memory_viz and for

@@ -60,7 +60,7 @@ class GrowableTensor(Owner):
 
     A view of its rows stays valid while it grows: addresses and strides never change. Methods may be called from
     several threads, and one runs at a time. A finalizer, or a signal handler, that runs in the middle of an operation
-    may look at it; all that changes it is refused (`BusyError`).
+    may read its state; all that changes it is refused (`BusyError`).
 
     Args:
         shape_max: the largest shape, at most 100 TiB of it; the first dimension is the one that grows.
@@ -69,14 +69,14 @@ class GrowableTensor(Owner):
         max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now.
         page_size: bytes of a page; None is 2 MiB.
         driver: a memory system of your own, instead of `device` and `page_size`.
-        pool: physical memory that others may use as well, instead of `device`, `page_size` and `driver`; `max_bytes` is
-            the most that it may have of that.
+        pool: physical memory shared with others, instead of `device`, `page_size` and `driver`; `max_bytes` is the most
+            of it that this tensor may have.
 
     Raises:
         LayoutError: the shape has no bytes, or takes more than 100 TiB of addresses.
         BudgetError: the budget is no size, below one page, or larger than the device.
         DeviceError: there is no such device.
-        ArgumentError, ValueError: the pool is none, or something is given that a pool has.
+        ArgumentError, ValueError: the pool is not a `FramePool`, or something is given that the pool determines.
     """
 
     kind = "GrowableTensor"

@@ -40,13 +40,14 @@ def memory_pool(
         max_bytes: the budget: bytes, `"8GiB"`, or a share of the memory that is free now, `"80%"` or `0.8`. With a
             `pool`, the most that it may have of that, and shares are of the pool.
         device: `"cuda"` (torch's current device, where there is no `pool`), `"cuda:1"`.
-        pool: physical memory that caches and others may use as well. Without one it is a budget of its own: a `KVCache`
-            beside it has another, and together they should fit the device.
+        pool: physical memory shared with caches and others. Without one it has a budget of its own, beside those of
+            caches; together they should fit the device.
         guaranteed: bytes of the pool, as in `max_bytes`, that it can have at any time.
 
     Raises:
         DeviceError: it is no CUDA device, or there is none.
-        BudgetError: the budget is no size, below one page, or larger than the device; or so much cannot be guaranteed.
+        BudgetError: the budget is no size, below one page, or larger than the device; or the pool cannot guarantee that
+            much.
     """
     check_pool_alone(pool, device=device)
     if pool is None and guaranteed:
@@ -79,8 +80,8 @@ class MemoryPoolStats:
     Attributes:
         budget_bytes: the most that it may take.
         leased_bytes: the most that it may take now: what it has leased of a frame pool, or the budget.
-        physical_bytes: what it takes now: segments that tensors lie in, and those that torch keeps for later.
-        segments: pieces that torch has asked for and not given back.
+        physical_bytes: what it takes now: segments with tensors, and those that torch caches.
+        segments: pieces that torch has allocated and not given back.
     """
 
     budget_bytes: int
@@ -90,24 +91,24 @@ class MemoryPoolStats:
 
 
 class MemoryPool:
-    """A `torch.cuda.MemPool` on pages of ours; made by `memory_pool`.
+    """A `torch.cuda.MemPool` on vmmkv's pages; made by `memory_pool`.
 
-    In a `with` block, which may be entered again and again but by one thread at a time (`RuntimeError` otherwise),
-    every tensor that this thread makes on the pool's device lies on pages like those of a `KVCache`, and counts
-    against the pool's budget. Other threads, such as autograd's, allocate as ever.
+    In a `with` block, which may be entered repeatedly but by one thread at a time (`RuntimeError` otherwise), every
+    tensor that this thread allocates on the pool's device lies on pages like those of a `KVCache`, and counts against
+    the pool's budget. Other threads, such as autograd's, allocate as usual.
 
-    torch allocates under a lock under which no Python may run, so it cannot ask a `FramePool` for each page. It has a
-    *lease* of one instead: on entering a block as much as `max_bytes` allows of what others do not use, which they
-    give back as for any growth; on leaving it, what torch has made of that. While the block runs, others can have what
-    torch has not made, but for what is `guaranteed`.
+    torch allocates under a lock under which no Python may run, so it cannot ask a `FramePool` for each page. Instead it
+    has a *lease*: on entering a block as much as `max_bytes` allows of what others do not use, which they give back as
+    for any growth; on leaving it, what torch has allocated of that. While the block runs, others can have what torch
+    has not allocated, except what is `guaranteed`.
 
-    torch's caching allocator works on top, with all of its accounts: small tensors share a segment, and segments
+    torch's caching allocator works on top, with all of its statistics: small tensors share a segment, and segments
     whose tensors are gone are kept for later tensors of the pool. They go back to the system with `release`, or when
     nobody holds the pool any more. A tensor may outlive both: its segment goes back at the first
     `torch.cuda.empty_cache()` after its end.
 
-    When the budget, or the device, does not allow a segment, torch raises `torch.OutOfMemoryError`; when that leaves
-    the block, it carries a note of what the pool had.
+    If the budget, or the device, does not allow a segment, torch raises `torch.OutOfMemoryError`; when that leaves the
+    block, it carries a note of what the pool had.
 
     Only the pool's own device can access its pages: there is no peer access from others, and no CUDA IPC
     (`torch.multiprocessing`).
