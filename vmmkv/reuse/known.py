@@ -113,16 +113,22 @@ class Known:
 
     def insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> tuple[Node, int, int]:
         """Has the tree know a row's pages, and holds those that it did not know; returns what to unlock, how many of
-        the tokens are known by pages of the row alone, and how many are known now."""
-        counts = self.tree.geometry.pages(len(ids))
-        pages = [arena.table.pages_in(row, 0, count).tolist() for (arena, _), count in zip(self.books.ranges, counts)]
-        insertion = self.tree.insert(key, ids, pages, retention)
+        the tokens are known by pages of the row alone, and how many are known now. The row is known to hold no other
+        tokens than these."""
+        before = self.chains.get(row)
+        held = before.node if before and before.key == key else None
+        known, geometry = held.end if held else 0, self.tree.geometry
+        counts = geometry.pages(len(ids))
+        spans = zip(self.books.tables, geometry.pages(known), counts)
+        pages = [table.pages_in(row, first, count).tolist() for table, first, count in spans]
+        insertion = self.tree.insert(key, ids, pages, retention, held)
         for new in insertion.new:
             self.held.hold(new)
         ends = [count + 1 for count in counts]
         for each in reversed(insertion.duplicates):
             ends[each.arena] = each.page
-        return self.tree.lock(insertion.node), self.tokens_before(ends), insertion.tokens
+        own = before.own if before and before.own < known else self.tokens_before(ends)
+        return self.tree.lock(insertion.node), own, insertion.tokens
 
     # ------------------------------------------------------------------ tails
 

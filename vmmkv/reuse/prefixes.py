@@ -241,8 +241,8 @@ class Prefixes(Keeper):
         if tail is None:
             return
         geometry, now = self.known.tree.geometry, self.known.tree.now()
-        begin = geometry.known(len(self.known.chains[row].ids))
         for each in retention:
+            begin = geometry.known(len(self.known.chains[row].ids))
             end = inf if each.end is None else geometry.whole_after(each.end)
             if geometry.whole_after(each.start) <= begin < end:
                 tail.priority, tail.expires = each.priority, inf if each.seconds is None else now + each.seconds

@@ -159,6 +159,7 @@ class PrefixTree:
         ids: npt.NDArray[np.integer[Any]],
         pages: Sequence[Sequence[int]],
         retention: Iterable[Retention] = (),
+        held: Node | None = None,
     ) -> Insertion:
         """Makes the pages of a sequence known, and says that it was used now. Pages that hold nothing that could be
         read in all arenas are left out, and so are all that would make no more tokens match.
@@ -167,8 +168,9 @@ class PrefixTree:
             key: as for `match`.
             ids: token ids, `[tokens]`.
             pages: by arena the numbers of the sequence's pages, as many as are whole after these tokens
-                (`geometry.pages(tokens)`).
+                (`geometry.pages(tokens)`), but for those that are whole after `held`.
             retention: how long tokens are to be kept; of the others, what was said before holds.
+            held: a locked node whose path these ids begin with; None: nobody knows of any.
 
         Raises:
             ArgumentError, ShapeError, DtypeError: the ids are none, or there are more pages or fewer.
@@ -176,21 +178,25 @@ class PrefixTree:
             InvariantError: a page has the number of another one. The tree is unchanged, as after all of these.
         """
         ids, ranges = token_ids(ids), in_order(retention)
-        if [*map(len, pages)] != self.geometry.pages(len(ids)):
-            raise ShapeError(
-                f"asked to insert {len(ids)} tokens with {[*map(len, pages)]} pages; {self.geometry.pages(len(ids))} "
-                "are whole after them"
-            )
         root = self._root(key)
+        begin = held if held and held.parent else root
+        first, wholes = self.geometry.pages(begin.end), self.geometry.pages(len(ids))
+        if [*map(len, pages)] != [whole - before for whole, before in zip(wholes, first)]:
+            raise ShapeError(
+                f"asked to insert {len(ids)} tokens with {[*map(len, pages)]} pages; {wholes} are whole after them, "
+                f"{first} are known"
+            )
         mine = self.geometry.readable(len(ids))
-        ids = ids[: self.geometry.known(len(ids))]
-        path, known = walk(root, ids)
+        ids = ids[: self.geometry.whole_after(mine)]
+        path, known = walk(begin, ids)
         others = duplicates(path, known, pages, self.geometry)
         if others:
             self._check_new([each.given for each in others if each.arena == arena] for arena in range(len(pages)))
-        is_new = mine > known or mine > readable(path, known, self.geometry)[0]
+        is_new = mine > known or mine > readable(*walk(root, ids), self.geometry)[0]
         if is_new:
-            node = self._append(root, path[-1], ids, known, pages)
+            bounds = zip(pages, first, self.geometry.pages(known), self.geometry.pages(len(ids)))
+            fresh = [list(of[before - skipped : whole - skipped]) for of, skipped, before, whole in bounds]
+            node = self._append(root, path[-1], ids, known, fresh)
             new = node.pages
         else:
             node, new = self._node_ending(path[-1], self.geometry.last_whole(known)), []
@@ -336,10 +342,8 @@ class PrefixTree:
         self.nodes += 1
         return node.cut(at, [after - before for before, after in zip(first, end)])
 
-    def _append(self, root: Root, last: Node, ids: Ids, known: int, pages: Sequence[Sequence[int]]) -> Node:
-        """Puts a leaf of the ids behind the first `known`, which end in the node `last`."""
-        wholes = zip(pages, self.geometry.pages(known), self.geometry.pages(len(ids)))
-        fresh = [list(of[first:behind]) for of, first, behind in wholes]
+    def _append(self, root: Root, last: Node, ids: Ids, known: int, fresh: list[list[int]]) -> Node:
+        """Puts a leaf of the ids behind the first `known`, which end in the node `last`, and of fresh pages."""
         self._check_new(fresh)
         self.roots[root.key] = root
         leaf = Node(self._node_ending(last, known), known, ids[known:].copy(), fresh)
