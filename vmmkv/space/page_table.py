@@ -127,7 +127,7 @@ class PageTable:
     def have_alone(self, row: int) -> bool:
         """Writes down that no page of a row lies in others, if none does and all can be written; returns whether."""
         first, own = self.first[row], self.own[row]
-        if own > first and (self.guest[row] > first or self._frames.shares[self.frames_in(row, first, own)].any()):
+        if own > first and (self.guest[row] > first or self._frames.shares[self.pages_in(row, first, own)].any()):
             return False
         self.own[row] = 0
         return True
