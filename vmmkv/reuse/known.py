@@ -111,10 +111,9 @@ class Known:
         """How many tokens lie in front of pages, one of each range."""
         return min(end * self.books.page_size // record for end, record in zip(ends, self.books.records))
 
-    def insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> tuple[Node, int, int]:
-        """Has the tree know a row's pages, and holds those that it did not know; returns what to unlock, how many of
-        the tokens are known by pages of the row alone, and how many are known now. The row is known to hold no other
-        tokens than these."""
+    def insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> int:
+        """Has the tree know the pages of a row, which is known to hold no other tokens than these, and holds those that
+        it did not know; has the row be known to hold them all. Returns how many of the tokens the tree knows now."""
         before = self.chains.get(row)
         held = before.node if before and before.key == key else None
         known, geometry = held.end if held else 0, self.tree.geometry
@@ -128,7 +127,13 @@ class Known:
         for each in reversed(insertion.duplicates):
             ends[each.arena] = each.page
         own = before.own if before and before.own < known else self.tokens_before(ends)
-        return self.tree.lock(insertion.node), own, insertion.tokens
+        chain = Chain(key, ids.copy(), insertion.node, own)
+        if insertion.node is held:  # it is locked
+            self.chains[row] = chain
+        else:
+            self.tree.lock(insertion.node)
+            self.hold(row, chain)
+        return insertion.tokens
 
     # ------------------------------------------------------------------ tails
 

@@ -170,7 +170,7 @@ class PrefixTree:
             pages: by arena the numbers of the sequence's pages, as many as are whole after these tokens
                 (`geometry.pages(tokens)`), but for those that are whole after `held`.
             retention: how long tokens are to be kept; of the others, what was said before holds.
-            held: a locked node whose path these ids begin with; None: nobody knows of any.
+            held: a node whose path these ids begin with, and who inserts them has locked; None: nobody knows of any.
 
         Raises:
             ArgumentError, ShapeError, DtypeError: the ids are none, or there are more pages or fewer.
@@ -196,15 +196,14 @@ class PrefixTree:
         if is_new:
             bounds = zip(pages, first, self.geometry.pages(known), self.geometry.pages(len(ids)))
             fresh = [list(of[before - skipped : whole - skipped]) for of, skipped, before, whole in bounds]
-            node = self._append(root, path[-1], ids, known, fresh)
-            new = node.pages
+            node = self._append(root, path[-1], ids, known, fresh, held)
         else:
-            node, new = self._node_ending(path[-1], self.geometry.last_whole(known)), []
+            node, fresh = self._node_ending(path[-1], self.geometry.last_whole(known)), []
         self._retain(node, ranges)
         if is_new and self.teller:
             self.teller.stored(key, node)
         self._use(node)
-        return Insertion(node.end, others, node, new)
+        return Insertion(node.end, others, node, fresh)
 
     def renumber(self, path: Sequence[Node], arena: int, first: int, old: list[int], new: list[int]) -> bool:
         """Gives pages of a path, from page `first` of an arena on, other numbers; returns False, and changes nothing,
@@ -342,14 +341,21 @@ class PrefixTree:
         self.nodes += 1
         return node.cut(at, [after - before for before, after in zip(first, end)])
 
-    def _append(self, root: Root, last: Node, ids: Ids, known: int, fresh: list[list[int]]) -> Node:
-        """Puts a leaf of the ids behind the first `known`, which end in the node `last`, and of fresh pages."""
+    def _append(
+        self, root: Root, last: Node, ids: Ids, known: int, fresh: list[list[int]], held: Node | None
+    ) -> Node:
+        """Puts the ids behind the first `known`, which end in the node `last`, and fresh pages, into a leaf; into the
+        one that is held, where nobody else has that."""
         self._check_new(fresh)
-        self.roots[root.key] = root
-        leaf = Node(self._node_ending(last, known), known, ids[known:].copy(), fresh)
+        if last is held and last.can_go_on:
+            leaf = last
+            leaf.go_on(ids[known:], fresh)
+        else:
+            self.roots[root.key] = root
+            leaf = Node(self._node_ending(last, known), known, ids[known:].copy(), fresh)
+            self.nodes += 1
         leaf.come_last()
-        self.nodes += 1
-        self.tokens += len(leaf.ids)
+        self.tokens += len(ids) - known
         for new, numbers in zip(fresh, self.numbers):
             numbers.update(new)
         return leaf
