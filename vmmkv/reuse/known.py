@@ -22,7 +22,7 @@ from .held import Held
 from .node import Ids, Node
 from .retention import Retention
 from .tails import Tail, Tails
-from .tree import Page, PrefixTree
+from .tree import PrefixTree
 
 
 class Chain(NamedTuple):
@@ -51,6 +51,14 @@ class Pages(NamedTuple):
     arena: int
     first: int
     numbers: list[int]
+
+
+class Page(NamedTuple):
+    """A page that the tree knows by another number: page `page` of a row in arena `arena`, by the number that it had."""
+
+    arena: int
+    page: int
+    number: int
 
 
 class Known:
@@ -188,9 +196,9 @@ class Known:
                 self.tails.pop(row)
         return kept
 
-    def know_copies(self) -> list[Page]:
-        """Has the tree know the copies that live rows have of pages, instead of those that nobody uses. Returns these,
-        which it knows no more."""
+    def know_copies(self) -> list[list[int]]:
+        """Has the tree know the copies that live rows have of pages, instead of those that nobody uses. Returns the
+        numbers of these, which it knows no more, by arena."""
         gone: list[Page] = []
         for row, chain in self.chains.items():
             if chain.node and chain.own < chain.node.end:
@@ -207,7 +215,7 @@ class Known:
                     ends.append(min(set(copied).difference(unused), default=len(known) + 1))
                 self.chains[row] = Chain(chain.key, chain.ids, chain.node, self.tokens_before(ends))
         self._disown(gone)
-        return gone
+        return [[page.number for page in gone if page.arena == arena] for arena in range(len(self.books.ranges))]
 
     def _disown(self, gone: Iterable[Page]) -> None:
         """Says that the tree knows other pages instead of these, which rows may have."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import count, repeat
+from itertools import count
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
@@ -38,14 +38,6 @@ from .node import Ids, Node, Root
 from .order import EvictionOrder
 from .retention import MAX_PRIORITY, Retention, in_order
 from .telling import Teller
-
-
-class Page(NamedTuple):
-    """A page that the tree refers to no more: page `page` of a row in arena `arena`, by the number that it had."""
-
-    arena: int
-    page: int
-    number: int
 
 
 class Match(NamedTuple):
@@ -231,10 +223,10 @@ class PrefixTree:
         self.numbers[arena].update(new)
         return True
 
-    def forget(self, key: Hashable) -> list[Page]:
-        """Drops all that is known under a key, also what somebody uses: nothing matches it any more. Returns its pages.
-        Who holds a node of it may still `unlock` that."""
-        gone: list[Page] = []
+    def forget(self, key: Hashable) -> list[list[int]]:
+        """Drops all that is known under a key, also what somebody uses: nothing matches it any more. Returns the
+        numbers of its pages, by arena. Who holds a node of it may still `unlock` that."""
+        gone: list[list[int]] = [[] for _ in self.numbers]
         nodes: list[Node] = [self.roots.pop(key)] if key in self.roots else []
         for node in nodes:
             nodes += node.children.values()
@@ -299,9 +291,9 @@ class PrefixTree:
         used: float = inf,
         leaving: Callable[[Node], None] | None = None,
         whole: bool = False,
-    ) -> list[Page]:
+    ) -> list[list[int]]:
         """Gives up pages that nobody uses: those of the lowest priority first, of these the least recently used, each
-        after all that follow it.
+        after all that follow it. Returns their numbers, by arena, in this order.
 
         Args:
             pages: at least so many, if there are. With a token go all pages that it made whole.
@@ -310,15 +302,15 @@ class PrefixTree:
             leaving: is told of each leaf before it loses pages.
             whole: no leaf keeps any.
         """
-        gone: list[Page] = []
+        gone: list[list[int]] = [[] for _ in self.numbers]
         now = self.now()
-        while len(gone) < pages and (leaf := self.order.pop(now)):
+        while (missing := pages - sum(map(len, gone))) > 0 and (leaf := self.order.first(now)):
             if (leaf.priority_at(now), leaf.used) > (priority, used):
-                self.order.offer(leaf, now)
                 break
+            self.order.pop(now)
             if leaving:
                 leaving(leaf)
-            end = leaf.begin if whole else self._end_without(leaf, pages - len(gone))
+            end = leaf.begin if whole else self._end_without(leaf, missing)
             if self.teller:
                 self.teller.removed(leaf, end)
             self._drop(leaf, end, gone)
@@ -341,9 +333,7 @@ class PrefixTree:
         self.nodes += 1
         return node.cut(at, [after - before for before, after in zip(first, end)])
 
-    def _append(
-        self, root: Root, last: Node, ids: Ids, known: int, fresh: list[list[int]], held: Node | None
-    ) -> Node:
+    def _append(self, root: Root, last: Node, ids: Ids, known: int, fresh: list[list[int]], held: Node | None) -> Node:
         """Puts the ids behind the first `known`, which end in the node `last`, and fresh pages, into a leaf; into the
         one that is held, where nobody else has that."""
         self._check_new(fresh)
@@ -404,14 +394,14 @@ class PrefixTree:
         index = bisect_right(ends, kept, key=lambda end: sum(self.geometry.pages(end)))
         return max(self.geometry.last_whole(leaf.begin + index - 1), leaf.begin)
 
-    def _drop(self, node: Node, end: int, gone: list[Page]) -> None:
+    def _drop(self, node: Node, end: int, gone: list[list[int]]) -> None:
         """Takes from a node the pages that are not whole after `end` tokens, the last of an arena first."""
         bounds = zip(node.pages, self.geometry.pages(node.begin), self.geometry.pages(end))
-        for arena, (numbers, first, keep) in enumerate(bounds):
+        for (numbers, first, keep), known, of in zip(bounds, self.numbers, gone):
             last = numbers[keep - first :][::-1]
             del numbers[keep - first :]
-            self.numbers[arena].difference_update(last)
-            gone += map(Page, repeat(arena), count(keep + len(last) - 1, -1), last)
+            known.difference_update(last)
+            of += last
 
     def _end_at(self, leaf: Node, end: int) -> None:
         """Gives up the tokens of a leaf from `end` on, which have no pages any more, and itself if none are left."""
