@@ -54,7 +54,7 @@ class Pages(NamedTuple):
 
 
 class Page(NamedTuple):
-    """A page that the tree knows by another number: page `page` of a row in arena `arena`, by the number that it had."""
+    """A page that the tree knows by another number: page `page` of rows in arena `arena`, by the number that it had."""
 
     arena: int
     page: int
