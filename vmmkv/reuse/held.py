@@ -20,23 +20,27 @@ class Held:
         self.account = account
         self.zero_frames: list[int] = []
         self.doubt: list[Any] = []
-        self._pages = Counter[int]()
+        self._pages: dict[int, int] = {}
         """By frame, how many of its pages the tree knows."""
 
     def hold(self, pages: Iterable[int]) -> None:
         """Holds the frames of pages that have become known."""
-        frames, held = self._pool.frames.frames_of(pages), self._pages
-        new = [frame for frame in dict.fromkeys(frames) if frame not in held]
-        held.update(frames)
-        self._pool.frames.share(new)
+        frames, held, new = self._pool.frames, self._pages, list[int]()
+        for frame in frames.frames_of(pages):
+            if frame in held:
+                held[frame] += 1
+            else:
+                held[frame] = 1
+                new.append(frame)
+        frames.share(new)
 
     def drop(self, pages: Iterable[int]) -> int:
         """Gives up the frames of pages that are known no more, if they were the last ones there. Returns how many pages
         these still have on rows that do not use them."""
         frames, held, gone = self._pool.frames, self._pages, list[int]()
-        for frame, count in Counter(frames.frames_of(pages)).items():
-            if held[frame] > count:
-                held[frame] -= count
+        for frame in frames.frames_of(pages):
+            if held[frame] > 1:
+                held[frame] -= 1
             else:
                 del held[frame]
                 gone.append(frame)

@@ -353,10 +353,9 @@ class PrefixTree:
     def _check_new(self, pages: Iterable[list[int]]) -> None:
         """Raises `InvariantError` where the tree knows a page, by arena, or one is there twice."""
         for arena, (new, numbers) in enumerate(zip(pages, self.numbers)):
-            if known := numbers.intersection(new):
-                raise InvariantError(
-                    f"asked to insert page {min(known)} of arena {arena}, which is another page already"
-                )
+            if not numbers.isdisjoint(new):
+                known = min(numbers.intersection(new))
+                raise InvariantError(f"asked to insert page {known} of arena {arena}, which is another page already")
             if len(set(new)) < len(new):
                 raise InvariantError(f"asked to insert pages of arena {arena} of which two have one number")
 
