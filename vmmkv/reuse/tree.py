@@ -184,7 +184,7 @@ class PrefixTree:
         others = duplicates(path, known, pages, self.geometry)
         if others:
             self._check_new([each.given for each in others if each.arena == arena] for arena in range(len(pages)))
-        is_new = mine > known or mine > readable(*walk(root, ids), self.geometry)[0]
+        is_new = mine > known or (known < len(ids) and mine > readable(*walk(root, ids), self.geometry)[0])
         if is_new:
             bounds = zip(pages, first, self.geometry.pages(known), self.geometry.pages(len(ids)))
             fresh = [list(of[before - skipped : whole - skipped]) for of, skipped, before, whole in bounds]
