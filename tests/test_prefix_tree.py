@@ -143,16 +143,16 @@ class Model:
         return sum(len(ids) for _, ids in ordered) - sum(again)
 
     def insert(
-        self, key: Key, ids: Ids, matched: int, given: dict[Place, int], ranges: list[Retention], now: float
+        self, key: Key, ids: Ids, matched: int, given: dict[Place, int], ranges: list[Retention], now: float, held: int
     ) -> tuple[int, list[tuple[int, ...]]]:
-        """`matched` is how many of the tokens could be had before."""
+        """`matched` is how many of the tokens could be had before, `held` how many are in the tree by a lock."""
         end = whole_after(self.rows, readable(self.rows, len(ids)))
-        known = self.known(key, ids[:end])
+        known = max(self.known(key, ids[:end]), held)
         duplicates = [
             (*place, given[place], number)
-            for _, entry in self.along(key, ids[:known])
+            for n, entry in self.along(key, ids[:known])
             for place, number in entry.pages.items()
-            if number != given[place]
+            if n > held and number != given[place]
         ]
         if readable(self.rows, len(ids)) > matched:
             for n in range(known + 1, end + 1):
@@ -226,7 +226,12 @@ class TreeMachine(RuleBasedStateMachine):
 
     @rule(rng=RANDOM)
     def insert(self, rng: Random) -> None:
-        key, ids = rng.choice(KEYS), self.draw_ids(rng)
+        key, ids, held = rng.choice(KEYS), self.draw_ids(rng), None
+        if self.locked and rng.random() < 0.5:
+            held, key, ids = which = rng.choice(self.locked)
+            ids += self.draw_ids(rng)[: LONGEST - len(ids)]
+            self.seen.append(ids)
+        begin = held.end if held else 0
         ranges = self.draw_ranges(rng) if rng.random() < 0.5 else []
         given = {place: next(self.fresh) for place in sorted(whole(self.rows, len(ids)))}
         shares = rng.random() < 0.7
@@ -234,14 +239,18 @@ class TreeMachine(RuleBasedStateMachine):
             for _, entry in self.model.along(key, ids):
                 given |= entry.pages
         pages: list[list[int]] = [[] for _ in self.rows[1]]
-        for arena, page in sorted(given):
+        for arena, page in sorted(given.keys() - whole(self.rows, begin)):
             pages[arena].append(given[arena, page])
         matched = self.tree.match(key, array(ids))
         self.check_match(matched, key, ids)
-        found = self.tree.insert(key, array(ids), pages, ranges)
-        tokens, duplicates = self.model.insert(key, ids, matched.tokens, given, ranges, self.time)
+        found = self.tree.insert(key, array(ids), pages, ranges, held)
+        tokens, duplicates = self.model.insert(key, ids, matched.tokens, given, ranges, self.time, begin)
         assert (found.tokens, sorted(found.duplicates)) == (tokens, duplicates)
         assert not (shares and duplicates)
+        if held and found.node is held:  # its lock is of what was added, too
+            self.locked[self.locked.index(which)] = held, key, ids[:tokens]
+            for n, entry in self.model.along(key, ids[:tokens]):
+                entry.locks += n > begin
         if rng.random() < 0.3:
             self.lock(found, key, ids)
 

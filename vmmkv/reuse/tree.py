@@ -162,7 +162,8 @@ class PrefixTree:
             pages: by arena the numbers of the sequence's pages, as many as are whole after these tokens
                 (`geometry.pages(tokens)`), but for those that are whole after `held`.
             retention: how long tokens are to be kept; of the others, what was said before holds.
-            held: a node whose path these ids begin with, and who inserts them has locked; None: nobody knows of any.
+            held: a node whose path these ids begin with, locked by who inserts them, and what follows is added to it
+                where nobody else has it; None: nobody knows of any.
 
         Raises:
             ArgumentError, ShapeError, DtypeError: the ids are none, or there are more pages or fewer.
