@@ -54,7 +54,7 @@ class Prefixes:
         held = self.tree.lock(found.node, found.tokens)
         missing = self.tree.geometry.pages(len(ids))[0] - len(found.pages[0])
         if missing > len(self.free):
-            self.free += [page.number for page in self.tree.evict(missing - len(self.free))]
+            self.free += self.tree.evict(missing - len(self.free))[0]
         pages = found.pages[0] + [self.free.pop() for _ in range(min(missing, len(self.free)))]
         made = self.tree.insert(KEY, ids[: len(pages) * self.tree.geometry.page_size], [pages])
         end = self.tree.lock(made.node)
@@ -191,7 +191,7 @@ def changes(prefixes: Prefixes, conversations: list[Ids], rng: np.random.Generat
     evict = []
     while tree.pages:
         start = perf_counter()
-        count = len(tree.evict(BATCH))
+        count = len(tree.evict(BATCH)[0])
         evict.append((perf_counter() - start) * 1e6 / count)
     return {
         "turn_us": spread(serve),

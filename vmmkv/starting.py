@@ -112,7 +112,7 @@ class Starting:
         row = hit.row
         if row is not None:
             row = row if beginning.is_ready(row, tokens) else None
-        elif prefixes.is_at_hand(hit):
+        elif (not tokens or self._rows.table.parked) and prefixes.is_at_hand(hit):  # an empty row has room for none
             stream = self._rows.pool.driver.current_stream()
             row = beginning.pick_at_once(max(tokens, expected), stream, key.number, tokens)
         if row is None:

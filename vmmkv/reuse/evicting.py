@@ -16,7 +16,6 @@ from .host_prefixes import HostPrefixes
 from .known import Known
 from .node import Node, Root
 from .promoting import Promotion
-from .tree import Page
 
 
 class Evictor:
@@ -50,8 +49,8 @@ class Evictor:
             pass
         while missing() > 0:
             gone, rows = self._least_needed(missing() + beside, self._leaving)
-            gone = gone if gone or rows else self._known.know_copies()
-            if not gone and not rows:
+            gone = gone if any(gone) or rows else self._known.know_copies()
+            if not any(gone) and not rows:
                 break
             taken = self._pool.frames.taken
             rows, left = self._let_go(gone, rows)
@@ -77,7 +76,7 @@ class Evictor:
 
     def _least_needed(
         self, pages: int, leaving: Callable[[Node], None] | None = None, whole: bool = False
-    ) -> tuple[list[Page], list[int]]:
+    ) -> tuple[list[list[int]], list[int]]:
         """Has the tree give up so many pages, as far as they are less needed than any tail, and if `whole` all of each
         leaf that loses some; or else names the kept row that has the least needed tail, if there is one."""
         now = self._known.tree.now()
@@ -85,7 +84,7 @@ class Evictor:
         if tail is None:
             return self._known.tree.evict(pages, leaving=leaving, whole=whole), []
         gone = self._known.tree.evict(pages, tail.priority_at(now), tail.used, leaving, whole)
-        return gone, [] if gone else [tail.row]
+        return gone, [] if any(gone) else [tail.row]
 
     def least_needed(self) -> int:
         """The kept row that gives way first when there is no other."""
@@ -127,7 +126,7 @@ class Evictor:
                 break
             gone, rows = self._least_needed(1, whole=True)
             given_up += self._let_go(gone, rows)[0]
-            missing -= len(gone)
+            missing -= sum(map(len, gone))
         for row in given_up:
             if row in self._table.retired:
                 self._books.settle(row)
@@ -138,10 +137,10 @@ class Evictor:
         row are free then; the rows of the others are nobody's."""
         while pages > 0 and not self._host:  # the driver has no work in between for who has to copy them
             gone, rows = self._least_needed(pages)
-            if not gone and not rows:
+            if not any(gone) and not rows:
                 break
             _, left = self._let_go(gone, rows)
-            pages -= len(gone) or left
+            pages -= sum(map(len, gone)) or left
 
     def _behind(self, row: int) -> int:
         """How many pages a kept row has behind those that the tree knows."""
@@ -149,15 +148,15 @@ class Evictor:
         counts = geometry.known_pages(len(self._known.chains[row].ids))
         return sum(max(arena.table.end[row] - count, 0) for (arena, _), count in zip(self._books.ranges, counts))
 
-    def _let_go(self, gone: Sequence[Page], rows: list[int]) -> tuple[list[int], int]:
+    def _let_go(self, gone: Sequence[list[int]], rows: list[int]) -> tuple[list[int], int]:
         """Drops pages that the tree knows no more, and the kept rows that they lie in, or gives up others. Returns all
         these rows, and how many pages are left on rows that do not use them."""
         # Frames before rows: one that has all for its own then can be adopted.
-        left = self._known.held.drop(page.number for page in gone) + sum(map(self._behind, rows))
+        left = sum(map(self._known.held.drop, filter(None, gone))) + sum(map(self._behind, rows))
         for row in rows:
             self._known.give_up(row)
         # Of a kept row the last page goes first, in the first arena; what others hold behind it is beside that.
-        places = self._known.tails.places(number for arena, _, number in gone if arena == 0)
+        places = self._known.tails.places(gone[0])
         return rows + [row for place in places for row in self._known.lose_place(place)], left
 
     def _unmap(self, rows: Iterable[int], wait: bool) -> None:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import chain
 from math import inf
 from typing import Any, NamedTuple
 
@@ -103,8 +104,8 @@ class HostPrefixes:
         if nbytes > self._limit - self._table.suspended_bytes:
             return False
         pages.collect()
-        while self._left + pages.leaving_bytes < nbytes and (gone := self._tree.evict(1, priority)):
-            pages.drop(page.number for page in gone)
+        while self._left + pages.leaving_bytes < nbytes and any(gone := self._tree.evict(1, priority)):
+            pages.drop(chain.from_iterable(gone))
         if self._left < nbytes and wait:
             pages.collect(wait=True)
         return self._left >= nbytes

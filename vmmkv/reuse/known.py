@@ -22,7 +22,7 @@ from .held import Held
 from .node import Ids, Node
 from .retention import Retention
 from .tails import Tail, Tails
-from .tree import Page, PrefixTree
+from .tree import PrefixTree
 
 
 class Chain(NamedTuple):
@@ -51,6 +51,14 @@ class Pages(NamedTuple):
     arena: int
     first: int
     numbers: list[int]
+
+
+class Page(NamedTuple):
+    """A page that the tree knows by another number: page `page` of rows in arena `arena`, by the number that it had."""
+
+    arena: int
+    page: int
+    number: int
 
 
 class Known:
@@ -111,18 +119,29 @@ class Known:
         """How many tokens lie in front of pages, one of each range."""
         return min(end * self.books.page_size // record for end, record in zip(ends, self.books.records))
 
-    def insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> tuple[Node, int, int]:
-        """Has the tree know a row's pages, and holds those that it did not know; returns what to unlock, how many of
-        the tokens are known by pages of the row alone, and how many are known now."""
-        counts = self.tree.geometry.pages(len(ids))
-        pages = [arena.table.pages_in(row, 0, count).tolist() for (arena, _), count in zip(self.books.ranges, counts)]
-        insertion = self.tree.insert(key, ids, pages, retention)
+    def insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> int:
+        """Has the tree know the pages of a row, which is known to hold no other tokens than these, and holds those that
+        it did not know; has the row be known to hold them all. Returns how many of the tokens the tree knows now."""
+        before = self.chains.get(row)
+        held = before.node if before and before.key == key else None
+        known, geometry = held.end if held else 0, self.tree.geometry
+        counts = geometry.pages(len(ids))
+        spans = zip(self.books.tables, geometry.pages(known), counts)
+        pages = [table.pages_in(row, first, count).tolist() for table, first, count in spans]
+        insertion = self.tree.insert(key, ids, pages, retention, held)
         for new in insertion.new:
             self.held.hold(new)
         ends = [count + 1 for count in counts]
         for each in reversed(insertion.duplicates):
             ends[each.arena] = each.page
-        return self.tree.lock(insertion.node), self.tokens_before(ends), insertion.tokens
+        own = before.own if before and before.own < known else self.tokens_before(ends)
+        chain = Chain(key, ids.copy(), insertion.node, own)
+        if insertion.node is held:  # it is locked
+            self.chains[row] = chain
+        else:
+            self.tree.lock(insertion.node)
+            self.hold(row, chain)
+        return insertion.tokens
 
     # ------------------------------------------------------------------ tails
 
@@ -177,9 +196,9 @@ class Known:
                 self.tails.pop(row)
         return kept
 
-    def know_copies(self) -> list[Page]:
-        """Has the tree know the copies that live rows have of pages, instead of those that nobody uses. Returns these,
-        which it knows no more."""
+    def know_copies(self) -> list[list[int]]:
+        """Has the tree know the copies that live rows have of pages, instead of those that nobody uses. Returns the
+        numbers of these, which it knows no more, by arena."""
         gone: list[Page] = []
         for row, chain in self.chains.items():
             if chain.node and chain.own < chain.node.end:
@@ -196,7 +215,7 @@ class Known:
                     ends.append(min(set(copied).difference(unused), default=len(known) + 1))
                 self.chains[row] = Chain(chain.key, chain.ids, chain.node, self.tokens_before(ends))
         self._disown(gone)
-        return gone
+        return [[page.number for page in gone if page.arena == arena] for arena in range(len(self.books.ranges))]
 
     def _disown(self, gone: Iterable[Page]) -> None:
         """Says that the tree knows other pages instead of these, which rows may have."""

@@ -8,6 +8,7 @@ below which something was inserted last is asked. While nothing is evicted that 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,9 +28,10 @@ class Duplicate(NamedTuple):
     known: int
 
 
-def walk(root: Node, ids: Ids) -> tuple[list[Node], int]:
-    """The nodes that ids lead through, from the root on, and how many of the ids; of the last node it may be a part."""
-    path, tokens = [root], 0
+def walk(begin: Node, ids: Ids) -> tuple[list[Node], int]:
+    """The nodes that ids lead through, from the root on, or from a node that they are known to lead to, and how many of
+    the ids; of the last node it may be a part."""
+    path, tokens = [begin], begin.end
     while tokens < len(ids):
         node = path[-1].children.get(ids.item(tokens))
         if node is None:
@@ -76,15 +78,16 @@ def readable(path: list[Node], tokens: int, geometry: Geometry) -> tuple[int, li
 def duplicates(
     path: Sequence[Node], tokens: int, pages: Sequence[Sequence[int]], geometry: Geometry
 ) -> list[Duplicate]:
-    """Of the pages that are whole after the first tokens of a path, those known by other numbers than those given."""
-    wholes = zip(pages, numbers_of(path, tokens, geometry), geometry.pages(tokens))
-    return [
-        Duplicate(arena, page, given, known)
-        for arena, (of, numbers, whole) in enumerate(wholes)
-        if of[:whole] != numbers[:whole]  # at once: most have none
-        for page, (given, known) in enumerate(zip(of[:whole], numbers[:whole]))
-        if given != known
-    ]
+    """Of the pages that become whole behind the first node of a path, in its first tokens, those known by other numbers
+    than those given."""
+    found: list[Duplicate] = []
+    bounds = zip(pages, geometry.pages(path[0].end), geometry.pages(tokens)) if len(path) > 1 else ()
+    for arena, (given, first, whole) in enumerate(bounds):
+        known = list(chain.from_iterable([node.pages[arena] for node in path[1:]]))[: whole - first]
+        if given[: len(known)] != known:  # at once: most have none
+            places = enumerate(zip(given, known), first)
+            found += [Duplicate(arena, page, *numbers) for page, numbers in places if numbers[0] != numbers[1]]
+    return found
 
 
 def token_ids(ids: npt.NDArray[np.integer[Any]]) -> Ids:

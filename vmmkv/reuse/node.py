@@ -73,6 +73,12 @@ class Node:
         return not self.children and not self.locks and self.parent is not None
 
     @property
+    def can_go_on(self) -> bool:
+        """Whether it is a leaf that one alone holds, and is to be kept as a new one is: what follows may be its own."""
+        is_new = self.priority == DEFAULT_PRIORITY and self.expires == inf and not self.hits
+        return self.holders == 1 and not self.children and is_new
+
+    @property
     def kept(self) -> tuple[int, int, float]:
         """All that says how long it is to be kept."""
         return self.used, self.priority, self.expires
@@ -137,6 +143,11 @@ class Node:
         child.parent.children[child.ids.item(0)] = child
         self.children = {}
         return True
+
+    def go_on(self, ids: Ids, pages: list[list[int]]) -> None:
+        """Has tokens that follow, and their pages, be its own."""
+        self.ids = np.concatenate([self.ids, ids])
+        self.pages = [mine + new for mine, new in zip(self.pages, pages)]
 
     def shorten(self, end: int) -> None:
         """Drops the tokens from `end` on; their pages are gone already."""

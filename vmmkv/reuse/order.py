@@ -65,19 +65,17 @@ class EvictionOrder(Generic[AnyLeaf]):
 
     def pop(self, now: float) -> AnyLeaf | None:
         """Takes away the leaf that gives pages up first."""
-        self._expire(now)
-        while self._ranked:
-            entry = heappop(self._ranked)
-            if _is_current(entry, now):
-                return entry[-1]
-        return None
+        leaf = self.first(now)
+        if leaf:
+            heappop(self._ranked)
+        return leaf
 
     def first(self, now: float) -> AnyLeaf | None:
         """The leaf that gives pages up first. It keeps its place."""
-        leaf = self.pop(now)
-        if leaf:
-            self.offer(leaf, now)
-        return leaf
+        self._expire(now)
+        while self._ranked and not _is_current(self._ranked[0], now):
+            heappop(self._ranked)
+        return self._ranked[0][-1] if self._ranked else None
 
     def leaves(self, now: float) -> set[AnyLeaf]:
         """All that have their place."""

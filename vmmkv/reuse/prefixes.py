@@ -228,11 +228,10 @@ class Prefixes(Keeper):
         if before and len(ids) < len(before.ids):
             return
         written = self._table.fence_after(self._pool.driver, [row])
-        node, own, tokens = self.known.insert(row, key, ids, retention)
+        tokens = self.known.insert(row, key, ids, retention)
         for (arena, _), pages in zip(self._books.ranges, self.known.tree.geometry.pages(tokens)):
             self._rows.sharing.mark(arena, row, 0, pages)
         self.known.written |= written
-        self.known.hold(row, Chain(key, ids.copy(), node, own))
         self._commit_tail(row, retention)
 
     def _commit_tail(self, row: int, retention: Iterable[Retention]) -> None:
@@ -241,8 +240,8 @@ class Prefixes(Keeper):
         if tail is None:
             return
         geometry, now = self.known.tree.geometry, self.known.tree.now()
-        begin = geometry.known(len(self.known.chains[row].ids))
         for each in retention:
+            begin = geometry.known(len(self.known.chains[row].ids))
             end = inf if each.end is None else geometry.whole_after(each.end)
             if geometry.whole_after(each.start) <= begin < end:
                 tail.priority, tail.expires = each.priority, inf if each.seconds is None else now + each.seconds

@@ -92,6 +92,8 @@ def in_order(ranges: Iterable[Retention]) -> tuple[Retention, ...]:
     Raises:
         RetentionError: they are none, or one is none, or two of them overlap.
     """
+    if isinstance(ranges, tuple) and not ranges:  # as of most
+        return ()
     if not isinstance(ranges, Iterable):
         raise RetentionError(
             f"got {ranges!r}; give a list of vmmkv.Retention, or what RetentionConfig.of_sequence returns"

@@ -15,7 +15,7 @@ however many there are.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from math import inf
 from typing import NamedTuple
@@ -110,8 +110,10 @@ class Tails:
         """Those that hold something at a place."""
         return [row for entries in self._at.get(place, ()) for _, row in entries]
 
-    def places(self, numbers: Iterable[int]) -> list[int]:
+    def places(self, numbers: list[int]) -> list[int]:
         """Of pages those that are places, in their order."""
+        if self._at.keys().isdisjoint(numbers):  # at once: most are none
+            return []
         return [number for number in numbers if number in self._at]
 
     def longest(self, place: Hashable, ids: Ids, kept: bool) -> Found | None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import count, repeat
+from itertools import count
 from math import inf
 from time import monotonic
 from typing import Any, NamedTuple
@@ -38,14 +38,6 @@ from .node import Ids, Node, Root
 from .order import EvictionOrder
 from .retention import MAX_PRIORITY, Retention, in_order
 from .telling import Teller
-
-
-class Page(NamedTuple):
-    """A page that the tree refers to no more: page `page` of a row in arena `arena`, by the number that it had."""
-
-    arena: int
-    page: int
-    number: int
 
 
 class Match(NamedTuple):
@@ -159,6 +151,7 @@ class PrefixTree:
         ids: npt.NDArray[np.integer[Any]],
         pages: Sequence[Sequence[int]],
         retention: Iterable[Retention] = (),
+        held: Node | None = None,
     ) -> Insertion:
         """Makes the pages of a sequence known, and says that it was used now. Pages that hold nothing that could be
         read in all arenas are left out, and so are all that would make no more tokens match.
@@ -167,8 +160,10 @@ class PrefixTree:
             key: as for `match`.
             ids: token ids, `[tokens]`.
             pages: by arena the numbers of the sequence's pages, as many as are whole after these tokens
-                (`geometry.pages(tokens)`).
+                (`geometry.pages(tokens)`), but for those that are whole after `held`.
             retention: how long tokens are to be kept; of the others, what was said before holds.
+            held: a node whose path these ids begin with, locked by who inserts them, and what follows is added to it
+                where nobody else has it; None: nobody knows of any.
 
         Raises:
             ArgumentError, ShapeError, DtypeError: the ids are none, or there are more pages or fewer.
@@ -176,29 +171,32 @@ class PrefixTree:
             InvariantError: a page has the number of another one. The tree is unchanged, as after all of these.
         """
         ids, ranges = token_ids(ids), in_order(retention)
-        if [*map(len, pages)] != self.geometry.pages(len(ids)):
-            raise ShapeError(
-                f"asked to insert {len(ids)} tokens with {[*map(len, pages)]} pages; {self.geometry.pages(len(ids))} "
-                "are whole after them"
-            )
         root = self._root(key)
+        begin = held if held and held.parent else root
+        first, wholes = self.geometry.pages(begin.end), self.geometry.pages(len(ids))
+        if [*map(len, pages)] != [whole - before for whole, before in zip(wholes, first)]:
+            raise ShapeError(
+                f"asked to insert {len(ids)} tokens with {[*map(len, pages)]} pages; {wholes} are whole after them, "
+                f"{first} are known"
+            )
         mine = self.geometry.readable(len(ids))
-        ids = ids[: self.geometry.known(len(ids))]
-        path, known = walk(root, ids)
+        ids = ids[: self.geometry.whole_after(mine)]
+        path, known = walk(begin, ids)
         others = duplicates(path, known, pages, self.geometry)
         if others:
             self._check_new([each.given for each in others if each.arena == arena] for arena in range(len(pages)))
-        is_new = mine > known or mine > readable(path, known, self.geometry)[0]
+        is_new = mine > known or (known < len(ids) and mine > readable(*walk(root, ids), self.geometry)[0])
         if is_new:
-            node = self._append(root, path[-1], ids, known, pages)
-            new = node.pages
+            bounds = zip(pages, first, self.geometry.pages(known), self.geometry.pages(len(ids)))
+            fresh = [list(of[before - skipped : whole - skipped]) for of, skipped, before, whole in bounds]
+            node = self._append(root, path[-1], ids, known, fresh, held)
         else:
-            node, new = self._node_ending(path[-1], self.geometry.last_whole(known)), []
+            node, fresh = self._node_ending(path[-1], self.geometry.last_whole(known)), []
         self._retain(node, ranges)
         if is_new and self.teller:
             self.teller.stored(key, node)
         self._use(node)
-        return Insertion(node.end, others, node, new)
+        return Insertion(node.end, others, node, fresh)
 
     def renumber(self, path: Sequence[Node], arena: int, first: int, old: list[int], new: list[int]) -> bool:
         """Gives pages of a path, from page `first` of an arena on, other numbers; returns False, and changes nothing,
@@ -226,10 +224,10 @@ class PrefixTree:
         self.numbers[arena].update(new)
         return True
 
-    def forget(self, key: Hashable) -> list[Page]:
-        """Drops all that is known under a key, also what somebody uses: nothing matches it any more. Returns its pages.
-        Who holds a node of it may still `unlock` that."""
-        gone: list[Page] = []
+    def forget(self, key: Hashable) -> list[list[int]]:
+        """Drops all that is known under a key, also what somebody uses: nothing matches it any more. Returns the
+        numbers of its pages, by arena. Who holds a node of it may still `unlock` that."""
+        gone: list[list[int]] = [[] for _ in self.numbers]
         nodes: list[Node] = [self.roots.pop(key)] if key in self.roots else []
         for node in nodes:
             nodes += node.children.values()
@@ -294,9 +292,9 @@ class PrefixTree:
         used: float = inf,
         leaving: Callable[[Node], None] | None = None,
         whole: bool = False,
-    ) -> list[Page]:
+    ) -> list[list[int]]:
         """Gives up pages that nobody uses: those of the lowest priority first, of these the least recently used, each
-        after all that follow it.
+        after all that follow it. Returns their numbers, by arena, in this order.
 
         Args:
             pages: at least so many, if there are. With a token go all pages that it made whole.
@@ -305,15 +303,15 @@ class PrefixTree:
             leaving: is told of each leaf before it loses pages.
             whole: no leaf keeps any.
         """
-        gone: list[Page] = []
+        gone: list[list[int]] = [[] for _ in self.numbers]
         now = self.now()
-        while len(gone) < pages and (leaf := self.order.pop(now)):
+        while (missing := pages - sum(map(len, gone))) > 0 and (leaf := self.order.first(now)):
             if (leaf.priority_at(now), leaf.used) > (priority, used):
-                self.order.offer(leaf, now)
                 break
+            self.order.pop(now)
             if leaving:
                 leaving(leaf)
-            end = leaf.begin if whole else self._end_without(leaf, pages - len(gone))
+            end = leaf.begin if whole else self._end_without(leaf, missing)
             if self.teller:
                 self.teller.removed(leaf, end)
             self._drop(leaf, end, gone)
@@ -336,16 +334,19 @@ class PrefixTree:
         self.nodes += 1
         return node.cut(at, [after - before for before, after in zip(first, end)])
 
-    def _append(self, root: Root, last: Node, ids: Ids, known: int, pages: Sequence[Sequence[int]]) -> Node:
-        """Puts a leaf of the ids behind the first `known`, which end in the node `last`."""
-        wholes = zip(pages, self.geometry.pages(known), self.geometry.pages(len(ids)))
-        fresh = [list(of[first:behind]) for of, first, behind in wholes]
+    def _append(self, root: Root, last: Node, ids: Ids, known: int, fresh: list[list[int]], held: Node | None) -> Node:
+        """Puts the ids behind the first `known`, which end in the node `last`, and fresh pages, into a leaf; into the
+        one that is held, where nobody else has that."""
         self._check_new(fresh)
-        self.roots[root.key] = root
-        leaf = Node(self._node_ending(last, known), known, ids[known:].copy(), fresh)
+        if last is held and last.can_go_on:
+            leaf = last
+            leaf.go_on(ids[known:], fresh)
+        else:
+            self.roots[root.key] = root
+            leaf = Node(self._node_ending(last, known), known, ids[known:].copy(), fresh)
+            self.nodes += 1
         leaf.come_last()
-        self.nodes += 1
-        self.tokens += len(leaf.ids)
+        self.tokens += len(ids) - known
         for new, numbers in zip(fresh, self.numbers):
             numbers.update(new)
         return leaf
@@ -353,10 +354,9 @@ class PrefixTree:
     def _check_new(self, pages: Iterable[list[int]]) -> None:
         """Raises `InvariantError` where the tree knows a page, by arena, or one is there twice."""
         for arena, (new, numbers) in enumerate(zip(pages, self.numbers)):
-            if known := numbers.intersection(new):
-                raise InvariantError(
-                    f"asked to insert page {min(known)} of arena {arena}, which is another page already"
-                )
+            if not numbers.isdisjoint(new):
+                known = min(numbers.intersection(new))
+                raise InvariantError(f"asked to insert page {known} of arena {arena}, which is another page already")
             if len(set(new)) < len(new):
                 raise InvariantError(f"asked to insert pages of arena {arena} of which two have one number")
 
@@ -394,14 +394,14 @@ class PrefixTree:
         index = bisect_right(ends, kept, key=lambda end: sum(self.geometry.pages(end)))
         return max(self.geometry.last_whole(leaf.begin + index - 1), leaf.begin)
 
-    def _drop(self, node: Node, end: int, gone: list[Page]) -> None:
+    def _drop(self, node: Node, end: int, gone: list[list[int]]) -> None:
         """Takes from a node the pages that are not whole after `end` tokens, the last of an arena first."""
         bounds = zip(node.pages, self.geometry.pages(node.begin), self.geometry.pages(end))
-        for arena, (numbers, first, keep) in enumerate(bounds):
+        for (numbers, first, keep), known, of in zip(bounds, self.numbers, gone):
             last = numbers[keep - first :][::-1]
             del numbers[keep - first :]
-            self.numbers[arena].difference_update(last)
-            gone += map(Page, repeat(arena), count(keep + len(last) - 1, -1), last)
+            known.difference_update(last)
+            of += last
 
     def _end_at(self, leaf: Node, end: int) -> None:
         """Gives up the tokens of a leaf from `end` on, which have no pages any more, and itself if none are left."""

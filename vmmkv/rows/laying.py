@@ -237,13 +237,20 @@ class Laying:
         rows = list(map(self._source, copies))
         nowhere = [copy for copy, source in zip(copies, rows) if source is None]
         shown = self._sharing.show(list(dict.fromkeys(frames.frame_of(piece.page) for *_, piece in nowhere)))
+        runs: list[tuple[int, int, int, int]] = []  # range, page, pages, and from which address on
+        for (index, at, piece), source in zip(copies, rows):
+            table, frame = self._books.tables[index], frames.frame_of(piece.page)
+            begin = shown[frame] + (piece.page - frame) * size if source is None else table.address_of(source, at)
+            last, first, pages, address = runs[-1] if runs else (-1, 0, 0, 0)
+            if (index, at, begin) == (last, first + pages, address + pages * size):  # one call for both
+                runs[-1] = index, first, pages + piece.pages, address
+            else:
+                runs.append((index, at, piece.pages, begin))
         with finished_on_error(driver):
-            for (index, at, piece), source in zip(copies, rows):
-                (arena, record), frame = self._books.ranges[index], frames.frame_of(piece.page)
-                table = arena.table
-                table.belong(row, at, at + piece.pages, SEVERAL)  # until all is there: a copy may fail
-                begin = shown[frame] + (piece.page - frame) * size if source is None else table.address_of(source, at)
-                driver.copy(table.address_of(row, at), begin, min(piece.pages * size, tokens * record - at * size))
+            for index, at, pages, begin in runs:
+                arena, record = self._books.ranges[index]
+                arena.table.belong(row, at, at + pages, SEVERAL)  # until all is there: a copy may fail
+                driver.copy(arena.table.address_of(row, at), begin, min(pages * size, tokens * record - at * size))
             copied = Fence.after(driver, [driver.current_stream()])
             if nowhere:
                 self._sharing.staged |= copied

@@ -340,6 +340,8 @@ class Sharing:
         Raises:
             DriverError: a call failed.
         """
+        if not frames:
+            return {}
         shown = self._shown()
         if all(frame in shown for frame in frames):
             return shown

@@ -127,7 +127,7 @@ class PageTable:
     def have_alone(self, row: int) -> bool:
         """Writes down that no page of a row lies in others, if none does and all can be written; returns whether."""
         first, own = self.first[row], self.own[row]
-        if own > first and (self.guest[row] > first or self._frames.shares[self.frames_in(row, first, own)].any()):
+        if own > first and (self.guest[row] > first or self._frames.shares[self.pages_in(row, first, own)].any()):
             return False
         self.own[row] = 0
         return True
@@ -159,8 +159,10 @@ class PageTable:
 
     def row_with(self, page: int, number: int) -> int | None:
         """One of them, where it can be read; None: there is no such."""
-        rows = self.rows_with(page, number)
-        return next((row for row in rows if self.ready[row] > page and not self.is_changing(row)), None)
+        for row in self.rows_with(page, number):
+            if self.ready[row] > page and not self.is_changing(row):
+                return row
+        return None
 
     def frame_begin(self, row: int, page: int) -> int:
         """Where the frame begins that reaches over the place before a page; the page, where one begins there."""
