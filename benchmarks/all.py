@@ -1,14 +1,14 @@
 """All benchmarks that one kind of machine runs, one after another, with their results where the report reads them.
 
     python -m benchmarks.all [--kind gpu|gpus|host] [--traces DIR] [--vllm DIR] [--only NAME]... [--skip NAME]...
-                            [--seconds S] [--list]
+                            [--list]
 
 Each has some minutes, and may take twice as many on a slow machine: what is stopped is mostly lost. The next begins
 whatever has become of it, as long as the minutes of all are not over: those of one GPU are 28, and what these have no
-room for runs where there are two, or with `--only`. With `--only`, each that was asked for may take its double, and
-`--seconds` says how long all may take instead. What failed, or was not begun, is named at the end. The first of them
-compiles what others run. A result takes the place of the old one when it is whole; one whose benchmark had to be
-stopped says itself what it misses, if it could still be written.
+room for runs where there are two, or with `--only`. What failed, or was not
+begun, is named at the end. With `--only`, each that was asked for may take its double. The first of them compiles what
+others run. A result takes the place of the old one when it is whole; one whose benchmark had to be stopped says itself
+what it misses, if it could still be written.
 """
 
 from __future__ import annotations
@@ -169,7 +169,6 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Run these.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Run all but these.")] = None,
     vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="In which vLLM is unpacked.")] = None,
-    seconds: Annotated[float | None, typer.Option(min=1, help="For all of them, instead of their minutes.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Say what would run, and for how long at most.")] = False,
 ) -> None:
     """Run all benchmarks of a kind of machine."""
@@ -196,7 +195,7 @@ def main(
     # Scripts begin what they do not wait for with ctrl-C ignored, which what we begin would take over.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     outcomes = []
-    left = seconds or 60 * sum(benchmark.minutes for benchmark in chosen.values()) * (2 if only else 1)
+    left = 60 * sum(benchmark.minutes for benchmark in chosen.values()) * (2 if only else 1)
     for name, benchmark in chosen.items():
         start, own = perf_counter(), benchmark.minutes * 60
         reason = "not begun: the minutes of all are over"
