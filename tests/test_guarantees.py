@@ -20,6 +20,7 @@ from simulated_device import SimulatedDevice, Stream
 
 import vmmkv
 from vmmkv.errors import DriverError, OutOfPagesError
+from vmmkv.memory.frames import LARGE
 from vmmkv.space.mapper import Mapper
 
 TOKENS = 8
@@ -326,6 +327,26 @@ def test_the_page_behind_all_tails_is_nobody_elses(guaranteed: int) -> None:
         vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=pool, zero_tail=True).check()
     owner.check()
     assert owner.sequence(guaranteed * TOKENS).length == guaranteed * TOKENS
+
+
+def test_the_rest_of_a_large_frame_in_which_no_token_is_left_is_not_lent() -> None:
+    """Where the next token needs no new page, the whole frame is used again."""
+    limit, frame = 3 * LARGE, LARGE * TOKENS
+    pool = vmmkv.FramePool(limit * 4096, driver=small_driver("cpu"))
+    owner = vmmkv.KVCache(LAYOUT, 2, 4 * frame, pool=pool, guaranteed=LARGE * 4096)
+    holder = vmmkv.KVCache(LAYOUT, 1, 4 * frame, pool=pool, large_frames=True)
+    other = vmmkv.KVCache(LAYOUT, 2, 4 * frame, pool=pool, large_frames=False)
+    sequence = holder.sequence(frame)
+    middle = frame // 2
+    sequence.truncate(middle)
+    sequence.release_before(middle)  # at the end of a page
+    taken = other.sequence((LARGE + LARGE // 4) * TOKENS)
+    with suppress(OutOfPagesError):
+        holder.extend([sequence], 1)
+    owner.sequence(frame)
+    assert taken.length == (LARGE + LARGE // 4) * TOKENS
+    for cache in owner, holder, other:
+        cache.check()
 
 
 def begin(cache: vmmkv.KVCache, prompts: list[np.ndarray]) -> list[vmmkv.Sequence]:

@@ -173,7 +173,8 @@ def check_counts(rows: Rows) -> None:
             if _is_bound(rows, row):
                 bound_pages.update(each.pages_in(row, behind).tolist())
             else:
-                firm += max(each.end[row] - max(behind, each.own[row]), 0)
+                grown = each.frame_begin(row, behind) if first == end and behind < each.end[row] else behind
+                firm += max(each.end[row] - max(grown, each.first[row], each.own[row]), 0)
     behind_all = len(bound_pages - used_pages)
     ensure(bound == behind_all, f"{bound} pages are said to be bound, {behind_all} are")
     firm += behind_all

@@ -241,7 +241,10 @@ class Books:
             mapped += row_end - row_first
             if row_end > end:
                 behind += row_end - max(end, row_first)
-                open_pages += max(row_end - max(end, row_first, arena.table.own[row]), 0)
+                grown = (
+                    arena.table.frame_begin(row, end) if first == end else end
+                )  # its next token uses the whole frame
+                open_pages += max(row_end - max(grown, row_first, arena.table.own[row]), 0)
                 expected_end = -(-expected * record // self.page_size)
                 spare += max(row_end - max(end, row_first, expected_end), 0)
             brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
