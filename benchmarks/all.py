@@ -1,14 +1,16 @@
 """All benchmarks that one kind of machine runs, one after another, with their results where the report reads them.
 
     python -m benchmarks.all [--kind gpu|gpus|host] [--traces DIR] [--vllm DIR] [--only NAME]... [--skip NAME]...
-                            [--list]
+                            [--older] [--seconds N] [--list]
 
 Each has some minutes, and may take twice as many on a slow machine: what is stopped is mostly lost. The next begins
 whatever has become of it, as long as the minutes of all are not over: those of one GPU are 28, and what these have no
-room for runs where there are two, or with `--only`. What failed, or was not
-begun, is named at the end. With `--only`, each that was asked for may take its double. The first of them compiles what
-others run. A result takes the place of the old one when it is whole; one whose benchmark had to be stopped says itself
-what it misses, if it could still be written.
+room for runs where there are two, or with `--only`. What failed, or was not begun, is named at the end. With `--only`,
+each that was asked for may take its double. With `--seconds` all of them end within so many: what has no room for its
+minutes is not begun, and one that knows a budget gets what is left at most. `--older` leaves those whose result, of
+this machine's GPU, is missing or older than the code that it measures, and begins with the oldest; otherwise the first
+of them compiles what others run. A result takes the place of the old one when it is whole; one whose benchmark had to
+be stopped says itself what it misses, if it could still be written.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ import typer
 
 from vmmkv.cli.output import console, errors, make_table
 
-from .ages import RESULTS, ROOT
+from .ages import RESULTS, ROOT, ages
 from .processes import run_command
 
 
@@ -152,13 +154,13 @@ BENCHMARKS = {
     "batching_ranks": Benchmark(
         Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 150 --rounds 2 --seconds 35 --json"
     ),
-    "scale": Benchmark(Kind.HOST, 15, "-m benchmarks.scale --json"),
-    "prefix_tree": Benchmark(Kind.HOST, 5, "-m benchmarks.prefix_tree --json"),
-    "prefix_trace": Benchmark(Kind.HOST, 20, "-m benchmarks.prefix_trace --trace {mooncake} --json"),
-    "eight_bits": Benchmark(Kind.HOST, 15, "-m benchmarks.eight_bits --json"),
-    "layout_order_waste": Benchmark(Kind.HOST, 5, "-m benchmarks.layout_order --trace {conv} --json"),
-    "fragmentation_ahead": Benchmark(Kind.HOST, 40, "-m benchmarks.fragmentation --trace {conv} --ahead --json"),
-    "fragmentation": Benchmark(Kind.HOST, 90, "-m benchmarks.fragmentation --trace {conv} --json"),
+    "scale": Benchmark(Kind.HOST, 8, "-m benchmarks.scale --json"),
+    "prefix_tree": Benchmark(Kind.HOST, 2, "-m benchmarks.prefix_tree --json"),
+    "prefix_trace": Benchmark(Kind.HOST, 10, "-m benchmarks.prefix_trace --trace {mooncake} --json"),
+    "eight_bits": Benchmark(Kind.HOST, 3, "-m benchmarks.eight_bits --json"),
+    "layout_order_waste": Benchmark(Kind.HOST, 2, "-m benchmarks.layout_order --trace {conv} --json"),
+    "fragmentation_ahead": Benchmark(Kind.HOST, 5, "-m benchmarks.fragmentation --trace {conv} --ahead --json"),
+    "fragmentation": Benchmark(Kind.HOST, 15, "-m benchmarks.fragmentation --trace {conv} --json"),
 }
 """By the name of their result, without the machine's: in the order in which they run."""
 
@@ -169,6 +171,8 @@ def main(
     only: Annotated[list[str] | None, typer.Option(help="Run these.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Run all but these.")] = None,
     vllm: Annotated[Path | None, typer.Option(exists=True, file_okay=False, help="In which vLLM is unpacked.")] = None,
+    older: Annotated[bool, typer.Option("--older", help="Run those whose result is missing or old.")] = False,
+    seconds: Annotated[float | None, typer.Option(min=1, help="That all of them may take together.")] = None,
     show: Annotated[bool, typer.Option("--list", help="Say what would run, and for how long at most.")] = False,
 ) -> None:
     """Run all benchmarks of a kind of machine."""
@@ -185,6 +189,7 @@ def main(
         if (name in only if only else benchmark.kind == kind) and name not in (skip or [])
         if vllm or "{vllm}" not in benchmark.command
     }
+    chosen = outdated(chosen) if older else chosen
     if show:
         rows = [
             (name, benchmark.kind, f"{benchmark.minutes:g}", benchmark.command) for name, benchmark in chosen.items()
@@ -194,25 +199,43 @@ def main(
         return
     # Scripts begin what they do not wait for with ctrl-C ignored, which what we begin would take over.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    outcomes = []
     left = 60 * sum(benchmark.minutes for benchmark in chosen.values()) * (2 if only else 1)
-    for name, benchmark in chosen.items():
-        start, own = perf_counter(), benchmark.minutes * 60
-        reason = "not begun: the minutes of all are over"
-        if left > own / 2:
-            reason = run(name, benchmark, min(2 * own, left), traces.absolute(), vllm)
-        took = perf_counter() - start
-        left -= took
-        outcomes.append((name, f"{took:.0f}", reason or "written"))
-        errors.print(": ".join(outcomes[-1]), highlight=False, markup=False)
+    outcomes = run_all(chosen, seconds or left, seconds is not None, traces.absolute(), vllm)
     console.print(make_table("Benchmarks", ("name", "seconds", ""), outcomes))
     if any(reason != "written" for *_, reason in outcomes):
         raise typer.Exit(1)
 
 
+def outdated(chosen: dict[str, Benchmark]) -> dict[str, Benchmark]:
+    """Those whose result of this machine is missing or older than its code, the oldest first."""
+    known = {age.name: age for age in ages(ROOT)}
+    found = {name: known.get(result_of(name, benchmark).name) for name, benchmark in chosen.items()}
+    dates = {name: age.date if age else "" for name, age in found.items() if age is None or age.changed != []}
+    return {name: chosen[name] for name in sorted(dates, key=dates.__getitem__)}
+
+
+def run_all(
+    chosen: dict[str, Benchmark], left: float, strict: bool, traces: Path, vllm: Path | None
+) -> list[tuple[str, str, str]]:
+    """Runs benchmarks as long as there are seconds left; returns what each took, and what has become of it. Where time
+    is strict, one that knows no budget begins only if all of its minutes are left."""
+    outcomes = []
+    for name, benchmark in chosen.items():
+        start, own = perf_counter(), benchmark.minutes * 60
+        whole = strict and "{seconds}" not in benchmark.command
+        reason = "not begun: too little is left of the time of all"
+        if left >= (own if whole else own / 2):
+            reason = run(name, benchmark, min(2 * own, left), traces, vllm)
+        took = perf_counter() - start
+        left -= took
+        outcomes.append((name, f"{took:.0f}", reason or "written"))
+        errors.print(": ".join(outcomes[-1]), highlight=False, markup=False)
+    return outcomes
+
+
 def run(name: str, benchmark: Benchmark, seconds: float, traces: Path, vllm: Path | None) -> str:
     """Runs a benchmark for so long at most, and puts its result in the place of the old one; says what went wrong."""
-    path = ROOT / RESULTS / f"{name}{suffix(benchmark.kind)}.json"
+    path = result_of(name, benchmark)
     partial = path.with_suffix(".partial")
     missing = [
         file for key, file in TRACES.items() if f"{{{key}}}" in benchmark.command and not (traces / file).exists()
@@ -249,9 +272,14 @@ def unreadable(path: Path) -> str:
         return f"it wrote no result: {error}"
 
 
-def suffix(kind: Kind) -> str:
-    """Of results of this machine: none of those that need no GPU."""
-    return "" if kind == Kind.HOST else f"_{torch.cuda.get_device_name().split()[1].lower()}"
+def result_of(name: str, benchmark: Benchmark) -> Path:
+    """Where its result goes: one of each kind of GPU, or one of all machines if it needs none."""
+    kind = ""
+    if benchmark.kind != Kind.HOST:
+        if not torch.cuda.is_available():
+            raise typer.BadParameter(f"{name}: its result is named after the GPU, and torch sees none")
+        kind = f"_{torch.cuda.get_device_name().split()[1].lower()}"
+    return ROOT / RESULTS / f"{name}{kind}.json"
 
 
 if __name__ == "__main__":

@@ -8,12 +8,14 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import torch
 import typer
 from conftest import ROOT
 from typer.main import get_command
 from typer.testing import CliRunner
 
 from benchmarks import all as every
+from benchmarks.ages import Age
 from benchmarks.report import PLOTS
 from benchmarks.tables import TABLES
 from vmmkv.cli.app import app
@@ -104,6 +106,54 @@ def test_all_together_take_no_longer_than_their_minutes(results: Path, monkeypat
     assert done.exit_code == 1
     assert "stopped after 0.02 minutes" in done.stdout  # twice its own; the next has what is left
     assert "not begun" in done.stdout
+
+
+def test_within_seconds_one_without_a_budget_begins_if_there_is_room_for_all_of_it(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes = 'import json, sys; print(json.dumps({{"environment": sys.argv[1:]}}))'
+    minutes = {"one": (2, "-"), "half": (2.5, "-"), "budgeted": (2.5, "{seconds}"), "far": (5, "{seconds}")}
+    chosen = {
+        name: every.Benchmark(every.Kind.HOST, needed, f"-c '{writes}' {word}")
+        for name, (needed, word) in minutes.items()
+    }
+    monkeypatch.setattr(every, "BENCHMARKS", chosen)
+    done = CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--kind", "host", "--seconds", "125"])
+    assert done.exit_code == 1
+    assert done.stdout.count("not begun") == 2
+    written = {path.stem: json.loads(path.read_text())["environment"] for path in results.glob("[!f]*.json")}
+    assert written.keys() == {"one", "budgeted"}
+    assert 60 < int(written["budgeted"][0]) < 125
+
+
+def test_old_are_those_without_a_result_of_this_gpu_and_those_whose_code_has_changed(
+    results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu, host = every.Kind.GPU, every.Kind.HOST
+    kinds = {"late": gpu, "other_gpu": gpu, "early": gpu, "same": gpu, "unknown": host, "new": host}
+    monkeypatch.setattr(
+        every, "BENCHMARKS", {name: every.Benchmark(kind, 1, "-c pass") for name, kind in kinds.items()}
+    )
+    files = {
+        "late_h100.json": ("2026-03", ["vmmkv.cache"]),
+        "late_h200.json": ("2026-01", []),
+        "other_gpu_h200.json": ("2026-03", []),
+        "early_h100.json": ("2026-01", ["vmmkv.cache"]),
+        "same_h100.json": ("2026-01", []),
+        "same_h200.json": ("2026-01", ["vmmkv.cache"]),
+        "unknown.json": ("2026-02", None),
+        "new.json": ("2026-02", []),
+    }
+    found = [Age(name, date, "", "", changed) for name, (date, changed) in files.items()]
+    monkeypatch.setattr(every, "ages", lambda root: found)
+    with pytest.raises(typer.BadParameter, match="torch sees none"):
+        every.outdated(every.BENCHMARKS)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    assert list(every.outdated(every.BENCHMARKS)) == ["other_gpu", "early", "unknown", "late"]
+    listed = CliRunner(env={"COLUMNS": "200"}).invoke(APP, ["--kind", "gpu", "--older", "--list"]).stdout
+    assert listed.index("other_gpu") < listed.index("early") < listed.index("late")
+    assert "same" not in listed
 
 
 def test_what_runs_can_be_chosen(results: Path) -> None:

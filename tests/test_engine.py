@@ -569,7 +569,8 @@ class Clock:
 def test_requests_wait_for_their_arrival_and_a_deadline_stops_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
     monkeypatch.setattr("benchmarks.engine.engine.perf_counter", clock.look)
-    monkeypatch.setattr("benchmarks.engine.engine.sleep", clock.sleep)
+    monkeypatch.setattr("benchmarks.engine.in_flight.perf_counter", clock.look)
+    monkeypatch.setattr("benchmarks.engine.in_flight.sleep", clock.sleep)
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
     prompts, outputs = random_requests(3, 20, 4)
     run = engine.run(prompts, outputs, [0.0, 0.05, 0.3])
@@ -586,7 +587,9 @@ def test_requests_wait_for_their_arrival_and_a_deadline_stops_the_run(monkeypatc
 
 def test_requests_that_run_at_the_deadline_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
-    monkeypatch.setattr("benchmarks.engine.engine.perf_counter", itertools.count().__next__)
+    count = itertools.count().__next__
+    monkeypatch.setattr("benchmarks.engine.engine.perf_counter", count)
+    monkeypatch.setattr("benchmarks.engine.in_flight.perf_counter", count)
     run = engine.run(*random_requests(3, 20, 100), deadline=60)
     assert run.running[-1] == 3
     assert run.finished == 0

@@ -9,9 +9,8 @@ seen, and may have taken part in one step more.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
-from time import perf_counter, perf_counter_ns, sleep
+from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ import torch
 
 from .attention import ATTENTION, WRITE, Batch, FlashInfer
 from .backend import KVBackend, pinned
+from .in_flight import InFlight
 from .model import Angles, Model
 from .paged import PagedKV
 from .reusing_blocks import ReusingPagedKV
@@ -128,7 +128,6 @@ class Engine:
         sizes, counts = np.array([len(prompt) for prompt in prompts]), np.array(outputs)
         times = np.zeros(len(prompts)) if arrivals is None else np.array(arrivals)
         seen = SeenTokens(prompts, sizes + counts + 1) if self.reuse else None
-        ids = seen.of if seen else None
         schedule = Schedule(
             self.kv,
             sizes,
@@ -136,7 +135,7 @@ class Engine:
             self.max_sequences,
             self.chunk,
             late=self.late,
-            ids=ids,
+            ids=seen.of if seen else None,
             suspend=self.suspend,
             unknown=unknown,
         )
@@ -144,12 +143,12 @@ class Engine:
         if self.use_graphs and not self.graphs:
             self._capture()
         run = Run(times, sizes, counts)
-        begin = perf_counter()
+        flight = InFlight(run, seen)
         try:
-            self._serve(schedule, run, seen, begin, wait, deadline, progress)
+            self._serve(schedule, flight, wait, deadline, progress)
         finally:
             schedule.remove_all()
-        run.seconds = perf_counter() - begin
+        run.seconds = flight.now()
         ends = (sizes + counts + 1).cumsum()
         run.tokens = np.delete(self.tokens[: ends[-1]].cpu().numpy(), ends - 1)
         run.preempted, run.suspensions, run.cached = schedule.preempted, schedule.suspensions, schedule.cached
@@ -158,73 +157,58 @@ class Engine:
         return run
 
     def _serve(
-        self,
-        schedule: Schedule,
-        run: Run,
-        seen: SeenTokens | None,
-        begin: float,
-        wait: bool,
-        deadline: float,
-        progress: Callable[[int], object],
+        self, schedule: Schedule, flight: InFlight, wait: bool, deadline: float, progress: Callable[[int], object]
     ) -> None:
         """Runs steps until all requests have finished, or it is too late."""
-        launched: deque[tuple[torch.cuda.Event | None, Step, torch.Tensor | None]] = deque()
+        run = flight.run
         arrived = finished = 0
-        ended: list[int] = []
-        began = 0.0
-
-        def complete() -> None:
-            """Waits for the oldest step."""
-            nonlocal began
-            event, step, sampled = launched.popleft()
-            if event:
-                event.synchronize()
-            if seen and sampled is not None:
-                seen.take(step.sampled, sampled.numpy())
-            now = perf_counter() - begin
-            ended.extend(run.take_down(step, began, now))
-            began = now
-
         while finished < len(run.arrivals) and perf_counter() < deadline:
-            if schedule.unknown and ended:
-                schedule.remove(ended)
-                finished += len(ended)
+            if schedule.unknown and flight.ended:
+                schedule.remove(flight.ended)
+                finished += len(flight.ended)
                 progress(finished)
-                ended.clear()
+                flight.ended.clear()
                 continue
-            now = perf_counter() - begin
+            now = flight.now()
             there = int(np.searchsorted(run.arrivals, now, "right"))
             schedule.waiting.extend(range(arrived, there))
             arrived = there
             start, managed = perf_counter_ns(), schedule.manager_ns
             step = schedule.next()
             if step is None:
-                if launched:
-                    complete()
+                if flight:
+                    flight.complete()
                 else:
-                    sleep(max(min(run.arrivals[arrived] - now, deadline - perf_counter()), 0))
-                    began = perf_counter() - begin
+                    flight.pause(min(run.arrivals[arrived] - now, deadline - perf_counter()))
                 continue
-            sampled = self._launch(schedule, step)
-            launched.append((self._event(), step, sampled))
-            run.running.append(len(schedule.running))
-            run.waiting.append(len(schedule.waiting))
+            self._begin_step(schedule, step, flight)
             run.host_ns += perf_counter_ns() - start
             if wait:
-                complete()
+                flight.complete()
             start = perf_counter_ns()
             leaving = schedule.advance(step)
             run.host_ns += perf_counter_ns() - start
             run.manager_ns.append(schedule.manager_ns - managed)
             if run.wants_sample(now):
                 run.samples.append((now, self.kv.physical_bytes(), run.running[-1]))
-            if len(launched) > 1:
-                complete()
+            if len(flight) > 1:
+                flight.complete()
             if leaving:
                 finished += len(leaving)
                 progress(finished)
-        while launched:
-            complete()
+        while flight:
+            flight.complete()
+
+    def _begin_step(self, schedule: Schedule, step: Step, flight: InFlight) -> None:
+        """Gives the device a step, and takes down who runs in it."""
+        sampled = self._launch(schedule, step)
+        event = None
+        if self.device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        flight.append(event, step, sampled)
+        flight.run.running.append(len(schedule.running))
+        flight.run.waiting.append(len(schedule.waiting))
 
     def _take_tokens(self, prompts: list[torch.Tensor], totals: npt.NDArray[np.int64]) -> None:
         """Lays the tokens of all requests out, each in so many places."""
@@ -236,13 +220,6 @@ class Engine:
         for offset, prompt in zip(self.offsets.tolist(), prompts):
             tokens[offset : offset + len(prompt)] = prompt
         self.tokens[: len(tokens)] = tokens.to(self.device)
-
-    def _event(self) -> torch.cuda.Event | None:
-        if self.device.type != "cuda":
-            return None
-        event = torch.cuda.Event()
-        event.record()
-        return event
 
     # ------------------------------------------------------------------ steps
 
