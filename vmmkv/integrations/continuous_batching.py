@@ -2,7 +2,7 @@
 `transformers serve` as always.
 
 Scheduler, streaming, logits processors and the server are transformers'; a request is a sequence here. What is known of
-their insides is in `batching_seam`.
+their insides is in `batching`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from ..memory.pool import FramePool
 from ..model_config import kv_dtype_from_name
 from .attention import can_attend
 from .batch import check_size
-from .batching_seam import NAME as NAME
-from .batching_seam import check_version, put_on_rows, take_off_rows
+from .batching import check_version
+from .batching.attention import NAME as NAME
+from .batching.model import put_on_rows, take_off_rows
 from .request_checks import check_positions
 from .row_caches import Options
 from .row_groups import not_for_rows
