@@ -40,7 +40,8 @@ from ..layout import DTYPES
 from ..memory.pool import FramePool
 from ..model_config import kv_dtype_from_name
 from .batch import Limits
-from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
+from .compiled_group import CompiledLayerGroup
+from .compiled_layers import VmmCompiledLayer, VmmCompiledSlidingWindowLayer
 from .extents import Passes
 from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer, forget_states, indexed_layer
 from .layer_group import LayerGroup, check_kv
