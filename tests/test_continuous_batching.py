@@ -1279,7 +1279,7 @@ def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeyp
         model.init_continuous_batching(**config(page_size=1))
     assert model.config._attn_implementation == "eager"
     rows.disable(model)
-    monkeypatch.setattr(transformers, "__version__", "6.0.1")
+    monkeypatch.setattr(batching.transformers, "__version__", "6.0.1")
     with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"):
         rows.enable(model)
     monkeypatch.undo()

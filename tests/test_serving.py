@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, cast
 import openai
 import pytest
 import torch
-import transformers
 import typer
 from conftest import soon
 from prometheus_client.parser import text_string_to_metric_families
@@ -35,7 +34,7 @@ from typer.testing import CliRunner
 
 import vmmkv
 from vmmkv.cli.app import app
-from vmmkv.integrations import serving
+from vmmkv.integrations import batching, serving
 from vmmkv.integrations.batching.sampling import OneTemperatureEach
 
 NEW = 24
@@ -423,7 +422,7 @@ def test_what_transformers_does_not_batch_stays_with_it() -> None:
 
 def test_a_server_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version, names that have moved, and a library that is missing."""
-    monkeypatch.setattr(transformers, "__version__", "6.0.1")
+    monkeypatch.setattr(batching.transformers, "__version__", "6.0.1")
     with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"), server():
         pass
     monkeypatch.undo()
