@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
-import importlib.util
+import importlib
 import sys
 import threading
 import time
@@ -33,10 +33,14 @@ from transformers.generation.continuous_batching.requests import RequestStatus, 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import vmmkv
-from vmmkv.integrations import batching_seam, row_groups
+from vmmkv.integrations import batching, row_groups
 from vmmkv.integrations import continuous_batching as rows
-from vmmkv.integrations.batching_config import decode_sizes
-from vmmkv.integrations.batching_seam import RowProcessor
+from vmmkv.integrations.batching.attention import attend_rows
+from vmmkv.integrations.batching.cache import RowCache
+from vmmkv.integrations.batching.config import decode_sizes
+from vmmkv.integrations.batching.inputs import SEQUENCES
+from vmmkv.integrations.batching.manager import RowManager
+from vmmkv.integrations.batching.scheduler import RowScheduler
 from vmmkv.integrations.idle_memory import IdleMemory
 from vmmkv.integrations.pool_turns import PoolTurn
 from vmmkv.integrations.request_checks import AtMost, check_same
@@ -228,9 +232,9 @@ def test_it_is_ours_that_runs_and_theirs_afterwards(model: PreTrainedModel, monk
     rows.enable(model, pool=pool(100))
     with Served(model) as served:
         served.check(expected)
-        assert isinstance(served.manager.batch_processor.cache, batching_seam.RowCache)
+        assert isinstance(served.manager.batch_processor.cache, RowCache)
     rows.disable(model)
-    monkeypatch.setattr(batching_seam.RowCache, "__init__", None)
+    monkeypatch.setattr(RowCache, "__init__", None)
     check_batch(model, expected, num_blocks=50, page_size=16, max_memory_percent=0.9)
 
 
@@ -592,7 +596,7 @@ def test_models_that_wait_for_each_others_memory_take_turns() -> None:
     hands = [ByHand(each, max_batch_tokens=2, allow_block_sharing=False) for each in models]
     for hand, wanted in zip(hands, expected):
         hand.manager.add_request(wanted.prompt)
-    with patch.object(RowProcessor, "_give_way", autospec=True, side_effect=RowProcessor._give_way) as give_way:
+    with patch.object(RowScheduler, "give_way", autospec=True, side_effect=RowScheduler.give_way) as give_way:
         is_busy = True
         while is_busy and give_way.call_count <= 2:
             found = [hand.step() for hand in hands]
@@ -798,7 +802,7 @@ def test_logits_are_those_of_requests_though_a_batch_is_padded(captures: tuple[s
     try:
         with Served(model, use_cuda_graph=(False, True), max_batch_tokens=512, max_requests_per_batch=256) as served:
             served.check(expected)
-        assert max(computed) <= batching_seam.SEQUENCES
+        assert max(computed) <= SEQUENCES
     finally:
         watch.remove()
         rows.disable(model)
@@ -1133,7 +1137,7 @@ def test_a_manager_that_was_kept_is_gone_with_its_rows(model: PreTrainedModel) -
     model.generate_batch([[5] * 9], persistent_manager=True, **config())
     rows.disable(model)
     with Served(model, num_blocks=50, page_size=16, max_memory_percent=0.9) as served:
-        assert not isinstance(served.manager, batching_seam.RowManager)
+        assert not isinstance(served.manager, RowManager)
 
 
 def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> None:
@@ -1220,7 +1224,7 @@ def test_layers_that_tell_a_cache_nothing_of_their_batch_are_refused() -> None:
     with pytest.raises(vmmkv.UnsupportedAttentionError, match=r"layer 3 hands K and V .* on rows or without"):
         probe.update(states, states, 3)
     with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
-        batching_seam.attend_rows(None, states, states, states, None, cache=probe)
+        attend_rows(None, states, states, states, None, cache=probe)
 
 
 def test_models_that_ask_their_cache_for_more_than_rows_know_are_refused(model: PreTrainedModel) -> None:
@@ -1275,11 +1279,11 @@ def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeyp
         model.init_continuous_batching(**config(page_size=1))
     assert model.config._attn_implementation == "eager"
     rows.disable(model)
-    monkeypatch.setattr(batching_seam.transformers, "__version__", "6.0.1")
+    monkeypatch.setattr(batching.transformers, "__version__", "6.0.1")
     with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"):
         rows.enable(model)
     monkeypatch.undo()
-    monkeypatch.setattr(batching_seam, "their_api", _moved())
+    monkeypatch.setattr(batching.model, "their_api", _moved())
     with pytest.raises(vmmkv.UnsupportedError, match="does not use ContinuousBatchingManager any more"):
         rows.enable(model)
     assert "init_continuous_batching" not in vars(model)
@@ -1310,8 +1314,7 @@ def test_attention_on_rows_is_for_continuous_batching_alone(model: PreTrainedMod
 
 def test_a_transformers_without_what_is_known_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.cache_allocators", None)
-    again = importlib.util.spec_from_file_location("vmmkv.integrations.again", batching_seam.__file__)
-    assert again is not None
-    assert again.loader is not None
+    for name in [name for name in sys.modules if name.startswith(batching.__name__)]:
+        monkeypatch.delitem(sys.modules, name)
     with pytest.raises(vmmkv.UnsupportedError, match=r"no continuous batching that is known here .*install one of 5"):
-        again.loader.exec_module(importlib.util.module_from_spec(again))
+        importlib.import_module(batching.__name__)

@@ -22,8 +22,8 @@ from transformers.generation.continuous_batching import (
     offloading_manager,
 )
 
-from vmmkv.integrations import batching_seam
 from vmmkv.integrations import continuous_batching as rows
+from vmmkv.integrations.batching import cache
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -43,7 +43,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "Event", AtOnce)
     monkeypatch.setattr(input_outputs, "create_device_stream", AtOnce)
     monkeypatch.setattr(input_outputs.ContinuousBatchingAsyncIOs, "_supported_device_types", ("cpu",))
-    for module in (continuous_api, input_outputs, model_runner, offloading_manager, batching_seam):
+    for module in (continuous_api, input_outputs, model_runner, offloading_manager, cache):
         monkeypatch.setattr(module, "stream_context", lambda stream: nullcontext())
 
 

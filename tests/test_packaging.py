@@ -190,6 +190,18 @@ def test_imports_point_downwards() -> None:
     assert set().union(*found) == UPWARDS
 
 
+def test_the_insides_of_continuous_batching_are_known_in_one_place() -> None:
+    """What transformers changes there is looked for in one package."""
+    insides, place = "transformers.generation.continuous_batching", "vmmkv.integrations.batching"
+    users = {
+        name
+        for name, path in SOURCES.items()
+        if any(each.startswith(insides) for each in imported(path.read_text(), name, path.name == "__init__.py"))
+    }
+    assert users
+    assert all(name.startswith(f"{place}.") for name in users), users
+
+
 def test_kernels_know_nothing_of_vmmkv() -> None:
     for name, path in SOURCES.items():
         if layer(name) == "kernels":

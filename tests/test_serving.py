@@ -34,7 +34,8 @@ from typer.testing import CliRunner
 
 import vmmkv
 from vmmkv.cli.app import app
-from vmmkv.integrations import batching_seam, serving, serving_requests
+from vmmkv.integrations import batching, serving
+from vmmkv.integrations.batching.sampling import OneTemperatureEach
 
 NEW = 24
 """Tokens of an answer."""
@@ -360,7 +361,7 @@ def test_requests_of_one_batch_are_sampled_each_in_its_own_way() -> None:
     scores = torch.randn(64, 50)
     scores[::2] = scores[::2].round()  # many are alike
     temperatures = torch.rand(64).where(torch.arange(64) % 4 < 2, 0.0) + 1e-30
-    alone = serving_requests.OneTemperatureEach(TemperatureLogitsWarper(0.5))(scores, temperatures.view(torch.int32))
+    alone = OneTemperatureEach(TemperatureLogitsWarper(0.5))(scores, temperatures.view(torch.int32))
     drawn = alone.softmax(-1)
     expected = (scores.double() / temperatures.double()[:, None]).softmax(-1)
     is_drawn = temperatures > 1e-29
@@ -421,7 +422,7 @@ def test_what_transformers_does_not_batch_stays_with_it() -> None:
 
 def test_a_server_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another version, names that have moved, and a library that is missing."""
-    monkeypatch.setattr(batching_seam.transformers, "__version__", "6.0.1")
+    monkeypatch.setattr(batching.transformers, "__version__", "6.0.1")
     with pytest.raises(vmmkv.UnsupportedError, match=r"6\.0\.1 is not among the versions"), server():
         pass
     monkeypatch.undo()

@@ -674,7 +674,7 @@ def test_a_compiled_pass_that_fails_in_the_middle(device: str, monkeypatch: pyte
     cache = vmm_cache(model.config, device, compile=True)
     config = CompileConfig(fullgraph=True, backend="eager", mode=None)
     config._compile_all_devices = True
-    calls, module = 0, sys.modules["vmmkv.integrations.compiled_layers"]
+    calls, module = 0, sys.modules["vmmkv.integrations.row_writes"]
     can_append = module.can_append
 
     def fail_in_the_middle(*kv: torch.Tensor) -> bool:

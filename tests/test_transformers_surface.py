@@ -280,6 +280,7 @@ def test_another_dtype_after_a_reset(config: PreTrainedConfig) -> None:
         ((None,), {}, vmmkv.ArgumentError, r"max_seq_len=None.*VmmCache\(model.config, max_seq_len\)"),
         (("4096",), {}, vmmkv.ArgumentError, "max_seq_len='4096'.*whole number"),
         ((4096.0,), {}, vmmkv.ArgumentError, "max_seq_len=4096.0"),
+        ((True,), {}, vmmkv.ArgumentError, "max_seq_len=True.*whole number"),
         ((-5,), {}, vmmkv.LayoutError, "max_seq_len=-5"),
         ((0,), {}, vmmkv.LayoutError, "max_seq_len=0"),
         ((100,), {"max_batch_size": 0}, vmmkv.LayoutError, "max_batch_size=0"),

@@ -10,7 +10,7 @@ import pytest
 import transformers
 from conftest import ROOT, run_python
 
-from vmmkv.integrations.batching_seam import TESTED
+from vmmkv.integrations.batching import TESTED
 
 BATCHING = "test_all_kinds_of_models_give_the_tokens_of"
 TESTS = [

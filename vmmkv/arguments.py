@@ -36,6 +36,19 @@ def check_shape(layout: KVLayout, max_sequences: int, max_seq_len: int, int32_st
     return max_sequences, max_seq_len
 
 
+def check_size(name: str, value: object, least: int = 1) -> int:
+    """Returns a size.
+
+    Raises:
+        ArgumentError: it is no whole number.
+        LayoutError: it is less than `least`.
+    """
+    number = as_index(name, value)
+    if number < least:
+        raise LayoutError(f"asked for {name}={shown(number)}; it is at least {least}")
+    return number
+
+
 def not_negative(name: str, value: object) -> int:
     """Returns a whole number of tokens, from 0 on.
 

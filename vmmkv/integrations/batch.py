@@ -11,7 +11,6 @@ they hold more. What was cut short is put right by the next change.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,8 +18,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..arguments import check_size
 from ..cache import KVCache
-from ..errors import ArgumentError, LayoutError, OutOfRowsError, ReleasedTokensError, UseAfterFreeError, VmmkvError
+from ..errors import OutOfRowsError, ReleasedTokensError, UseAfterFreeError, VmmkvError
 from ..layout import KVLayout
 from ..memory.pool import FramePool
 from ..sequence import Sequence, check_length
@@ -60,22 +60,6 @@ class Limits:
         for name, least in (("max_seq_len", 1), ("max_batch_size", 1), ("lookahead", 0)):
             if (size := getattr(self, name)) is not None or least:
                 object.__setattr__(self, name, check_size(name, size, least))
-
-
-def check_size(name: str, size: object, least: int = 1) -> int:
-    """A size that was given under a name.
-
-    Raises:
-        ArgumentError: it is no whole number.
-        LayoutError: it is less than `least`.
-    """
-    try:
-        number = operator.index(size)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(f"got {name}={size!r}; it must be a whole number") from None
-    if number < least:
-        raise LayoutError(f"asked for {name}={number}; it is at least {least}")
-    return number
 
 
 class Place(NamedTuple):

@@ -2,7 +2,7 @@
 `transformers serve` as always.
 
 Scheduler, streaming, logits processors and the server are transformers'; a request is a sequence here. What is known of
-their insides is in `batching_seam`.
+their insides is in `batching`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import inspect
 
 from transformers import PreTrainedModel
 
+from ..arguments import check_size
 from ..errors import ArgumentError
-from ..memory.budget import parse_bytes
-from ..memory.owner import check_given
 from ..memory.pool import FramePool
 from ..model_config import kv_dtype_from_name
 from .attention import can_attend
-from .batch import check_size
-from .batching_seam import NAME as NAME
-from .batching_seam import check_version, put_on_rows, take_off_rows
+from .batching import check_version
+from .batching.attention import NAME as NAME
+from .batching.model import put_on_rows, take_off_rows
+from .pools import check_memory
 from .request_checks import check_positions
 from .row_caches import Options
 from .row_groups import not_for_rows
@@ -63,24 +63,16 @@ def enable(
     """
     check_version()
     _check_model(model)
-    if pool is not None:
-        check_given(pool)
-        if max_bytes is not None:
-            raise ArgumentError(
-                f"got max_bytes={max_bytes!r} beside a pool, which has a limit; give it to the FramePool"
-            )
-    if max_bytes is not None:
-        parse_bytes(max_bytes, free=0)
+    check_memory(pool, max_bytes=max_bytes)
     if not idle_seconds >= 0:
         raise ArgumentError(f"got idle_seconds={idle_seconds!r}; it must be 0 or more, or infinity for never")
     if max_seq_len is None:
         max_seq_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if max_seq_len is None:
         raise ArgumentError("got no max_seq_len, and the model's config names no max_position_embeddings; give one")
-    kept_dtype = kv_dtype_from_name(kv_dtype)
-    options = Options(max_bytes, pool, check_size("max_seq_len", max_seq_len), idle_seconds, kept_dtype)
-    check_positions(model, options.max_seq_len)
-    put_on_rows(model, options)
+    max_seq_len, kept_dtype = check_size("max_seq_len", max_seq_len), kv_dtype_from_name(kv_dtype)
+    check_positions(model, max_seq_len)
+    put_on_rows(model, Options(max_bytes, pool, max_seq_len, idle_seconds, kept_dtype))
 
 
 def disable(model: PreTrainedModel) -> None:

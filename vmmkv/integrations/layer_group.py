@@ -25,14 +25,13 @@ from ..errors import (
 )
 from ..layout import KVLayout
 from .batch import Batch, Limits
+from .equal_rows import equal_neighbours
 from .extents import Extent, Passes, unfinished
 from .pools import Pools
 from .scaled_states import ScaledStates, check_quantizable
 
 _SAVED_AS = {torch.float8_e4m3fn: torch.uint8, torch.float8_e5m2: torch.uint8}
 """What dtypes are pickled as that torch does not unpickle."""
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""What numbers of so many bytes are compared as: a NaN equals itself, and 0 is not -0."""
 
 
 def check_kv(layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -324,8 +323,7 @@ class LayerGroup:
 
     def share_prompts(self) -> None:
         """Has neighbouring sequences that hold the same bytes share pages, once behind a pass of more than a page: less
-        fills none. `generate` repeats a prompt for each beam, and for each sequence that it is to return. It comes
-        before the next pass: all layers have written, and beams have been put into order.
+        fills none. It comes before the next pass: all layers have written, and beams have been put into order.
 
         Raises:
             DriverError: as in `Batch.share`. Where there is no memory for it nothing is shared.
@@ -338,22 +336,8 @@ class LayerGroup:
         if not (self._are_alike() and self._can_share()):
             return
         with suppress(OutOfPagesError, DriverOutOfMemoryError, torch.OutOfMemoryError):
-            newest = _bits(batch.parts(self.num_layers - 1, last.rows, last.end - 1, last.end)[0])
-            source = 0
-            for row, looks_alike in enumerate((newest[1:] == newest[:-1]).flatten(1).all(1).tolist(), start=1):
-                if looks_alike and self._are_equal(source, row):
-                    batch.share(row, source)
-                else:
-                    source = row
-
-    def _are_equal(self, row: int, other: int) -> bool:
-        """Whether two rows hold the same bytes of all tokens that layers hold."""
-        return all(
-            torch.equal(_bits(states[row]), _bits(states[other]))
-            for layer, extent in enumerate(self._extents)
-            if extent.rows
-            for states in self._held().parts(layer, extent.rows, extent.first, extent.end)
-        )
+            for row, source in equal_neighbours(batch, self._extents):
+                batch.share(row, source)
 
     def select(self, layer: int, indices: torch.Tensor) -> None:
         """Makes the layer's i-th sequence what its `indices[i]`-th was. A copy of its K, or V, is made meanwhile.
@@ -466,11 +450,6 @@ class LayerGroup:
                 extent = self._extents[index]
                 for states, new in zip(self.batch.parts(index, extent.rows, extent.first, extent.end), saved):
                     states.copy_(new.view(states.dtype))
-
-
-def _bits(states: torch.Tensor) -> torch.Tensor:
-    """The same memory as whole numbers."""
-    return states.view(_BITS[states.itemsize])
 
 
 def check_autograd(keys: torch.Tensor, values: torch.Tensor) -> None:

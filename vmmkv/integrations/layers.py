@@ -221,14 +221,31 @@ class VmmLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return 0
 
 
-class VmmSlidingWindowLayer(VmmLayer):  # type: ignore[no-untyped-call]
-    """One layer of a `VmmCache` whose tokens attend to `sliding_window` tokens, themselves included.
+class Sliding:
+    """What layers have in common whose tokens attend to `sliding_window` tokens, themselves included.
 
     Attributes:
         record_past: keep what the window leaves behind, until the next `crop`.
     """
 
     is_sliding = True
+    sliding_window: int
+    record_past: bool
+
+    def activate_past_recording(self) -> None:
+        """From now on tokens may be dropped with `crop` although the window has moved on."""
+        self.record_past = True
+
+    def get_max_length(self) -> int:
+        """The window, as in transformers."""
+        return self.sliding_window
+
+    def _first_visible(self, length: int) -> int:
+        return max(length - self.sliding_window + 1, 0)
+
+
+class VmmSlidingWindowLayer(Sliding, VmmLayer):  # type: ignore[no-untyped-call]
+    """One layer of a `VmmCache` with a sliding window."""
 
     def __init__(self, group: LayerGroup, layer_idx: int, sliding_window: int) -> None:
         super().__init__(group, layer_idx)
@@ -245,10 +262,6 @@ class VmmSlidingWindowLayer(VmmLayer):  # type: ignore[no-untyped-call]
         """What `DynamicCache(iter(cache))` knows a window by."""
         return torch.tensor(self.sliding_window)
 
-    def activate_past_recording(self) -> None:
-        """From now on tokens may be dropped with `crop` although the window has moved on."""
-        self.record_past = True
-
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,10 +274,3 @@ class VmmSlidingWindowLayer(VmmLayer):  # type: ignore[no-untyped-call]
         first = self._first_visible(key_states.shape[-2])
         self._write(key_states[:, :, first:], value_states[:, :, first:], first)
         return key_states, value_states
-
-    def get_max_length(self) -> int:
-        """The window, as in transformers."""
-        return self.sliding_window
-
-    def _first_visible(self, length: int) -> int:
-        return max(length - self.sliding_window + 1, 0)

@@ -10,11 +10,30 @@ from typing import Any, Self
 
 import torch
 
+from ..arguments import check_size
 from ..errors import ArgumentError, DeviceError
 from ..memory.budget import parse_bytes
 from ..memory.owner import check_given
 from ..memory.pool import FramePool
-from .batch import check_size
+
+
+def check_memory(pool: FramePool | None, *, max_bytes: float | str | None, page_size: int | None = None) -> None:
+    """Checks what K and V are to lie on: a pool, or one that is made with a limit, and pages.
+
+    Raises:
+        ArgumentError: the pool is none, or another cache's own, or has others beside it, of which it has its own.
+        BudgetError: the limit cannot be one, on any device.
+    """
+    if pool is not None:
+        check_given(pool)
+        asked = {"max_bytes": max_bytes, "page_size": page_size}
+        told = [f"{name}={value!r}" for name, value in asked.items() if value is not None]
+        if told:
+            raise ArgumentError(
+                f"got {' and '.join(told)} beside a pool, which has its own; give the FramePool what it is to have"
+            )
+    if max_bytes is not None:
+        parse_bytes(max_bytes, free=0)
 
 
 class Pools:
@@ -32,15 +51,7 @@ class Pools:
     """
 
     def __init__(self, max_bytes: float | str | None, page_size: int | None, given: FramePool | None) -> None:
-        if given is not None:
-            check_given(given)
-            if (max_bytes, page_size) != (None, None):
-                raise ArgumentError(
-                    f"got max_bytes={max_bytes!r} and page_size={page_size!r} beside a pool, which has its own; give "
-                    "them to the FramePool"
-                )
-        if max_bytes is not None:
-            parse_bytes(max_bytes, free=0)
+        check_memory(given, max_bytes=max_bytes, page_size=page_size)
         self._max_bytes = max_bytes
         self._page_size = None if page_size is None else check_size("page_size", page_size)
         self._given = given

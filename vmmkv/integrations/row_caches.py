@@ -14,6 +14,7 @@ from ..cache import KVCache
 from ..memory.pool import FramePool
 from ..space.arena import ADDRESS_LIMIT
 from .row_groups import Group, devices_of
+from .row_ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -28,15 +29,37 @@ class Options:
 
 
 def make_caches(
-    options: Options, groups: list[Group], budget: Callable[[int], float | str], requests: int, host_bytes: int
+    options: Options,
+    groups: list[Group],
+    budget: Callable[[int], float | str],
+    requests: int,
+    host_bytes: int,
+    ranks: Ranks,
 ) -> list[KVCache]:
-    """Makes the caches of all groups.
+    """Makes the caches of all groups, which may take as much in every process.
 
     Args:
         budget: the most that they may take on a device where a token has so many bytes, where nobody has said it.
         requests: how many should have a row at a time.
         host_bytes: what may be moved to the host.
+        ranks: the processes.
     """
+    caches: list[KVCache] = []
+
+    def make() -> int:
+        caches[:] = _caches_here(options, groups, budget, requests, host_bytes)
+        return caches[0].pool.limit_pages
+
+    here, least = ranks.attempt(make)
+    if options.pool is None and least < here:
+        caches[0].pool.set_limit(int(least) * caches[0].pool.page_size)
+    return caches
+
+
+def _caches_here(
+    options: Options, groups: list[Group], budget: Callable[[int], float | str], requests: int, host_bytes: int
+) -> list[KVCache]:
+    """Makes the caches of this process."""
     pools: dict[torch.device, FramePool] = {}
     for device in devices_of(groups):
         limit = options.max_bytes

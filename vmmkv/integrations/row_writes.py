@@ -1,4 +1,4 @@
-"""K and V as transformers has them, written into rows by the append kernel.
+"""K and V as transformers has them, written into rows, by the append kernel where it can.
 
 One launch, whatever the strides: torch's `copy_` counts in 32 bits, and cuts a write to rows that are gigabytes apart
 into one launch per row, for K and for V.
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from ..errors import StreamCaptureError
 from ..kernels import append
 from ..kernels.checks import ALIGNMENT
 from ..kernels.row_append import append_behind, bind_append
@@ -97,7 +98,7 @@ def append_rows(
     append(k, v, k_rows, v_rows, row_numbers, starts, cu_seqlens, k_scales=k_scales, v_scales=v_scales)
 
 
-def append_rows_behind(
+def write_rows(
     keys: torch.Tensor,
     values: torch.Tensor,
     k_rows: torch.Tensor,
@@ -106,9 +107,28 @@ def append_rows_behind(
     lengths: torch.Tensor,
     limit: torch.Tensor,
 ) -> None:
-    """The same behind the `lengths` tokens that rows hold, up to `limit`, as in `append_behind`."""
-    k, v, cu_seqlens = _one_after_another(keys, values)
-    append_behind(k, v, k_rows, v_rows, row_numbers, lengths, limit, cu_seqlens)
+    """Writes K and V likewise behind the `lengths` tokens of each row, int32 `[batch]`, and counts them there. None may
+    come to lie behind `limit`, int32 `[1]`: on the CPU that is an error, on a GPU the device stops.
+    """
+    if can_append(keys, values):
+        k, v, cu_seqlens = _one_after_another(keys, values)
+        append_behind(k, v, k_rows, v_rows, row_numbers, lengths, limit, cu_seqlens)
+        return
+    token = lengths[:1] + torch.arange(keys.shape[2], device=keys.device)
+    fits = (token < limit).all()
+    if not (fits.is_cuda or fits):
+        raise StreamCaptureError(
+            f"a forward pass that was compiled by hand would write up to token {int(token[-1])}; there is room for "
+            f"{int(limit)}: call cache.reserve(seq_len) with the length that sequences will reach"
+        )
+    torch._assert_async(fits, "there is no room for the tokens of this forward pass: cache.reserve(seq_len) makes it")
+    k_rows.index_copy_(1, token, keys.transpose(1, 2))
+    v_rows.index_copy_(1, token, values.transpose(1, 2))
+    lengths += keys.shape[2]
+
+
+# To compilers it is one operation that writes into rows: they would take the copies apart, and copy whole rows.
+torch.library.custom_op("vmmkv::write_rows", write_rows, mutates_args=("k_rows", "v_rows", "lengths"))
 
 
 def _one_after_another(

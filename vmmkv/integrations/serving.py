@@ -10,7 +10,6 @@ This file is all that knows how that server is made. Some names mean something e
 
 from __future__ import annotations
 
-import copy
 import functools
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -24,7 +23,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
-from transformers import ContinuousBatchingConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.cli.serve import Serve
 from transformers.cli.serving import chat_completion as their_chat
 from transformers.cli.serving import completion as their_completion
@@ -33,7 +32,6 @@ from transformers.cli.serving import server as their_server
 from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager, GenerationState, Modality
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 
 from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError
 from ..memory.budget import parse_bytes
@@ -41,9 +39,10 @@ from ..metrics import PoolCollector
 from ..model_config import kv_dtype_from_name
 from ..publication import publish
 from . import serving_fields
-from .batching_seam import check_version
+from .batching import check_version
+from .batching.sampling import sampling, sampling_manager
 from .continuous_batching import enable
-from .serving_requests import OneTemperatureEach, RowHandler, UnknownModelError, config_of_batch, sampling
+from .serving_requests import RowHandler, UnknownModelError
 from .with_names import with_names
 
 HANDLERS = (
@@ -162,20 +161,7 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
 
     def _try_manager(self, model: Any) -> None:
         """Makes a manager and drops it: so what is refused is refused before the first request."""
-        batch_manager(model, self._cb_config).destroy()
-
-
-def batch_manager(model: Any, config: ContinuousBatchingConfig | None) -> Any:
-    """A manager of a model's batches, whose generation config is the model's own, but that each request is sampled in
-    its own way."""
-    config = copy.deepcopy(config) or ContinuousBatchingConfig()
-    config.per_request_processors = True
-    manager = model.init_continuous_batching(config_of_batch(model.generation_config), config)
-    processors = manager.logit_processor.logits_processor
-    for at, each in enumerate(processors):
-        if isinstance(each, ContinuousBatchingTemperatureLogitsWarper):
-            processors[at] = OneTemperatureEach(cast(Any, each))
-    return manager
+        sampling_manager(model, self._cb_config).destroy()
 
 
 class SampledManager:
@@ -199,15 +185,14 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     def init_cb(self, model: Any, gen_config: Any) -> None:
         """Starts the model's batches, which have nothing of the request that is the first."""
         if self._cb is None:
-            self._cb = batch_manager(model, self._cb_config)
+            self._cb = sampling_manager(model, self._cb_config)
             self._cb.start()
 
     def _for_one(self, gen_config: Any) -> CBGenerateManager:
         """This, as it is for a request."""
         assert self._cb is not None
         one = CBGenerateManager(self._cb_config)
-        told = sampling(gen_config, self._cb.logit_processor.supported_keys)
-        one._cb = cast(Any, SampledManager(self._cb, told))
+        one._cb = cast(Any, SampledManager(self._cb, sampling(self._cb, gen_config)))
         return one
 
     def generate_streaming(

@@ -1,24 +1,21 @@
-"""What clients ask of the server: how each request is sampled, and what no batch does for one of its requests."""
+"""What clients ask of the server, and what no batch does for one of its requests."""
 
 from __future__ import annotations
 
-import copy
 import json
 import traceback
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
 
-import torch
 from fastapi import HTTPException
 from transformers import GenerationConfig
 from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import BaseHandler, Modality, split_model_id
-from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingTemperatureLogitsWarper
 from transformers.utils.hub import cached_file
 
 from ..errors import ArgumentError, UnsupportedError, VmmkvError
-from .request_checks import LEAST_TEMPERATURE, NOT_IN_BATCHES, AtMost
+from .request_checks import NOT_IN_BATCHES, AtMost
 from .serving_fields import TEXT, Fields, Message, OwnConfig, without_null
 
 HEEDED = {
@@ -224,41 +221,3 @@ def own_config(given: str | None, of_model: GenerationConfig) -> dict[str, Any]:
                 f"{shared!r}. Of its own a request has {', '.join(sorted(PER_REQUEST))}"
             )
     return own
-
-
-def config_of_batch(of_model: GenerationConfig) -> GenerationConfig:
-    """The generation config of a batch whose requests are sampled each in its own way. `top_k` and `top_p` sort a
-    vocabulary, and are there if the model's own config has them."""
-    config = copy.deepcopy(of_model)
-    config.do_sample, config.num_return_sequences = True, 1
-    config.temperature = 0.5  # each request has its own; for 1.0 there would be no processor
-    return config
-
-
-def sampling(config: GenerationConfig, supported: Mapping[str, type]) -> dict[str, Any]:
-    """How a request is sampled, as `add_request` is told.
-
-    Raises:
-        UnsupportedError: the model's batches have none of what it asks for.
-    """
-    if not config.do_sample:
-        return {"temperature": LEAST_TEMPERATURE}
-    numbers = {"temperature": 1.0 if config.temperature is None else config.temperature}
-    numbers |= {name: getattr(config, name) for name in ("top_k", "top_p") if getattr(config, name) is not None}
-    for name, neutral in {"top_k": 0, "top_p": 1}.items():
-        if name not in supported and numbers.get(name, neutral) != neutral:
-            raise UnsupportedError(
-                f"asked for {name}={numbers[name]}; this model's generation_config.json has none, and the server sorts "
-                f"vocabularies for none of its requests. Put {name} there, or leave it out"
-            )
-    return {name: supported[name](value) for name, value in numbers.items() if name in supported}
-
-
-class OneTemperatureEach(ContinuousBatchingTemperatureLogitsWarper):  # type: ignore[misc, unused-ignore]
-    """Divides logits by the temperature of their request. Of one that is not to be sampled the likeliest token alone
-    is left: the first of several, as without sampling."""
-
-    def __call__(self, scores: torch.Tensor, tensor_arg: torch.Tensor) -> torch.Tensor:
-        temperatures = tensor_arg[: scores.shape[0]].view(torch.float32)[:, None]
-        alone = torch.full_like(scores, -torch.inf).scatter_(-1, scores.argmax(-1, keepdim=True), 0.0)
-        return torch.where(temperatures > LEAST_TEMPERATURE, scores / temperatures, alone)

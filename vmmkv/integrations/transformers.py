@@ -40,7 +40,8 @@ from ..layout import DTYPES
 from ..memory.pool import FramePool
 from ..model_config import kv_dtype_from_name
 from .batch import Limits
-from .compiled_layers import CompiledLayerGroup, VmmCompiledLayer, VmmCompiledSlidingWindowLayer
+from .compiled_group import CompiledLayerGroup
+from .compiled_layers import VmmCompiledLayer, VmmCompiledSlidingWindowLayer
 from .extents import Passes
 from .hybrid_layers import INDEXED, VmmHybridLayer, VmmHybridSlidingWindowLayer, forget_states, indexed_layer
 from .layer_group import LayerGroup, check_kv
@@ -124,12 +125,7 @@ class VmmCache(DynamicCache):
         offloading: bool = False,
     ) -> None:
         if not isinstance(config, PreTrainedConfig) or max_seq_len is None:
-            raise ArgumentError(
-                f"got a {type(config).__name__} as config, and max_seq_len={max_seq_len!r}; make a cache by "
-                "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. What makes caches of "
-                "the same type by itself (T5Gemma for its cross-attention, RAG for beams, torch.nn.DataParallel) "
-                "knows neither: give it a DynamicCache"
-            )
+            raise _made_without(config, max_seq_len)
         if offloading:
             raise UnsupportedError(
                 "asked for offloading; K and V in rows stay where attention reads them. DynamicCache(config=config, "
@@ -142,28 +138,27 @@ class VmmCache(DynamicCache):
             )
         kept_dtype = kv_dtype_from_name(kv_dtype)
         super().__init__(config=config)
-        self._limits = limits = Limits(max_seq_len, max_batch_size, lookahead, kv_dtype=kept_dtype)
-        self._pools = pools = Pools(max_bytes, page_size, pool)
-        self._passes = passes = Passes()
-        self._is_compiled = compile
+        self._limits = Limits(max_seq_len, max_batch_size, lookahead, kv_dtype=kept_dtype)
+        self._pools, self._passes, self._is_compiled = Pools(max_bytes, page_size, pool), Passes(), compile
         self._scaled_for = config if kept_dtype else None
         """Of the model, where K and V are kept in 8 bits: it says which attention reads them."""
         self._groups: list[LayerGroup] = []
         """One for each window, on each device."""
-
-        def group(window: int | None) -> Any:
-            found = next((group for group in self._groups if group.window == window), None)
-            if found is None and compile:
-                found = CompiledLayerGroup(limits, pools, passes, window, lambda: _attention_of(config))
-            elif found is None:
-                found = LayerGroup(limits, pools, passes, window)
-            if found not in self._groups:
-                self._groups.append(found)
-            return found
-
-        for index, layer in enumerate(self.layers):
-            self.layers[index] = self._with_rows(layer, index, group) or layer
+        group = partial(self._group, config)
+        self.layers[:] = [self._with_rows(layer, index, group) or layer for index, layer in enumerate(self.layers)]
         self._tell_what_is_kept()
+
+    def _group(self, config: PreTrainedConfig, window: int | None) -> Any:
+        """The group for layers of a window, while no layer is on a device yet."""
+        found = next((group for group in self._groups if group.window == window), None)
+        if found is not None:
+            return found
+        options = self._limits, self._pools, self._passes, window
+        if self._is_compiled:
+            self._groups.append(CompiledLayerGroup(*options, lambda: _attention_of(config)))
+        else:
+            self._groups.append(LayerGroup(*options))
+        return self._groups[-1]
 
     def _with_rows(self, layer: Any, layer_idx: int, group: Callable[[int | None], Any]) -> Any:
         """The layer on rows that takes the place of a layer of transformers; None where there is none of its kind.
@@ -393,6 +388,16 @@ class VmmCache(DynamicCache):
     def _fit(self) -> None:
         for group in self._groups:
             group.fit()
+
+
+def _made_without(config: object, max_seq_len: object) -> ArgumentError:
+    """What to raise where a cache is made as only a `DynamicCache` can be."""
+    return ArgumentError(
+        f"got a {type(config).__name__} as config, and max_seq_len={max_seq_len!r}; make a cache by "
+        "VmmCache(model.config, max_seq_len), with the tokens that a sequence may have. What makes caches of the same "
+        "type by itself (T5Gemma for its cross-attention, RAG for beams, torch.nn.DataParallel) knows neither: give it "
+        "a DynamicCache"
+    )
 
 
 def _attention_of(config: PreTrainedConfig) -> str:

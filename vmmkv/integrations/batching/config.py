@@ -6,12 +6,18 @@ import copy
 from typing import Any
 
 import torch
+from transformers.generation.continuous_batching.initialization import resolve_compile_configs
 
-from ..errors import UnsupportedError
-from ..memory.driver.limits import memory as host_memory
+from ...errors import UnsupportedError
+from ...memory.driver.limits import memory as host_memory
 
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of `torch.compile` that capture CUDA graphs."""
+ALIKE = (
+    "max_batch_tokens", "max_requests_per_batch", "allow_block_sharing", "scheduler_type", "safety_margin",
+    "use_async_batching", "use_cuda_graph",
+)  # fmt: skip
+"""What decides which forward passes there are, and of what shape."""
 
 
 def with_defaults(config: Any, device: torch.device) -> Any:
@@ -36,7 +42,21 @@ def with_defaults(config: Any, device: torch.device) -> Any:
     return config
 
 
-def check_compiling(config: Any) -> None:
+def compiles(config: Any, of_model: Any) -> bool:
+    """Whether forward passes are to be compiled. Puts what a model's own config says of it into a
+    `ContinuousBatchingConfig`, and has decode a path of its own, which transformers has for its own kernels.
+
+    Raises:
+        UnsupportedError: they are to be compiled as they cannot be on rows.
+    """
+    resolve_compile_configs(config, getattr(of_model, "compile_config", None), False, True)
+    compiled = config.varlen_compile_config, config.decode_compile_config
+    for each in compiled:
+        _check_compiling(each)
+    return any(compiled)
+
+
+def _check_compiling(config: Any) -> None:
     """Raises `UnsupportedError` where a `CompileConfig` asks for what cannot be done on rows."""
     if config is None:
         return

@@ -1,0 +1,75 @@
+"""What a forward pass reads, and what it makes: one batch, or two, of which one is prepared while the other runs."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from transformers.generation.continuous_batching.input_outputs import (
+    ContinuousBatchingAsyncIOs,
+    ContinuousBatchingIOs,
+    HostDeviceIOPair,
+)
+from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+
+from ..with_names import with_names
+
+SEQUENCES = 64
+"""Batches with prompts have a multiple of so many, where they are padded."""
+
+GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
+"""In the place of a request that has ended while a batch with it runs."""
+
+
+class RowBatch(ContinuousBatchingIOs):
+    """A batch."""
+
+    def _get_num_sequences(self, use_padding: bool) -> int:
+        """Sequences of a batch, some of them without tokens where it is padded. transformers computes logits of each; a
+        batch with prompts has far fewer than it has tokens."""
+        most = int(super()._get_num_sequences(use_padding))
+        if use_padding and not self.use_block_table:
+            return min(-(-self.num_request_in_batch // SEQUENCES) * SEQUENCES, most)
+        return most
+
+    @property
+    def prepared(self) -> RowBatch:
+        """The batch that runs next."""
+        return self
+
+    def keep_only(self, active: dict[str, RequestState]) -> None:
+        """Knows those no more, while it runs, that are not `active`: ended, moved, or to begin anew. transformers knows
+        them by name, which another may have by now, and would give that one their next token."""
+        gone = [each for each in self.requests_in_batch if active.get(each.state.request_id) is not each.state]
+        if not gone:
+            return
+        names = {each.state.request_id for each in gone}
+        self.req_id_to_new_token_position = {
+            f"{name} {GONE.request_id}" if name in names else name: place  # as many: their order says whose a token is
+            for name, place in self.req_id_to_new_token_position.items()
+        }
+        for each in gone:
+            each.state = GONE
+
+
+class RowBatchOnBothSides(HostDeviceIOPair):
+    """The same on the host and on the device."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        with_names(HostDeviceIOPair.__init__, ContinuousBatchingIOs=RowBatch)(self, **kwargs)
+
+
+class RowBatchesAhead(ContinuousBatchingAsyncIOs):
+    """Two of these: one is prepared while the other runs."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        with_names(ContinuousBatchingAsyncIOs.__init__, HostDeviceIOPair=RowBatchOnBothSides)(self, **kwargs)
+
+    @property
+    def prepared(self) -> RowBatch:
+        """The batch that runs next."""
+        return cast(RowBatch, self.io_pairs[self.current_pair].host_io)
+
+    @property
+    def running(self) -> RowBatch:
+        """The batch whose tokens nobody has taken yet."""
+        return cast(RowBatch, self.io_pairs[1 - self.current_pair].host_io)

@@ -1,0 +1,79 @@
+"""Puts a model on rows: its next manager is one of ours."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.continuous_batching import continuous_api as their_api
+
+from ..request_checks import check_length, check_same, check_told, token_ids, vocabulary_of, within_vocabulary
+from ..rotation import defer_rotation, restore_rotation
+from ..row_caches import Options
+from ..whole_layers import Inside
+from ..with_names import with_names
+from .cache import RowCache
+from .manager import RowManager
+
+KEPT = "_cached_continuous_batching_manager"
+"""Where transformers keeps a persistent manager."""
+OF_GENERATE_BATCH = inspect.signature(their_api.ContinuousMixin.generate_batch).parameters.keys() - {"kwargs"}
+"""What transformers heeds."""
+
+
+def put_on_rows(model: PreTrainedModel, options: Options) -> None:
+    """Has the next manager of a model keep K and V in rows."""
+    manager = type("RowManager", (RowManager,), {"options": options})
+    begin = with_names(
+        inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
+    )
+    _drop_kept(model)
+    vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
+    vars(model)["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
+    defer_rotation(model, RowCache | Inside)
+
+
+def take_off_rows(model: PreTrainedModel) -> None:
+    """Has the next manager of a model keep K and V in blocks again."""
+    if isinstance(vars(model).get(KEPT), RowManager):
+        _drop_kept(model)
+    for name in ("init_continuous_batching", "generate_batch"):
+        vars(model).pop(name, None)
+    restore_rotation(model)
+
+
+def _checked(max_seq_len: int) -> Callable[..., Any]:
+    """`generate_batch` that raises what `add_request` would: transformers' logs it, and gives no results of anybody."""
+
+    @functools.wraps(their_api.ContinuousMixin.generate_batch)
+    def generate_batch(
+        model: Any,
+        inputs: Any,
+        generation_config: Any = None,
+        *args: Any,
+        max_new_tokens: int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        config = generation_config or model.generation_config
+        check_told({name: kwargs[name] for name in kwargs.keys() - OF_GENERATE_BATCH}, inputs, config)
+        kept = vars(model).get(KEPT)
+        if isinstance(kept, RowManager):
+            check_same(within_vocabulary(config, vocabulary_of(model)), kept.generation_config)
+        ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
+        new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        check_length(max_seq_len, max(map(len, ids), default=0), new)
+        return type(model).generate_batch(model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs)
+
+    return generate_batch
+
+
+def _drop_kept(model: PreTrainedModel) -> None:
+    """Has a model forget its persistent manager, which would be the next, too."""
+    kept = vars(model).pop(KEPT, None)
+    if kept is not None and not kept.is_running():
+        kept.destroy()

@@ -1,0 +1,47 @@
+"""Runs forward passes. transformers pads those of decode to powers of two; here they are padded to closer sizes, see
+`decode_sizes`, of which a warm-up has made graphs or programs."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from transformers.generation.continuous_batching.model_runner import ModelRunner
+
+from .config import decode_sizes
+
+
+class RowRunner(ModelRunner):
+    """See above."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._all_sizes = decode_sizes(cast(int, self.cb_config.max_requests_per_batch))
+        self._sizes: list[int] = []
+        """Those that a warm-up was for."""
+        self._made_up = 0
+        """The size of the batch that is made up now; 0: none is."""
+
+    def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
+        tokens, read = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
+        if use_decode_fast_path and self.pad_inputs:
+            tokens = max(tokens, self._all_sizes[0])
+            tokens = self._made_up or min((size for size in self._sizes if size >= num_q_tokens), default=tokens)
+        return tokens, read
+
+    def run_one_warmup(self, model: Any, num_q_tokens: int, max_kv_read: int | None) -> float:
+        """Warms up a size: see `ModelRunner.run_one_warmup`. With a power of two, of decode, come those that would be
+        padded to it otherwise. One request is made up for each, and the others are padding."""
+        compiling, took = self.cb_config.decode_compile_config, 0.0
+        if max_kv_read is not None or (compiling and compiling.dynamic is False):  # a program for each would be slow
+            return float(super().run_one_warmup(model, num_q_tokens, max_kv_read))
+        for size in self._all_sizes:
+            if super().maybe_pad_inputs(size, 0, True)[0] == num_q_tokens:
+                self._made_up = size
+                try:
+                    seconds = super().run_one_warmup(model, 1, None)
+                finally:
+                    self._made_up = 0
+                if seconds:  # or else it failed
+                    self._sizes = sorted({*self._sizes, size})
+                    took += seconds
+        return took
