@@ -18,12 +18,12 @@ from numba import cuda
 from . import latents
 from .addressing import Row, Tokens
 from .arguments import LATENT_DIM, LATENT_V_DIM, Scoring, Strides, Variant
-from .arithmetic import HALVES, tanh
-from .latents import WARPS, Part, Span, make_copies, queries_of, sums_of, weigh_scores
+from .arithmetic import HALVES
+from .latents import WARPS, Part, Span, make_copies, queries_of, sums_of
 from .prefill_mma import pitch_of
 from .ptx import float32, inlined, int64, uint32
 from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4
-from .softmax import Softmax, Visible, begin_softmax, hide, rescale
+from .softmax import Softmax, Visible, begin_softmax, make_mask, raise_maxima, rescale, weigh
 from .warp import any_lane, load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 
@@ -166,9 +166,10 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, An
 def make_attend(variant: Variant, queries: int, slots: int) -> Any:
     """A function for kernels: attention of a block's queries to some tokens; called by all of its threads."""
     shared, num_sums = shared_of(queries, slots), sums_of(queries)
-    softcapped, tile_bytes = variant.softcapped, TILE * PITCH
+    num_scores, tile_bytes = TILE // 2, TILE * PITCH
     copy_queries, look_up, copy_tile, turns = make_copies(variant, queries, TILE, PITCH)
     hold, score, take, add_values, num_fragments = make_products(variant.dtype, queries, slots)
+    mask = make_mask(variant.softcapped, num_scores)
     wait_older_copies = make_wait_older_copies(slots - 2)
 
     @inlined
@@ -177,7 +178,7 @@ def make_attend(variant: Variant, queries: int, slots: int) -> Any:
         part: Part, strides: Strides, scoring: Scoring, thread: int, lane: int,
     ) -> Softmax:  # fmt: skip
         """Of the queries from the number `first` on, of `count` that begin at the address `q`."""
-        scores = cuda.local.array(16, float32)
+        scores = cuda.local.array(num_scores, float32)
         fragments = cuda.local.array(num_fragments, uint32)
         homes = cuda.local.array(turns, int64)
         for i in range(num_sums):
@@ -211,12 +212,9 @@ def make_attend(variant: Variant, queries: int, slots: int) -> Any:
             score(scores, fragments, base, base + shared.tiles + slot, part, lane)
             cuda.syncthreads()  # scores are there
             take(scores, base, part, lane)
-            if softcapped:
-                for i in range(16):
-                    scores[i] = tanh(scores[i] * scoring.inner)
-            if key + TILE > visible.high0 or key < visible.low1:
-                hide(scores, 16, key, lane, visible)
-            softmax, a0, a1 = weigh_scores(scores, 16, softmax, scoring.outer)
+            mask(scores, key, visible, scoring.inner, lane)
+            softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, scoring.outer)
+            softmax = weigh(scores, num_scores, softmax, scoring.outer)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
                 rescale(sums, num_sums, a0, a1)
             add_values(sums, scores, base + shared.tiles + slot, part, lane)

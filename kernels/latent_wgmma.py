@@ -21,7 +21,7 @@ from numba import cuda
 from . import latents
 from .addressing import Row, Tokens
 from .arguments import LATENT_DIM, LATENT_V_DIM, Scoring, Strides, Variant
-from .arithmetic import HALVES, tanh
+from .arithmetic import HALVES
 from .hopper import (
     ATOM_BYTES,
     PANEL,
@@ -34,10 +34,10 @@ from .hopper import (
     make_wait_products,
     publish_shared,
 )
-from .latents import Part, Span, make_copies, sums_of, weigh_scores
+from .latents import Part, Span, make_copies, sums_of
 from .ptx import float32, inlined, instruction, int64, uint32
 from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4, wait_copies
-from .softmax import Softmax, Visible, begin_softmax, hide, rescale
+from .softmax import Softmax, Visible, begin_softmax, make_mask, raise_maxima, rescale, weigh
 from .warp import any_lane
 
 QUERIES = 64
@@ -134,10 +134,11 @@ def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
 
 def make_attend(variant: Variant) -> Any:
     """A function for kernels: attention of a block's queries to some tokens; called by all of its threads."""
-    softcapped, pack = variant.softcapped, HALVES[variant.dtype].pack
+    pack = HALVES[variant.dtype].pack
     num_sums, num_scores, num_weights = sums_of(QUERIES), TILE // 2, TILE // 4
     copy_queries, look_up, copy_tile, turns = make_copies(variant, QUERIES, TILE, ROW_BYTES)
     begin_scores, leave, take, begin_sums = make_products(variant.dtype)
+    mask = make_mask(variant.softcapped, num_scores)
     wait_scores = make_wait_products(num_scores, pending=0)
     wait_scores_only = make_wait_products(num_scores, pending=1)
     wait_sums = make_wait_products(num_sums, pending=0)
@@ -148,14 +149,11 @@ def make_attend(variant: Variant) -> Any:
         scores: Any, exchange: int, softmax: Softmax, key: int, visible: Visible, scoring: Scoring, part: Part,
         lane: int,
     ) -> tuple[Softmax, float, float]:  # fmt: skip
-        """Makes a warpgroup's scores weights, once the other's are there: see `weigh_scores`."""
+        """Makes a warpgroup's scores weights, once the other's are there."""
         take(scores, exchange, part, lane)
-        if softcapped:
-            for i in range(num_scores):
-                scores[i] = tanh(scores[i] * scoring.inner)
-        if key + TILE > visible.high0 or key < visible.low1:
-            hide(scores, num_scores, key, lane, visible)
-        return weigh_scores(scores, num_scores, softmax, scoring.outer)
+        mask(scores, key, visible, scoring.inner, lane)
+        softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, scoring.outer)
+        return weigh(scores, num_scores, softmax, scoring.outer), a0, a1
 
     @inlined
     def attend(

@@ -24,7 +24,7 @@ from .memory import increment, load_f32, load_fresh_f32, load_fresh_f32x4, load_
 from .ptx import float32, inlined, int64, uint32
 from .ragged import make_ragged
 from .shared import copy_16, load_shared_f32, shared_address, store_shared_f32
-from .softmax import Softmax, Visible, add_weights, raise_maximum, relate, sum_weights, weigh
+from .softmax import Softmax, Visible, sum_weights
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -146,16 +146,6 @@ def make_copies(variant: Variant, queries: int, tile: int, line_bytes: int) -> t
                 copy(to, tile, line, address_of(token, homes[turn], k), thread)
 
     return copy_queries, look_up, copy_tile, turns
-
-
-@inlined
-def weigh_scores(scores: Any, num_scores: int, softmax: Softmax, outer: float) -> tuple[Softmax, float, float]:
-    """Makes a tile's scores weights. The softmax with them; what both queries' older sums are to be multiplied by."""
-    m0, _ = raise_maximum(scores, 0, num_scores, softmax.m0, outer)
-    m1, _ = raise_maximum(scores, 2, num_scores, softmax.m1, outer)
-    softmax, a0, a1 = relate(softmax, m0, m1, outer)
-    weigh(scores, num_scores, softmax, outer)
-    return add_weights(scores, num_scores, softmax), a0, a1
 
 
 def make_visible_of(variant: Variant) -> Any:

@@ -22,12 +22,12 @@ from numba import cuda
 
 from .addressing import Row, Tokens, head_of, make_addressing, row_of, scales_of
 from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
-from .arithmetic import HALVES, tanh
+from .arithmetic import HALVES
 from .prefixes import make_prefixes
 from .prompts import make_prompts, make_ranges
 from .ptx import float32, inlined, int64, uint32
 from .shared import copy_16, shared_address, wait_copies
-from .softmax import add_weights, begin_softmax, hide, raise_maximum, relate, rescale, weigh
+from .softmax import begin_softmax, make_mask, raise_maxima, rescale, weigh
 from .warp import load_matrices, load_matrices_transposed
 from .warp import multiply as multiplications
 from .widened_tiles import make_scale, make_widened_tiles
@@ -168,7 +168,7 @@ def make_prefill(variant: Variant) -> Any:
     warps, tile, pitch, shared = warps_of(head_dim), tile_of(head_dim), pitch_of(head_dim), shared_of(head_dim, scaled)
     threads = 32 * warps
     queries_per_block = 16 * warps
-    num_scores, num_sums, softcapped = tile // 2, head_dim // 2, variant.softcapped
+    num_scores, num_sums = tile // 2, head_dim // 2
 
     make_work = make_prefixes if variant.cascaded else make_prompts
     _, _, find_queries, queries_of, home_of_query, query_block, put = make_work(variant, queries_per_block)
@@ -177,6 +177,7 @@ def make_prefill(variant: Variant) -> Any:
     look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
     scale_columns = make_scale(num_scores)
     score, add_values = make_products(variant.dtype, head_dim, tile)
+    mask = make_mask(variant.softcapped, num_scores)
 
     @inlined
     def prefill(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
@@ -233,18 +234,11 @@ def make_prefill(variant: Variant) -> Any:
                     words, base + shared.k, k, k_scales, homes, key + tile, prompt.begin, prompt.length, thread
                 )  # fmt: skip
 
-            if softcapped:
-                for i in range(num_scores):
-                    scores[i] = tanh(scores[i] * scoring.inner)
-            if key + tile > visible.high0 or key < visible.low1:
-                hide(scores, num_scores, key, lane, visible)
-            m0, grown0 = raise_maximum(scores, 0, num_scores, softmax.m0, scoring.outer)
-            m1, grown1 = raise_maximum(scores, 2, num_scores, softmax.m1, scoring.outer)
-            softmax, a0, a1 = relate(softmax, m0, m1, scoring.outer)
-            if grown0 | grown1:
+            mask(scores, key, visible, scoring.inner, lane)
+            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, scoring.outer)
+            if grown:
                 rescale(sums, num_sums, a0, a1)
-            weigh(scores, num_scores, softmax, scoring.outer)
-            softmax = add_weights(scores, num_scores, softmax)
+            softmax = weigh(scores, num_scores, softmax, scoring.outer)
             if scaled:
                 scale_columns(scores, base + shared.v_scales, lane)
             add_values(sums, scores, base + shared.v, lane)

@@ -25,7 +25,7 @@ from numba import cuda
 
 from .addressing import row_of
 from .arguments import NO_GROUPS, Addresses, Groups, Maps, Scoring, Sizes, Strides, Variant
-from .arithmetic import HALVES, tanh
+from .arithmetic import HALVES
 from .hopper import (
     ATOM_BYTES,
     ROW_BYTES,
@@ -44,17 +44,7 @@ from .prompts import Prompt, make_prompts, make_ranges
 from .ptx import float32, inlined, uint32
 from .ring import Ring, RingUse, make_ring
 from .shared import shared_address
-from .softmax import (
-    Softmax,
-    Visible,
-    add_weights,
-    begin_softmax,
-    hide,
-    raise_maximum,
-    relate,
-    rescale,
-    weigh,
-)
+from .softmax import Softmax, Visible, begin_softmax, make_mask, raise_maxima, rescale, weigh
 from .tile_copies import Source, box_of, make_copy_tile, tile_bytes
 from .warp import make_meet, shuffle_count, sync_warp
 from .wgmma_shapes import (
@@ -138,12 +128,13 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
 
 def make_consume(variant: Variant, of_k: RingUse, of_v: RingUse, release_queries: Any) -> Any:
     """A function for kernels: attention of a consumer's queries to all tiles of a job, which ends with the sums."""
-    dtype, head_dim, softcapped = variant.dtype, variant.head_dim, variant.softcapped
+    dtype, head_dim = variant.dtype, variant.head_dim
     tile = tile_of(head_dim)
     num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
     pack = HALVES[dtype].pack
     wait_k, release_k, wait_v, release_v = of_k.wait_full, of_k.release, of_v.wait_full, of_v.release
     issue_scores, issue_sums = make_issue(dtype, head_dim, tile)
+    mask = make_mask(variant.softcapped, num_scores)
     wait_scores = make_wait_products(num_scores, pending=0)
     wait_scores_only = make_wait_products(num_scores, pending=1)
     wait_sums = make_wait_products(num_sums, pending=0)
@@ -168,15 +159,6 @@ def make_consume(variant: Variant, of_k: RingUse, of_v: RingUse, release_queries
             wait_scores_only(scores)  # sums are still being added to
 
     @inlined
-    def mask(scores: Any, key: int, visible: Visible, scoring: Scoring, lane: int) -> None:
-        """Makes scores of products; `key` is the tile's first."""
-        if softcapped:
-            for i in range(num_scores):
-                scores[i] = tanh(scores[i] * scoring.inner)
-        if key + tile > visible.high0 or key < visible.low1:
-            hide(scores, num_scores, key, lane, visible)
-
-    @inlined
     def consume(
         sums: Any, queries: int, k_ring: Ring, v_ring: Ring, begin: int, tiles: int, first_key: int, visible: Visible,
         scoring: Scoring, query_ring: Ring, number: int, consumer: int, lane: int,
@@ -195,19 +177,16 @@ def make_consume(variant: Variant, of_k: RingUse, of_v: RingUse, release_queries
         while n < end:
             issue(sums, scores, weights, queries, k_ring, v_ring, n, n == begin, consumer)
             release_k(k_ring, n, lane)
-            mask(scores, key, visible, scoring, lane)
-            m0, grown0 = raise_maximum(scores, 0, num_scores, softmax.m0, scoring.outer)
-            m1, grown1 = raise_maximum(scores, 2, num_scores, softmax.m1, scoring.outer)
-            softmax, a0, a1 = relate(softmax, m0, m1, scoring.outer)
-            weigh(scores, num_scores, softmax, scoring.outer)
-            softmax = add_weights(scores, num_scores, softmax)
+            mask(scores, key, visible, scoring.inner, lane)
+            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, scoring.outer)
+            softmax = weigh(scores, num_scores, softmax, scoring.outer)
             # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.
             if n + 1 < end:
                 wait_k(k_ring, n + 1)
             wait_sums(sums)
             if n > begin:
                 release_v(v_ring, n - 1, lane)
-            if grown0 | grown1:
+            if grown:
                 rescale(sums, num_sums, a0, a1)
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
