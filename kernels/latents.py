@@ -58,9 +58,14 @@ def queries_of(variant: Variant) -> int:
     return bundles_of(variant).per_bundle if variant.q_len else PREFILL_QUERIES
 
 
+def dims_of(queries: int) -> int:
+    """Of V, that a warp has, for its 16 queries."""
+    return LATENT_V_DIM * queries // 16 // WARPS
+
+
 def sums_of(queries: int) -> int:
     """Sums that a thread has."""
-    return LATENT_V_DIM * queries // THREADS
+    return dims_of(queries) // 2
 
 
 class Span(NamedTuple):
@@ -87,8 +92,7 @@ class Part(NamedTuple):
 
 def make_part_of(queries: int) -> Any:
     """A function for kernels: a warp's part of the work."""
-    strips = queries // 16
-    dims = LATENT_V_DIM * strips // WARPS
+    strips, dims = queries // 16, dims_of(queries)
 
     @inlined
     def part_of(warp: int) -> Part:

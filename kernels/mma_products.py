@@ -56,18 +56,16 @@ def make_score(dtype: torch.dtype, head_dim: int, tile: int) -> Any:
     return score
 
 
-def make_add_values(dtype: torch.dtype, tile: int, dims: int, pitch: int) -> Any:
-    """A function for kernels: `sums += P V` of a tile's weights and so many dims of V, by the address of the first."""
+def make_add_values(dtype: torch.dtype, dims: int) -> Any:
+    """A function for kernels: `sums += P V` of 16 keys of a tile, and so many dims of V."""
     add, pack = make_add(dtype), HALVES[dtype].pack
 
     @inlined
-    def add_values(sums: Any, weights: Any, v: int, lane: int) -> None:
-        for j in range(tile // 16):
-            w = 8 * j
-            p0, p1 = pack(weights[w], weights[w + 1]), pack(weights[w + 2], weights[w + 3])
-            p2, p3 = pack(weights[w + 4], weights[w + 5]), pack(weights[w + 6], weights[w + 7])
-            for i in range(dims // 16):
-                b = load_matrices_transposed(v + (j * 16 + (lane & 15)) * pitch + i * 32 + (lane >> 4) * 16)
-                add(sums, 8 * i, (p0, p1, p2, p3), b)
+    def add_values(sums: Any, weights: Any, w: int, v: int) -> None:
+        """Their weights begin at `w`; `v` is the address of this lane's row of the first matrices."""
+        p0, p1 = pack(weights[w], weights[w + 1]), pack(weights[w + 2], weights[w + 3])
+        p2, p3 = pack(weights[w + 4], weights[w + 5]), pack(weights[w + 6], weights[w + 7])
+        for i in range(dims // 16):
+            add(sums, 8 * i, (p0, p1, p2, p3), load_matrices_transposed(v + i * 32))
 
     return add_values

@@ -8,8 +8,7 @@ A block of threads has `16 * warps` queries of one head, a warp 16 of them. For 
 
 K and V of 8 bits become 16 on the way (see `widened_tiles`), and their scales multiply scores and weights.
 
-K of the next tile is copied while V is used, and V while K is. Rows in shared memory are 16 bytes longer than their
-data: an odd number of 16-byte columns lets eight rows be read at once.
+K of the next tile is copied while V is used, and V while K is.
 """
 
 from __future__ import annotations
@@ -17,19 +16,16 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch
 from numba import cuda
 
 from .addressing import Row, Tokens, head_of, make_addressing, row_of, scales_of
 from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
-from .arithmetic import HALVES
+from .mma_products import make_add_values, make_score, pitch_of
 from .prefixes import make_prefixes
 from .prompts import make_prompts, make_ranges
 from .ptx import float32, inlined, int64, uint32
 from .shared import copy_16, shared_address, wait_copies
 from .softmax import begin_softmax, make_mask, raise_maxima, rescale, weigh
-from .warp import load_matrices, load_matrices_transposed
-from .warp import multiply as multiplications
 from .widened_tiles import make_scale, make_widened_tiles
 
 
@@ -41,11 +37,6 @@ def warps_of(head_dim: int) -> int:
 def tile_of(head_dim: int) -> int:
     """Keys that are worked on at a time: what shared memory and registers have room for."""
     return 64 if head_dim <= 128 else 32
-
-
-def pitch_of(head_dim: int) -> int:
-    """Bytes from one row in shared memory to the next."""
-    return head_dim * 2 + 16
 
 
 class Shared(NamedTuple):
@@ -121,47 +112,6 @@ def make_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]
     return look_up, begin, end, turns, 1
 
 
-def make_products(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
-    """Functions for kernels: `scores = Q K^T` and `sums += P V` of a warp's queries and a tile, in shared memory.
-
-    Scores and sums are those of products [16 x 8], four floats a lane in each, one behind the other.
-    """
-    multiply, pack = multiplications[dtype], HALVES[dtype].pack
-    pitch = pitch_of(head_dim)
-
-    @inlined
-    def add(sums: Any, at: int, a: Any, b0: int, b1: int) -> None:
-        d = multiply(sums[at], sums[at + 1], sums[at + 2], sums[at + 3], a[0], a[1], a[2], a[3], b0, b1)
-        for i in range(4):
-            sums[at + i] = d[i]
-
-    @inlined
-    def score(scores: Any, queries: int, k: int, lane: int) -> None:
-        for i in range(tile // 2):
-            scores[i] = float32(0)
-        for step in range(head_dim // 16):
-            a = load_matrices(queries + (lane & 15) * pitch + step * 32 + (lane >> 4) * 16)
-            for j in range(tile // 16):
-                token = j * 16 + (lane & 7) + (lane >> 4) * 8
-                b = load_matrices(k + token * pitch + step * 32 + (lane >> 3 & 1) * 16)
-                for half in range(2):
-                    add(scores, (2 * j + half) * 4, a, b[2 * half], b[2 * half + 1])
-
-    @inlined
-    def add_values(sums: Any, weights: Any, v: int, lane: int) -> None:
-        for j in range(tile // 16):
-            p0 = pack(weights[8 * j], weights[8 * j + 1])
-            p1 = pack(weights[8 * j + 2], weights[8 * j + 3])
-            p2 = pack(weights[8 * j + 4], weights[8 * j + 5])
-            p3 = pack(weights[8 * j + 6], weights[8 * j + 7])
-            for i in range(head_dim // 16):
-                b = load_matrices_transposed(v + (j * 16 + (lane & 15)) * pitch + i * 32 + (lane >> 4) * 16)
-                for half in range(2):
-                    add(sums, (2 * i + half) * 4, (p0, p1, p2, p3), b[2 * half], b[2 * half + 1])
-
-    return score, add_values
-
-
 def make_prefill(variant: Variant) -> Any:
     """The kernel as a Python function."""
     head_dim, scaled = variant.head_dim, variant.kv_dtype is not None
@@ -176,7 +126,8 @@ def make_prefill(variant: Variant) -> Any:
     _, copy_queries, query_turns = make_copy(query_block, queries_per_block, head_dim, threads)
     look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
     scale_columns = make_scale(num_scores)
-    score, add_values = make_products(variant.dtype, head_dim, tile)
+    score = make_score(variant.dtype, head_dim, tile)
+    add_values = make_add_values(variant.dtype, head_dim)
     mask = make_mask(variant.softcapped, num_scores)
 
     @inlined
@@ -241,7 +192,9 @@ def make_prefill(variant: Variant) -> Any:
             softmax = weigh(scores, num_scores, softmax, scoring.outer)
             if scaled:
                 scale_columns(scores, base + shared.v_scales, lane)
-            add_values(sums, scores, base + shared.v, lane)
+            for j in range(tile // 16):
+                line_of_v = base + shared.v + (j * 16 + (lane & 15)) * pitch + (lane >> 4) * 16
+                add_values(sums, scores, 8 * j, line_of_v)
             key += tile
 
         put(sums, softmax, line, prompt, at, sizes, strides, groups, scoring.outer, lane)

@@ -48,7 +48,7 @@ def make_mask(softcapped: bool, num_scores: int) -> Any:
 
     @inlined
     def mask(scores: Any, key: int, visible: Visible, inner: float, lane: int) -> None:
-        """`key` is the tile's first, of twice as many as a lane has scores. Those that are not visible are taken out."""
+        """`key` is the tile's first. Those that are not visible are taken out."""
         if softcapped:
             for i in range(num_scores):
                 scores[i] = tanh(scores[i] * inner)
@@ -78,9 +78,7 @@ def raise_maximum(scores: Any, first: int, num_scores: int, before: float, outer
 
 
 @inlined
-def raise_maxima(
-    scores: Any, num_scores: int, before: Softmax, outer: float
-) -> tuple[Softmax, float, float, int]:
+def raise_maxima(scores: Any, num_scores: int, before: Softmax, outer: float) -> tuple[Softmax, float, float, int]:
     """A softmax that a tile's scores may be weighed by; what the two queries' older sums are to be multiplied by, and
     whether any of the warp's are to be."""
     m0, grown0 = raise_maximum(scores, 0, num_scores, before.m0, outer)
