@@ -145,11 +145,11 @@ def make_attend(variant: Variant, work: Work) -> Any:
 
     @inlined
     def attend(
-        sums: Any, base: int, prompt: Prompt, at: Addresses, strides: Strides, scoring: Scoring, thread: int
-    ) -> Softmax:
-        """`base` is the address of shared memory."""
-        lane = thread & 31
-        warp = thread >> 5
+        sums: Any, base: int, prompt: Prompt, at: Addresses, strides: Strides, scoring: Scoring, thread: int, warp: int,
+        lane: int,
+    ) -> tuple[Softmax, int]:  # fmt: skip
+        """`base` is the address of shared memory. With the softmax comes the number in the block of the first of this
+        lane's two queries."""
         scores = cuda.local.array(num_scores, float32)
         homes = cuda.local.array(num_homes, int64)
         words = cuda.local.array(num_words, uint32)
@@ -157,7 +157,8 @@ def make_attend(variant: Variant, work: Work) -> Any:
         k, v = head_of(prompt.kv_head, at, strides)
         k_scales, v_scales = scales_of(prompt.kv_head, at, strides)
         key, end = keys_of_block(prompt, scoring.window)
-        visible = keys_of_lane(prompt, warp * 16 + (lane >> 2), scoring.window)
+        line = warp * 16 + (lane >> 2)
+        visible = keys_of_lane(prompt, line, scoring.window)
 
         for i in range(num_sums):
             sums[i] = float32(0)
@@ -191,7 +192,7 @@ def make_attend(variant: Variant, work: Work) -> Any:
                 line_of_v = base + shared.v + (j * 16 + (lane & 15)) * pitch + (lane >> 4) * 16
                 add_values(sums, scores, 8 * j, line_of_v)
             key += tile
-        return softmax
+        return softmax, line
 
     return attend
 
@@ -215,8 +216,7 @@ def make_prefill(variant: Variant) -> Any:
         prompt = find_queries(cuda.blockIdx.x, job, at, sizes, groups, scoring.window, lane)
         if prompt.query >= prompt.num_queries:
             return
-        softmax = attend(sums, base, prompt, at, strides, scoring, thread)
-        line = warp * 16 + (lane >> 2)  # of this lane's two queries the first
+        softmax, line = attend(sums, base, prompt, at, strides, scoring, thread, warp, lane)
         put(sums, softmax, line, prompt, at, sizes, strides, groups, scoring.outer, lane)
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
