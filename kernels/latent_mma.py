@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from . import latents
-from .addressing import Row, Tokens
+from . import latent_kernels
 from .arguments import LATENT_DIM, Scoring, Strides, Variant
-from .latents import WARPS, Part, Span, dims_of, make_copies, queries_of, sums_of
+from .latents import WARPS, Job, Part, dims_of, make_copies, queries_of, sums_of
 from .mma_products import make_add, make_add_values, pitch_of
 from .ptx import float32, inlined, int64, uint32
 from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4
@@ -147,7 +146,7 @@ def make_exchange(queries: int) -> tuple[Any, Any]:
 
 
 def make_attend(variant: Variant, queries: int, slots: int) -> Any:
-    """A function for kernels: attention of a block's queries to some tokens; called by all of its threads."""
+    """A function for kernels: the attention of a job; called by all threads of a block."""
     shared, num_sums = shared_of(queries, slots), sums_of(queries)
     num_scores, tile_bytes = TILE // 2, TILE * PITCH
     copy_queries, look_up, copy_tile, turns = make_copies(variant, queries, TILE, PITCH)
@@ -160,40 +159,39 @@ def make_attend(variant: Variant, queries: int, slots: int) -> Any:
 
     @inlined
     def attend(
-        sums: Any, base: int, q: int, first: int, count: int, k: Tokens, row: Row, span: Span, visible: Visible,
-        part: Part, strides: Strides, scoring: Scoring, thread: int, lane: int,
+        sums: Any, base: int, job: Job, visible: Visible, part: Part, strides: Strides, scoring: Scoring, thread: int,
+        lane: int,
     ) -> Softmax:  # fmt: skip
-        """Of the queries from the number `first` on, of `count` that begin at the address `q`."""
         scores = cuda.local.array(num_scores, float32)
         fragments = cuda.local.array(num_fragments, uint32)
         homes = cuda.local.array(turns, int64)
         for i in range(num_sums):
             sums[i] = float32(0)
         softmax = begin_softmax()
-        key, coming, slot, free = span.key, span.key, int64(0), int64(0)
+        key, coming, slot, free = job.key, job.key, int64(0), int64(0)
         cuda.syncthreads()  # nobody needs what there was before
-        if key < span.end:
-            copy_queries(base + shared.queries, q, first, count, strides, thread)
+        if key < job.end:
+            copy_queries(base + shared.queries, job, strides, thread)
         for _ in range(slots - 1):
-            if coming < span.end:
-                look_up(homes, coming, row, span, thread)
-                copy_tile(base + shared.tiles + free, k, homes, coming, span, thread)
+            if coming < job.end:
+                look_up(homes, coming, job, thread)
+                copy_tile(base + shared.tiles + free, homes, coming, job, thread)
                 free += tile_bytes
                 coming += TILE
             commit_copies()
-        if key < span.end:
-            look_up(homes, coming, row, span, thread)
+        if key < job.end:
+            look_up(homes, coming, job, thread)
             wait_older_copies()
             cuda.syncthreads()
             hold(fragments, base + shared.queries, part, lane)
-        while key < span.end:
+        while key < job.end:
             wait_older_copies()
             cuda.syncthreads()  # the tile is there, and nobody needs the one before
-            if coming < span.end:
-                copy_tile(base + shared.tiles + free, k, homes, coming, span, thread)
+            if coming < job.end:
+                copy_tile(base + shared.tiles + free, homes, coming, job, thread)
                 free = free + tile_bytes if free < (slots - 1) * tile_bytes else int64(0)
                 coming += TILE
-                look_up(homes, coming, row, span, thread)  # before there is room for them
+                look_up(homes, coming, job, thread)  # before there is room for them
             commit_copies()
             score(scores, fragments, base + shared.queries, base + shared.tiles + slot, part, lane)
             leave(scores, base + shared.scores, part, lane)
@@ -217,9 +215,11 @@ def make_attend(variant: Variant, queries: int, slots: int) -> Any:
 def make_decode(variant: Variant, slots: int) -> Any:
     """The kernel as a Python function."""
     queries = queries_of(variant)
-    return latents.make_decode(variant, make_attend(variant, queries, slots), shared_of(queries, slots).arrived, 16)
+    return latent_kernels.make_decode(
+        variant, make_attend(variant, queries, slots), shared_of(queries, slots).arrived, 16
+    )
 
 
 def make_prefill(variant: Variant, slots: int) -> Any:
     """The kernel as a Python function."""
-    return latents.make_prefill(variant, make_attend(variant, queries_of(variant), slots), 16)
+    return latent_kernels.make_prefill(variant, make_attend(variant, queries_of(variant), slots), 16)
