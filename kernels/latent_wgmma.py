@@ -4,7 +4,7 @@
     softmax   both come to the same,
     sums      each has half of V's 512 numbers.
 
-As in `prefill_wgmma`, sums of a tile are issued behind scores of the next one, which are weighed meanwhile.
+As in `prefill_consumers`, sums of a tile are issued behind scores of the next one, which are weighed meanwhile.
 
 A tile lies in shared memory as `wgmma` takes it for both products: in panels of 64 numbers of all keys, swizzled. Nine
 panels are four for each warpgroup, and one of which each has half.

@@ -41,8 +41,9 @@ TURN = 1
 """The number of the first consumer's barrier, and the other's is the next: its turn to issue products."""
 
 
-def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
+def make_begin_products(dtype: torch.dtype, head_dim: int) -> tuple[Any, Any]:
     """Functions for kernels: begin `scores = Q K^T`, and `sums += weights V`, for one tile."""
+    tile = tile_of(head_dim)
     multiply_first = make_multiply_shared(dtype, tile, accumulate=False)
     multiply_next = make_multiply_shared(dtype, tile, accumulate=True)
     add_values = make_multiply_registers(dtype, head_dim, tile)
@@ -74,20 +75,13 @@ def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
     return issue_scores, issue_sums
 
 
-def make_consume(variant: Variant, uses: RingUses) -> Any:
-    """A function for kernels: attention of a consumer's queries to all tiles of a job, which ends with the sums."""
-    dtype, head_dim = variant.dtype, variant.head_dim
-    tile = tile_of(head_dim)
-    num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
-    pack = HALVES[dtype].pack
-    wait_k, release_k, wait_v, release_v = uses.k.wait_full, uses.k.release, uses.v.wait_full, uses.v.release
-    release_queries = uses.queries.release
-    issue_scores, issue_sums = make_issue(dtype, head_dim, tile)
-    mask = make_mask(variant.softcapped, num_scores)
-    wait_scores = make_wait_products(num_scores, pending=0)
-    wait_scores_only = make_wait_products(num_scores, pending=1)
-    wait_sums = make_wait_products(num_sums, pending=0)
-    take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
+def make_issue(variant: Variant, uses: RingUses) -> tuple[Any, Any]:
+    """Functions for kernels: issue a tile's products, in turns with the other consumer; begin `sums += weights V`."""
+    tile = tile_of(variant.head_dim)
+    issue_scores, issue_sums = make_begin_products(variant.dtype, variant.head_dim)
+    wait_v, (take_turn, give_turn) = uses.v.wait_full, make_meet(WARPGROUP * CONSUMERS)
+    wait_scores = make_wait_products(tile // 2, pending=0)
+    wait_scores_only = make_wait_products(tile // 2, pending=1)
 
     @inlined
     def issue(
@@ -105,6 +99,20 @@ def make_consume(variant: Variant, uses: RingUses) -> Any:
             issue_sums(sums, weights, rings.v, n - 1)
             give_turn(TURN + 1 - consumer)
             wait_scores_only(scores)  # sums are still being added to
+
+    return issue, issue_sums
+
+
+def make_consume(variant: Variant, uses: RingUses) -> Any:
+    """A function for kernels: attention of a consumer's queries to all tiles of a job, which ends with the sums."""
+    head_dim, tile = variant.head_dim, tile_of(variant.head_dim)
+    num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
+    pack = HALVES[variant.dtype].pack
+    wait_k, release_k, wait_v, release_v = uses.k.wait_full, uses.k.release, uses.v.wait_full, uses.v.release
+    release_queries = uses.queries.release
+    issue, issue_sums = make_issue(variant, uses)
+    mask = make_mask(variant.softcapped, num_scores)
+    wait_sums = make_wait_products(num_sums, pending=0)
 
     @inlined
     def consume(
