@@ -56,6 +56,12 @@ def first_token(sequence: int, starts: int) -> int:
     return load_i32(starts + sequence * 4) if starts != 0 else 0
 
 
+@inlined
+def live_token(token: int, begin: int, end: int) -> int:
+    """The token, or in place of one before `begin` or from `end` on one in between."""
+    return max(min(token, end - 1), begin)
+
+
 def make_first_query(mixed: bool) -> Any:
     """A function for kernels: where a sequence's first query is, in bytes from that of the batch.
 

@@ -15,22 +15,24 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from . import latents
-from .addressing import Row, Tokens
-from .arguments import LATENT_DIM, LATENT_V_DIM, Scoring, Strides, Variant
-from .arithmetic import HALVES, tanh
-from .latents import WARPS, Part, Span, make_copies, queries_of, sums_of, weigh_scores
-from .prefill_mma import pitch_of
+from . import latent_kernels
+from .arguments import LATENT_DIM, Scoring, Strides, Variant
+from .latents import WARPS, Job, Part, dims_of, make_copies, queries_of, sums_of
+from .mma_products import make_add, make_add_values, pitch_of
 from .ptx import float32, inlined, int64, uint32
 from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4
-from .softmax import Softmax, Visible, begin_softmax, hide, rescale
-from .warp import any_lane, load_matrices, load_matrices_transposed
-from .warp import multiply as multiplications
+from .softmax import Softmax, Visible, begin_softmax, make_mask, raise_maxima, rescale, weigh
+from .warp import any_lane, load_matrices
 
 TILE = 32
 """Keys that are worked on at a time."""
 PITCH = pitch_of(LATENT_DIM)
 """Bytes from one query, or key, in shared memory to the next."""
+
+
+def parts_of(queries: int) -> int:
+    """Parts of K's numbers that the warps with the same keys and queries have."""
+    return WARPS // 2 // (queries // 16)
 
 
 def blocks_per_sm(queries: int, shared_bytes: int) -> int:
@@ -67,28 +69,11 @@ def shared_of(queries: int, slots: int) -> Shared:
     return Shared(*accumulate((queries * PITCH, 64 * TILE * 4, 16, slots * TILE * PITCH), initial=0))
 
 
-def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, Any, Any, Any, int]:
-    """Functions for kernels: hold a warp's queries in registers, if its sums leave room for them; make scores and leave
-    them for others; take those of all keys; `sums += P V`. And the words of queries that are held.
-
-    Products are those of `prefill_mma.make_products`.
-    """
-    multiply, pack = multiplications[dtype], HALVES[dtype].pack
-    shared, strips = shared_of(queries, slots), queries // 16
-    parts = 4 // strips
-    steps, dims, held = LATENT_DIM // 16 // parts, LATENT_V_DIM * strips // WARPS, strips == 1 and slots > 2
-
-    @inlined
-    def add(sums: Any, at: int, a: Any, b0: int, b1: int) -> None:
-        d = multiply(sums[at], sums[at + 1], sums[at + 2], sums[at + 3], a[0], a[1], a[2], a[3], b0, b1)
-        for i in range(4):
-            sums[at + i] = d[i]
-
-    @inlined
-    def add_step(scores: Any, at: int, a: Any, tile: int) -> None:
-        b = load_matrices(tile)
-        for eight in range(2):
-            add(scores, at + eight * 4, a, b[2 * eight], b[2 * eight + 1])
+def make_score(dtype: torch.dtype, queries: int, held: bool) -> tuple[Any, Any, int]:
+    """Functions for kernels: hold the numbers of a warp's queries that it multiplies, if it does that; make scores of
+    them and its keys. And the words that are held."""
+    add, parts = make_add(dtype), parts_of(queries)
+    steps = LATENT_DIM // 16 // parts
 
     @inlined
     def place_of(part: Part, lane: int) -> int:
@@ -96,36 +81,47 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, An
         return (part.strip * 16 + (lane & 15)) * PITCH + part.numbers * (steps * 32) + (lane >> 4) * 16
 
     @inlined
-    def hold(fragments: Any, at: int, part: Part, lane: int) -> None:
+    def hold(fragments: Any, queries: int, part: Part, lane: int) -> None:
         if held:
-            at += place_of(part, lane)
+            at = queries + place_of(part, lane)
             for step in range(steps):
                 a = load_matrices(at + step * 32)
                 for i in range(4):
                     fragments[4 * step + i] = a[i]
 
     @inlined
-    def score(scores: Any, fragments: Any, base: int, tile: int, part: Part, lane: int) -> None:
+    def score(scores: Any, fragments: Any, queries: int, tile: int, part: Part, lane: int) -> None:
         """Of even and of odd steps by themselves: products of the same sums wait for each other."""
         for i in range(16):
             scores[i] = float32(0)
-        at = base + shared.queries + place_of(part, lane)
+        at = queries + place_of(part, lane)
         token = part.half * 16 + (lane & 7) + (lane >> 4) * 8
         tile += token * PITCH + part.numbers * (steps * 32) + (lane >> 3 & 1) * 16
         if held:
             for step in range(steps):
                 f = 4 * step
                 a = (fragments[f], fragments[f + 1], fragments[f + 2], fragments[f + 3])
-                add_step(scores, step % 2 * 8, a, tile + step * 32)
+                add(scores, step % 2 * 8, a, load_matrices(tile + step * 32))
         else:
             for two in range(steps // 2):
                 for odd in range(2):
                     offset = (2 * two + odd) * 32
-                    add_step(scores, odd * 8, load_matrices(at + offset), tile + offset)
+                    add(scores, odd * 8, load_matrices(at + offset), load_matrices(tile + offset))
             if steps % 2:
                 offset = (steps - 1) * 32
-                add_step(scores, 0, load_matrices(at + offset), tile + offset)
-        to = base + shared.scores + ((part.numbers * strips + part.strip) * 4 + part.half * 2) * 512 + lane * 16
+                add(scores, 0, load_matrices(at + offset), load_matrices(tile + offset))
+
+    return hold, score, 4 * steps if held else 1
+
+
+def make_exchange(queries: int) -> tuple[Any, Any]:
+    """Functions for kernels: leave the scores of a warp's numbers and keys for others; take those of all numbers and
+    keys."""
+    strips, parts = queries // 16, parts_of(queries)
+
+    @inlined
+    def leave(scores: Any, to: int, part: Part, lane: int) -> None:
+        to += ((part.numbers * strips + part.strip) * 4 + part.half * 2) * 512 + lane * 16
         for eight in range(2):
             s = 4 * eight
             store_shared_f32x4(
@@ -134,9 +130,8 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, An
             )  # fmt: skip
 
     @inlined
-    def take(scores: Any, base: int, part: Part, lane: int) -> None:
-        """Scores of all keys, added up."""
-        at = base + shared.scores + part.strip * 2048 + lane * 16
+    def take(scores: Any, at: int, part: Part, lane: int) -> None:
+        at += part.strip * 2048 + lane * 16
         for j in range(4):
             s = load_shared_f32x4(at + j * 512)
             for i in range(4):
@@ -147,79 +142,69 @@ def make_products(dtype: torch.dtype, queries: int, slots: int) -> tuple[Any, An
                 for i in range(4):
                     scores[4 * j + i] += s[i]
 
-    @inlined
-    def add_values(sums: Any, weights: Any, tile: int, part: Part, lane: int) -> None:
-        tile += (lane & 15) * PITCH + part.dims * 2 + (lane >> 4) * 16
-        for j in range(TILE // 16):
-            p0 = pack(weights[8 * j], weights[8 * j + 1])
-            p1 = pack(weights[8 * j + 2], weights[8 * j + 3])
-            p2 = pack(weights[8 * j + 4], weights[8 * j + 5])
-            p3 = pack(weights[8 * j + 6], weights[8 * j + 7])
-            for i in range(dims // 16):
-                b = load_matrices_transposed(tile + j * (16 * PITCH) + i * 32)
-                for eight in range(2):
-                    add(sums, (2 * i + eight) * 4, (p0, p1, p2, p3), b[2 * eight], b[2 * eight + 1])
-
-    return hold, score, take, add_values, 4 * steps if held else 1
+    return leave, take
 
 
 def make_attend(variant: Variant, queries: int, slots: int) -> Any:
-    """A function for kernels: attention of a block's queries to some tokens; called by all of its threads."""
+    """A function for kernels: the attention of a job; called by all threads of a block."""
     shared, num_sums = shared_of(queries, slots), sums_of(queries)
-    softcapped, tile_bytes = variant.softcapped, TILE * PITCH
+    num_scores, tile_bytes = TILE // 2, TILE * PITCH
     copy_queries, look_up, copy_tile, turns = make_copies(variant, queries, TILE, PITCH)
-    hold, score, take, add_values, num_fragments = make_products(variant.dtype, queries, slots)
+    # Sums of 16 queries leave room for queries in registers, if there is one block on a multiprocessor.
+    hold, score, num_fragments = make_score(variant.dtype, queries, queries == 16 and slots > 2)
+    leave, take = make_exchange(queries)
+    add_values = make_add_values(variant.dtype, dims_of(queries))
+    mask = make_mask(variant.softcapped, num_scores)
     wait_older_copies = make_wait_older_copies(slots - 2)
 
     @inlined
     def attend(
-        sums: Any, base: int, q: int, first: int, count: int, k: Tokens, row: Row, span: Span, visible: Visible,
-        part: Part, strides: Strides, scoring: Scoring, thread: int, lane: int,
+        sums: Any, base: int, job: Job, visible: Visible, part: Part, strides: Strides, scoring: Scoring, thread: int,
+        lane: int,
     ) -> Softmax:  # fmt: skip
-        """Of the queries from the number `first` on, of `count` that begin at the address `q`."""
-        scores = cuda.local.array(16, float32)
+        scores = cuda.local.array(num_scores, float32)
         fragments = cuda.local.array(num_fragments, uint32)
         homes = cuda.local.array(turns, int64)
         for i in range(num_sums):
             sums[i] = float32(0)
         softmax = begin_softmax()
-        key, coming, slot, free = span.key, span.key, int64(0), int64(0)
+        key, coming, slot, free = job.key, job.key, int64(0), int64(0)
         cuda.syncthreads()  # nobody needs what there was before
-        if key < span.end:
-            copy_queries(base + shared.queries, q, first, count, strides, thread)
+        if key < job.end:
+            copy_queries(base + shared.queries, job, strides, thread)
         for _ in range(slots - 1):
-            if coming < span.end:
-                look_up(homes, coming, row, span, thread)
-                copy_tile(base + shared.tiles + free, k, homes, coming, span, thread)
+            if coming < job.end:
+                look_up(homes, coming, job, thread)
+                copy_tile(base + shared.tiles + free, homes, coming, job, thread)
                 free += tile_bytes
                 coming += TILE
             commit_copies()
-        if key < span.end:
-            look_up(homes, coming, row, span, thread)
+        if key < job.end:
+            look_up(homes, coming, job, thread)
             wait_older_copies()
             cuda.syncthreads()
             hold(fragments, base + shared.queries, part, lane)
-        while key < span.end:
+        while key < job.end:
             wait_older_copies()
             cuda.syncthreads()  # the tile is there, and nobody needs the one before
-            if coming < span.end:
-                copy_tile(base + shared.tiles + free, k, homes, coming, span, thread)
+            if coming < job.end:
+                copy_tile(base + shared.tiles + free, homes, coming, job, thread)
                 free = free + tile_bytes if free < (slots - 1) * tile_bytes else int64(0)
                 coming += TILE
-                look_up(homes, coming, row, span, thread)  # before there is room for them
+                look_up(homes, coming, job, thread)  # before there is room for them
             commit_copies()
-            score(scores, fragments, base, base + shared.tiles + slot, part, lane)
+            score(scores, fragments, base + shared.queries, base + shared.tiles + slot, part, lane)
+            leave(scores, base + shared.scores, part, lane)
             cuda.syncthreads()  # scores are there
-            take(scores, base, part, lane)
-            if softcapped:
-                for i in range(16):
-                    scores[i] = tanh(scores[i] * scoring.inner)
-            if key + TILE > visible.high0 or key < visible.low1:
-                hide(scores, 16, key, lane, visible)
-            softmax, a0, a1 = weigh_scores(scores, 16, softmax, scoring.outer)
+            take(scores, base + shared.scores, part, lane)
+            mask(scores, key, visible, scoring.inner, lane)
+            softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, scoring.outer)
+            softmax = weigh(scores, num_scores, softmax, scoring.outer)
             if any_lane(a0 < float32(1) or a1 < float32(1)):  # seldom, after the first tiles
                 rescale(sums, num_sums, a0, a1)
-            add_values(sums, scores, base + shared.tiles + slot, part, lane)
+            v = base + shared.tiles + slot + part.dims * 2 + (lane & 15) * PITCH + (lane >> 4) * 16
+            for j in range(TILE // 16):
+                add_values(sums, scores, 8 * j, v + j * (16 * PITCH))
             slot = slot + tile_bytes if slot < (slots - 1) * tile_bytes else int64(0)
             key += TILE
         return softmax
@@ -230,9 +215,11 @@ def make_attend(variant: Variant, queries: int, slots: int) -> Any:
 def make_decode(variant: Variant, slots: int) -> Any:
     """The kernel as a Python function."""
     queries = queries_of(variant)
-    return latents.make_decode(variant, make_attend(variant, queries, slots), shared_of(queries, slots).arrived, 16)
+    return latent_kernels.make_decode(
+        variant, make_attend(variant, queries, slots), shared_of(queries, slots).arrived, 16
+    )
 
 
 def make_prefill(variant: Variant, slots: int) -> Any:
     """The kernel as a Python function."""
-    return latents.make_prefill(variant, make_attend(variant, queries_of(variant), slots), 16)
+    return latent_kernels.make_prefill(variant, make_attend(variant, queries_of(variant), slots), 16)

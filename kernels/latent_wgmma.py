@@ -4,7 +4,7 @@
     softmax   both come to the same,
     sums      each has half of V's 512 numbers.
 
-As in `prefill_wgmma`, sums of a tile are issued behind scores of the next one, which are weighed meanwhile.
+As in `prefill_consumers`, sums of a tile are issued behind scores of the next one, which are weighed meanwhile.
 
 A tile lies in shared memory as `wgmma` takes it for both products: in panels of 64 numbers of all keys, swizzled. Nine
 panels are four for each warpgroup, and one of which each has half.
@@ -18,10 +18,9 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from . import latents
-from .addressing import Row, Tokens
+from . import latent_kernels
 from .arguments import LATENT_DIM, LATENT_V_DIM, Scoring, Strides, Variant
-from .arithmetic import HALVES, tanh
+from .arithmetic import HALVES
 from .hopper import (
     ATOM_BYTES,
     PANEL,
@@ -34,10 +33,10 @@ from .hopper import (
     make_wait_products,
     publish_shared,
 )
-from .latents import Part, Span, make_copies, sums_of, weigh_scores
+from .latents import Job, Part, make_copies, sums_of
 from .ptx import float32, inlined, instruction, int64, uint32
 from .shared import commit_copies, load_shared_f32x4, make_wait_older_copies, store_shared_f32x4, wait_copies
-from .softmax import Softmax, Visible, begin_softmax, hide, rescale
+from .softmax import Softmax, Visible, begin_softmax, make_mask, raise_maxima, rescale, weigh
 from .warp import any_lane
 
 QUERIES = 64
@@ -133,11 +132,12 @@ def make_products(dtype: torch.dtype) -> tuple[Any, Any, Any, Any]:
 
 
 def make_attend(variant: Variant) -> Any:
-    """A function for kernels: attention of a block's queries to some tokens; called by all of its threads."""
-    softcapped, pack = variant.softcapped, HALVES[variant.dtype].pack
+    """A function for kernels: the attention of a job; called by all threads of a block."""
+    pack = HALVES[variant.dtype].pack
     num_sums, num_scores, num_weights = sums_of(QUERIES), TILE // 2, TILE // 4
     copy_queries, look_up, copy_tile, turns = make_copies(variant, QUERIES, TILE, ROW_BYTES)
     begin_scores, leave, take, begin_sums = make_products(variant.dtype)
+    mask = make_mask(variant.softcapped, num_scores)
     wait_scores = make_wait_products(num_scores, pending=0)
     wait_scores_only = make_wait_products(num_scores, pending=1)
     wait_sums = make_wait_products(num_sums, pending=0)
@@ -148,41 +148,37 @@ def make_attend(variant: Variant) -> Any:
         scores: Any, exchange: int, softmax: Softmax, key: int, visible: Visible, scoring: Scoring, part: Part,
         lane: int,
     ) -> tuple[Softmax, float, float]:  # fmt: skip
-        """Makes a warpgroup's scores weights, once the other's are there: see `weigh_scores`."""
+        """Makes a warpgroup's scores weights, once the other's are there."""
         take(scores, exchange, part, lane)
-        if softcapped:
-            for i in range(num_scores):
-                scores[i] = tanh(scores[i] * scoring.inner)
-        if key + TILE > visible.high0 or key < visible.low1:
-            hide(scores, num_scores, key, lane, visible)
-        return weigh_scores(scores, num_scores, softmax, scoring.outer)
+        mask(scores, key, visible, scoring.inner, lane)
+        softmax, a0, a1, _ = raise_maxima(scores, num_scores, softmax, scoring.outer)
+        return weigh(scores, num_scores, softmax, scoring.outer), a0, a1
 
     @inlined
     def attend(
-        sums: Any, base: int, q: int, first: int, count: int, k: Tokens, row: Row, span: Span, visible: Visible,
-        part: Part, strides: Strides, scoring: Scoring, thread: int, lane: int,
+        sums: Any, base: int, job: Job, visible: Visible, part: Part, strides: Strides, scoring: Scoring, thread: int,
+        lane: int,
     ) -> Softmax:  # fmt: skip
-        """Of the queries from the number `first` on, of `count` that begin at the address `q`."""
         scores = cuda.local.array(num_scores, float32)
         weights = cuda.local.array(num_weights, uint32)
         homes = cuda.local.array(turns, int64)
         for i in range(num_sums):
             sums[i] = float32(0)
         softmax = begin_softmax()
-        key, coming, slot, free = span.key, span.key, int64(0), int64(0)
+        key, coming, slot, free = job.key, job.key, int64(0), int64(0)
         queries, tiles, exchange = base + SHARED.queries, base + SHARED.tiles, base + SHARED.scores
         cuda.syncthreads()  # nobody needs what there was before
-        if key < span.end:
-            copy_queries(queries, q, first, count, strides, thread)
+        if key < job.end:
+            copy_queries(queries, job, strides, thread)
         for _ in range(2):
-            if coming < span.end:
-                look_up(homes, coming, row, span, thread)
-                copy_tile(tiles + free, k, homes, coming, span, thread)
+            if coming < job.end:
+                look_up(homes, coming, job, thread)
+                copy_tile(tiles + free, homes, coming, job, thread)
                 free += TILE_BYTES
                 coming += TILE
             commit_copies()
-        if key < span.end:
-            look_up(homes, coming, row, span, thread)
+        if key < job.end:
+            look_up(homes, coming, job, thread)
             wait_older_copies()
             publish_shared()
             cuda.syncthreads()  # queries and the first tile are there
@@ -191,7 +187,7 @@ def make_attend(variant: Variant) -> Any:
             leave(scores, exchange, part, lane)
             cuda.syncthreads()
             softmax, _, _ = weigh_tile(scores, exchange, softmax, key, visible, scoring, part, lane)
-        while key < span.end:
+        while key < job.end:
             for i in range(num_weights):
                 weights[i] = pack(scores[2 * i], scores[2 * i + 1])
             wait_copies()
@@ -200,11 +196,11 @@ def make_attend(variant: Variant) -> Any:
             following = slot + TILE_BYTES if slot < (SLOTS - 1) * TILE_BYTES else int64(0)
             begin_scores(scores, queries, tiles + following, part)  # behind the last tile nothing of them is visible
             begin_sums(sums, weights, tiles + slot, part)
-            if coming < span.end:
-                copy_tile(tiles + free, k, homes, coming, span, thread)
+            if coming < job.end:
+                copy_tile(tiles + free, homes, coming, job, thread)
                 free = free + TILE_BYTES if free < (SLOTS - 1) * TILE_BYTES else int64(0)
                 coming += TILE
-                look_up(homes, coming, row, span, thread)  # before there is room for them
+                look_up(homes, coming, job, thread)  # before there is room for them
             wait_scores_only(scores)  # sums are still being added to
             leave(scores, exchange, part, lane)
             cuda.syncthreads()  # scores are there
@@ -221,9 +217,9 @@ def make_attend(variant: Variant) -> Any:
 
 def make_decode(variant: Variant) -> Any:
     """The kernel as a Python function."""
-    return latents.make_decode(variant, make_attend(variant), SHARED.arrived, ATOM_BYTES)
+    return latent_kernels.make_decode(variant, make_attend(variant), SHARED.arrived, ATOM_BYTES)
 
 
 def make_prefill(variant: Variant) -> Any:
     """The kernel as a Python function."""
-    return latents.make_prefill(variant, make_attend(variant), ATOM_BYTES)
+    return latent_kernels.make_prefill(variant, make_attend(variant), ATOM_BYTES)

@@ -7,9 +7,7 @@ A block of threads has `16 * warps` queries of one head, a warp 16 of them. For 
     sums      O += P V, where P is S in the registers it came in.
 
 K and V of 8 bits become 16 on the way (see `widened_tiles`), and their scales multiply scores and weights.
-
-K of the next tile is copied while V is used, and V while K is. Rows in shared memory are 16 bytes longer than their
-data: an odd number of 16-byte columns lets eight rows be read at once.
+K of the next tile is copied while V is used, and V while K is.
 """
 
 from __future__ import annotations
@@ -17,19 +15,16 @@ from __future__ import annotations
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-import torch
 from numba import cuda
 
-from .addressing import Row, Tokens, head_of, make_addressing, row_of, scales_of
+from .addressing import Row, Tokens, head_of, live_token, make_addressing, row_of, scales_of
 from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
-from .arithmetic import HALVES, tanh
+from .mma_products import make_add_values, make_score, pitch_of
 from .prefixes import make_prefixes
-from .prompts import make_prompts, make_ranges
+from .prompts import Prompt, Work, make_prompts, make_ranges
 from .ptx import float32, inlined, int64, uint32
 from .shared import copy_16, shared_address, wait_copies
-from .softmax import add_weights, begin_softmax, hide, raise_maximum, relate, rescale, weigh
-from .warp import load_matrices, load_matrices_transposed
-from .warp import multiply as multiplications
+from .softmax import Softmax, begin_softmax, make_mask, raise_maxima, rescale, weigh
 from .widened_tiles import make_scale, make_widened_tiles
 
 
@@ -41,11 +36,6 @@ def warps_of(head_dim: int) -> int:
 def tile_of(head_dim: int) -> int:
     """Keys that are worked on at a time: what shared memory and registers have room for."""
     return 64 if head_dim <= 128 else 32
-
-
-def pitch_of(head_dim: int) -> int:
-    """Bytes from one row in shared memory to the next."""
-    return head_dim * 2 + 16
 
 
 class Shared(NamedTuple):
@@ -71,7 +61,7 @@ def shared_of(head_dim: int, scaled: bool) -> Shared:
 def make_copy(block_size: int, count: int, head_dim: int, threads: int) -> tuple[Any, Any, int]:
     """Functions for kernels: a block's threads look up `count` tokens, and begin to copy one head of them.
 
-    Both take the first of the tokens; those before `low` or from `high` on repeat one in between.
+    Both take the first of the tokens; those before `begin` or from `end` on repeat one in between.
 
     Returns:
         the functions, and how many homes a thread looks up.
@@ -82,21 +72,37 @@ def make_copy(block_size: int, count: int, head_dim: int, threads: int) -> tuple
     turns = -(-count * vectors // threads)
 
     @inlined
-    def look_up(homes: Any, token: int, low: int, high: int, row: Row, thread: int) -> None:
+    def look_up(homes: Any, token: int, begin: int, end: int, row: Row, thread: int) -> None:
         for turn in range(turns):
-            position = max(min(token + (thread + turn * threads) // vectors, high - 1), low)
-            homes[turn] = home_of(position, row)
+            homes[turn] = home_of(live_token(token + (thread + turn * threads) // vectors, begin, end), row)
 
     @inlined
-    def copy(to: int, source: Tokens, homes: Any, token: int, low: int, high: int, thread: int) -> None:
+    def copy(to: int, source: Tokens, homes: Any, token: int, begin: int, end: int, thread: int) -> None:
         for turn in range(turns):
             vector = thread + turn * threads
             if vector < count * vectors:
-                position = max(min(token + vector // vectors, high - 1), low)
+                live = live_token(token + vector // vectors, begin, end)
                 column = vector % vectors * 16
-                copy_16(to + vector // vectors * pitch + column, address_of(position, homes[turn], source) + column)
+                copy_16(to + vector // vectors * pitch + column, address_of(live, homes[turn], source) + column)
 
     return look_up, copy, turns
+
+
+def make_bring_queries(work: Work, queries: int, head_dim: int, threads: int) -> Any:
+    """A function for kernels: a block's threads begin to copy its queries; those behind the prompt's last repeat it."""
+    queries_of, home_of_query = work.queries_of, work.home_of_query
+    _, copy, turns = make_copy(work.query_block, queries, head_dim, threads)
+
+    @inlined
+    def bring_queries(to: int, prompt: Prompt, at: Addresses, strides: Strides, thread: int) -> None:
+        homes = cuda.local.array(turns, int64)
+        tokens = queries_of(prompt, at, strides)
+        for i in range(turns):
+            query = prompt.query + (thread + i * threads) // (head_dim // 8)
+            homes[i] = home_of_query(min(query, prompt.num_queries - 1), prompt, strides)
+        copy(to, tokens, homes, prompt.query, 0, prompt.num_queries, thread)
+
+    return bring_queries
 
 
 def make_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]:
@@ -105,13 +111,17 @@ def make_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]
     tile = tile_of(head_dim)
     if variant.kv_dtype:
         return make_widened_tiles(variant.kv_dtype, block_size, tile, head_dim, pitch_of(head_dim), threads)
-    look_up, copy, turns = make_copy(block_size, tile, head_dim, threads)
+    look_up_tokens, copy, turns = make_copy(block_size, tile, head_dim, threads)
+
+    @inlined
+    def look_up(homes: Any, key: int, row: Row, prompt: Prompt, thread: int) -> None:
+        look_up_tokens(homes, key, prompt.begin, prompt.length, row, thread)
 
     @inlined
     def begin(
-        words: Any, to: int, source: Tokens, scales: Tokens, homes: Any, token: int, low: int, high: int, thread: int
+        words: Any, to: int, source: Tokens, scales: Tokens, homes: Any, key: int, prompt: Prompt, thread: int
     ) -> float:
-        copy(to, source, homes, token, low, high, thread)
+        copy(to, source, homes, key, prompt.begin, prompt.length, thread)
         return float32(1)
 
     @inlined
@@ -121,85 +131,33 @@ def make_tiles(variant: Variant, threads: int) -> tuple[Any, Any, Any, int, int]
     return look_up, begin, end, turns, 1
 
 
-def make_products(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
-    """Functions for kernels: `scores = Q K^T` and `sums += P V` of a warp's queries and a tile, in shared memory.
-
-    Scores and sums are those of products [16 x 8], four floats a lane in each, one behind the other.
-    """
-    multiply, pack = multiplications[dtype], HALVES[dtype].pack
-    pitch = pitch_of(head_dim)
-
-    @inlined
-    def add(sums: Any, at: int, a: Any, b0: int, b1: int) -> None:
-        d = multiply(sums[at], sums[at + 1], sums[at + 2], sums[at + 3], a[0], a[1], a[2], a[3], b0, b1)
-        for i in range(4):
-            sums[at + i] = d[i]
-
-    @inlined
-    def score(scores: Any, queries: int, k: int, lane: int) -> None:
-        for i in range(tile // 2):
-            scores[i] = float32(0)
-        for step in range(head_dim // 16):
-            a = load_matrices(queries + (lane & 15) * pitch + step * 32 + (lane >> 4) * 16)
-            for j in range(tile // 16):
-                token = j * 16 + (lane & 7) + (lane >> 4) * 8
-                b = load_matrices(k + token * pitch + step * 32 + (lane >> 3 & 1) * 16)
-                for half in range(2):
-                    add(scores, (2 * j + half) * 4, a, b[2 * half], b[2 * half + 1])
-
-    @inlined
-    def add_values(sums: Any, weights: Any, v: int, lane: int) -> None:
-        for j in range(tile // 16):
-            p0 = pack(weights[8 * j], weights[8 * j + 1])
-            p1 = pack(weights[8 * j + 2], weights[8 * j + 3])
-            p2 = pack(weights[8 * j + 4], weights[8 * j + 5])
-            p3 = pack(weights[8 * j + 6], weights[8 * j + 7])
-            for i in range(head_dim // 16):
-                b = load_matrices_transposed(v + (j * 16 + (lane & 15)) * pitch + i * 32 + (lane >> 4) * 16)
-                for half in range(2):
-                    add(sums, (2 * i + half) * 4, (p0, p1, p2, p3), b[2 * half], b[2 * half + 1])
-
-    return score, add_values
-
-
-def make_prefill(variant: Variant) -> Any:
-    """The kernel as a Python function."""
+def make_attend(variant: Variant, work: Work) -> Any:
+    """A function for kernels: attention of a block's queries to the keys that they see; called by all its threads."""
     head_dim, scaled = variant.head_dim, variant.kv_dtype is not None
     warps, tile, pitch, shared = warps_of(head_dim), tile_of(head_dim), pitch_of(head_dim), shared_of(head_dim, scaled)
-    threads = 32 * warps
-    queries_per_block = 16 * warps
-    num_scores, num_sums, softcapped = tile // 2, head_dim // 2, variant.softcapped
+    num_scores, num_sums, queries, threads = tile // 2, head_dim // 2, 16 * warps, 32 * warps
 
-    make_work = make_prefixes if variant.cascaded else make_prompts
-    _, _, find_queries, queries_of, home_of_query, query_block, put = make_work(variant, queries_per_block)
-    keys_of_block, keys_of_lane = make_ranges(queries_per_block, tile, variant.causal, variant.windowed)
-    _, copy_queries, query_turns = make_copy(query_block, queries_per_block, head_dim, threads)
+    keys_of_block, keys_of_lane = make_ranges(queries, tile, variant.causal, variant.windowed)
+    bring_queries = make_bring_queries(work, queries, head_dim, threads)
     look_up, begin_tile, end_tile, num_homes, num_words = make_tiles(variant, threads)
-    scale_columns = make_scale(num_scores)
-    score, add_values = make_products(variant.dtype, head_dim, tile)
+    score, add_values = make_score(variant.dtype, head_dim, tile), make_add_values(variant.dtype, head_dim)
+    mask, scale_columns = make_mask(variant.softcapped, num_scores), make_scale(num_scores)
 
     @inlined
-    def prefill(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
-        thread = cuda.threadIdx.x
-        lane = thread & 31
-        warp = thread >> 5
-        base = shared_address(cuda.shared.array(0, uint32))
+    def attend(
+        sums: Any, base: int, prompt: Prompt, at: Addresses, strides: Strides, scoring: Scoring, thread: int, warp: int,
+        lane: int,
+    ) -> tuple[Softmax, int]:  # fmt: skip
+        """`base` is the address of shared memory. With the softmax comes the number in the block of the first of this
+        lane's two queries."""
         scores = cuda.local.array(num_scores, float32)
-        sums = cuda.local.array(num_sums, float32)
         homes = cuda.local.array(num_homes, int64)
         words = cuda.local.array(num_words, uint32)
-        query_homes = cuda.local.array(query_turns, int64)
-
-        # The last queries of a prompt see most keys: they go first.
-        job = cuda.gridDim.y - 1 - cuda.blockIdx.y
-        prompt = find_queries(cuda.blockIdx.x, job, at, sizes, groups, scoring.window, lane)
-        if prompt.query >= prompt.num_queries:
-            return
         row = row_of(prompt.sequence, at, strides)
         k, v = head_of(prompt.kv_head, at, strides)
         k_scales, v_scales = scales_of(prompt.kv_head, at, strides)
         key, end = keys_of_block(prompt, scoring.window)
-        line = warp * 16 + (lane >> 2)  # of this lane's two queries the first
+        line = warp * 16 + (lane >> 2)
         visible = keys_of_lane(prompt, line, scoring.window)
 
         for i in range(num_sums):
@@ -207,49 +165,58 @@ def make_prefill(variant: Variant) -> Any:
         softmax = begin_softmax()
         scale = float32(1)
         if key < end:
-            queries = queries_of(prompt, at, strides)
-            for i in range(query_turns):
-                query = prompt.query + (thread + i * threads) // (head_dim // 8)
-                query_homes[i] = home_of_query(min(query, prompt.num_queries - 1), prompt, strides)
-            copy_queries(base + shared.queries, queries, query_homes, prompt.query, 0, prompt.num_queries, thread)
-            look_up(homes, key, prompt.begin, prompt.length, row, thread)
-            scale = begin_tile(
-                words, base + shared.k, k, k_scales, homes, key, prompt.begin, prompt.length, thread
-            )  # fmt: skip
+            bring_queries(base + shared.queries, prompt, at, strides, thread)
+            look_up(homes, key, row, prompt, thread)
+            scale = begin_tile(words, base + shared.k, k, k_scales, homes, key, prompt, thread)
         while key < end:
             end_tile(words, scale, base + shared.k, base + shared.k_scales, thread)
             cuda.syncthreads()  # K is there, and nobody needs the V before
-            scale = begin_tile(
-                words, base + shared.v, v, v_scales, homes, key, prompt.begin, prompt.length, thread
-            )  # fmt: skip
-            look_up(homes, key + tile, prompt.begin, prompt.length, row, thread)
+            scale = begin_tile(words, base + shared.v, v, v_scales, homes, key, prompt, thread)
+            look_up(homes, key + tile, row, prompt, thread)
             score(scores, base + shared.queries + warp * 16 * pitch, base + shared.k, lane)
             if scaled:
                 scale_columns(scores, base + shared.k_scales, lane)
             end_tile(words, scale, base + shared.v, base + shared.v_scales, thread)
             cuda.syncthreads()  # V is there, and nobody needs this K
             if key + tile < end:
-                scale = begin_tile(
-                    words, base + shared.k, k, k_scales, homes, key + tile, prompt.begin, prompt.length, thread
-                )  # fmt: skip
+                scale = begin_tile(words, base + shared.k, k, k_scales, homes, key + tile, prompt, thread)
 
-            if softcapped:
-                for i in range(num_scores):
-                    scores[i] = tanh(scores[i] * scoring.inner)
-            if key + tile > visible.high0 or key < visible.low1:
-                hide(scores, num_scores, key, lane, visible)
-            m0, grown0 = raise_maximum(scores, 0, num_scores, softmax.m0, scoring.outer)
-            m1, grown1 = raise_maximum(scores, 2, num_scores, softmax.m1, scoring.outer)
-            softmax, a0, a1 = relate(softmax, m0, m1, scoring.outer)
-            if grown0 | grown1:
+            mask(scores, key, visible, scoring.inner, lane)
+            softmax, a0, a1, grown = raise_maxima(scores, num_scores, softmax, scoring.outer)
+            if grown:
                 rescale(sums, num_sums, a0, a1)
-            weigh(scores, num_scores, softmax, scoring.outer)
-            softmax = add_weights(scores, num_scores, softmax)
+            softmax = weigh(scores, num_scores, softmax, scoring.outer)
             if scaled:
                 scale_columns(scores, base + shared.v_scales, lane)
-            add_values(sums, scores, base + shared.v, lane)
+            for j in range(tile // 16):
+                line_of_v = base + shared.v + (j * 16 + (lane & 15)) * pitch + (lane >> 4) * 16
+                add_values(sums, scores, 8 * j, line_of_v)
             key += tile
+        return softmax, line
 
+    return attend
+
+
+def make_prefill(variant: Variant) -> Any:
+    """The kernel as a Python function."""
+    num_sums = variant.head_dim // 2
+    work = (make_prefixes if variant.cascaded else make_prompts)(variant, 16 * warps_of(variant.head_dim))
+    find_queries, put = work.find_queries, work.put
+    attend = make_attend(variant, work)
+
+    @inlined
+    def prefill(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
+        thread = cuda.threadIdx.x
+        lane = thread & 31
+        warp = thread >> 5
+        base = shared_address(cuda.shared.array(0, uint32))
+        sums = cuda.local.array(num_sums, float32)
+        # The last queries of a prompt see most keys: they go first.
+        job = cuda.gridDim.y - 1 - cuda.blockIdx.y
+        prompt = find_queries(cuda.blockIdx.x, job, at, sizes, groups, scoring.window, lane)
+        if prompt.query >= prompt.num_queries:
+            return
+        softmax, line = attend(sums, base, prompt, at, strides, scoring, thread, warp, lane)
         put(sums, softmax, line, prompt, at, sizes, strides, groups, scoring.outer, lane)
 
     def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:

@@ -2,74 +2,39 @@
 
 A block of threads stays, and takes one job after another (see `jobs`). Its first warpgroup, of four warps, is the
 producer: one of its warps finds jobs and brings their queries, one fills a ring in shared memory with tiles of K, and
-one another with tiles of V. The others are consumers of 64 queries each, and multiply by `wgmma`, which runs on while
-the threads do something else:
+one another with tiles of V. The others are consumers (see `prefill_consumers`).
 
-    issue   S(n) = Q K(n)^T      and behind it O += P(n-1) V(n-1)
-    wait    for S(n), while O is still being added to
-    softmax of S(n), which gives P(n)
-    wait    for O, and scale it if the maximum has grown
-
-The two consumers take turns at issuing, so that one's softmax runs beside the other's products.
-
-K and V are copied by one tensor map each, whatever their strides: see `tile_copies`. Instructions and layouts are those
-of the PTX manual; the plan is that of FlashAttention-3 (arXiv 2407.08608).
+K and V are copied by one tensor map each, whatever their strides: see `tile_copies`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from numba import cuda
 
 from .addressing import row_of
 from .arguments import NO_GROUPS, Addresses, Groups, Maps, Scoring, Sizes, Strides, Variant
-from .arithmetic import HALVES, tanh
-from .hopper import (
-    ATOM_BYTES,
-    ROW_BYTES,
-    begin_products,
-    commit_products,
-    make_multiply_registers,
-    make_multiply_shared,
-    make_operand_at,
-    make_take_registers,
-    make_wait_products,
-    publish_barriers,
-)
-from .jobs import JOB_BYTES, JOBS, get_job, make_bring_queries, make_find_jobs
+from .hopper import ATOM_BYTES, make_take_registers, publish_barriers
+from .jobs import get_job, make_bring_queries, make_find_jobs
+from .prefill_consumers import make_consume_jobs
 from .prefixes import make_prefixes
 from .prompts import Prompt, make_prompts, make_ranges
-from .ptx import float32, inlined, uint32
-from .ring import Ring, RingUse, make_ring
+from .ptx import inlined, uint32
+from .ring import Ring, RingUse
 from .shared import shared_address
-from .softmax import (
-    Softmax,
-    Visible,
-    add_weights,
-    begin_softmax,
-    hide,
-    raise_maximum,
-    relate,
-    rescale,
-    weigh,
-)
-from .tile_copies import Source, box_of, make_copy_tile, tile_bytes
-from .warp import make_meet, shuffle_count, sync_warp
+from .tile_copies import Source, box_of, make_copy_tile
+from .warp import sync_warp
 from .wgmma_shapes import (
     CONSUMER_REGISTERS,
-    CONSUMERS,
     PRODUCER_REGISTERS,
     QUERIES,
     WARPGROUP,
+    Rings,
+    make_rings,
     shared_of,
-    slots_of,
     tile_of,
 )
-
-TURN = 1
-"""The number of the first consumer's barrier, and the other's is the next: its turn to issue products."""
 
 
 def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: RingUse, of_tiles: RingUse) -> Any:
@@ -103,146 +68,16 @@ def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: Ring
     return produce
 
 
-def make_issue(dtype: torch.dtype, head_dim: int, tile: int) -> tuple[Any, Any]:
-    """Functions for kernels: begin `scores = Q K^T`, and `sums += weights V`, for one tile."""
-    multiply_first = make_multiply_shared(dtype, tile, accumulate=False)
-    multiply_next = make_multiply_shared(dtype, tile, accumulate=True)
-    add_values = make_multiply_registers(dtype, head_dim, tile)
-    rows_at, columns_at = make_operand_at(16), make_operand_at(tile * ROW_BYTES)
-    row, slot, slots = ROW_BYTES // 16, tile_bytes(head_dim, tile) // 16, slots_of(head_dim)
-    k_mask, v_mask = slots.k - 1, slots.v - 1
-
-    @inlined
-    def issue_scores(scores: Any, queries: int, k_ring: Ring, n: int) -> None:
-        a, b = rows_at(queries), rows_at(k_ring.slots) + (n & k_mask) * slot
-        begin_products()
-        for step in range(head_dim // 16):
-            if step == 0:
-                multiply_first(scores, a, b)
-            else:
-                panel, inside = step // 4, step % 4 * 2
-                multiply_next(scores, a + (panel * 64 * row + inside), b + (panel * tile * row + inside))
-        commit_products()
-
-    @inlined
-    def issue_sums(sums: Any, weights: Any, v_ring: Ring, n: int) -> None:
-        b = columns_at(v_ring.slots) + (n & v_mask) * slot
-        begin_products()
-        for step in range(tile // 16):
-            w = step * 4
-            add_values(sums, weights[w], weights[w + 1], weights[w + 2], weights[w + 3], b + step * 16 * row)
-        commit_products()
-
-    return issue_scores, issue_sums
-
-
-def make_consume(variant: Variant, of_k: RingUse, of_v: RingUse, release_queries: Any) -> Any:
-    """A function for kernels: attention of a consumer's queries to all tiles of a job, which ends with the sums."""
-    dtype, head_dim, softcapped = variant.dtype, variant.head_dim, variant.softcapped
-    tile = tile_of(head_dim)
-    num_scores, num_sums, num_weights = tile // 2, head_dim // 2, tile // 4
-    pack = HALVES[dtype].pack
-    wait_k, release_k, wait_v, release_v = of_k.wait_full, of_k.release, of_v.wait_full, of_v.release
-    issue_scores, issue_sums = make_issue(dtype, head_dim, tile)
-    wait_scores = make_wait_products(num_scores, pending=0)
-    wait_scores_only = make_wait_products(num_scores, pending=1)
-    wait_sums = make_wait_products(num_sums, pending=0)
-    take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
-
-    @inlined
-    def issue(
-        sums: Any, scores: Any, weights: Any, queries: int, k_ring: Ring, v_ring: Ring, n: int, first: bool,
-        consumer: int,
-    ) -> None:  # fmt: skip
-        """In its turn: scores of the n-th tile, which are there at the end, and sums of the one before, unless it is
-        the job's first."""
-        take_turn(TURN + consumer)
-        issue_scores(scores, queries, k_ring, n)
-        if first:
-            give_turn(TURN + 1 - consumer)
-            wait_scores(scores)
-        else:
-            wait_v(v_ring, n - 1)
-            issue_sums(sums, weights, v_ring, n - 1)
-            give_turn(TURN + 1 - consumer)
-            wait_scores_only(scores)  # sums are still being added to
-
-    @inlined
-    def mask(scores: Any, key: int, visible: Visible, scoring: Scoring, lane: int) -> None:
-        """Makes scores of products; `key` is the tile's first."""
-        if softcapped:
-            for i in range(num_scores):
-                scores[i] = tanh(scores[i] * scoring.inner)
-        if key + tile > visible.high0 or key < visible.low1:
-            hide(scores, num_scores, key, lane, visible)
-
-    @inlined
-    def consume(
-        sums: Any, queries: int, k_ring: Ring, v_ring: Ring, begin: int, tiles: int, first_key: int, visible: Visible,
-        scoring: Scoring, query_ring: Ring, number: int, consumer: int, lane: int,
-    ) -> Softmax:  # fmt: skip
-        """The job's tiles are those from `begin` on in the rings."""
-        scores = cuda.local.array(num_scores, float32)
-        weights = cuda.local.array(num_weights, uint32)
-        softmax = begin_softmax()
-        for i in range(num_sums):
-            sums[i] = float32(0)
-        n = begin
-        key = first_key
-        end = begin + tiles
-        if n < end:
-            wait_k(k_ring, n)
-        while n < end:
-            issue(sums, scores, weights, queries, k_ring, v_ring, n, n == begin, consumer)
-            release_k(k_ring, n, lane)
-            mask(scores, key, visible, scoring, lane)
-            m0, grown0 = raise_maximum(scores, 0, num_scores, softmax.m0, scoring.outer)
-            m1, grown1 = raise_maximum(scores, 2, num_scores, softmax.m1, scoring.outer)
-            softmax, a0, a1 = relate(softmax, m0, m1, scoring.outer)
-            weigh(scores, num_scores, softmax, scoring.outer)
-            softmax = add_weights(scores, num_scores, softmax)
-            # The assembler begins a new block of instructions here, and so waits for sums behind the exponentials.
-            if n + 1 < end:
-                wait_k(k_ring, n + 1)
-            wait_sums(sums)
-            if n > begin:
-                release_v(v_ring, n - 1, lane)
-            if grown0 | grown1:
-                rescale(sums, num_sums, a0, a1)
-            for i in range(num_weights):
-                weights[i] = pack(scores[2 * i], scores[2 * i + 1])
-            n += 1
-            key += tile
-        release_queries(query_ring, number, lane)
-        if tiles > 0:
-            wait_v(v_ring, end - 1)
-            issue_sums(sums, weights, v_ring, end - 1)
-            wait_sums(sums)
-            release_v(v_ring, end - 1, lane)
-        return softmax
-
-    return consume
-
-
 def make_prefill(variant: Variant) -> Any:
     """The kernel as a Python function."""
     head_dim, block_size = variant.head_dim, variant.block_size
-    tile, num_sums, queries_bytes = tile_of(head_dim), head_dim // 2, tile_bytes(head_dim, 64)
-    shared, slots, users = shared_of(head_dim), slots_of(head_dim), 4 * CONSUMERS
-    of_jobs = make_ring(JOBS, JOB_BYTES, 2 + users)
-    of_queries = make_ring(slots.queries, CONSUMERS * queries_bytes, users)
-    of_k, of_v = [make_ring(count, tile_bytes(head_dim, tile), users) for count in (slots.k, slots.v)]
-    init_jobs, init_queries, init_k, init_v = of_jobs.init, of_queries.init, of_k.init, of_v.init
-    wait_job, release_job, wait_queries = of_jobs.wait_full, of_jobs.release, of_queries.wait_full
+    tile, shared, uses = tile_of(head_dim), shared_of(head_dim), make_rings(head_dim)
+    init_jobs, init_queries, init_k, init_v = (use.init for use in uses)
     give_registers, take_registers = map(make_take_registers, (PRODUCER_REGISTERS, CONSUMER_REGISTERS))
-    take_turn, give_turn = make_meet(WARPGROUP * CONSUMERS)
-
     work = (make_prefixes if variant.cascaded else make_prompts)(variant, QUERIES)
-    put = work.put
+    find_jobs = make_find_jobs(work, make_bring_queries(head_dim, QUERIES, work), uses.jobs, uses.queries)
     step = box_of(tile, block_size) if block_size else 1
     keys_of_block, keys_of_lane = make_ranges(QUERIES, step, variant.causal, variant.windowed)
-    find_jobs = make_find_jobs(work, make_bring_queries(head_dim, QUERIES, work), of_jobs, of_queries)
-    consume = make_consume(variant, of_k, of_v, of_queries.release)
 
     @inlined
     def keys_of_job(job: Prompt, window: int) -> tuple[int, int]:
@@ -250,66 +85,42 @@ def make_prefill(variant: Variant) -> Any:
         first_key, end = keys_of_block(job, window)
         return first_key, (max(end - first_key, 0) + tile - 1) // tile
 
-    produce_k, produce_v = [make_produce(head_dim, block_size, keys_of_job, of_jobs, each) for each in (of_k, of_v)]
-
-    @inlined
-    def consume_jobs(
-        jobs: Ring, query_ring: Ring, k_ring: Ring, v_ring: Ring, at: Addresses, sizes: Sizes, strides: Strides,
-        scoring: Scoring, groups: Groups, thread: int, lane: int,
-    ) -> None:  # fmt: skip
-        consumer = shuffle_count(thread // WARPGROUP, 0) - 1  # the same in all lanes, as the compiler sees
-        line = consumer * 64 + thread % WARPGROUP // 32 * 16 + (lane >> 2)  # of this lane's two queries the first
-        sums = cuda.local.array(num_sums, float32)
-        if consumer == 1:
-            give_turn(TURN)  # the other begins
-        number, n = 0, 0
-        job = get_job(wait_job(jobs, 0))
-        while job.sequence >= 0:
-            first_key, tiles = keys_of_job(job, scoring.window)
-            visible = keys_of_lane(job, line, scoring.window)
-            own_queries = wait_queries(query_ring, number) + consumer * queries_bytes
-            softmax = consume(
-                sums, own_queries, k_ring, v_ring, n, tiles, first_key, visible, scoring, query_ring, number, consumer,
-                lane,
-            )  # fmt: skip
-            job = get_job(wait_job(jobs, number))  # again: no registers hold it meanwhile
-            put(sums, softmax, line, job, at, sizes, strides, groups, scoring.outer, lane)
-            release_job(jobs, number, lane)
-            n += tiles
-            number += 1
-            job = get_job(wait_job(jobs, number))
-        if consumer == 0:
-            take_turn(TURN)  # the other gave one that nobody took
+    produce_k, produce_v = (
+        make_produce(head_dim, block_size, keys_of_job, uses.jobs, each) for each in (uses.k, uses.v)
+    )
+    consume_jobs = make_consume_jobs(variant, uses, keys_of_job, keys_of_lane, work.put)
 
     @inlined
     def prefill(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring, groups: Groups) -> None:
         thread = cuda.threadIdx.x
         lane = thread & 31
         base = (shared_address(cuda.shared.array(0, uint32)) + ATOM_BYTES - 1) // ATOM_BYTES * ATOM_BYTES
-        jobs = Ring(base + shared.jobs, base + shared.job_barriers)
-        query_ring = Ring(base + shared.queries, base + shared.query_barriers)
-        k_ring = Ring(base + shared.k_slots, base + shared.k_barriers)
-        v_ring = Ring(base + shared.v_slots, base + shared.v_barriers)
+        rings = Rings(
+            Ring(base + shared.jobs, base + shared.job_barriers),
+            Ring(base + shared.queries, base + shared.query_barriers),
+            Ring(base + shared.k_slots, base + shared.k_barriers),
+            Ring(base + shared.v_slots, base + shared.v_barriers),
+        )
         if thread == 0:
-            init_jobs(jobs)
-            init_queries(query_ring)
-            init_k(k_ring)
-            init_v(v_ring)
+            init_jobs(rings.jobs)
+            init_queries(rings.queries)
+            init_k(rings.k)
+            init_v(rings.v)
             publish_barriers()
         cuda.syncthreads()
 
         if thread >= WARPGROUP:
             take_registers()
-            consume_jobs(jobs, query_ring, k_ring, v_ring, at, sizes, strides, scoring, groups, thread, lane)
+            consume_jobs(rings, at, sizes, strides, scoring, groups, thread, lane)
         else:
             give_registers()
             # One warp copies K, another one V, and one finds out what is to be done.
             if thread < 32:
-                produce_k(jobs, k_ring, maps.k_boxes, maps.k_tokens, at, strides, scoring.window, lane)
+                produce_k(rings.jobs, rings.k, maps.k_boxes, maps.k_tokens, at, strides, scoring.window, lane)
             elif thread < 64:
-                produce_v(jobs, v_ring, maps.v_boxes, maps.v_tokens, at, strides, scoring.window, lane)
+                produce_v(rings.jobs, rings.v, maps.v_boxes, maps.v_tokens, at, strides, scoring.window, lane)
             elif thread < 96:
-                find_jobs(jobs, query_ring, at, sizes, strides, groups, scoring.window, lane)
+                find_jobs(rings.jobs, rings.queries, at, sizes, strides, groups, scoring.window, lane)
 
     def kernel(maps: Maps, at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
         prefill(maps, at, sizes, strides, scoring, NO_GROUPS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .addressing import Tokens, first_token
+from .addressing import Tokens, first_token, live_token
 from .arguments import Addresses, Groups, Sizes, Strides, Variant
 from .memory import load_i32
 from .ptx import inlined
@@ -50,6 +50,12 @@ class Work(NamedTuple):
     home_of_query: Any
     query_block: int
     put: Any
+
+
+@inlined
+def live(token: int, prompt: Prompt) -> int:
+    """The token, or a live one in its place."""
+    return live_token(token, prompt.begin, prompt.length)
 
 
 def make_prompts(variant: Variant, queries_per_block: int) -> Work:

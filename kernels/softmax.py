@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from .arithmetic import FLOOR, HALVES, LOG2E, exp2, fma, if_within, maximum, reciprocal
+from .arithmetic import FLOOR, HALVES, LOG2E, exp2, fma, if_within, maximum, reciprocal, tanh
 from .memory import load_f32, store_4, store_16
 from .ptx import float32, inlined
 from .warp import any_lane, shuffle_xor, transpose_words
@@ -43,15 +43,25 @@ def begin_softmax() -> Softmax:
     return Softmax(float32(FLOOR), float32(FLOOR), float32(0), float32(0))
 
 
-@inlined
-def hide(scores: Any, num_scores: int, key: int, lane: int, visible: Visible) -> None:
-    """Takes out the keys that are not visible; `key` is the tile's first."""
-    first = key + 2 * (lane & 3)
-    low0, high0, low1, high1 = visible.low0 - first, visible.high0 - first, visible.low1 - first, visible.high1 - first
-    for j in range(num_scores // 4):
-        for i in range(2):
-            scores[4 * j + i] = if_within(scores[4 * j + i], 8 * j + i, low0, high0)
-            scores[4 * j + i + 2] = if_within(scores[4 * j + i + 2], 8 * j + i, low1, high1)
+def make_mask(softcapped: bool, num_scores: int) -> Any:
+    """A function for kernels that makes scores of a tile's products."""
+
+    @inlined
+    def mask(scores: Any, key: int, visible: Visible, inner: float, lane: int) -> None:
+        """`key` is the tile's first. Those that are not visible are taken out."""
+        if softcapped:
+            for i in range(num_scores):
+                scores[i] = tanh(scores[i] * inner)
+        if key + 2 * num_scores > visible.high0 or key < visible.low1:
+            first = key + 2 * (lane & 3)
+            low0, high0 = visible.low0 - first, visible.high0 - first
+            low1, high1 = visible.low1 - first, visible.high1 - first
+            for j in range(num_scores // 4):
+                for i in range(2):
+                    scores[4 * j + i] = if_within(scores[4 * j + i], 8 * j + i, low0, high0)
+                    scores[4 * j + i + 2] = if_within(scores[4 * j + i + 2], 8 * j + i, low1, high1)
+
+    return mask
 
 
 @inlined
@@ -68,31 +78,29 @@ def raise_maximum(scores: Any, first: int, num_scores: int, before: float, outer
 
 
 @inlined
-def relate(before: Softmax, m0: float, m1: float, outer: float) -> tuple[Softmax, float, float]:
-    """A softmax relative to other maxima, and what the two queries' older sums are to be multiplied by."""
+def raise_maxima(scores: Any, num_scores: int, before: Softmax, outer: float) -> tuple[Softmax, float, float, int]:
+    """A softmax that a tile's scores may be weighed by; what the two queries' older sums are to be multiplied by, and
+    whether any of the warp's are to be."""
+    m0, grown0 = raise_maximum(scores, 0, num_scores, before.m0, outer)
+    m1, grown1 = raise_maximum(scores, 2, num_scores, before.m1, outer)
     a0 = exp2((before.m0 - m0) * outer)
     a1 = exp2((before.m1 - m1) * outer)
-    return Softmax(m0, m1, before.l0 * a0, before.l1 * a1), a0, a1
+    return Softmax(m0, m1, before.l0 * a0, before.l1 * a1), a0, a1, grown0 | grown1
 
 
 @inlined
-def weigh(scores: Any, num_scores: int, softmax: Softmax, outer: float) -> None:
-    """Makes a tile's scores weights."""
-    z0 = -softmax.m0 * outer
-    z1 = -softmax.m1 * outer
+def weigh(scores: Any, num_scores: int, softmax: Softmax, outer: float) -> Softmax:
+    """Makes a tile's scores weights, and adds up this lane's."""
+    m0, m1, l0, l1 = softmax
+    z0 = -m0 * outer
+    z1 = -m1 * outer
     for j in range(num_scores // 4):
         for i in range(2):
             scores[4 * j + i] = exp2(fma(scores[4 * j + i], outer, z0))
             scores[4 * j + 2 + i] = exp2(fma(scores[4 * j + 2 + i], outer, z1))
-
-
-@inlined
-def add_weights(weights: Any, num_weights: int, softmax: Softmax) -> Softmax:
-    """Adds this lane's weights of a tile."""
-    m0, m1, l0, l1 = softmax
-    for j in range(num_weights // 4):
-        l0 += weights[4 * j] + weights[4 * j + 1]
-        l1 += weights[4 * j + 2] + weights[4 * j + 3]
+    for j in range(num_scores // 4):
+        l0 += scores[4 * j] + scores[4 * j + 1]
+        l1 += scores[4 * j + 2] + scores[4 * j + 3]
     return Softmax(m0, m1, l0, l1)
 
 

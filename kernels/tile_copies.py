@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .addressing import Row, make_addressing
 from .hopper import PANEL, ROW_BYTES, copy_box
-from .prompts import Prompt
+from .prompts import Prompt, live
 from .ptx import inlined
 from .ring import Slot
 from .warp import shuffle_count
@@ -46,11 +46,6 @@ def make_copy_tile(head_dim: int, tile: int, block_size: int) -> tuple[Any, Any]
     box, panels = box_of(tile, block_size), -(-head_dim // PANEL)
     boxes = tile // box
     assert boxes * panels <= 32, "a lane copies one box"
-
-    @inlined
-    def live(token: int, prompt: Prompt) -> int:
-        """The token, or a live one in its place."""
-        return max(min(token, prompt.length - 1), prompt.begin)
 
     @inlined
     def look_up(token: int, row: Row, prompt: Prompt, lane: int) -> int:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from .hopper import ATOM_BYTES
 from .jobs import JOB_BYTES, JOBS
-from .ring import BARRIER_BYTES
+from .ring import BARRIER_BYTES, Ring, RingUse, make_ring
 from .tile_copies import tile_bytes
 
 WARPGROUP = 128
@@ -67,3 +67,32 @@ def shared_of(head_dim: int) -> Shared:
     queries = slots.queries * tile_bytes(head_dim, QUERIES)
     barriers = [count * BARRIER_BYTES for count in (*slots, JOBS)]
     return Shared(*accumulate((queries, slots.k * tile, slots.v * tile, JOBS * JOB_BYTES, *barriers), initial=0))
+
+
+class Rings(NamedTuple):
+    """All rings of a block of threads."""
+
+    jobs: Ring
+    queries: Ring
+    k: Ring
+    v: Ring
+
+
+class RingUses(NamedTuple):
+    """Functions for kernels on each of `Rings`."""
+
+    jobs: RingUse
+    queries: RingUse
+    k: RingUse
+    v: RingUse
+
+
+def make_rings(head_dim: int) -> RingUses:
+    """The functions on a block's rings."""
+    slots, tile, consumers = slots_of(head_dim), tile_bytes(head_dim, tile_of(head_dim)), 4 * CONSUMERS
+    return RingUses(
+        make_ring(JOBS, JOB_BYTES, 2 + consumers),  # those who bring K and V read them as well
+        make_ring(slots.queries, tile_bytes(head_dim, QUERIES), consumers),
+        make_ring(slots.k, tile, consumers),
+        make_ring(slots.v, tile, consumers),
+    )

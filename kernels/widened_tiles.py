@@ -12,6 +12,7 @@ import torch
 from .addressing import Row, Tokens, make_addressing
 from .eight_bits import EIGHT_BITS
 from .memory import load_16, load_f32
+from .prompts import Prompt, live
 from .ptx import inlined
 from .shared import load_shared_f32, store_shared_16, store_shared_f32, wait_copies
 
@@ -20,7 +21,7 @@ def make_widened_tiles(
     dtype: torch.dtype, block_size: int, tile: int, head_dim: int, pitch: int, threads: int
 ) -> tuple[Any, Any, Any, int, int]:
     """Functions for kernels: a block's threads look a tile up, begin to fetch one head of it, and put it, and its
-    scales, to shared memory. Tokens before `low` or from `high` on repeat one in between.
+    scales, to shared memory. Keys that are not live repeat one that is.
 
     Returns:
         the functions; how many homes a thread looks up, and how many words it fetches.
@@ -32,23 +33,23 @@ def make_widened_tiles(
     assert tile <= threads, "a thread fetches one scale"
 
     @inlined
-    def look_up(homes: Any, token: int, low: int, high: int, row: Row, thread: int) -> None:
+    def look_up(homes: Any, key: int, row: Row, prompt: Prompt, thread: int) -> None:
         for turn in range(turns):
-            homes[turn] = home_of(max(min(token + (thread + turn * threads) // vectors, high - 1), low), row)
-        homes[turns] = home_of(max(min(token + thread % tile, high - 1), low), row)
+            homes[turn] = home_of(live(key + (thread + turn * threads) // vectors, prompt), row)
+        homes[turns] = home_of(live(key + thread % tile, prompt), row)
 
     @inlined
     def begin(
-        words: Any, to: int, source: Tokens, scales: Tokens, homes: Any, token: int, low: int, high: int, thread: int
+        words: Any, to: int, source: Tokens, scales: Tokens, homes: Any, key: int, prompt: Prompt, thread: int
     ) -> float:
         """Fetches a thread's part, and gives a scale of it."""
         for turn in range(turns):
             vector = thread + turn * threads
-            position = max(min(token + vector // vectors, high - 1), low)
-            loaded = load_16(address_of(position, homes[turn], source) + vector % vectors * 16)
+            token = live(key + vector // vectors, prompt)
+            loaded = load_16(address_of(token, homes[turn], source) + vector % vectors * 16)
             for i in range(4):
                 words[4 * turn + i] = loaded[i]
-        return load_f32(address_of(max(min(token + thread % tile, high - 1), low), homes[turns], scales))
+        return load_f32(address_of(live(key + thread % tile, prompt), homes[turns], scales))
 
     @inlined
     def end(words: Any, scale: float, to: int, scales_to: int, thread: int) -> None:

@@ -1,0 +1,151 @@
+"""decode and prefill over latents, whichever instructions multiply.
+
+decode cuts the work as for other heads (see `decode_shares`): a block leaves what it has of a longer sequence as a part
+(see `latent_sums`). prefill has a block of threads for each 64 queries.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from numba import cuda
+
+from .addressing import first_token, head_of, make_first_query, row_of
+from .arguments import LATENT_V_DIM, NO_GROUPS, Addresses, Scoring, Sizes, Strides, Variant
+from .decode_parts import make_clear
+from .decode_shares import UNIT, Lengths, make_shares
+from .latent_sums import make_put, make_settle
+from .latents import PREFILL_QUERIES, Job, bundles_of, make_part_of, make_visible_of, sums_of
+from .memory import load_i32
+from .ptx import float32, inlined, int64, uint32
+from .ragged import make_ragged
+from .shared import shared_address
+from .softmax import Visible
+
+
+def make_decode(variant: Variant, attend: Any, arrived: int, alignment: int) -> Any:
+    """The kernel as a Python function.
+
+    Args:
+        attend: an inlined device function: attention of a block's queries to some tokens.
+        arrived: where in shared memory one float is left.
+        alignment: of shared memory.
+    """
+    bundles = bundles_of(variant)
+    queries, count, q_len = bundles.per_bundle, bundles.per_head, variant.q_len
+    num_sums = sums_of(queries)
+    num_bundles, team = bundles.bundles(1), bundles.team
+
+    share_of_block, piece_at, sequence_after, is_empty = make_shares(bundles, variant.windowed, False)
+    first_query = make_first_query(variant.mixed)
+    part_of = make_part_of(queries)
+    visible_of = make_visible_of(variant)
+    settle = make_settle(variant, bundles, arrived)
+    clear = make_clear(variant.dtype, LATENT_V_DIM, bundles)
+
+    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+        thread = cuda.threadIdx.x
+        lane = thread & 31
+        base = (shared_address(cuda.shared.array(0, uint32)) + alignment - 1) // alignment * alignment
+        sums = cuda.local.array(num_sums, float32)
+        part = part_of(thread >> 5)
+        lengths = Lengths(at.cu_seqlens, at.seq_lens, at.starts, scoring.window, num_bundles // team, NO_GROUPS)
+
+        place = int64(cuda.blockIdx.x)
+        while place < sizes.batch:
+            if is_empty(place, lengths):
+                clear(place, num_bundles, at, strides, scoring.outer, thread)
+            place += cuda.gridDim.x
+
+        share = share_of_block(sizes.batch, lengths, lane)
+        unit, sequence, before = share.begin, share.sequence, share.before
+        while unit < share.end:
+            piece = piece_at(unit, share, sequence, before, lengths)
+            k, _ = head_of(0, at, strides)
+            q = at.q + first_query(sequence, at.cu_seqlens, strides.q_batch, strides.q_token)
+            first = piece.bundle * queries
+            number = first + part.strip * 16 + (lane >> 2)
+            seen = visible_of(number, q_len, piece.first, piece.last + 1, scoring.window)
+            high0, high1 = min(seen.high0, piece.token_end), min(seen.high1, piece.token_end)
+            visible = Visible(seen.low0, high0, seen.low1, high1)
+            row = row_of(sequence, at, strides)
+            job = Job(q, count, first, k, row, piece.token, piece.first, piece.token_end)
+            softmax = attend(sums, base, job, visible, part, strides, scoring, thread, lane)
+            settle(sums, softmax, base, piece, share, part, at, strides, scoring.outer, thread, lane)
+            unit = piece.end
+            if unit == piece.bundle_end and piece.round == lengths.rounds - 1:
+                before = unit
+                sequence = sequence_after(sequence, share, unit, lengths)
+
+    return kernel
+
+
+def make_find_queries(variant: Variant) -> Any:
+    """A function for kernels: the sequence that a block of threads works on, and the first of its queries there."""
+    heads_per_kv, mixed = variant.heads_per_kv, variant.mixed
+
+    @inlined
+    def units_of(sequence: int, cu_seqlens: int) -> int:
+        """Blocks of queries; in a mixed batch single tokens are left out."""
+        tokens = load_i32(cu_seqlens + sequence * 4 + 4) - load_i32(cu_seqlens + sequence * 4)
+        tokens = 0 if mixed and tokens == 1 else tokens
+        return (tokens * heads_per_kv + PREFILL_QUERIES - 1) // PREFILL_QUERIES
+
+    _, locate = make_ragged(units_of)
+
+    @inlined
+    def find_queries(cu_seqlens: int, batch: int, lane: int) -> tuple[int, int, bool]:
+        """The lanes of a warp look together. Whether there are any comes last."""
+        unit = cuda.gridDim.x - 1 - cuda.blockIdx.x  # the last queries of a prompt see most keys: they go first
+        sequence, before = locate(unit, batch, cu_seqlens, lane)
+        return sequence, (unit - before) * PREFILL_QUERIES, unit - before < units_of(sequence, cu_seqlens)
+
+    return find_queries
+
+
+def make_prefill(variant: Variant, attend: Any, alignment: int) -> Any:
+    """The kernel as a Python function; arguments are those of `make_decode`."""
+    heads_per_kv, causal, windowed = variant.heads_per_kv, variant.causal, variant.windowed
+    num_sums = sums_of(PREFILL_QUERIES)
+
+    find_queries = make_find_queries(variant)
+    part_of = make_part_of(PREFILL_QUERIES)
+    visible_of = make_visible_of(variant)
+    put_outputs, _ = make_put(variant, PREFILL_QUERIES)
+
+    @inlined
+    def span_of(first_query: int, tokens: int, first: int, length: int, window: int) -> tuple[int, int]:
+        """The keys that a block's queries see: where their first tile begins, and their end."""
+        last_token = min((first_query + PREFILL_QUERIES - 1) // heads_per_kv, tokens - 1)
+        end = length - tokens + last_token + 1 if causal else length
+        low = max(first, length - tokens + first_query // heads_per_kv + 1 - window) if windowed else first
+        return low // UNIT * UNIT, end if first < length else 0
+
+    def kernel(at: Addresses, sizes: Sizes, strides: Strides, scoring: Scoring) -> None:
+        thread = cuda.threadIdx.x
+        lane = thread & 31
+        base = (shared_address(cuda.shared.array(0, uint32)) + alignment - 1) // alignment * alignment
+        sums = cuda.local.array(num_sums, float32)
+        part = part_of(thread >> 5)
+
+        sequence, query, there = find_queries(at.cu_seqlens, sizes.batch, lane)
+        if not there:
+            return
+        start = load_i32(at.cu_seqlens + sequence * 4)
+        tokens = load_i32(at.cu_seqlens + sequence * 4 + 4) - start
+        length = load_i32(at.seq_lens + sequence * 4)
+        first = first_token(sequence, at.starts)
+        if windowed:  # what no query of the sequence sees may be gone
+            first = max(first, length - tokens + 1 - scoring.window)
+        k, _ = head_of(0, at, strides)
+        number = query + part.strip * 16 + (lane >> 2)
+        q, count = at.q + start * strides.q_token, tokens * heads_per_kv
+        row = row_of(sequence, at, strides)
+        key, end = span_of(query, tokens, first, length, scoring.window)
+        visible = visible_of(number, tokens, first, length, scoring.window)
+        job = Job(q, count, query, k, row, key, first, end)
+        softmax = attend(sums, base, job, visible, part, strides, scoring, thread, lane)
+        to = at.out + start * strides.out_token
+        put_outputs(sums, softmax, number, count, to, part, at, strides, scoring.outer, lane)
+
+    return kernel
