@@ -12,41 +12,27 @@ P comes out of the first product as the second wants it but for a transposition 
 Where more than 8 queries share a KV head, a warp multiplies the same registers by several octets: what bounds several
 queries is how often K and V are brought from the second cache, not how often they are multiplied.
 
-K and V of 8 bits become f16 on the way from register to product, without loss, and so without their scales: a scale of
-K multiplies its token's scores, and one of V its token's weights. What they are multiplied with has to be f16 as well,
-so it is brought to where f16 has most digits: each query by a power of two, which its scores give back; weights by what
-they are relative to, which is not the greatest score but the greatest weight with its scale. (As if no scale were below
-2**-40, so that the sum of the weights without their scales stays finite, and that of zeros counts beside great V.)
-
-For how K and V are loaded see `decode_loads`, where queries are kept `decode_queries`, for shares of the work
-`decode_shares`, for what becomes of the sums `decode_parts`.
+For the two products see `decode_products`, for how K and V are loaded `decode_loads`, where queries are kept
+`decode_queries`, for shares of the work `decode_shares`, for what becomes of the sums `decode_parts`.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from numba import cuda
 
 from .addressing import Row, Tokens, head_of, make_addressing, make_first_query, row_of, scales_of
 from .arguments import NO_GROUPS, Addresses, Groups, Scoring, Sizes, Strides, Variant
-from .arithmetic import FLOOR, HALVES, exp2, fma, if_within, log2, maximum, pick_bytes, reciprocal, tanh
+from .arithmetic import FLOOR, if_within
 from .decode_loads import make_loads, make_place_of, runs_of, vectors_of, words_of
 from .decode_parts import make_clear, make_settle, results_of
+from .decode_products import make_accumulate, make_score, make_weigh
 from .decode_queries import Octet, make_queries, shared_bytes_of
 from .decode_shares import UNIT, Lengths, Piece, Queries, make_shares
-from .eight_bits import EIGHT_BITS
 from .ptx import float32, inlined, int64, uint32
 from .softmax import Visible
-from .warp import any_lane, shuffle_xor, transpose
-from .warp import multiply as multiplications
-
-HEADROOM = 15
-"""Weights with scales are up to this power of two: so f16 has the small ones as well."""
-
-LEAST_SCALE = 2.0**-40
-"""Of V, in what weights are relative to. Were it smaller, there would be no factor to bring zeros to great V."""
+from .warp import shuffle_xor
 
 
 def registers_for(variant: Variant) -> tuple[int, ...]:
@@ -73,164 +59,34 @@ def blocks_per_sm(variant: Variant, queries: Queries) -> int:
     return registers_for(variant)[queries.at_once - 1]
 
 
-def multiplied_dtype(variant: Variant) -> torch.dtype:
-    """What tensor cores are given."""
-    return torch.float16 if variant.kv_dtype else variant.dtype
-
-
-def make_pairs(kv_dtype: torch.dtype | None) -> tuple[Any, Any]:
-    """Functions for kernels: two 16-bit numbers in a word, as the multiplication wants them, out of K, and out of V."""
+def make_visible_of(variant: Variant, queries: Queries) -> Any:
+    """A function for kernels: the keys of a piece that two queries of a lane see."""
+    heads_per_kv, q_len, windowed = queries.heads_per_kv, queries.q_len, variant.windowed
 
     @inlined
-    def k_pair(words: Any, first: int, pair: int) -> int:
-        """Dims `2 * pair` and the next of what a lane loaded of a token."""
-        return words[first + pair]
-
-    @inlined
-    def v_pair(a: int, b: int, pair: int, second: int) -> int:
-        """One dim of two tokens: of dims `2 * pair` and the next the first or the second."""
-        return pick_bytes(a, b, 0x5410 + second * 0x2222)
-
-    if kv_dtype is None:
-        return k_pair, v_pair
-    lower, upper = EIGHT_BITS[kv_dtype].lower, EIGHT_BITS[kv_dtype].upper
-
-    @inlined
-    def k_pair_of_8_bits(words: Any, first: int, pair: int) -> int:
-        word = words[first + pair // 2]
-        return upper(word) if pair % 2 else lower(word)
-
-    @inlined
-    def v_pair_of_8_bits(a: int, b: int, pair: int, second: int) -> int:
-        both = pick_bytes(a, b, 0x5140 + pair % 2 * 0x2222)
-        return upper(both) if second else lower(both)
-
-    return k_pair_of_8_bits, v_pair_of_8_bits
-
-
-def make_products(variant: Variant, at_once: int, pair_of: Any) -> tuple[Any, Any]:
-    """Functions for kernels: the two products.
-
-    Args:
-        pair_of: an inlined device function: two words of the queries from one on.
-    """
-    multiply, vectors = multiplications[multiplied_dtype(variant)], vectors_of(variant)
-    scaled, softcapped = variant.kv_dtype is not None, variant.softcapped
-    k_row, v_row = (run.words for run in runs_of(variant))
-    _, _, _, num_sums = words_of(variant)
-    k_pair, v_pair = make_pairs(variant.kv_dtype)
-
-    @inlined
-    def score(
-        k_words: Any, held: Any, first: int, scale0: float, scale1: float, lift0: float, lift1: float, inner: float
-    ) -> tuple[float, float, float, float]:
-        """Of 16 tokens and 8 queries: a lane has tokens `lane // 4` and the 8th after, for each of two queries."""
-        d = (float32(0), float32(0), float32(0), float32(0))
-        for x in range(k_row * vectors // 2):
-            q = pair_of(held, first + 2 * x)
-            d = multiply(
-                d[0], d[1], d[2], d[3],
-                k_pair(k_words, 0, 2 * x), k_pair(k_words, k_row, 2 * x),
-                k_pair(k_words, 0, 2 * x + 1), k_pair(k_words, k_row, 2 * x + 1), q[0], q[1],
-            )  # fmt: skip
-        if scaled:
-            # Both first: the one may be as great as the other is small.
-            d = (d[0] * (lift0 * scale0), d[1] * (lift1 * scale0), d[2] * (lift0 * scale1), d[3] * (lift1 * scale1))
-        if softcapped:
-            return tanh(d[0] * inner), tanh(d[1] * inner), tanh(d[2] * inner), tanh(d[3] * inner)
-        return d
-
-    @inlined
-    def accumulate(sums: Any, v_words: Any, p_words: Any) -> None:
-        """Adds V^T P of 16 tokens. Pairs of tokens are put together as the multiplication wants them."""
-        for pair in range(v_row * vectors):
-            w = pair // vectors
-            e0 = v_words[w]
-            e1 = v_words[v_row + w]
-            e2 = v_words[2 * v_row + w]
-            e3 = v_words[3 * v_row + w]
-            first, second = v_pair(e0, e1, pair, 0), v_pair(e0, e1, pair, 1)
-            third, fourth = v_pair(e2, e3, pair, 0), v_pair(e2, e3, pair, 1)
-            for each in range(at_once):
-                o = each * num_sums + pair * 4
-                d = multiply(
-                    sums[o], sums[o + 1], sums[o + 2], sums[o + 3], first, second, third, fourth,
-                    p_words[2 * each], p_words[2 * each + 1],
-                )  # fmt: skip
-                for i in range(4):
-                    sums[o + i] = d[i]
-
-    return score, accumulate
-
-
-def make_weigh(variant: Variant, num_sums: int) -> Any:
-    """A function for kernels that makes an octet's scores of 16 tokens weights, as the second product wants them."""
-    pack, scaled = HALVES[multiplied_dtype(variant)].pack, variant.kv_dtype is not None
-
-    @inlined
-    def score_of_scale(scale: float, outer: float) -> float:
-        """What a token's scores gain by its scale of V. That may be a NaN, which is for the weights to show."""
-        return (log2(maximum(float32(LEAST_SCALE), scale)) - float32(HEADROOM)) * reciprocal(outer)
-
-    @inlined
-    def weigh(
-        scores: Any, o: int, sums: Any, maxima: Any, weights: Any, v0: float, v1: float, outer: float
-    ) -> tuple[int, int]:
-        """Of the octet `o` of the warp's. Brings its older sums to new maxima; `v0` and `v1` are scales of V."""
-        s0, s1, s2, s3 = scores[4 * o], scores[4 * o + 1], scores[4 * o + 2], scores[4 * o + 3]
-        m0, m1 = maxima[2 * o], maxima[2 * o + 1]
-        if scaled:
-            g0, g1 = score_of_scale(v0, outer), score_of_scale(v1, outer)
-            n0 = maximum(m0, maximum(s0 + g0, s2 + g1))
-            n1 = maximum(m1, maximum(s1 + g0, s3 + g1))
-        else:
-            n0 = maximum(m0, maximum(s0, s2))
-            n1 = maximum(m1, maximum(s1, s3))
-        for step in range(3):
-            n0 = maximum(n0, shuffle_xor(n0, 4 << step))
-            n1 = maximum(n1, shuffle_xor(n1, 4 << step))
-        a0 = exp2((m0 - n0) * outer)
-        a1 = exp2((m1 - n1) * outer)
-        if any_lane(n0 > m0 or n1 > m1):  # seldom, after the first tokens
-            for i in range(num_sums // 2):
-                sums[o * num_sums + 2 * i] *= a0
-                sums[o * num_sums + 2 * i + 1] *= a1
-        maxima[2 * o] = n0
-        maxima[2 * o + 1] = n1
-        p0 = exp2(fma(s0, outer, -n0 * outer))
-        p1 = exp2(fma(s1, outer, -n1 * outer))
-        p2 = exp2(fma(s2, outer, -n0 * outer))
-        p3 = exp2(fma(s3, outer, -n1 * outer))
-        weights[2 * o] = fma(weights[2 * o], a0, p0 + p2)
-        weights[2 * o + 1] = fma(weights[2 * o + 1], a1, p1 + p3)
-        if scaled:
-            p0, p1, p2, p3 = p0 * v0, p1 * v0, p2 * v1, p3 * v1
-        return transpose(pack(p0, p1)), transpose(pack(p2, p3))
-
-    return weigh
-
-
-def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
-    """A function for kernels: the attention of a warp's octets to its tokens."""
-    windowed, scaled = variant.windowed, variant.kv_dtype is not None
-    heads_per_kv, q_len, at_once = queries.heads_per_kv, queries.q_len, queries.at_once
-    k_words, v_words, q_words, num_sums = words_of(variant)
-    columns, num_scores, all_sums = 2 * at_once, 4 * at_once, num_sums * at_once
-    stride = queries.token_warps * UNIT
-
-    home_of, _ = make_addressing(variant.block_size)
-    load_k, load_v, load_scales = make_loads(variant)
-    score, accumulate = make_products(variant, at_once, pair_of)
-    weigh = make_weigh(variant, num_sums)
-
-    @inlined
-    def keys_of_lane(piece: Piece, column: int, window: int) -> Visible:
+    def visible_of(piece: Piece, column: int, window: int) -> Visible:
         """Of the queries of this number and the next; those that there are not see as much as the last."""
         high0 = piece.last + 1 - q_len + min(column // heads_per_kv, q_len - 1) + 1
         high1 = piece.last + 1 - q_len + min((column + 1) // heads_per_kv, q_len - 1) + 1
         low0 = max(piece.first, high0 - window) if windowed else piece.first
         low1 = max(piece.first, high1 - window) if windowed else piece.first
         return Visible(low0, min(high0, piece.token_end), low1, min(high1, piece.token_end))
+
+    return visible_of
+
+
+def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
+    """A function for kernels: the attention of a warp's octets to its tokens."""
+    at_once, scaled = queries.at_once, variant.kv_dtype is not None
+    k_words, v_words, _, num_sums = words_of(variant)
+    columns, num_scores, all_sums = 2 * at_once, 4 * at_once, num_sums * at_once
+    stride = queries.token_warps * UNIT
+
+    home_of, _ = make_addressing(variant.block_size)
+    load_k, load_v, load_scales = make_loads(variant)
+    visible_of = make_visible_of(variant, queries)
+    score, weigh = make_score(variant, pair_of), make_weigh(variant)
+    accumulate = make_accumulate(variant, at_once)
 
     @inlined
     def attend(
@@ -260,8 +116,8 @@ def make_attend(variant: Variant, queries: Queries, pair_of: Any) -> Any:
         while token < piece.token_end:
             t = token + (lane >> 2)
             for o in range(at_once):
-                visible = keys_of_lane(piece, column + 8 * o + 2 * (lane & 3), scoring.window)
-                s = score(k_fragment, held, o * q_words, k0, k1, lifts[2 * o], lifts[2 * o + 1], scoring.inner)
+                visible = visible_of(piece, column + 8 * o + 2 * (lane & 3), scoring.window)
+                s = score(k_fragment, held, lifts, o, k0, k1, scoring.inner)
                 scores[4 * o] = if_within(s[0], t, visible.low0, visible.high0)
                 scores[4 * o + 1] = if_within(s[1], t, visible.low1, visible.high1)
                 scores[4 * o + 2] = if_within(s[2], t + 8, visible.low0, visible.high0)

@@ -1,10 +1,6 @@
 """append: writes the K and V of new tokens into rows, or into the blocks of a block table; rotates K and Q, if asked.
 
-Tokens that are copied as they are share a block of threads, as many as still leave work for every multiprocessor: half
-of its threads move K and half V, and one of them looks up where a token goes. Else a block has one token, and another
-block its queries; into a cache of 8 bits it quantizes on the way, what is rotated as well. With a block table only the
-token's address differs. Where lengths are data on the device, who looks at that of a sequence with one new token counts
-it as well.
+Into a cache of 8 bits it quantizes on the way, what is rotated as well. The kernels are in `appending`.
 """
 
 from __future__ import annotations
@@ -12,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache, lru_cache, reduce
 from operator import or_
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from numba import cuda
 
-from .addressing import Row, Tokens, make_addressing
+from .appending import AppendAddresses, AppendShape, AppendVariant, Turning, make_append, make_changing_append
 from .checks import (
     ALIGNMENT,
     Geometry,
@@ -34,57 +29,11 @@ from .checks import (
 )
 from .compiler import Kernel
 from .launches import Launch, index_of
-from .memory import load_counter, load_i32, store_4, trap
 from .plans import Plans
-from .ptx import inlined, int64
 from .quantized import LARGEST
-from .quantizing import make_quantize_heads
-from .ragged import sequence_of
-from .rotary import RotateHalf, Rotation, make_rotate
-from .vectors import THREADS, make_copy_heads, make_move_tokens, most_tokens, tokens_of_block
+from .rotary import RotateHalf, Rotation
+from .vectors import THREADS, tokens_of_block
 from .workspace import multiprocessors
-
-
-class AppendAddresses(NamedTuple):
-    """Where tensors lie, as `append` and `append_behind` have them; 0: this one is not given."""
-
-    k: int
-    v: int
-    k_cache: int
-    v_cache: int
-    rows: int
-    starts: int
-    cu_seqlens: int
-    block_table: int
-    limit: int
-    k_scales: int
-    v_scales: int
-
-
-class AppendShape(NamedTuple):
-    """New tokens, those of a block of threads, and sequences; bytes from one row of the block table to the next, and
-    from one row (or block), token and head."""
-
-    tokens: int
-    per_block: int
-    batch: int
-    table: int
-    k_token: int
-    k_head: int
-    v_token: int
-    v_head: int
-    k_cache_row: int
-    k_cache_token: int
-    k_cache_head: int
-    v_cache_row: int
-    v_cache_token: int
-    v_cache_head: int
-    k_scales_row: int
-    k_scales_token: int
-    k_scales_head: int
-    v_scales_row: int
-    v_scales_token: int
-    v_scales_head: int
 
 
 def append(
@@ -228,31 +177,53 @@ _launches = Plans(_prepare_call)
 
 def _prepare(geometry: tuple[Key | None, ...], addresses: tuple[int | None, ...]) -> Launch:
     """Checks a call's geometry and prepares its launch, which will be given the addresses that are None."""
-    kernel, shape, strides = _plan(geometry)
-    k, *_ = geometry
-    assert k
-    blocks, rotary = (-(-shape.tokens // shape.per_block), 2 if strides else 1), [None] * 4 if strides else []
-    return Launch(kernel, blocks, index_of(k[3]), (*addresses, *shape, *rotary, *strides))
+    given = _check(geometry)
+    variant = _variant_of(given)
+    shape = _shape_of(given, variant)
+    blocks = -(-shape.tokens // shape.per_block), 2 if given.rotary else 1
+    strides = [stride * given.k.dtype.itemsize for tensor in given.rotary for stride in tensor.strides[:-1]]
+    arguments = (*addresses, *shape, *[None] * len(given.rotary), *strides)
+    return Launch(append_kernel(variant), blocks, index_of(given.k.device), arguments)
 
 
-def _plan(geometry: tuple[Key | None, ...]) -> tuple[Kernel, AppendShape, tuple[int, ...]]:
-    """Checks a call's geometry; its kernel, the shape that this takes, and the strides of a `Rotation`."""
-    k, v, k_cache, v_cache, rows, starts = (Geometry._make(key) for key in geometry[:6] if key)
-    others = [Geometry._make(key) if key else None for key in geometry[6:11]]
-    cu_seqlens, block_table, limit, k_scales, v_scales = others
-    rotary = [Geometry._make(key) for key in geometry[11:] if key]
+class Geometries(NamedTuple):
+    """The tensors of a call, without data, in the order of `AppendAddresses`; and of a `RotateHalf`, or none."""
+
+    k: Geometry
+    v: Geometry
+    k_cache: Geometry
+    v_cache: Geometry
+    rows: Geometry
+    starts: Geometry
+    cu_seqlens: Geometry | None
+    block_table: Geometry | None
+    limit: Geometry | None
+    k_scales: Geometry | None
+    v_scales: Geometry | None
+    rotary: tuple[Geometry, ...]
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.k.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+def _check(geometry: tuple[Key | None, ...]) -> Geometries:
+    """Raises `ValueError` or `TypeError` where tensors do not fit together."""
+    tensors = [Geometry._make(key) if key else None for key in geometry]
+    given = Geometries._make((*tensors[:11], tuple(filter(None, tensors[11:]))))
+    k, v, k_cache, v_cache, rows, starts, cu_seqlens, block_table, limit, k_scales, v_scales, rotary = given
     check_new(k, v)
     _check_cache("k_cache", k_cache, k, "k_scales", k_scales, block_table or k_cache)
     _check_cache("v_cache", v_cache, v, "v_scales", v_scales, block_table or v_cache)
     if k_cache.dtype != v_cache.dtype:
         raise TypeError(f"got k_cache of {k_cache.dtype} and v_cache of {v_cache.dtype}; they must be the same")
-    given = _are_given(k_scales)
-    if k_scales and v_scales and given != _are_given(v_scales):
+    if k_scales and v_scales and _are_given(k_scales) != _are_given(v_scales):
         raise ValueError(
             f"got k_scales {list(k_scales.shape)} and v_scales {list(v_scales.shape)}; both must be of tokens, or both "
             "of whole sequences"
         )
-    batch = k.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    batch = given.batch
     if batch <= 0 < k.shape[0]:
         raise ValueError(f"got k {list(k.shape)} and no sequences; there must be one for each token")
     check_indices(k.device, (batch,), rows=rows, starts=starts)
@@ -264,21 +235,44 @@ def _plan(geometry: tuple[Key | None, ...]) -> tuple[Kernel, AppendShape, tuple[
         check_indices(k.device, (1,), limit=limit)
     if rotary:
         check_rotation(k, *rotary)
-    heads, size = k.shape[1], k_cache.dtype.itemsize
-    k_head, v_head = k.shape[2] * size // 16, v.shape[2] * size // 16
-    block_size = 0 if block_table is None else k_cache.shape[1]
-    dtypes = (k.dtype, k_cache.dtype) if k_scales else None
-    rotation = (k.dtype, rotary[0].shape[1], rotary[2].shape[1] * k.dtype.itemsize // 32) if rotary else None
-    facts = cu_seqlens is not None, block_size, limit is not None, rotation, dtypes, given
-    kernel = append_kernel(heads * k_head, k_head, heads * v_head, v_head, *facts)
-    table_stride = block_table.strides[0] * 4 if block_table else 0
+    return given
+
+
+def _variant_of(given: Geometries) -> AppendVariant:
+    """What its kernel is compiled for."""
+    k, v, dtype = given.k, given.v, given.k_cache.dtype
+    heads = k.shape[1]
+    k_head, v_head = k.shape[2] * dtype.itemsize // 16, v.shape[2] * dtype.itemsize // 16
+    rotation = None
+    if given.rotary:
+        query, _, cos, _ = given.rotary
+        rotation = Turning(k.dtype, query.shape[1], cos.shape[1] * k.dtype.itemsize // 32)
+    return AppendVariant(
+        heads * k_head,
+        k_head,
+        heads * v_head,
+        v_head,
+        ragged=given.cu_seqlens is not None,
+        block_size=given.k_cache.shape[1] if given.block_table else 0,
+        limited=given.limit is not None,
+        rotation=rotation,
+        dtypes=(k.dtype, dtype) if given.k_scales else None,
+        given=_are_given(given.k_scales),
+    )
+
+
+def _shape_of(given: Geometries, variant: AppendVariant) -> AppendShape:
+    """What its kernel is told of shapes and strides."""
+    k, v, k_cache, v_cache = given[:4]
+    per_block = 1
+    if not variant.rotation and not variant.dtypes:
+        per_block = tokens_of_block(k.shape[0], variant.k_vectors, multiprocessors(k.device))
+    table = given.block_table.strides[0] * 4 if given.block_table else 0
     new = [stride * k.dtype.itemsize for stride in (*k.strides[:2], *v.strides[:2])]
-    cached = [stride * size for stride in (*k_cache.strides[:3], *v_cache.strides[:3])]
-    by_token = [each.strides if each else (0, 0, 0) for each in (k_scales, v_scales)]
+    cached = [stride * k_cache.dtype.itemsize for stride in (*k_cache.strides[:3], *v_cache.strides[:3])]
+    by_token = [each.strides if each else (0, 0, 0) for each in (given.k_scales, given.v_scales)]
     scales = [stride * 4 for row, *token, head in by_token for stride in (row, *(token or [0]), head)]
-    turning = tuple(stride * k.dtype.itemsize for tensor in rotary for stride in tensor.strides[:-1])
-    per_block = 1 if rotary or dtypes else tokens_of_block(k.shape[0], heads * k_head, multiprocessors(k.device))
-    return kernel, AppendShape(k.shape[0], per_block, batch, table_stride, *new, *cached, *scales), turning
+    return AppendShape(k.shape[0], per_block, given.batch, table, *new, *cached, *scales)
 
 
 def _are_given(scales: Geometry | None) -> bool:
@@ -300,188 +294,10 @@ def _check_cache(
         check_written(**{scales_name: scales})
 
 
-Turning = tuple[torch.dtype, int, int]
-"""A rotation to the compiler: the dtype, heads of a query, 16-byte vectors of half of what is rotated of a head."""
-
-
 @cache
-def append_kernel(
-    k_vectors: int,
-    k_head_vectors: int,
-    v_vectors: int,
-    v_head_vectors: int,
-    ragged: bool,
-    block_size: int,
-    limited: bool,
-    rotation: Turning | None = None,
-    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
-    given: bool = False,
-) -> Kernel:
-    """The kernel for a geometry, in vectors of 16 bytes of the cache; `block_size` 0 is without a block table.
-
-    With `limited` it stops at a limit, and starts are lengths: unless it is `ragged`, it advances them. With a
-    `rotation` a second block of each token rotates its queries. With `dtypes`, of what is new and of the cache, it
-    quantizes, with scales that are `given` or with its own.
-    """
-    vectors = k_vectors, k_head_vectors, v_vectors, v_head_vectors
-    structs = (AppendAddresses, AppendShape, Rotation) if rotation else (AppendAddresses, AppendShape)
-    facts = int(ragged), block_size, int(limited)
-    if rotation or dtypes:
-        return Kernel(make_changing_append, (*vectors, *facts, rotation, dtypes, given), structs, THREADS)
-    return Kernel(make_append, (*vectors, *facts), structs, 2 * THREADS, blocks_per_sm=4)
-
-
-class Place(NamedTuple):
-    """Where a new token goes."""
-
-    sequence: int
-    position: int
-    """In its sequence."""
-    home: int
-    """The row's number, or the block's."""
-
-
-def make_placing(ragged: int, block_size: int, limited: int) -> tuple[Any, Any]:
-    """Functions for kernels: where a new token goes, and how many of these have a place."""
-    home_of, _ = make_addressing(block_size)
-    load_start = load_counter if limited else load_i32
-
-    @inlined
-    def place_of_token(token: int, at: AppendAddresses, shape: AppendShape) -> Place:
-        sequence = sequence_of(token, at.cu_seqlens, shape.batch) if ragged else token
-        first = load_i32(at.cu_seqlens + sequence * 4) if ragged else token
-        position = load_start(at.starts + sequence * 4) + token - first
-        if limited and position >= load_i32(at.limit):
-            trap()
-        number = load_i32(at.rows + sequence * 4)
-        return Place(sequence, position, home_of(position, Row(number, at.block_table + number * shape.table)))
-
-    @inlined
-    def count_tokens(at: AppendAddresses, shape: AppendShape) -> int:
-        return min(shape.tokens, load_i32(at.cu_seqlens + shape.batch * 4)) if ragged else shape.tokens
-
-    return place_of_token, count_tokens
-
-
-def make_append(
-    k_vectors: int,
-    k_head_vectors: int,
-    v_vectors: int,
-    v_head_vectors: int,
-    ragged: int,
-    block_size: int,
-    limited: int,
-) -> Any:
-    """The kernel that copies, as a Python function; the arguments are constants to the compiler."""
-    _, address_of = make_addressing(block_size)
-    place_of_token, count_tokens = make_placing(ragged, block_size, limited)
-    most = most_tokens(k_vectors)
-    num_places = 2 * most
-
-    @inlined
-    def place_of_k(places: Any, index: int) -> int:
-        return places[index]
-
-    @inlined
-    def place_of_v(places: Any, index: int) -> int:
-        return places[most + index]
-
-    move_k = make_move_tokens(k_vectors, k_head_vectors, place_of_k)
-    move_v = make_move_tokens(v_vectors, v_head_vectors, place_of_v)
-
-    def kernel(at: AppendAddresses, shape: AppendShape) -> None:
-        places = cuda.shared.array(num_places, int64)
-        thread = cuda.threadIdx.x
-        first = cuda.blockIdx.x * shape.per_block
-        count = min(count_tokens(at, shape) - first, shape.per_block)
-        if thread < count:
-            sequence, position, home = place_of_token(first + thread, at, shape)
-            k_cache = Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token)
-            v_cache = Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token)
-            places[thread] = address_of(position, home, k_cache)
-            places[most + thread] = address_of(position, home, v_cache)
-            if limited and not ragged:
-                store_4(at.starts + sequence * 4, position + 1)
-        cuda.syncthreads()
-        if thread < THREADS:
-            source = at.k + first * shape.k_token
-            move_k(source, shape.k_token, shape.k_head, places, shape.k_cache_head, count, thread)
-        else:
-            source = at.v + first * shape.v_token
-            move_v(source, shape.v_token, shape.v_head, places, shape.v_cache_head, count, thread - THREADS)
-
-    return kernel
-
-
-def make_changing_append(
-    k_vectors: int,
-    k_head_vectors: int,
-    v_vectors: int,
-    v_head_vectors: int,
-    ragged: int,
-    block_size: int,
-    limited: int,
-    rotation: Turning | None,
-    dtypes: tuple[torch.dtype, torch.dtype] | None,
-    given: bool,
-) -> Any:
-    """The kernel that rotates, or quantizes, or both."""
-    _, address_of = make_addressing(block_size)
-    place_of_token, count_tokens = make_placing(ragged, block_size, limited)
-    heads, half = k_vectors // k_head_vectors, 0
-    if rotation:
-        dtype, query_heads, half_vectors = rotation
-        head_vectors = k_head_vectors * dtype.itemsize if dtypes else k_head_vectors
-        half = half_vectors * 16 // dtype.itemsize
-        rotate_k = make_rotate(dtype, heads, head_vectors, half_vectors)
-        rotate_query = make_rotate(dtype, query_heads, head_vectors, half_vectors)
-
-    @inlined
-    def write_turned(
-        source: int, target: int, scales: int, source_head: int, target_head: int, scales_head: int, cos: int, sin: int
-    ) -> None:
-        rotate_k(source, target, source_head, target_head, cos, sin)
-
-    if dtypes:
-        write_k = make_quantize_heads(heads, k_head_vectors * 16, *dtypes, half, given)
-        write_v = make_quantize_heads(heads, v_head_vectors * 16, *dtypes, 0, given)
-    else:
-        write_k = write_turned
-        write_v = make_copy_heads(v_vectors, v_head_vectors)
-
-    @inlined
-    def write(token: int, at: AppendAddresses, shape: AppendShape, cos: int, sin: int) -> None:
-        if token >= count_tokens(at, shape):
-            return
-        sequence, position, home = place_of_token(token, at, shape)
-        k_to = address_of(position, home, Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token))
-        v_to = address_of(position, home, Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token))
-        scaled = load_i32(at.rows + sequence * 4) if given else home
-        k_scales_to = address_of(position, scaled, Tokens(at.k_scales, shape.k_scales_row, shape.k_scales_token))
-        v_scales_to = address_of(position, scaled, Tokens(at.v_scales, shape.v_scales_row, shape.v_scales_token))
-        k_from = at.k + token * shape.k_token
-        v_from = at.v + token * shape.v_token
-
-        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache_head, shape.k_scales_head, cos, sin)
-        if v_vectors:  # latents have no V of their own
-            write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head, 0, 0)
-        if limited and not ragged:
-            cuda.syncthreads()  # all threads know the position
-            if cuda.threadIdx.x == 0:
-                store_4(at.starts + sequence * 4, position + 1)
-
-    def kernel(at: AppendAddresses, shape: AppendShape) -> None:
-        write(cuda.blockIdx.x, at, shape, 0, 0)
-
-    def rotating_kernel(at: AppendAddresses, shape: AppendShape, turn: Rotation) -> None:
-        token = cuda.blockIdx.x
-        cos = turn.cos + token * turn.cos_token
-        sin = turn.sin + token * turn.sin_token
-        if cuda.blockIdx.y == 0:
-            write(token, at, shape, cos, sin)
-        else:
-            source = turn.query + token * turn.query_token
-            target = turn.rotated + token * turn.rotated_token
-            rotate_query(source, target, turn.query_head, turn.rotated_head, cos, sin)
-
-    return rotating_kernel if rotation else kernel
+def append_kernel(variant: AppendVariant) -> Kernel:
+    """The kernel for a geometry; with a rotation a second block of each token rotates its query."""
+    structs = (AppendAddresses, AppendShape, Rotation) if variant.rotation else (AppendAddresses, AppendShape)
+    if variant.rotation or variant.dtypes:
+        return Kernel(make_changing_append, (variant,), structs, THREADS)
+    return Kernel(make_append, (variant,), structs, 2 * THREADS, blocks_per_sm=4)

@@ -107,16 +107,3 @@ def make_move_tokens(vectors: int, head_vectors: int, place_of: Any) -> Any:
             vector += THREADS
 
     return move_tokens
-
-
-def make_copy_heads(vectors: int, head_vectors: int) -> Any:
-    """A function for kernels that copies one token's heads as they are: `quantizing.make_quantize_heads` without
-    scales and angles."""
-
-    @inlined
-    def copy_heads(
-        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
-    ) -> None:
-        move_heads(source, target, source_head, target_head, vectors, head_vectors)
-
-    return copy_heads

@@ -16,6 +16,7 @@ COMPILE = """
     os.environ.pop("NUMBA_ENABLE_CUDASIM", None)
     import torch
     from vmmkv.kernels import compiler, decode_mma, plain, row_append, row_copy, row_decode, row_latents, row_prefill
+    from vmmkv.kernels.appending import AppendVariant, Turning
     from vmmkv.kernels.arguments import Maps, Variant
     gc.disable()  # a tenth of the compiler's time
     bf16, family, ptxas, few = torch.bfloat16, *sys.argv[1:]
@@ -41,17 +42,20 @@ COMPILE = """
             kernels[f"decode, mma, 8 bits, {device}"] = decode_kernel(eight_bits)
     else:
         kernels = {
-            "append": row_append.append_kernel(128, 16, 128, 16, True, 0, False),
-            "append, behind": row_append.append_kernel(128, 16, 128, 16, False, 0, True),
-            "append, quantizing": row_append.append_kernel(
-                64, 8, 80, 10, True, 0, False, (bf16, 32, 6), (bf16, torch.int8)
+            "append": AppendVariant(128, 16, 128, 16, True, 0, False),
+            "append, behind": AppendVariant(128, 16, 128, 16, False, 0, True),
+            "append, quantizing": AppendVariant(
+                64, 8, 80, 10, True, 0, False, Turning(bf16, 32, 6), (bf16, torch.int8)
             ),
-            "append, quantizing with scales": row_append.append_kernel(
+            "append, quantizing with scales": AppendVariant(
                 64, 8, 64, 8, True, 16, False, None, (bf16, torch.float8_e4m3fn), True
             ),
-            "append, paged": row_append.append_kernel(128, 16, 128, 16, True, 16, False),
-            "append, rotary, 128": row_append.append_kernel(128, 16, 128, 16, True, 0, False, (bf16, 32, 6)),
-            "append, rotary, 256": row_append.append_kernel(256, 64, 256, 64, True, 16, False, (torch.float32, 8, 32)),
+            "append, paged": AppendVariant(128, 16, 128, 16, True, 16, False),
+            "append, rotary, 128": AppendVariant(128, 16, 128, 16, True, 0, False, Turning(bf16, 32, 6)),
+            "append, rotary, 256": AppendVariant(256, 64, 256, 64, True, 16, False, Turning(torch.float32, 8, 32)),
+        }
+        kernels = {name: row_append.append_kernel(variant) for name, variant in kernels.items()}
+        kernels |= {
             "copy_tokens": row_copy.copy_kernel(80, 10),
             "plain": plain.plain_kernel(Variant(torch.float32, 128, 4, 1, 0, True, True, True)),
         }

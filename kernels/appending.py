@@ -1,0 +1,284 @@
+"""The kernels of `append`: one copies tokens as they are, the other rotates them, or quantizes them, or both.
+
+Tokens that are copied as they are share a block of threads, as many as still leave work for every multiprocessor: half
+of its threads move K and half V, and one of them looks up where a token goes. Else a block has one token, and another
+block its queries. With a block table only the token's address differs. Where lengths are data on the device, who looks
+at that of a sequence with one new token counts it as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from numba import cuda
+
+from .addressing import Row, Tokens, make_addressing
+from .memory import load_counter, load_i32, store_4, trap
+from .ptx import inlined, int64
+from .quantizing import make_quantize_heads
+from .ragged import sequence_of
+from .rotary import Rotation, make_rotate
+from .vectors import THREADS, make_move_tokens, most_tokens, move_heads
+
+
+class Turning(NamedTuple):
+    """A rotation, to the compiler."""
+
+    dtype: torch.dtype
+    query_heads: int
+    half_vectors: int
+    """16 bytes each, of half of what is rotated of a head: of what is new, not of the cache."""
+
+
+class AppendVariant(NamedTuple):
+    """What a kernel is compiled for. Vectors are 16 bytes of the cache."""
+
+    k_vectors: int
+    """Of a token."""
+    k_head_vectors: int
+    v_vectors: int
+    v_head_vectors: int
+    ragged: bool
+    """New tokens are where `cu_seqlens` says; else each sequence has one."""
+    block_size: int
+    """Tokens of a block in the block table; 0: there is none."""
+    limited: bool
+    """It stops at a limit, and starts are lengths: unless it is ragged, it advances them."""
+    rotation: Turning | None = None
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None
+    """Of what is new and of the cache, where it quantizes."""
+    given: bool = False
+    """It quantizes with scales that are given, of whole sequences."""
+
+    @property
+    def heads(self) -> int:
+        return self.k_vectors // self.k_head_vectors
+
+    @property
+    def advances(self) -> bool:
+        """Whether it counts the new tokens."""
+        return self.limited and not self.ragged
+
+
+class AppendAddresses(NamedTuple):
+    """Where tensors lie, as `append` and `append_behind` have them; 0: this one is not given."""
+
+    k: int
+    v: int
+    k_cache: int
+    v_cache: int
+    rows: int
+    starts: int
+    cu_seqlens: int
+    block_table: int
+    limit: int
+    k_scales: int
+    v_scales: int
+
+
+class AppendShape(NamedTuple):
+    """New tokens, those of a block of threads, and sequences; bytes from one row of the block table to the next, and
+    from one row (or block), token and head."""
+
+    tokens: int
+    per_block: int
+    batch: int
+    table: int
+    k_token: int
+    k_head: int
+    v_token: int
+    v_head: int
+    k_cache_row: int
+    k_cache_token: int
+    k_cache_head: int
+    v_cache_row: int
+    v_cache_token: int
+    v_cache_head: int
+    k_scales_row: int
+    k_scales_token: int
+    k_scales_head: int
+    v_scales_row: int
+    v_scales_token: int
+    v_scales_head: int
+
+
+class Place(NamedTuple):
+    """Where a new token goes."""
+
+    sequence: int
+    position: int
+    """In its sequence."""
+    home: int
+    """The row's number, or the block's."""
+
+
+@inlined
+def caches_of(at: AppendAddresses, shape: AppendShape) -> tuple[Tokens, Tokens]:
+    """K and V in the cache."""
+    k = Tokens(at.k_cache, shape.k_cache_row, shape.k_cache_token)
+    v = Tokens(at.v_cache, shape.v_cache_row, shape.v_cache_token)
+    return k, v
+
+
+@inlined
+def scales_of(at: AppendAddresses, shape: AppendShape) -> tuple[Tokens, Tokens]:
+    """The scales of K and V."""
+    k = Tokens(at.k_scales, shape.k_scales_row, shape.k_scales_token)
+    v = Tokens(at.v_scales, shape.v_scales_row, shape.v_scales_token)
+    return k, v
+
+
+def make_placing(variant: AppendVariant) -> tuple[Any, Any]:
+    """Functions for kernels: where a new token goes, and how many of these have a place."""
+    ragged, limited = variant.ragged, variant.limited
+    home_of, _ = make_addressing(variant.block_size)
+    load_start = load_counter if limited else load_i32
+
+    @inlined
+    def place_of_token(token: int, at: AppendAddresses, shape: AppendShape) -> Place:
+        sequence = sequence_of(token, at.cu_seqlens, shape.batch) if ragged else token
+        first = load_i32(at.cu_seqlens + sequence * 4) if ragged else token
+        position = load_start(at.starts + sequence * 4) + token - first
+        if limited and position >= load_i32(at.limit):
+            trap()
+        number = load_i32(at.rows + sequence * 4)
+        return Place(sequence, position, home_of(position, Row(number, at.block_table + number * shape.table)))
+
+    @inlined
+    def count_tokens(at: AppendAddresses, shape: AppendShape) -> int:
+        return min(shape.tokens, load_i32(at.cu_seqlens + shape.batch * 4)) if ragged else shape.tokens
+
+    return place_of_token, count_tokens
+
+
+def make_append(variant: AppendVariant) -> Any:
+    """The kernel that copies, as a Python function."""
+    _, address_of = make_addressing(variant.block_size)
+    place_of_token, count_tokens = make_placing(variant)
+    most, advances = most_tokens(variant.k_vectors), variant.advances
+    num_places = 2 * most
+
+    @inlined
+    def place_of_k(places: Any, index: int) -> int:
+        return places[index]
+
+    @inlined
+    def place_of_v(places: Any, index: int) -> int:
+        return places[most + index]
+
+    move_k = make_move_tokens(variant.k_vectors, variant.k_head_vectors, place_of_k)
+    move_v = make_move_tokens(variant.v_vectors, variant.v_head_vectors, place_of_v)
+
+    def kernel(at: AppendAddresses, shape: AppendShape) -> None:
+        places = cuda.shared.array(num_places, int64)
+        thread = cuda.threadIdx.x
+        first = cuda.blockIdx.x * shape.per_block
+        count = min(count_tokens(at, shape) - first, shape.per_block)
+        if thread < count:
+            place = place_of_token(first + thread, at, shape)
+            k_cache, v_cache = caches_of(at, shape)
+            places[thread] = address_of(place.position, place.home, k_cache)
+            places[most + thread] = address_of(place.position, place.home, v_cache)
+            if advances:
+                store_4(at.starts + place.sequence * 4, place.position + 1)
+        cuda.syncthreads()
+        if thread < THREADS:
+            source = at.k + first * shape.k_token
+            move_k(source, shape.k_token, shape.k_head, places, shape.k_cache_head, count, thread)
+        else:
+            source = at.v + first * shape.v_token
+            move_v(source, shape.v_token, shape.v_head, places, shape.v_cache_head, count, thread - THREADS)
+
+    return kernel
+
+
+def make_rotations(variant: AppendVariant) -> tuple[Any, Any]:
+    """Functions for kernels that rotate a token's heads of K, and of its query."""
+    assert variant.rotation
+    dtype, query_heads, half_vectors = variant.rotation
+    head_vectors = variant.k_head_vectors * (dtype.itemsize if variant.dtypes else 1)  # of what is new
+    return (
+        make_rotate(dtype, variant.heads, head_vectors, half_vectors),
+        make_rotate(dtype, query_heads, head_vectors, half_vectors),
+    )
+
+
+def make_write_heads(variant: AppendVariant) -> tuple[Any, Any]:
+    """Functions for kernels that write a token's heads of K, and of V, in one of three ways: see
+    `quantizing.make_quantize_heads` for what they take."""
+    if variant.dtypes:
+        turning = variant.rotation
+        half = turning.half_vectors * 16 // turning.dtype.itemsize if turning else 0
+        return (
+            make_quantize_heads(variant.heads, variant.k_head_vectors * 16, *variant.dtypes, half, variant.given),
+            make_quantize_heads(variant.heads, variant.v_head_vectors * 16, *variant.dtypes, 0, variant.given),
+        )
+    rotate, _ = make_rotations(variant)
+    v_vectors, v_head_vectors = variant.v_vectors, variant.v_head_vectors
+
+    @inlined
+    def rotate_heads(
+        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
+    ) -> None:
+        rotate(source, target, source_head, target_head, cos, sin)
+
+    @inlined
+    def copy_heads(
+        source: int, target: int, scales: int, source_head: int, target_head: int, scale_head: int, cos: int, sin: int
+    ) -> None:
+        move_heads(source, target, source_head, target_head, v_vectors, v_head_vectors)
+
+    return rotate_heads, copy_heads
+
+
+def make_changing_append(variant: AppendVariant) -> Any:
+    """The kernel that rotates, or quantizes, or both, as a Python function."""
+    _, address_of = make_addressing(variant.block_size)
+    place_of_token, count_tokens = make_placing(variant)
+    write_k, write_v = make_write_heads(variant)
+    has_v, given, advances = variant.v_vectors > 0, variant.given, variant.advances  # latents have no V of their own
+
+    @inlined
+    def write(token: int, at: AppendAddresses, shape: AppendShape, cos: int, sin: int) -> None:
+        if token >= count_tokens(at, shape):
+            return
+        place = place_of_token(token, at, shape)
+        k_cache, v_cache = caches_of(at, shape)
+        k_to = address_of(place.position, place.home, k_cache)
+        v_to = address_of(place.position, place.home, v_cache)
+        scaled = load_i32(at.rows + place.sequence * 4) if given else place.home
+        k_scales, v_scales = scales_of(at, shape)
+        k_scales_to = address_of(place.position, scaled, k_scales)
+        v_scales_to = address_of(place.position, scaled, v_scales)
+        k_from = at.k + token * shape.k_token
+        v_from = at.v + token * shape.v_token
+
+        write_k(k_from, k_to, k_scales_to, shape.k_head, shape.k_cache_head, shape.k_scales_head, cos, sin)
+        if has_v:
+            write_v(v_from, v_to, v_scales_to, shape.v_head, shape.v_cache_head, shape.v_scales_head, 0, 0)
+        if advances:
+            cuda.syncthreads()  # all threads know the position
+            if cuda.threadIdx.x == 0:
+                store_4(at.starts + place.sequence * 4, place.position + 1)
+
+    if not variant.rotation:
+
+        def kernel(at: AppendAddresses, shape: AppendShape) -> None:
+            write(cuda.blockIdx.x, at, shape, 0, 0)
+
+        return kernel
+    _, rotate_query = make_rotations(variant)
+
+    def rotating_kernel(at: AppendAddresses, shape: AppendShape, turn: Rotation) -> None:
+        token = cuda.blockIdx.x
+        cos = turn.cos + token * turn.cos_token
+        sin = turn.sin + token * turn.sin_token
+        if cuda.blockIdx.y == 0:
+            write(token, at, shape, cos, sin)
+        else:
+            source = turn.query + token * turn.query_token
+            target = turn.rotated + token * turn.rotated_token
+            rotate_query(source, target, turn.query_head, turn.rotated_head, cos, sin)
+
+    return rotating_kernel
