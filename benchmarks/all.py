@@ -154,7 +154,7 @@ BENCHMARKS = {
     "batching_ranks": Benchmark(
         Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 150 --rounds 2 --seconds 35 --json"
     ),
-    "scale": Benchmark(Kind.HOST, 8, "-m benchmarks.scale --json"),
+    "scale": Benchmark(Kind.HOST, 15, "-m benchmarks.scale --json"),
     "prefix_tree": Benchmark(Kind.HOST, 2, "-m benchmarks.prefix_tree --json"),
     "prefix_trace": Benchmark(Kind.HOST, 10, "-m benchmarks.prefix_trace --trace {mooncake} --json"),
     "eight_bits": Benchmark(Kind.HOST, 3, "-m benchmarks.eight_bits --json"),

@@ -86,26 +86,8 @@ def main(
     config = CONFIGS[name]
     longest = min(nbytes // token_bytes(config), config.max_position_embeddings)
     workload = make_workload(trace, Limits(requests, 1 << 40, longest, 8192, 1 if on_gpu else 16), seed=0)
-    served: Any = build(name, None, device)
-    with manager_of(served, ROWS, nbytes) as manager:
-        warm_up(manager, workload, seconds)
-        made = [run(manager, ROWS, workload, number, seconds) for number in range(rounds)]
-        first = first_tokens(manager, config.vocab_size, min(16_384, longest * 3 // 4))
-        idle = {ROWS: idle_bytes(manager)}
-    if on_gpu:
-        with manager_of(served, COMPILED, nbytes) as manager:
-            warm_up(manager, workload, seconds)
-            made += [run(manager, COMPILED, workload, number, seconds) for number in range(rounds)]
-            idle[COMPILED] = idle_bytes(manager)
-    served.set_attn_implementation(attention)
-    with manager_of(served, blocks := f"blocks, {attention}", nbytes) as manager:
-        made.append(run(manager, blocks, workload, 0, seconds))
-        idle[blocks] = idle_bytes(manager)
-    for row, _ in made:
-        row["idle_bytes"] = idle[row["system"]]
-    _, theirs = made[-1]
-    runs = [row | ({} if row["round"] else compare_answers(ours, theirs)) for row, ours in made[:-1]]
-    runs.append(made[-1][0])
+    prompt = min(16_384, longest * 3 // 4)
+    runs, first = serve(build(name, None, device), workload, nbytes, seconds, rounds, attention, prompt)
     result = {
         "environment": facts,
         "model": name,
@@ -123,6 +105,31 @@ def main(
         print_result(result)
     else:
         show(result)
+
+
+def serve(
+    model: Any, workload: Workload, nbytes: int, seconds: float, rounds: int, attention: str, prompt: int
+) -> tuple[list[Row], Row]:
+    """What is measured of all runs, on rows and then one on blocks, and of first tokens of a prompt of so many, on
+    rows."""
+    made: list[tuple[Row, Answers]] = []
+    first: Row = {}
+    blocks = f"blocks, {attention}"
+    for system in (ROWS, COMPILED, blocks) if model.device.type == "cuda" else (ROWS, blocks):
+        if system == blocks:
+            model.set_attn_implementation(attention)
+        with manager_of(model, system, nbytes) as manager:
+            if system != blocks:
+                warm_up(manager, workload, seconds)
+            each = [
+                run(manager, system, workload, number, seconds) for number in range(1 if system == blocks else rounds)
+            ]
+            if system == ROWS:
+                first = first_tokens(manager, model.config.vocab_size, prompt)
+            idle = {"idle_bytes": idle_bytes(manager)}
+            made += [(row | idle, answers) for row, answers in each]
+    *ours, (last, theirs) = made
+    return [*(row | ({} if row["round"] else compare_answers(answers, theirs)) for row, answers in ours), last], first
 
 
 def warm_up(manager: Any, workload: Workload, seconds: float) -> None:

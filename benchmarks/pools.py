@@ -204,28 +204,33 @@ def main(
     models = {name: random_model(MODELS[name], longest, driver.device, dtype) for name in dict.fromkeys(names)}
     settings = [Settings(models[name], nbytes, max_sequences, chunk, deadline, seed, lookahead) for name in names]
     prompt = prompt_tokens or usual.prompt_tokens
-    result: Row = {
-        "environment": environment(driver.device),
-        "models": names,
-        "dtype": str(dtype).removeprefix("torch."),
-        "memory_bytes": nbytes,
-        "requests": sizes,
-        "in_time_s": IN_TIME,
-        "trace": works[sizes[0]][0].name,
-        "lookahead": lookahead,
-        "prompt_tokens": prompt,
-        "moves": [
-            row for large in (True, False) for row in move(layouts, moved, prompt, driver.device, lookahead, large)
-        ],
-        "runs": [],
-        "missed": [],
-    }
-    measure(result, settings, works, layouts, nbytes, bursts, rounds, deadline)
+    result = begin_result(names, settings[0], works, prompt)
+    for large in (True, False):
+        result["moves"] += move(layouts, moved, prompt, driver.device, lookahead, large)
+    measure(result, settings, works, layouts, bursts, rounds)
     result["comparisons"] = compare(result)
     if json_output:
         print_result(result)
     else:
         show(result)
+
+
+def begin_result(names: list[str], settings: Settings, works: dict[int, list[Workload]], prompt: int) -> Row:
+    """What was asked for; what is measured is added."""
+    return {
+        "environment": environment(settings.model.device),
+        "models": names,
+        "dtype": str(settings.model.dtype).removeprefix("torch."),
+        "memory_bytes": settings.max_bytes,
+        "requests": list(works),
+        "in_time_s": IN_TIME,
+        "trace": next(iter(works.values()))[0].name,
+        "lookahead": settings.lookahead,
+        "prompt_tokens": prompt,
+        "moves": [],
+        "runs": [],
+        "missed": [],
+    }
 
 
 def workload(trace: Path | None, layout: KVLayout, half: int, requests: int, usual: Usual, seed: int) -> Workload:
@@ -239,10 +244,8 @@ def measure(
     settings: list[Settings],
     works: dict[int, list[Workload]],
     layouts: list[KVLayout],
-    memory: int,
     bursts: int,
     rounds: int,
-    deadline: float,
 ) -> None:
     """Adds to a result, for each size of bursts and mode, the run with the median throughput, and what was not reached.
 
@@ -257,9 +260,9 @@ def measure(
         for number, size in product(range(rounds), works):
             for mode in MODES[:: -1 if number % 2 else 1]:
                 name = f"bursts of {size}, {mode}, round {number + 1}"
-                if perf_counter() < deadline:
+                if perf_counter() < settings[0].deadline:
                     if mode not in engines:
-                        pools = pools_of(mode, layouts, memory, settings[0].model.device)
+                        pools = pools_of(mode, layouts, settings[0].max_bytes, settings[0].model.device)
                         each = [one._replace(pool=pool) for one, pool in zip(settings, pools)]
                         made = [make_engine(one, work, "vmm") for one, work in zip(each, largest)]
                         engines[mode] = [stack.enter_context(closing(engine)) for engine in made]

@@ -111,20 +111,12 @@ def serve(
         backends: names of backends, as `vmm`, or with the attention of others, as `vmm+fa3`, or with prefix reuse, as
             `vmm+reuse`, or suspending preempted requests, as `vmm+suspend`, or prewarmed, as `vmm+warm`.
     """
-    order = sorted(backends, key=lambda name: name != REFERENCE)
-    plan = [
-        (number, backend, load)
-        for number in range(max(rounds, settings.seeds))
-        for load in loads
-        for backend in (order[::-1] if number % 2 else order)
-        if number < repeats(backend, load, rounds, settings.seeds)
-    ]
     found: dict[tuple[str, str], list[Row]] = {}
     engines: dict[str, Engine | None] = {}
     reference: Run | None = None
     with ExitStack() as stack:
         stack.callback(lambda: result["serving"].extend(map(middle, found.values())))  # also if something fails
-        for number, backend, load in plan:
+        for number, backend, load in turns(backends, loads, rounds, settings.seeds):
             name = f"{workload.name}, {load.name}, {backend}" + (f", round {number + 1}" if number else "")
             if perf_counter() > settings.deadline:
                 result["missed"].append(name)
@@ -134,21 +126,32 @@ def serve(
             engine = engines[backend]
             if engine is None:
                 continue
-            told = partial(progress, name)
             if backend.endswith(f"+{WARM}"):
                 engine.kv.prewarm(workload.tokens // len(workload.requests))
-            run, row = run_load(settings, workload, engine, load, number, reference, told)
+            run, row = run_load(settings, workload, engine, load, number, reference, partial(progress, name))
             free_memory()
             if run.finished < len(run.outputs):
                 result["missed"].append(f"{name}: {len(run.outputs) - run.finished} of {len(run.outputs)} requests")
             if run.running:
-                errors.print(
-                    f"{name}: {run.seconds:.1f} s, {row['output_tokens_per_s']:,.0f} tokens/s", highlight=False
-                )
+                speed = f"{row['output_tokens_per_s']:,.0f} tokens/s"
+                errors.print(f"{name}: {run.seconds:.1f} s, {speed}", highlight=False)
                 reference = reference or run
                 about = {"trace": workload.name, "load": load.name} | load._asdict() | {"backend": backend}
                 same = {"same_tokens": same_tokens(run, reference) if load.rate is None else None}
                 found.setdefault((load.name, backend), []).append(about | row | same)
+
+
+def turns(backends: list[str], loads: list[Load], rounds: int, seeds: int) -> list[tuple[int, str, Load]]:
+    """In which order they are measured: rounds, and in each the backends of each load, the reference first; in the
+    next round they come the other way."""
+    order = sorted(backends, key=lambda name: name != REFERENCE)
+    return [
+        (number, backend, load)
+        for number in range(max(rounds, seeds))
+        for load in loads
+        for backend in (order[::-1] if number % 2 else order)
+        if number < repeats(backend, load, rounds, seeds)
+    ]
 
 
 def open_engine(
