@@ -154,13 +154,13 @@ BENCHMARKS = {
     "batching_ranks": Benchmark(
         Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 150 --rounds 2 --seconds 35 --json"
     ),
-    "scale": Benchmark(Kind.HOST, 15, "-m benchmarks.scale --json"),
-    "prefix_tree": Benchmark(Kind.HOST, 2, "-m benchmarks.prefix_tree --json"),
-    "prefix_trace": Benchmark(Kind.HOST, 10, "-m benchmarks.prefix_trace --trace {mooncake} --json"),
-    "eight_bits": Benchmark(Kind.HOST, 3, "-m benchmarks.eight_bits --json"),
-    "layout_order_waste": Benchmark(Kind.HOST, 2, "-m benchmarks.layout_order --trace {conv} --json"),
-    "fragmentation_ahead": Benchmark(Kind.HOST, 5, "-m benchmarks.fragmentation --trace {conv} --ahead --json"),
-    "fragmentation": Benchmark(Kind.HOST, 15, "-m benchmarks.fragmentation --trace {conv} --json"),
+    "scale": Benchmark(Kind.HOST, 4, "-m benchmarks.scale --json"),
+    "prefix_tree": Benchmark(Kind.HOST, 1, "-m benchmarks.prefix_tree --json"),
+    "prefix_trace": Benchmark(Kind.HOST, 6, "-m benchmarks.prefix_trace --trace {mooncake} --json"),
+    "eight_bits": Benchmark(Kind.HOST, 2, "-m benchmarks.eight_bits --json"),
+    "layout_order_waste": Benchmark(Kind.HOST, 1, "-m benchmarks.layout_order --trace {conv} --json"),
+    "fragmentation_ahead": Benchmark(Kind.HOST, 3, "-m benchmarks.fragmentation --trace {conv} --ahead --json"),
+    "fragmentation": Benchmark(Kind.HOST, 8, "-m benchmarks.fragmentation --trace {conv} --json"),
 }
 """By the name of their result, without the machine's: in the order in which they run."""
 
