@@ -241,9 +241,8 @@ class Books:
             mapped += row_end - row_first
             if row_end > end:
                 behind += row_end - max(end, row_first)
-                grown = (
-                    arena.table.frame_begin(row, end) if first == end else end
-                )  # its next token uses the whole frame
+                # Where it has no token, the next one uses the whole frame.
+                grown = arena.table.frame_begin(row, end) if first == end else end
                 open_pages += max(row_end - max(grown, row_first, arena.table.own[row]), 0)
                 expected_end = -(-expected * record // self.page_size)
                 spare += max(row_end - max(end, row_first, expected_end), 0)
