@@ -122,6 +122,16 @@ def commit(world: Busy, name: str) -> None:
     sequence.commit(world.ids[sequence])
 
 
+class Chunked(Busy):
+    """One more sequence, which has committed a part of its tokens: the tree's node of these is its own."""
+
+    def __init__(self, policy: str, driver: FaultyDriver) -> None:
+        super().__init__(policy, driver)
+        self.started("chunks", [5] * 36)
+        commit(self, "chunks")
+        self.grow("chunks", 20)
+
+
 Make = Callable[[FaultyDriver], Busy]
 Operation = Callable[[Busy], object]
 
@@ -203,6 +213,16 @@ def test_a_failed_call(name: str, policy: str) -> None:
 def test_an_interruption_at_any_line(name: str, policy: str) -> None:
     """Live sequences have their tokens, and what was known is forgotten; or the cache says that it is unusable."""
     is_interrupted_everywhere(lambda driver: Busy(policy, driver), OPERATIONS[name], closes=name == "close")
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_commit_that_makes_a_node_longer(policy: str) -> None:
+    def make(driver: FaultyDriver) -> Busy:
+        return Chunked(policy, driver)
+
+    survives_all(make, lambda world: commit(world, "chunks"))
+    is_interrupted_everywhere(make, lambda world: commit(world, "chunks"))
 
 
 def is_interrupted_everywhere(make: Make, operation: Operation, closes: bool = False) -> None:
