@@ -112,7 +112,7 @@ BENCHMARKS = {
     ),
     "batching": Benchmark(
         Kind.GPU,
-        1.8,
+        2.0,
         "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 20 --rounds 1 --json",
     ),
     "attention": Benchmark(Kind.GPU, 3.2, "-m benchmarks.attention --trace {conv} --json"),

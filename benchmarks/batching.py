@@ -1,13 +1,13 @@
 """transformers' continuous batching on rows, beside its own on blocks: the same requests, all waiting.
 
-    python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--attention NAME] [--json]
+    python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--attention NAME]... [--json]
 
 Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
 stopped, and measured by what was generated until then. Tokens on rows are compared with those on blocks. Then first
 tokens of prompts of which nine tenths are known, and of others; and how far log probabilities are from fp32. On rows
 forward passes run as they are, and compiled as transformers' `default_compile_level=1` has it; on blocks with `sdpa`,
-or another attention that transformers finds (`--attention flash_attention_3`). Without a GPU a tiny model runs, as it
-is, with lengths divided by 16, and speeds say nothing.
+and with each FlashAttention that transformers finds (or `--attention NAME`). Without a GPU a tiny model runs, as it is,
+with lengths divided by 16, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_attn_3_available
 
 from benchmarks import aims
 from benchmarks.batching_logits import logit_distances
-from benchmarks.batching_tables import batching_table, compare, first_tokens_table
+from benchmarks.batching_tables import BLOCKS, batching_table, compare, first_tokens_table
 from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import CONFIGS, build, token_bytes
 from benchmarks.serve.workloads import Limits, Workload, make_workload
@@ -75,7 +76,7 @@ def main(
     memory: Annotated[str | None, typer.Option(help="For K and V.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of rows.")] = 3,
-    attention: Annotated[str, typer.Option(help="Of transformers, on blocks.")] = "sdpa",
+    attention: Annotated[list[str] | None, typer.Option(help="Of transformers, on blocks; what it finds.")] = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure transformers' continuous batching on rows and on blocks."""
@@ -87,7 +88,8 @@ def main(
     longest = min(nbytes // token_bytes(config), config.max_position_embeddings)
     workload = make_workload(trace, Limits(requests, 1 << 40, longest, 8192, 1 if on_gpu else 16), seed=0)
     prompt = min(16_384, longest * 3 // 4)
-    runs, first = serve(build(name, None, device), workload, nbytes, seconds, rounds, attention, prompt)
+    attentions = attention or found_attentions()
+    runs, first = serve(build(name, None, device), workload, nbytes, seconds, rounds, attentions, prompt)
     result = {
         "environment": facts,
         "model": name,
@@ -107,29 +109,36 @@ def main(
         show(result)
 
 
+def found_attentions() -> list[str]:
+    """Those of transformers that can serve blocks here. The ones that read blocks in place may not be installed."""
+    found = {"flash_attention_3": is_flash_attn_3_available(), "flash_attention_2": is_flash_attn_2_available()}
+    return ["sdpa", *(name for name, is_here in found.items() if is_here)]
+
+
 def serve(
-    model: Any, workload: Workload, nbytes: int, seconds: float, rounds: int, attention: str, prompt: int
+    model: Any, workload: Workload, nbytes: int, seconds: float, rounds: int, attentions: list[str], prompt: int
 ) -> tuple[list[Row], Row]:
-    """What is measured of all runs, on rows and then one on blocks, and of first tokens of a prompt of so many, on
-    rows."""
+    """What is measured of all runs, on rows and then one on blocks with each attention, and of first tokens of a prompt
+    of so many, on rows. Tokens on rows are compared with those of the first attention."""
     made: list[tuple[Row, Answers]] = []
     first: Row = {}
-    blocks = f"blocks, {attention}"
-    for system in (ROWS, COMPILED, blocks) if model.device.type == "cuda" else (ROWS, blocks):
-        if system == blocks:
-            model.set_attn_implementation(attention)
+    for system in (ROWS, COMPILED) if model.device.type == "cuda" else (ROWS,):
         with manager_of(model, system, nbytes) as manager:
-            if system != blocks:
-                warm_up(manager, workload, seconds)
-            each = [
-                run(manager, system, workload, number, seconds) for number in range(1 if system == blocks else rounds)
-            ]
+            warm_up(manager, workload, seconds)
+            each = [run(manager, system, workload, number, seconds) for number in range(rounds)]
             if system == ROWS:
                 first = first_tokens(manager, model.config.vocab_size, prompt)
             idle = {"idle_bytes": idle_bytes(manager)}
             made += [(row | idle, answers) for row, answers in each]
-    *ours, (last, theirs) = made
-    return [*(row | ({} if row["round"] else compare_answers(answers, theirs)) for row, answers in ours), last], first
+    blocks: list[tuple[Row, Answers]] = []
+    for attention in attentions:
+        model.set_attn_implementation(attention)
+        with manager_of(model, BLOCKS + attention, nbytes) as manager:
+            row, answers = run(manager, BLOCKS + attention, workload, 0, seconds)
+            blocks.append((row | {"idle_bytes": idle_bytes(manager)}, answers))
+    (_, theirs), *_ = blocks
+    ours = [row | ({} if row["round"] else compare_answers(answers, theirs)) for row, answers in made]
+    return [*ours, *(row for row, _ in blocks)], first
 
 
 def warm_up(manager: Any, workload: Workload, seconds: float) -> None:

@@ -11,6 +11,8 @@ from vmmkv.stats import format_bytes
 
 Result = dict[str, Any]
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+BLOCKS = "blocks, "
+"""How systems of transformers' own cache are called, with the attention behind it."""
 ENGINE = 4287
 """Output tokens/s of `benchmarks.engine`, same requests and memory, when the aim was set; today's are in
 `serve_vllm_h200.json`."""
@@ -35,20 +37,27 @@ def batching_table(result: Result) -> Table:
     return columns, rows
 
 
+def by_cache(result: Result) -> tuple[list[Result], list[Result]]:
+    """Runs on rows, and those on transformers' own blocks."""
+    ours = [row for row in result["served"] if not row["system"].startswith(BLOCKS)]
+    return ours, result["served"][len(ours) :]
+
+
 def compare(result: Result) -> list[Result]:
     """What was aimed at on one GPU, and what was reached: medians of the rounds."""
-    *ours, blocks = result["served"]
+    ours, (blocks, *others) = by_cache(result)
     found = []
     for system, rounds in groupby(ours, key=lambda row: row["system"]):
         rows = list(rounds)
         speed = median(row["tokens_per_s"] for row in rows)
-        times = speed / blocks["tokens_per_s"] if blocks["tokens_per_s"] else None  # none of its requests had finished
-        found += [
-            aims.compared(result, f"tokens/s on {system} over {blocks['system']}", times, least=10),
+        for peer, least in ((blocks, 10), *((other, 1) for other in others)):
+            times = speed / peer["tokens_per_s"] if peer["tokens_per_s"] else None  # none of its requests had finished
+            found.append(aims.compared(result, f"tokens/s on {system} over {peer['system']}", times, least=least))
+        found.append(
             aims.compared(
                 result, f"tokens/s on {system} over the engine's {ENGINE:,} of then", speed / ENGINE, least=0.9
-            ),
-        ]
+            )
+        )
         wastes = [(row["waste"], row["most_waste"]) for row in rows if row["waste"] is not None]
         for name, of_rounds, parts in zip(("median", "most"), (median, max), zip(*wastes)):
             excess = of_rounds(part / (1 - part) for part in parts)
@@ -101,7 +110,7 @@ def over_engine(result: Result, served: Result) -> list[Result]:
         for row in served["serving"]
         if (row["trace"], row["load"], row["backend"]) == (result["workload"], "saturation", "vmm")
     )
-    *ours, _ = result["served"]
+    ours, _ = by_cache(result)
     speeds = {
         system: median(row["tokens_per_s"] for row in rows)
         for system, rows in groupby(ours, key=lambda row: row["system"])

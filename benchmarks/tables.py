@@ -107,8 +107,9 @@ def headline(generated: Result, batched: Result, served: Result, replayed: Resul
     """Figures of ours, each with those of its peers."""
     steps = {cell["contender"]: step_ms(cell) for cell in generated["cells"] if is_long_batch(cell)}
     rates = {row["system"]: f"{row['tokens_per_s']:,.0f}" for row in batched["served"]}
-    *_, stopped = batched["served"]
+    _, (stopped, *others) = batching_tables.by_cache(batched)
     done = f"{stopped['finished']} of {batched['requests']} requests in {stopped['seconds']:.0f} s"
+    flash = ", ".join(f"{rates[row['system']]} on {row['system']}" for row in others)
     engines = {row["backend"]: f"{row['output_tokens_per_s']:,.0f}" for row in served["serving"] if not row["rate"]}
     waste = {scheme: f"{part:.1%}" for scheme, part in replayed["waste"].items()}
     rows = [
@@ -121,7 +122,8 @@ def headline(generated: Result, batched: Result, served: Result, replayed: Resul
         (
             "tokens/s of transformers' continuous batching",
             f"{rates['rows']}; compiled {rates['rows, compiled']}",
-            f"{rates['blocks, sdpa']} on its own paged cache with `sdpa` ({done}; FlashAttention not measured)",
+            f"{rates['blocks, sdpa']} on its own paged cache with `sdpa` ({done}); "
+            + (flash or "FlashAttention not measured"),
         ),
         (
             "tokens/s of our benchmark engine on rows",

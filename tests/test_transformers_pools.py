@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from conftest import soon
 from generation import LENGTHS, PAGE_SIZE, random_tokens, vmm_cache
 from tiny_models import DECODER, WINDOW, tiny_model
 from transformers import DynamicCache, EncoderDecoderCache, LlamaConfig
@@ -131,7 +132,7 @@ def test_a_pool_ends_with_what_lies_on_it(device: str) -> None:
     assert pool() is not None
     del cache
     gc.collect()
-    assert pool() is None
+    soon(lambda: pool() is None)  # the mapper may be at work for it
 
 
 def test_layers_that_look_different_leave_no_memory_behind(device: str) -> None:
