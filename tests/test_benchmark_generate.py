@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from conftest import run_module_here
 from rich.console import Console
 from transformers import StaticCache
 
+from benchmarks.generate import __main__ as generate
 from benchmarks.generate.__main__ import run, wrong_cells
 from benchmarks.generate.caches import BASELINE, CONTENDERS
 from benchmarks.generate.decode import Watched
@@ -104,6 +106,18 @@ def test_tables_show_every_cell(result: dict) -> None:
 
 def test_without_time_it_says_what_was_not_reached() -> None:
     cells = run(CPU, torch.device("cpu"), layers=None, budget_seconds=0)["cells"]
+    assert [cell["status"] for cell in cells] == ["measured"] + ["not reached"] * (len(list(CPU.cells())) - 1)
+
+
+def test_who_is_stopped_keeps_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(*args: object) -> Iterator[dict]:
+        yield next(measure_cells(*args))
+        raise KeyboardInterrupt
+
+    measure_cells = generate.measure_cells
+    monkeypatch.setattr(generate, "measure_cells", stopped)
+    cells = run(CPU, torch.device("cpu"), layers=None, budget_seconds=600)["cells"]
+    assert {cell.get("reason") for cell in cells} == {None, "stopped"}
     assert [cell["status"] for cell in cells] == ["measured"] + ["not reached"] * (len(list(CPU.cells())) - 1)
 
 

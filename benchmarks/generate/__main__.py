@@ -87,6 +87,8 @@ def run(plan: Plan, device: torch.device, layers: int | None, budget_seconds: fl
                 progress.update(task, advance=1, description=description)
                 if monotonic() > deadline:
                     break
+        except KeyboardInterrupt:
+            left_because = "stopped"
         except RuntimeError as error:  # where a kernel broke the device, what was measured before is still good
             left_because = failure(error)["reason"]
     left = {"status": "not reached", "reason": left_because}
