@@ -75,7 +75,7 @@ BENCHMARKS = {
     # What the README says comes first: a machine may be lost.
     "serve_rounds": Benchmark(Kind.GPU, 2.5, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
     "serve_rounds_qwen3": Benchmark(
-        Kind.GPU, 1.7, f"{SERVE} --quick --memory 4GiB --requests 150 --trace {{conv}} --model qwen3-0.6b"
+        Kind.GPU, 1.9, f"{SERVE} --quick --memory 4GiB --requests 150 --trace {{conv}} --model qwen3-0.6b"
     ),
     "serve_vllm": Benchmark(
         Kind.GPU,
@@ -83,40 +83,27 @@ BENCHMARKS = {
         f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 2 --memory 16GiB --requests 300 --trace {{conv}}"
         " --backends vmm --backends vllm",
     ),
-    "serve_vllm_qwen3": Benchmark(
-        Kind.GPU,
-        2.1,
-        f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --rates 0.8 --seeds 1 --memory 16GiB --requests 300"
-        " --trace {conv} --model qwen3-0.6b --backends vmm --backends paged --backends vllm",
-    ),
     "serve_pressure": Benchmark(
         Kind.GPU,
-        1.0,
+        1.6,
         f"{SERVE} --quick --no-wait --rounds 2 --memory 3GiB --requests 30 --lengthen 8 --trace {{conv}}"
         " --backends vmm --backends vmm+suspend --backends paged",
     ),
     "serve_peers": Benchmark(
         Kind.GPU,
-        0.9,
+        1.5,
         f"{SERVE} --quick --no-wait --rounds 2 --memory 8GiB --requests 90 --trace {{conv}} --backends vmm"
         " --backends vmm+fa3 --backends paged --backends paged+flashinfer",
     ),
     "demo_azure": Benchmark(
-        Kind.GPU, 0.5, "-m benchmarks.demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
-    ),
-    "pools": Benchmark(
-        Kind.GPU,
-        1.1,
-        "-m benchmarks.pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds}"
-        " --json",
+        Kind.GPU, 1.2, "-m benchmarks.demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
     ),
     "batching": Benchmark(
         Kind.GPU,
-        2.0,
+        2.4,
         "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 20 --rounds 1 --json",
     ),
-    "attention": Benchmark(Kind.GPU, 3.2, "-m benchmarks.attention --trace {conv} --json"),
-    "generate": Benchmark(Kind.GPU, 0.8, "-m benchmarks.generate --budget-seconds {seconds} --json"),
+    "attention": Benchmark(Kind.GPU, 2.7, "-m benchmarks.attention --trace {conv} --json"),
     "serve_reuse": Benchmark(
         Kind.GPU,
         3.4,
@@ -127,17 +114,30 @@ BENCHMARKS = {
     ),
     "allocator": Benchmark(Kind.GPU, 0.4, "-m benchmarks.allocator --rounds 50 --json"),
     "mapper": Benchmark(
-        Kind.GPU, 1.4, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
+        Kind.GPU, 1.6, "-m benchmarks.mapper --steps 2000 --rounds 1 --budget-seconds {seconds} --json"
     ),
-    "sharing": Benchmark(Kind.GPU, 0.6, "-m benchmarks.sharing --rounds 4 --json"),
-    "prefixes": Benchmark(Kind.GPU, 0.2, "-m benchmarks.prefixes --json"),
-    "attention_shapes": Benchmark(Kind.GPU, 0.3, "-m benchmarks.attention --only shapes --json"),
-    "layout_order": Benchmark(Kind.GPU, 0.4, "-m benchmarks.layout_order --speed --json"),
-    "overread": Benchmark(Kind.GPU, 0.2, "-m benchmarks.overread --trace {conv} --json"),
-    "reuse": Benchmark(Kind.GPU, 0.2, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
-    "idle": Benchmark(Kind.GPU, 0.2, "-m benchmarks.idle --device cuda --trace {conv} --json"),
-    "swap": Benchmark(Kind.GPU, 0.2, "-m benchmarks.swap --json"),
-    # One GPU is enough for these two, whose minutes are not.
+    "sharing": Benchmark(Kind.GPU, 0.8, "-m benchmarks.sharing --rounds 4 --json"),
+    "prefixes": Benchmark(Kind.GPU, 0.3, "-m benchmarks.prefixes --json"),
+    "attention_shapes": Benchmark(Kind.GPU, 0.4, "-m benchmarks.attention --only shapes --json"),
+    "layout_order": Benchmark(Kind.GPU, 1, "-m benchmarks.layout_order --speed --json"),
+    "overread": Benchmark(Kind.GPU, 0.3, "-m benchmarks.overread --trace {conv} --json"),
+    "reuse": Benchmark(Kind.GPU, 0.8, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
+    "idle": Benchmark(Kind.GPU, 0.3, "-m benchmarks.idle --device cuda --trace {conv} --json"),
+    # One GPU is enough for these, but not the time of one.
+    "serve_vllm_qwen3": Benchmark(
+        Kind.GPUS,
+        2.1,
+        f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --rates 0.8 --seeds 1 --memory 16GiB --requests 300"
+        " --trace {conv} --model qwen3-0.6b --backends vmm --backends paged --backends vllm",
+    ),
+    "pools": Benchmark(
+        Kind.GPUS,
+        2.5,
+        "-m benchmarks.pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds}"
+        " --json",
+    ),
+    "generate": Benchmark(Kind.GPUS, 4, "-m benchmarks.generate --budget-seconds {seconds} --json"),
+    "swap": Benchmark(Kind.GPUS, 1, "-m benchmarks.swap --json"),
     "serve_rates": Benchmark(
         Kind.GPUS,
         3,

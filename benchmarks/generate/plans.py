@@ -78,7 +78,7 @@ class Plan:
 LLAMA, QWEN = "Llama-3.1-8B", "Qwen3-0.6B"
 
 GPU = Plan(
-    batches=tuple((model, batch) for model in (LLAMA, QWEN) for batch in (1, 8, 32)),
+    batches=tuple((model, batch) for model in (LLAMA, QWEN) for batch in (8, 1, 32)),
     prompts=(512, 8192, 32_768),
     new_tokens=256,
     timed_steps=16,
