@@ -20,7 +20,7 @@ from conftest import ROUNDS
 from faulty import FaultyDriver
 from generation import LENGTHS, PAGE_SIZE, caches, inside_a_graph, left_padding, random_tokens
 from tiny_models import DECODER, tiny_model
-from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig, PreTrainedConfig
+from transformers import Cache, DynamicCache, LlamaConfig, MistralConfig, MistralForCausalLM, PreTrainedConfig
 
 import vmmkv
 from vmmkv.integrations import batch
@@ -406,6 +406,16 @@ def test_prompts_that_there_is_no_memory_to_share_stay_apart() -> None:
     for _ in range(2):
         write_bits([random_bits(2, 4, 2, 1, 16) for _ in cache.layers], cache, reference)
     assert used(cache) == 4 * 12
+
+
+def test_a_window_of_one_token_keeps_none_to_share() -> None:
+    """Without a cache: `DynamicCache` keeps all tokens behind a window of one."""
+    config = MistralConfig(**DECODER, sliding_window=1)
+    model = MistralForCausalLM(config).eval()
+    prompts = random_tokens(model, 1, 40).repeat(3, 1)
+    expected = model.generate(prompts, use_cache=False, do_sample=False, **LENGTHS)
+    cache = VmmCache(config, 200, page_size=PAGE_SIZE["cpu"])
+    assert torch.equal(model.generate(prompts, past_key_values=cache, do_sample=False, **LENGTHS), expected)
 
 
 @pytest.mark.parametrize("call", ["copy", "map", "unmap", "set_access", "create"])

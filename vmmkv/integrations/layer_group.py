@@ -333,7 +333,7 @@ class LayerGroup:
             return
         self._compared_pass = last.last_pass
         self.fit()
-        if not (self._are_alike() and self._can_share()):
+        if last.first == last.end or not (self._are_alike() and self._can_share()):  # a window of one token keeps none
             return
         with suppress(OutOfPagesError, DriverOutOfMemoryError, torch.OutOfMemoryError):
             for row, source in equal_neighbours(batch, self._extents):
