@@ -26,17 +26,22 @@ from tiny_models import DECODER, MODELS, WIDE_MODELS, WINDOW, skip_unsupported, 
 from torch._dynamo.utils import counters
 from transformers import (
     AttentionInterface,
+    AutoConfig,
     Cache,
     CompileConfig,
     DynamicCache,
+    GPTNeoConfig,
+    GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    StaticCache,
 )
 
 import vmmkv
 from vmmkv.integrations import attention
 from vmmkv.integrations.attention import kernels_take
+from vmmkv.integrations.transformers import MISCOUNTING, VmmCache
 from vmmkv.integrations.whole_rows import WholeRows
 
 SEQ2SEQ = ["bart", "t5"]
@@ -757,3 +762,33 @@ def test_an_interrupted_pass_is_told_of_with_any_mask(compile: bool, device: str
         hook.remove()
         with pytest.raises(vmmkv.UnfinishedPassError):
             model(tokens[:, 9:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
+
+
+@pytest.mark.parametrize("model_type", sorted(MISCOUNTING))
+def test_models_that_take_whole_rows_for_tokens_are_refused(model_type: str) -> None:
+    config = AutoConfig.for_model(model_type)
+    with pytest.raises(vmmkv.UnsupportedError, match=f"compile=True for {model_type}, .* Make the cache without it"):
+        VmmCache(config, 100, compile=True)
+    VmmCache(config, 100)
+
+
+def test_gpt_neo_is_wrong_over_whole_rows() -> None:
+    """Why it is refused; when this fails, transformers counts tokens, and it need not be."""
+    kinds = [[["global", "local"], 1]]
+    config = GPTNeoConfig(
+        vocab_size=50,
+        hidden_size=64,
+        num_layers=2,
+        num_heads=4,
+        attention_types=kinds,
+        window_size=7,
+        initializer_range=0.3,
+    )
+    model = GPTNeoForCausalLM(config).eval()
+    ids = random_tokens(model, 1, 20)
+    with torch.no_grad():
+        logits = [
+            model(ids, past_key_values=cache).logits
+            for cache in (DynamicCache(config=config), StaticCache(config=config, max_cache_len=200))
+        ]
+    assert not torch.allclose(*logits, atol=1e-2)

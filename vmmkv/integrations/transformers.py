@@ -50,6 +50,10 @@ from .pools import Pools
 from .scaled_states import as_plain
 from .spans import NAME
 
+MISCOUNTING = frozenset({"bloom", "gpt_neo", "led", "nllb-moe"})
+"""Types of models whose own code takes the length of K for the number of tokens, and so is wrong, or fails, where K is
+a whole row, as in a `StaticCache`."""
+
 
 class VmmCache(DynamicCache):
     """K and V in rows of virtual memory: for `generate(..., past_key_values=cache)`, or `model(...)` by hand.
@@ -105,7 +109,7 @@ class VmmCache(DynamicCache):
         DeviceError: at the first write: the pool is on another device.
         DtypeError: there is no such kv_dtype.
         UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model with layers that cannot be read
-            as whole rows.
+            as whole rows, or whose own attention is wrong over them.
     """
 
     layers: list[Any]
@@ -135,6 +139,11 @@ class VmmCache(DynamicCache):
             raise UnsupportedError(
                 f"asked for kv_dtype={kv_dtype!r} with compile=True; compiled forward passes write K and V in the "
                 "model's dtype. Make the cache without one of the two"
+            )
+        if compile and config.model_type in MISCOUNTING:
+            raise UnsupportedError(
+                f"asked for compile=True for {config.model_type}, whose attention is wrong over whole rows, and over a "
+                "StaticCache. Make the cache without it"
             )
         kept_dtype = kv_dtype_from_name(kv_dtype)
         super().__init__(config=config)
