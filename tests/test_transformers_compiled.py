@@ -34,6 +34,7 @@ from transformers import (
     GPTNeoForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    LlavaConfig,
     PreTrainedModel,
     StaticCache,
 )
@@ -41,7 +42,7 @@ from transformers import (
 import vmmkv
 from vmmkv.integrations import attention
 from vmmkv.integrations.attention import kernels_take
-from vmmkv.integrations.transformers import MISCOUNTING, VmmCache
+from vmmkv.integrations.transformers import WRONG_OVER_ROWS, VmmCache
 from vmmkv.integrations.whole_rows import WholeRows
 
 SEQ2SEQ = ["bart", "t5"]
@@ -764,12 +765,14 @@ def test_an_interrupted_pass_is_told_of_with_any_mask(compile: bool, device: str
             model(tokens[:, 9:], attention_mask=torch.ones_like(tokens), past_key_values=cache)
 
 
-@pytest.mark.parametrize("model_type", sorted(MISCOUNTING))
-def test_models_that_take_whole_rows_for_tokens_are_refused(model_type: str) -> None:
-    config = AutoConfig.for_model(model_type)
-    with pytest.raises(vmmkv.UnsupportedError, match=f"compile=True for {model_type}, .* Make the cache without it"):
-        VmmCache(config, 100, compile=True)
-    VmmCache(config, 100)
+@pytest.mark.parametrize("model_type", sorted(WRONG_OVER_ROWS))
+def test_models_that_are_wrong_over_whole_rows_are_refused(model_type: str) -> None:
+    """Inside of others, too."""
+    alone = AutoConfig.for_model(model_type)
+    for config in (alone, LlavaConfig(text_config=alone)):
+        with pytest.raises(vmmkv.UnsupportedError, match=f"compile=True for {model_type}, .* Make the cache without"):
+            VmmCache(config, 100, compile=True)
+    VmmCache(alone, 100)
 
 
 def test_gpt_neo_is_wrong_over_whole_rows() -> None:

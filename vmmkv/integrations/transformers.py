@@ -50,9 +50,8 @@ from .pools import Pools
 from .scaled_states import as_plain
 from .spans import NAME
 
-MISCOUNTING = frozenset({"bloom", "gpt_neo", "led", "nllb-moe"})
-"""Types of models whose own code takes the length of K for the number of tokens, and so is wrong, or fails, where K is
-a whole row, as in a `StaticCache`."""
+WRONG_OVER_ROWS = frozenset({"bloom", "gpt_neo", "led", "nllb-moe"})
+"""Types of models whose own code is wrong, or fails, where K is a whole row, as in a `StaticCache`."""
 
 
 class VmmCache(DynamicCache):
@@ -109,7 +108,7 @@ class VmmCache(DynamicCache):
         DeviceError: at the first write: the pool is on another device.
         DtypeError: there is no such kv_dtype.
         UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model with layers that cannot be read
-            as whole rows, or whose own attention is wrong over them.
+            as whole rows, or whose own code is wrong over them.
     """
 
     layers: list[Any]
@@ -140,9 +139,10 @@ class VmmCache(DynamicCache):
                 f"asked for kv_dtype={kv_dtype!r} with compile=True; compiled forward passes write K and V in the "
                 "model's dtype. Make the cache without one of the two"
             )
-        if compile and config.model_type in MISCOUNTING:
+        model_type = config.get_text_config(decoder=True).model_type
+        if compile and model_type in WRONG_OVER_ROWS:
             raise UnsupportedError(
-                f"asked for compile=True for {config.model_type}, whose attention is wrong over whole rows, and over a "
+                f"asked for compile=True for {model_type}, whose own code is wrong over whole rows, and over a "
                 "StaticCache. Make the cache without it"
             )
         kept_dtype = kv_dtype_from_name(kv_dtype)
