@@ -136,7 +136,10 @@ BENCHMARKS = {
         "-m benchmarks.pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds}"
         " --json",
     ),
-    "generate": Benchmark(Kind.GPUS, 4, "-m benchmarks.generate --budget-seconds {seconds} --json"),
+    "generate": Benchmark(Kind.GPUS, 4, "-m benchmarks.generate --only Llama-3.1-8B --budget-seconds {seconds} --json"),
+    "generate_qwen3": Benchmark(
+        Kind.GPUS, 3, "-m benchmarks.generate --only Qwen3-0.6B --budget-seconds {seconds} --json"
+    ),
     "swap": Benchmark(Kind.GPUS, 1, "-m benchmarks.swap --json"),
     "serve_rates": Benchmark(
         Kind.GPUS,
@@ -149,6 +152,17 @@ BENCHMARKS = {
         6,
         f"{SERVE} --rounds 1 --seeds 3 --rates 0.5 --rates 0.8 --rates 1.1 --memory 16GiB --requests 1000"
         " --tokens 2000000 --trace {conv} --model qwen3-0.6b --backends vmm --backends paged",
+    ),
+    "step_times_conv": Benchmark(
+        Kind.GPUS,
+        1,
+        "-m benchmarks.step_times --memory 4GiB --trace {conv} --model qwen3-0.6b --json",
+    ),
+    "step_times_mooncake": Benchmark(
+        Kind.GPUS,
+        1,
+        "-m benchmarks.step_times --memory 8GiB --requests 300 --tokens 500000 --max-sequences 128 --shorten 8"
+        " --trace {mooncake} --model qwen3-0.6b --json",
     ),
     "transfer": Benchmark(Kind.GPUS, 1.5, "-m benchmarks.transfer --rounds 10 --json"),
     "batching_ranks": Benchmark(

@@ -33,6 +33,7 @@ from . import (
     reuse,
     scale,
     sharing,
+    step_times,
     swap,
     transfer,
 )
@@ -298,6 +299,16 @@ def kernel_rows(measured: list[Result], cases: dict[str, str], figure: str) -> l
     return rows
 
 
+@table("step_times_conv_gpu.json")
+def step_times_conv(result: Result) -> str:
+    return markdown(*step_times.table(result))
+
+
+@table("step_times_mooncake_gpu.json")
+def step_times_mooncake(result: Result) -> str:
+    return markdown(*step_times.table(result))
+
+
 @table("overread_gpu.json")
 def overread_decode(result: Result) -> str:
     return markdown(*overread.table(result))
@@ -344,7 +355,7 @@ def generate_step(result: Result) -> str:
     return generate_table(result["cells"], "ms a decode step", shapes, step_ms)
 
 
-@table("generate_gpu.json")
+@table("generate_qwen3_gpu.json")
 def generate_step_qwen(result: Result) -> str:
     shapes = [(1, 512), (1, 32_768), (8, 512), (8, 32_768), (32, 8192), (32, 32_768)]
     return generate_table(result["cells"], "ms a decode step", shapes, step_ms, "Qwen3-0.6B")

@@ -1,0 +1,49 @@
+"""Where the time of serving goes: what a run on the host tells, and how kernels are added up."""
+
+from __future__ import annotations
+
+import json
+from random import Random
+from typing import Any
+
+import pytest
+from conftest import run_module_here
+
+from benchmarks.step_times import BACKENDS, SHOWN, Kernel, compare, largest, table
+
+
+def test_a_step_is_as_long_as_what_it_consists_of() -> None:
+    done = run_module_here("benchmarks.step_times", "--device", "cpu", "--rounds", "1", "--requests", "6", "--json")
+    assert not done.returncode, done.stderr
+    result = json.loads(done.stdout)
+    assert [row["backend"] for row in result["serving"]] == list(BACKENDS)
+    for row in result["serving"]:
+        assert row["finished"] == row["requests"] == 6
+        step = row["seconds"] * 1e6 / row["steps"]
+        assert 0 <= row["driver_us"] <= row["manager_us"] <= row["host_us"] <= step
+        assert row["device_us"] == 0  # there is no device
+    _, lines = table(result)
+    assert list(lines[0][1:]) == [f"{row['seconds'] * 1e6 / row['steps']:,.0f}" for row in result["serving"]]
+
+
+def test_the_largest_kernels_are_named_and_the_others_added_up() -> None:
+    chance = Random()
+    kernels = [Kernel(f"kernel {i}", chance.randint(1, 9), chance.random()) for i in range(chance.randint(0, 20))]
+    found = largest(kernels)
+    assert sum(kernel.us for kernel in found) == pytest.approx(sum(kernel.us for kernel in kernels))
+    assert sum(kernel.calls for kernel in found) == sum(kernel.calls for kernel in kernels)
+    named = [kernel for kernel in found if kernel.name != "others"]
+    assert len(named) == min(SHOWN, len(kernels))
+    least = min((kernel.us for kernel in named), default=0)
+    assert all(kernel in named for kernel in kernels if kernel.us > least)
+
+
+def test_rows_are_compared_with_blocks() -> None:
+    def row(backend: str, speed: float, device: float) -> dict[str, Any]:
+        return {"trace": "t", "backend": backend, "output_tokens_per_s": speed, "device_us": device}
+
+    result = {"environment": {"cuda_driver": "13"}, "serving": [row("paged", 100, 50), row("vmm", 98, 51)]}
+    speed, kernels = compare(result)
+    assert (speed["value"], speed["met"]) == (0.98, False)
+    assert kernels["value"] == 1.02
+    assert "met" not in kernels
