@@ -140,6 +140,7 @@ BENCHMARKS = {
     "generate_qwen3": Benchmark(
         Kind.GPUS, 3, "-m benchmarks.generate --only Qwen3-0.6B --budget-seconds {seconds} --json"
     ),
+    "counters": Benchmark(Kind.GPUS, 0.8, "-m benchmarks.counters --json"),
     "swap": Benchmark(Kind.GPUS, 1, "-m benchmarks.swap --json"),
     "serve_rates": Benchmark(
         Kind.GPUS,

@@ -21,6 +21,7 @@ from . import (
     aims,
     batching_tables,
     compiling,
+    counters,
     eight_bits_tables,
     fragmentation,
     idle,
@@ -319,21 +320,9 @@ def overread_nan(result: Result) -> str:
     return overread.verdict(result)
 
 
-@table("ncu_gpu.json")
+@table("counters_gpu.json")
 def kernel_bounds(result: Result) -> str:
-    lines = {
-        "memory, of its peak rate": "{dram_throughput_percent_of_peak:.0f} %",
-        "tensor cores busy": "{tensor_pipe_active_percent:.0f} %",
-        "issue slots used": "{issue_slots_used_percent:.0f} %",
-        "hits in the second cache": "{l2_hit_percent:.0f} %",
-        "registers a thread": "{registers}",
-        "warps on a multiprocessor": "{warps_per_multiprocessor:.0f}",
-        "multiprocessor's clock": "{sm_ghz:.2f} GHz",
-    }
-    kernels = result["kernels"]
-    columns = [name.replace("causal ", "").replace("4096", "4,096").replace("16384", "16,384") for name in kernels]
-    rows = [(what, *(cell.format(**figures) for figures in kernels.values())) for what, cell in lines.items()]
-    return markdown(("", *columns), rows)
+    return markdown(*counters.table(result))
 
 
 @table("layout_order_waste.json")
