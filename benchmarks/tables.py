@@ -34,6 +34,7 @@ from . import (
     reuse,
     scale,
     sharing,
+    sleeping,
     step_times,
     swap,
     transfer,
@@ -298,6 +299,11 @@ def kernel_rows(measured: list[Result], cases: dict[str, str], figure: str) -> l
                 name += f", {label}" if kernel == "vmmkv, auto" else ""
                 rows.append((name, *(cell or ABSENT.get((kernel, layout), "") for cell, layout in zip(cells, LAYOUTS))))
     return rows
+
+
+@table("sleeping_gpu.json")
+def sleep_mode(result: Result) -> str:
+    return markdown(*sleeping.table(result))
 
 
 @table("step_times_conv_gpu.json")
