@@ -136,6 +136,7 @@ BENCHMARKS = {
         "-m benchmarks.pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds}"
         " --json",
     ),
+    "sleeping": Benchmark(Kind.GPUS, 1.7, "-m benchmarks.sleeping --vllm {vllm} --json"),
     "generate": Benchmark(Kind.GPUS, 4, "-m benchmarks.generate --only Llama-3.1-8B --budget-seconds {seconds} --json"),
     "generate_qwen3": Benchmark(
         Kind.GPUS, 3, "-m benchmarks.generate --only Qwen3-0.6B --budget-seconds {seconds} --json"
