@@ -344,7 +344,7 @@ def generate_step(result: Result) -> str:
     return generate_table(result["cells"], "ms a decode step", shapes, step_ms)
 
 
-@table("generate_gpu.json")
+@table("generate_qwen3_gpu.json")
 def generate_step_qwen(result: Result) -> str:
     shapes = [(1, 512), (1, 32_768), (8, 512), (8, 32_768), (32, 8192), (32, 32_768)]
     return generate_table(result["cells"], "ms a decode step", shapes, step_ms, "Qwen3-0.6B")
