@@ -4,7 +4,8 @@
 
 What a benchmark measures is its own code, and the modules of the project that it imports. One has changed if it does
 something else than at the commit at which the file was made: comments, docstrings and layout do not count, nor does
-code that only shows figures. A file whose commit is unknown, or was changed when it was measured, is as old as can be.
+code that only shows figures. Nor does a commit that `mends.txt` names: it mends what no benchmark does, and says why no
+figure follows from it. A file whose commit is unknown, or was changed when it was measured, is as old as can be.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS = "benchmarks/results"
 DESCRIBING = re.compile(r"environment|cli\.(options|output)|picture|svg|aims|tables|serve\.report")
 """Modules that say where something was measured, or show it: no figure follows from them."""
+MENDS = "benchmarks/mends.txt"
+"""Lines of a commit, and why what was measured before it is as it would be after it."""
 SHOWN = 4
 """Modules that are named in a table; of the others the number is told."""
 
@@ -91,7 +94,8 @@ def _age(project: Project, path: Path) -> Age:
     then = _files_at(project.root, commit)
     changed = None
     if then is not None and modules:
-        changed = sorted(name for name in modules if not DESCRIBING.search(name) and _has_changed(project, name, then))
+        measured = [name for name in modules if not DESCRIBING.search(name)]
+        changed = sorted(name for name in measured if _has_changed(project, name, commit, then))
     return Age(path.name, facts.get("date", ""), facts.get("device", ""), commit, changed)
 
 
@@ -110,20 +114,39 @@ def _files_at(root: Path, commit: str) -> dict[str, str] | None:
     return None if done is None else {path: name for name, path in (line.split(" ", 1) for line in done.splitlines())}
 
 
-def _has_changed(project: Project, module: str, then: dict[str, str]) -> bool:
-    """Whether a module does something else than it did at a commit with these files."""
+def _has_changed(project: Project, module: str, commit: str, then: dict[str, str]) -> bool:
+    """Whether a module does something else than it did at a commit with these files, but for mends."""
     path = project.paths[module]
-    before = then.get(str(path.relative_to(project.root)))
-    now = path.read_bytes()
-    if before == hashlib.sha1(b"blob %d\0" % len(now) + now, usedforsecurity=False).hexdigest():
+    name, now = str(path.relative_to(project.root)), path.read_bytes()
+    if then.get(name) == hashlib.sha1(b"blob %d\0" % len(now) + now, usedforsecurity=False).hexdigest():
         return False
-    source = _blob(project.root, before) if before else None
-    return source is None or code(source) != code(now.decode())
+    if _code_at(project.root, commit, name) == code(now.decode()):
+        return False
+    since = (_git(project.root, "log", "--format=%H", f"{commit}..HEAD", "--", name) or "").split()
+    if not since or _code_at(project.root, since[0], name) != code(now.decode()):
+        return True  # or it is not committed
+    mended = mends(project.root)
+    return any(_changes(project.root, each, name) for each in since if each not in mended)
+
+
+def mends(root: Path) -> dict[str, str]:
+    """Commits after which what was measured is as it was before, by their whole names, and why."""
+    path = root / MENDS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return dict(line.split(" ", 1) for line in lines)
 
 
 @cache
-def _blob(root: Path, name: str) -> str | None:
-    return _git(root, "cat-file", "blob", name)
+def _changes(root: Path, commit: str, name: str) -> bool:
+    """Whether a file does something else after a commit than before it."""
+    return _code_at(root, f"{commit}^", name) != _code_at(root, commit, name)
+
+
+@cache
+def _code_at(root: Path, commit: str, name: str) -> str | None:
+    """What a file did at a commit, by its name; None: it was not there."""
+    source = _git(root, "show", f"{commit}:{name}")
+    return None if source is None else code(source)
 
 
 def _git(root: Path, *words: str) -> str | None:

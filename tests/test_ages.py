@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -70,6 +71,19 @@ def test_code_that_was_measured_counts_if_it_does_something_else(
         commit(tmp_path, path, text)
         changed = sorted([*changed, *more])
         assert told()["new.json"] == changed
+    mended = commit(tmp_path, "vmmkv/cache.py", "def extend(): return 3\n")
+    commit(tmp_path, ages.MENDS, f"{mended} 3 is as good as 2\n")
+    assert told()["new.json"] == changed  # it was changed before, too
+    facts["commit"] = subprocess.check_output(
+        ["git", "-C", str(tmp_path), "rev-parse", f"{mended}^"], text=True
+    ).strip()
+    (results / "new.json").write_text(json.dumps({"environment": facts}))
+    assert told()["new.json"] == []
+    (tmp_path / "vmmkv/cache.py").write_text("def extend(): return 4\n")
+    assert told()["new.json"] == ["vmmkv.cache"]
+    commit(tmp_path, "vmmkv/cache.py", "def extend(): return 4\n")
+    assert told()["new.json"] == ["vmmkv.cache"]
+
     done = CliRunner().invoke(APP, ["--check"])
     assert done.exit_code == 1
     assert "nobody knows" in done.stdout
@@ -106,3 +120,12 @@ def test_what_is_imported_is_found_and_nothing_else(tmp_path: Path) -> None:
     for number in range(count):
         expected = {f"vmmkv.kernels.m{other}" for other in np.flatnonzero(reached[number]).tolist()}
         assert Project(tmp_path).closure(f"vmmkv.kernels.m{number}") == expected
+
+
+@pytest.mark.skipif(not ages.has_history(ROOT), reason="needs the history")
+def test_mends_are_commits_and_say_why_no_figure_follows_from_them() -> None:
+    for mended, why in ages.mends(ROOT).items():
+        found = subprocess.run(["git", "-C", str(ROOT), "cat-file", "-t", mended], capture_output=True, text=True)
+        assert found.stdout.strip() == "commit", mended
+        assert len(mended) == 40
+        assert why.strip()
