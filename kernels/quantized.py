@@ -37,7 +37,7 @@ def quantize(
         states: `[..., head_dim]`, floating-point.
         dtype: `torch.float8_e4m3fn` or `torch.int8`.
         scales: fp32, broadcast to `[...]`: the scales to use, for example `[num_kv_heads]` of a sequence. Numbers too
-            large for them become the largest of the format; NaN becomes 0.
+            large for them become the largest of the format; NaN becomes 0. None: one for each head of `states`.
 
     Returns:
         8-bit numbers like `states`, and fp32 scales `[...]`, or those that were given.
@@ -92,6 +92,9 @@ def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype =
         numbers: `[..., head_dim]`.
         scales: `[...]`.
         dtype: of the result; the product is fp32 or wider.
+
+    Returns:
+        `[..., head_dim]` of `dtype`.
     """
     wide = torch.promote_types(dtype, torch.float32)
     return (numbers.to(wide) * scales.to(wide)[..., None]).to(dtype)

@@ -61,13 +61,15 @@ def append(
         starts: int32 `[batch]`, the position of each sequence's first new token.
         cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; tokens behind the last are
             ignored; None: one token each.
-        block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens.
+        block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
+            multiple of 16; None: the caches hold rows.
         rotary: rotates K before it is stored, and queries, in the same launch; None: K is stored as it is.
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
             strides, takes the scales of K: `k_cache` must be e4m3fn or int8, and gets the same bits as from
             `quantized.quantize`, after any rotation. So a head that holds a NaN or an infinity becomes NaN. Or fp32
             `[max_sequences, num_kv_heads]`, by rows (of the block table, if there is one): the scales of whole
-            sequences, which are only read; K is rounded with them as `quantize(k, dtype, scales)` does.
+            sequences, which are only read; K is rounded with them as `quantize(k, dtype, scales)` does. None: `k_cache`
+            has the dtype of `k`.
         v_scales: likewise for V.
 
     Raises:

@@ -64,7 +64,7 @@ def copy_tokens(
     Args:
         source: `[rows, tokens, num_kv_heads, head_dim]`, any dtype, any strides of rows, tokens and heads.
         target: likewise, with the same heads and widths; may be `source`.
-        source_rows: int32 `[ranges]`, on the device, like the next four.
+        source_rows: int32 `[ranges]`, on the device, like the next four: the row that each range is copied from.
         source_starts: the first token of each range there.
         target_rows: the row that each range goes to.
         target_starts: where its first token goes.

@@ -56,18 +56,19 @@ def decode(
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one); None: 0, 1, 2, ...
         starts: int32 `[batch]`, the first token of each sequence that may be read, as with left padding; None: 0.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
-            multiple of 16.
+            multiple of 16; None: `k` and `v` hold rows.
         sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V, as in
-            [gpt-oss](https://arxiv.org/abs/2508.10925).
+            [gpt-oss](https://arxiv.org/abs/2508.10925); None: none.
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
-            strides, including 0: what K is multiplied by; required if `k` is e4m3fn or int8. See `quantized`.
+            strides, including 0: what K is multiplied by; required if `k` is e4m3fn or int8, otherwise None. See
+            `quantized`.
         v_scales: likewise for V.
         scale: of the scores; None: `head_dim ** -0.5`. It must be given for latents, where it follows from the heads
             that they stand for.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it.
         softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
             no cap.
-        out: like `q`, as wide as `v`, takes the result.
+        out: like `q`, as wide as `v`, takes the result; None: a new tensor.
         kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round, and for 8-bit K
             and V with queries other than bf16; "auto". For latents "mma" takes heads in multiples of 16, and "wgmma",
             on Hopper, more than 32 queries a sequence.
@@ -76,7 +77,8 @@ def decode(
         `out`, or a new tensor like it.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
+        ValueError, TypeError: shapes, dtypes, devices or alignments do not fit, a number is out of range, or the
+            `kernel` is not for these tensors or this GPU; nothing is launched.
     """
     out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.decode if torch.compiler.is_compiling() else _decode

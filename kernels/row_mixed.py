@@ -46,6 +46,9 @@ def mixed(
         max_prompts: at least the number of sequences with more than one new token; outputs of further ones would be
             missing. It saves blocks of threads that find nothing to do: 32 a sequence, with 32 heads (none on Hopper).
             None: all may be prompts.
+
+    Raises:
+        ValueError: also for a negative `max_prompts`.
     """
     out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed

@@ -53,18 +53,19 @@ def prefill(
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one); None: 0, 1, 2, ...
         starts: int32 `[batch]`, the first token of each sequence that may be read, as with left padding; None: 0.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
-            multiple of 16.
+            multiple of 16; None: `k` and `v` hold rows.
         sinks: fp32 `[num_heads]`, a logit per head that takes part in the softmax and has no V, as in
-            [gpt-oss](https://arxiv.org/abs/2508.10925).
+            [gpt-oss](https://arxiv.org/abs/2508.10925); None: none.
         k_scales: fp32 `[max_sequences, max_seq_len, num_kv_heads]` (`[num_blocks, block_size, num_kv_heads]`), any
-            strides, including 0: what K is multiplied by; required if `k` is e4m3fn or int8. See `quantized`.
+            strides, including 0: what K is multiplied by; required if `k` is e4m3fn or int8, otherwise None. See
+            `quantized`.
         v_scales: likewise for V.
         causal: each token sees itself and those before it; False: all tokens of its sequence.
         scale: of the scores; None: `head_dim ** -0.5`. It must be given for latents.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
         softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
             no cap.
-        out: like `q`, as wide as `v`, takes the result.
+        out: like `q`, as wide as `v`, takes the result; None: a new tensor.
         kernel: "wgmma", on Hopper, for rows below 1 TiB, not in 8 bits; "mma", on the tensor cores of any GPU since
             Ampere; "plain", without, as always for fp32, which they would round, and for 8-bit K and V with queries
             other than bf16; "auto". For latents both "wgmma" and "mma" take heads in multiples of 16.
@@ -73,7 +74,8 @@ def prefill(
         `out`, or a new tensor like it. A query that sees no token gives zeros.
 
     Raises:
-        ValueError, TypeError: shapes, dtypes, devices or alignments do not fit; nothing is launched.
+        ValueError, TypeError: shapes, dtypes, devices or alignments do not fit, a number is out of range, or the
+            `kernel` is not for these tensors or this GPU; nothing is launched.
     """
     out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.prefill if torch.compiler.is_compiling() else _prefill

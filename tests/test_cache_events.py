@@ -114,20 +114,13 @@ def hears_all(random: Random, layout: vmmkv.KVLayout, pages: int, block_size: in
                     world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
             elif what < 0.6:
                 sequence = random.choice(live)
-                before, new = sequence.length, [random.randrange(2) for _ in range(random.randint(1, 20))]
-                sequence.extend(len(new))
-                world.ids[sequence] += new
-                world.write(sequence, before)
+                world.extend(sequence, [random.randrange(2) for _ in range(random.randint(1, 20))])
                 world.commit(sequence)
             elif what < 0.7:
                 sequence = random.choice(live)
-                tokens = random.randint(0, sequence.length)
-                sequence.truncate(tokens)
-                del world.ids[sequence][tokens:]
+                world.truncate(sequence, random.randint(0, sequence.length))
             elif what < 0.75:
-                parent = random.choice(live)
-                child = parent.fork()
-                world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+                world.fork_of(random.choice(live))
             elif what < 0.97:
                 world.free(random.choice(live))
             else:

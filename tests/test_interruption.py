@@ -27,6 +27,20 @@ def books(cache: vmmkv.KVCache, driver: FaultyDriver) -> None:
     assert stats.pages["used"] + stats.pages["surplus"] == len({*driver.mapped.values()}) - zero
 
 
+def all_can_end(cache: vmmkv.KVCache, driver: FaultyDriver, zero_tail: bool) -> None:
+    """When all sequences have ended nobody has anything, and all but a page of zeros goes back."""
+    books(cache, driver)
+    assert cache.stats().rows["live"] == 0
+    cache.trim()
+    assert driver.num_pages == zero_tail
+    cache.close()
+
+
+def nothing_is_left(driver: FaultyDriver) -> None:
+    assert not driver.mapped
+    assert driver.num_pages <= 1, "of a page in the making, or on its way back, nobody knows"
+
+
 OPERATIONS = {
     "start": lambda cache, kept: cache.sequence(60),
     "start empty": lambda cache, kept: cache.sequence(),
@@ -53,8 +67,9 @@ OPERATIONS = {
 EVERYTHING = 10**9
 
 
-def some_lines(lines: int) -> list[int]:
+def some_lines(lines: int | None) -> list[int]:
     """Of an operation's lines any few."""
+    assert lines, "nothing that could be interrupted"
     return [line + 1 for line in some(lines, 5)]
 
 
@@ -96,13 +111,8 @@ def test_an_interruption_at_any_line(make_cache, device: str, name: str, policy:
                     assert has_memory(sequence, driver)
             cache.free(kept)
             cache.sequence(60).free()
-            books(cache, driver)
-            assert cache.stats().rows["live"] == 0
-            cache.trim()
-            assert driver.num_pages == bool(policy.get("zero_tail"))
-            cache.close()
-        assert not driver.mapped
-        assert driver.num_pages <= 1, "of a page in the making, or on its way back, nobody knows"
+            all_can_end(cache, driver, "zero_tail" in policy)
+        nothing_is_left(driver)
         return lines
 
     for line in some_lines(check(EVERYTHING)):
@@ -186,13 +196,8 @@ def test_an_interruption_of_a_reordering(
                 sequence.extend(5)
                 assert has_memory(sequence, driver)
             cache.free(kept)
-            books(cache, driver)
-            assert cache.stats().rows["live"] == 0
-            cache.trim()
-            assert driver.num_pages == bool(policy.get("zero_tail"))
-            cache.close()
-        assert not driver.mapped
-        assert driver.num_pages <= 1, "of a page in the making, or on its way back, nobody knows"
+            all_can_end(cache, driver, "zero_tail" in policy)
+        nothing_is_left(driver)
         return lines
 
     for line in some_lines(check(EVERYTHING)):

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from conftest import DEVICE, few, int32
+from test_kernels_attention import check_error
 
 import vmmkv
 from vmmkv.kernels import append, cascade, decode, mixed, prefill
@@ -118,13 +119,7 @@ def attend(case: Case, inputs: Inputs, dtype: torch.dtype) -> torch.Tensor:
 
 
 def check(case: Case, inputs: Inputs, ours: torch.Tensor) -> None:
-    """Our error is at most twice that of the same formulas in torch, in the dtype of the inputs, or than rounding."""
-    exact = attend(case, inputs, torch.float64)
-    assert ours.isfinite().all()
-    error, peer, size = (
-        values.square().mean().sqrt() for values in (ours - exact, attend(case, inputs, case.dtype) - exact, exact)
-    )
-    assert error <= 2 * max(peer, torch.finfo(case.dtype).eps * size), f"error {error:.2e}, torch's {peer:.2e}"
+    check_error(ours, attend(case, inputs, torch.float64), attend(case, inputs, case.dtype))
 
 
 DECODE = [

@@ -93,14 +93,10 @@ def test_any_operations_in_a_full_pool(layout: vmmkv.KVLayout, options: dict[str
                 sequence = world.start(prompt(world), key, whole=random.random() < 0.5)
                 world.commit(sequence)
             elif random.random() < 0.3:
-                parent = random.choice(live)
-                child = parent.fork()
-                world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+                world.fork_of(random.choice(live))
             elif random.random() < 0.2:
                 sequence = random.choice(live)
-                tokens = random.randint(0, sequence.length)
-                sequence.truncate(tokens)
-                del world.ids[sequence][tokens:]
+                world.truncate(sequence, random.randint(0, sequence.length))
             else:
                 world.free(random.choice(live))
         except (vmmkv.OutOfPagesError, vmmkv.OutOfRowsError):

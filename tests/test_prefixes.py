@@ -122,6 +122,21 @@ class World:
         sequence.commit(np.array(ids, np.int64))
         self.known.setdefault(self.keys[sequence], []).append(ids)
 
+    def extend(self, sequence: vmmkv.Sequence, ids: list[int]) -> None:
+        begin = len(self.ids[sequence])
+        sequence.extend(len(ids))
+        self.ids[sequence] += ids
+        self.write(sequence, begin)
+
+    def truncate(self, sequence: vmmkv.Sequence, tokens: int) -> None:
+        sequence.truncate(tokens)
+        del self.ids[sequence][tokens:]
+
+    def fork_of(self, parent: vmmkv.Sequence) -> vmmkv.Sequence:
+        child = parent.fork()
+        self.ids[child], self.keys[child] = self.ids[parent].copy(), self.keys[parent]
+        return child
+
     def reorder(self, sequences: list[vmmkv.Sequence], indices: list[int], share: bool = True) -> None:
         self.cache.reorder(sequences, indices, share=share)
         before = [(self.ids[sequences[index]], self.keys[sequences[index]]) for index in indices]
@@ -169,19 +184,13 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                     world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
             elif what < 0.6:
                 sequence = random.choice(live)
-                before = len(world.ids[sequence])
-                most = world.cache.max_seq_len - before
-                new = [random.randrange(2) for _ in range(min(random.randint(1, 20), most))]
-                sequence.extend(len(new))
-                world.ids[sequence] += new
-                world.write(sequence, before)
+                most = world.cache.max_seq_len - sequence.length
+                world.extend(sequence, [random.randrange(2) for _ in range(min(random.randint(1, 20), most))])
                 if sequence.key and random.random() < 0.7:
                     world.commit(sequence)
             elif what < 0.7:
                 sequence = random.choice(live)
-                tokens = random.randint(0, sequence.length)
-                sequence.truncate(tokens)
-                del world.ids[sequence][tokens:]
+                world.truncate(sequence, random.randint(0, sequence.length))
             elif what < 0.75:
                 sequence = random.choice(live)
                 token = random.randint(0, sequence.length)
@@ -191,9 +200,7 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                 if sequence.key and random.random() < 0.7:
                     world.commit(sequence)
             elif what < 0.8:
-                parent = random.choice(live)
-                child = parent.fork()
-                world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+                world.fork_of(random.choice(live))
             elif what < 0.86:
                 tenant = world.keys[random.choice(live)][2]
                 own = [sequence for sequence in live if world.keys[sequence][2] == tenant]
@@ -280,9 +287,7 @@ def test_a_chat_goes_on_on_its_own_row_without_a_driver_call(head_dim: int) -> N
     world = World(Random(), 200, vmmkv.KVLayout(2, 2, head_dim, torch.float32))
     first = world.start([1] * 21)
     world.commit(first)
-    first.extend(9)
-    world.ids[first] += [2] * 9
-    world.write(first, 21)
+    world.extend(first, [2] * 9)
     world.commit(first)
     row, ids = first.row, world.ids[first]
     world.free(first)
@@ -324,10 +329,7 @@ def test_what_is_known_goes_along_when_sequences_are_reordered(indices: list[int
     world.reorder([one, two], indices)
     world.check()
     for sequence in (one, two):
-        before = len(world.ids[sequence])
-        sequence.extend(13)
-        world.ids[sequence] += [3] * 13
-        world.write(sequence, before)
+        world.extend(sequence, [3] * 13)
         world.commit(sequence)
     held = [(world.ids[sequence], world.keys[sequence]) for sequence in (one, two)]
     for sequence in (one, two):
@@ -377,17 +379,14 @@ def test_what_one_range_has_left_is_there_for_the_copy_of_the_next(copies: int |
     world = World(Random(), 74, layout)  # two large frames in each range, and 10 pages, of which one copy takes 9
     one = world.start([1] * 64)
     world.commit(one)
-    one.truncate(50)
-    del world.ids[one][50:]
+    world.truncate(one, 50)
     world.commit(one)
     if copies is not None:
         world.driver.fail("copy", copies)
         with pytest.raises(vmmkv.DriverError):
             one.extend(3)
         world.check()
-    one.extend(3)
-    world.ids[one] += [3] * 3
-    world.write(one, 50)
+    world.extend(one, [3] * 3)
     world.check()
 
 
@@ -615,8 +614,7 @@ def cut(world: World) -> None:
     """Commits, and drops most of it again."""
     sequence = world.start([1] * 80)
     world.commit(sequence)
-    sequence.truncate(12)
-    del world.ids[sequence][12:]
+    world.truncate(sequence, 12)
 
 
 def open_window(world: World) -> None:
@@ -647,8 +645,7 @@ def go_on_behind(world: World) -> None:
 def fork_before(world: World) -> None:
     """Pages are known that only a fork uses, which does not know it, and others that nobody uses, for longer."""
     parent = world.start([1] * 80)
-    child = parent.fork()
-    world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+    world.fork_of(parent)
     world.commit(parent)
     world.free(parent)
     other = world.start([2] * 64)

@@ -94,8 +94,8 @@ def test_all_that_rows_hold_is_found_to_the_last_equal_token() -> None:
         elif what < 0.85:
             sequence = random.choice(live)
             tokens = random.randint(0, sequence.length)
-            sequence.truncate(tokens)
-            del world.ids[sequence][tokens:], held[sequence][tokens:]
+            world.truncate(sequence, tokens)
+            del held[sequence][tokens:]
         else:
             sequence = random.choice(live)
             row, key, ids = sequence.row, world.keys[sequence], held.pop(sequence)

@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+import warnings
 import weakref
 from multiprocessing.reduction import ForkingPickler
 
@@ -187,7 +188,8 @@ def test_a_view_longer_than_32_bit_strides_reach_says_so() -> None:
     cache = vmmkv.KVCache(layout, 1, 600, max_bytes="10GiB", device="cpu", page_size=64 << 10)
     sequence = cache.sequence()
     sequence.cache._rows.table.length[sequence.index] = 512  # as if grown; the pages do not matter here
-    sequence.k(0)
+    with warnings.catch_warnings(action="error"):
+        sequence.k(0)
     sequence.cache._rows.table.length[sequence.index] = 513
     with pytest.warns(vmmkv.StrideLimitWarning, match=r"513 tokens.*512.*layers_per_range"):
         sequence.k(0)

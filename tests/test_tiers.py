@@ -84,23 +84,15 @@ def test_any_operations_in_any_order(layout: vmmkv.KVLayout, options: dict[str, 
                     world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
             elif what < 0.6:
                 sequence = random.choice(live)
-                before = len(world.ids[sequence])
-                most = min(world.cache.max_seq_len - before, 20)
-                new = [random.randrange(2) for _ in range(random.randint(0, most))]
-                sequence.extend(len(new))
-                world.ids[sequence] += new
-                world.write(sequence, before)
+                most = min(world.cache.max_seq_len - sequence.length, 20)
+                world.extend(sequence, [random.randrange(2) for _ in range(random.randint(0, most))])
                 if sequence.key:
                     world.commit(sequence)
             elif what < 0.66:
                 sequence = random.choice(live)
-                tokens = random.randint(0, sequence.length)
-                sequence.truncate(tokens)
-                del world.ids[sequence][tokens:]
+                world.truncate(sequence, random.randint(0, sequence.length))
             elif what < 0.72:
-                parent = random.choice(live)
-                child = parent.fork()
-                world.ids[child], world.keys[child] = world.ids[parent].copy(), world.keys[parent]
+                world.fork_of(random.choice(live))
             elif what < 0.78:
                 sequence = random.choice(live)
                 sequence.suspend()

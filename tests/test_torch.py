@@ -176,7 +176,7 @@ C_FUNCTIONS = """
 THREADS = (
     C_FUNCTIONS
     + """
-    faulthandler.dump_traceback_later(60, exit=True)
+    faulthandler.dump_traceback_later(300, exit=True)
     mutex = np.zeros(8, np.int64)
     torchs_lock = mutex.ctypes.data
 
@@ -401,7 +401,7 @@ def test_threads_with_pools_beside_busy_python() -> None:
         """
         import faulthandler, random, threading, torch
         from vmmkv.torch import memory_pool
-        faulthandler.dump_traceback_later(120, exit=True)
+        faulthandler.dump_traceback_later(300, exit=True)
         pools = [memory_pool("1GiB") for _ in range(4)]
         wrong = []
 

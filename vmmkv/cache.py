@@ -75,7 +75,8 @@ class KVCache(Owner):
     interruption (Ctrl-C) in the middle of a method leaves the cache as it was before or after the call, or unusable
     (`InterruptedChangeError`) if it is unknown whether the driver has made or released a page. A finalizer, or a signal
     handler, that runs in the middle of an operation may free sequences. All other calls raise `BusyError`, except calls
-    that need no page while a driver call is in progress; other threads do not wait for that driver call either.
+    that need no page while a driver call is in progress; other threads do not wait for that driver call either. After
+    `close` all methods raise `UseAfterFreeError`, but for `free`, `close` and `events`.
 
     Args:
         layout: the shape of a token.
@@ -87,7 +88,8 @@ class KVCache(Owner):
             things are not counted: the page of each range in which a sequence begins after `release_before`, and the
             pages that a truncated sequence keeps with `zero_tail`.)
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
-        page_size: bytes of a page; None is 2 MiB.
+        page_size: bytes of a page, a multiple of the smallest that there is (4 KiB of host memory, 2 MiB on today's
+            GPUs; `granularity_size` of `vmmkv info`); None is 2 MiB.
         scrub: zero pages before another sequence can read them; one memset per extension onto new pages.
         zero_tail: let kernels read a live row that holds tokens to its very end, as stock attention under a mask
             does: one read-only page of zeros is mapped wherever the row has no page, and pages of another sequence are
@@ -97,7 +99,7 @@ class KVCache(Owner):
             row must be named with `Sequence.record_stream`, even if a mask hides the tokens that they read.
         int32_strides: refuse a geometry whose rows are longer than kernels with 32-bit strides can
             address (torch's memory-efficient SDPA; see `KVLayout.int32_token_limit`).
-        driver: a memory system of your own, instead of `device` and `page_size`.
+        driver: a memory system of your own (`vmmkv.memory.driver.Driver`), instead of `device` and `page_size`.
         pool: physical memory shared with other caches, instead of `device`, `page_size` and `driver`. Without one the
             cache makes one of `max_bytes` for itself. With one, `max_bytes` is the most of it that this cache may have;
             None is all that others do not use.
@@ -122,10 +124,13 @@ class KVCache(Owner):
             must be from 0 to 2**32 - 1, salts text, and adapters and tenants names or numbers.
 
     Raises:
-        LayoutError: the geometry takes more than 100 TiB of addresses, or strides beyond 32 bits.
-        BudgetError: the budget is no size, below one page, or larger than the device; or the pool cannot guarantee
-            that much.
+        LayoutError: the geometry takes more than 100 TiB of addresses, or, with `int32_strides`, strides beyond 32
+            bits; or a number of tokens, sequences or bytes of a page cannot be.
+        BudgetError: the budget is no size, below one page, or larger than the device, or both budgets are given; or the
+            pool cannot guarantee that much.
         DeviceError: there is no such device.
+        DriverError, StreamCaptureError: the driver could not reserve the addresses; or a page of zeros, or scales of
+            whole sequences, could not be made, for example while a CUDA graph is captured.
         ArgumentError, ValueError: an argument has the wrong type, or conflicts with another.
     """
 
@@ -288,12 +293,13 @@ class KVCache(Owner):
         Args:
             tokens: initial length. The pages are available on return; a parked row of similar size is reused if there
                 is one.
-            token_ids: instead of `tokens`: the ids of the first tokens, `[tokens]` whole numbers. The first
+            token_ids: instead of `tokens`: the ids of the first tokens, `[tokens]` whole numbers below 2**63; None
+                looks nothing up, and then nothing can be committed. The first
                 `Sequence.cached_tokens` of them hold K and V already, from earlier calls of `Sequence.commit`. If a
                 sequence that has ended left a row with all cached tokens, that row is used; otherwise pages are shared,
                 and copied where they hold other tokens as well, are not full, or few of many are needed. The last
                 token is never among them: the pass that computes it gives the next one.
-            salt: prefixes cached under one salt are never found under another.
+            salt: any hashable value; prefixes cached under one salt are never found under another.
             adapter: the model's adapter, which K and V depend on; separates prefixes as `salt` does.
             reuse: False neither uses cached prefixes nor adds to them.
             whole: False: the sequence starts with only the `cached_tokens` found in the cache. Call `extend` before
@@ -307,10 +313,12 @@ class KVCache(Owner):
             row: use this row index, e.g. to keep a batch in adjacent rows; None picks one.
 
         Raises:
-            ArgumentError: an argument has the wrong type, or conflicts with another; or the cache has an event log,
-                which cannot express these ids, salt, adapter or tenant.
+            ArgumentError, ValueError: an argument has the wrong type, is negative, or conflicts with another; or the
+                cache has an event log, which cannot express these ids, salt, adapter or tenant.
+            ShapeError, DtypeError: `token_ids` are no one-dimensional array of whole numbers.
             UnsupportedError: `token_ids` with `zero_tail`, or with scales of whole sequences.
-            StreamCaptureError: the layout has such scales, and a CUDA graph is being captured.
+            StreamCaptureError: a CUDA graph is being captured, and the layout has such scales, or pages have to be
+                zeroed or copied.
             OutOfRowsError: `max_sequences` sequences are alive, or the row belongs to a live one.
             OutOfRangeError: there is no such row.
             SequenceTooLongError, OutOfPagesError, DriverError: as in `Sequence.extend`; there is no
@@ -507,9 +515,13 @@ class KVCache(Owner):
     def fork_many(self, sequence: Sequence, count: int) -> list[Sequence]:
         """Starts sequences that begin with all tokens of another: see `Sequence.fork`. All of them or none.
 
+        Args:
+            sequence: a live sequence of this cache.
+            count: how many to start, 0 or more.
+
         Raises:
             OutOfRowsError: there are fewer rows left than that.
-            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in `Sequence.fork`.
+            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.fork`.
             TypeError, ValueError: it is no sequence of this cache, or no such number.
         """
         (parent,) = batch_of(self, [sequence])
@@ -548,7 +560,8 @@ class KVCache(Owner):
             ArgumentError: neither `share` nor `copy`.
             OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
             DriverOutOfMemoryError: there is no memory beside the cache for the up to 32 MiB that a circle needs.
-            StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. Nothing has changed in these cases.
+            StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.extend`. Nothing has changed in these
+                cases.
             DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to
                 change have ended, and all others are as before.
             OutOfRangeError: there is no such index.
@@ -589,8 +602,8 @@ class KVCache(Owner):
         makes room for.
 
         Raises:
-            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError: as in `Sequence.extend`. All sequences
-                hold their tokens as before.
+            OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in
+                `Sequence.extend`. All sequences hold their tokens as before.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
                 whole number, or lies behind a sequence's end.
         """
@@ -624,8 +637,8 @@ class KVCache(Owner):
                 Afterwards they are as if `release_before(start)` had followed.
 
         Raises:
-            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError, BusyError, UseAfterFreeError: as in
-                `Sequence.extend`; no sequence has changed then.
+            SequenceTooLongError, OutOfPagesError, DriverError, StreamCaptureError: as in `Sequence.extend`.
+            BusyError, SuspendedError, UseAfterFreeError: as there. No sequence has changed in all these cases.
             TypeError: something is not a sequence, or not a whole number.
             ValueError: a sequence belongs to another cache or is named twice, a number is negative, or there is not one
                 for each sequence; with `starts`, a sequence holds tokens, or would begin behind its end.
@@ -690,7 +703,7 @@ class KVCache(Owner):
         Raises:
             StreamCaptureError: a CUDA graph is being captured, on the current stream or on one that the sequences were
                 used on; nothing was freed.
-            ValueError: a sequence belongs to another cache; nothing was freed.
+            TypeError, ValueError: something is not a sequence, or belongs to another cache; nothing was freed.
         """
         batch = batch_of(self, sequences, repeated=True)
         if self.pool.monitor.inside.locked():  # no lock is taken: who has it may be waiting for this thread
@@ -706,7 +719,7 @@ class KVCache(Owner):
     # ------------------------------------------------------------------ memory
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer over all rows: the whole virtual tensor.
+        """K and V of one layer over all rows: the whole virtual tensor. A negative number counts layers from the last.
 
         Only tokens of live sequences may be touched: an access elsewhere is a fault, which ends the process or the
         GPU's context. With `zero_tail` a live row may be read from its sequence's `start` to the row's end.
@@ -716,11 +729,11 @@ class KVCache(Owner):
         range: printing or reading that ends the process, too. To copy, save or share a view, `clone()` it first.
 
         Returns:
-            K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width;
-            strided, zero-copy, at addresses that never change.
+            K `[max_sequences, max_seq_len, num_kv_heads, head_dim]` and V likewise with its own width, of the layout's
+            dtype; strided, zero-copy, at addresses that never change.
 
         Raises:
-            OutOfRangeError: there is no such layer.
+            OutOfRangeError, ArgumentError: there is no such layer.
             UnsupportedError: the layout has scales, without which these numbers mean nothing: see `scaled_kv`.
         """
         self.check_usable()
@@ -738,11 +751,12 @@ class KVCache(Owner):
         `kv`.
 
         Returns:
-            K and V as `kv` would, and the scales of each, fp32 `[max_sequences, max_seq_len, num_kv_heads]`; those of
-            whole sequences are the same memory for all tokens, which only `sequence_scales` writes to.
+            K and V as `kv` would, of the layout's dtype, and the scales of each, fp32 `[max_sequences, max_seq_len,
+            num_kv_heads]`; those of whole sequences are the same memory for all tokens, which is written to by way of
+            `sequence_scales` only.
 
         Raises:
-            OutOfRangeError: there is no such layer.
+            OutOfRangeError, ArgumentError: there is no such layer.
             UnsupportedError: the layout has no scales.
         """
         self.check_usable()
@@ -770,7 +784,7 @@ class KVCache(Owner):
             Those of K and V, each fp32 `[max_sequences, num_kv_heads]`, strided, at addresses that never change.
 
         Raises:
-            OutOfRangeError: there is no such layer.
+            OutOfRangeError, ArgumentError: there is no such layer.
             UnsupportedError: the layout has no such scales.
         """
         self.check_usable()
@@ -783,13 +797,14 @@ class KVCache(Owner):
         return k_scales[:, 0], v_scales[:, 0]
 
     def range(self, index: int) -> torch.Tensor:
-        """One range of the layout, all rows of it: `[elements]`. K and V of its layers are views of this tensor.
+        """One range of the layout, all rows of it: `[elements]` of its dtype. K and V of its layers are views of this
+        tensor.
 
         For compilers, which handle one tensor that is written in place better than many that share its memory. Do not
         print it either.
 
         Raises:
-            OutOfRangeError: there is no such range.
+            OutOfRangeError, ArgumentError: there is no such range.
         """
         self.check_usable()
         return one_of(self._ranges, index, "range")
@@ -825,9 +840,13 @@ class KVCache(Owner):
 
     @operation
     def trim(self) -> int:
-        """Gives surplus and free pages back to the system; returns the number of bytes.
+        """Gives surplus and free pages back to the system; returns the number of bytes. Those that others on the pool
+        have left free go, too.
 
         Waits for GPU work that still uses them.
+
+        Raises:
+            DriverError: a page could not be released; what went before it is gone, and the rest can be trimmed again.
         """
         return self.pool.trim_holder(self._rows)
 
@@ -898,7 +917,7 @@ class KVCache(Owner):
 
     @bookkeeping
     def page_map(self) -> npt.NDArray[np.int64]:
-        """By physical page number, the owner of each page now: a `Sequence.number`,
+        """By physical page number, the owner of each page now, int64 `[pages]`: a `Sequence.number`,
         or `SHARED_PAGE`, `KEPT_PAGE`, `FREE_PAGE`, `SURPLUS_PAGE`, `LOOKAHEAD_PAGE`, `VACANT_PAGE`, `ZERO_PAGE` or
         `OTHERS_PAGE`.
 
@@ -908,7 +927,7 @@ class KVCache(Owner):
 
     @bookkeeping
     def page_uses(self) -> npt.NDArray[np.int64]:
-        """By physical page number, how many sequences have used each page and left it."""
+        """By physical page number, how many sequences have used each page and left it: int64 `[pages]`."""
         for table in self.pool.tables:
             table.tell_uses()
         frames = self.pool.frames

@@ -11,11 +11,13 @@ class VmmkvError(Exception):
 
 
 class LayoutError(VmmkvError, ValueError):
-    """A geometry that cannot be: a bad size, a range over the address limit, a stride over 32 bits."""
+    """A geometry that cannot be: a bad size of a layout, a row or a page, a range over the address limit, a stride over
+    32 bits; or the layout of another process's sequence, which is not this cache's."""
 
 
 class BudgetError(VmmkvError, ValueError):
-    """A budget that cannot be: not a size, below one page, or larger than the device's memory."""
+    """A budget, or another bound, that cannot be: not a size, below one page, larger than the device's memory, or less
+    than what is guaranteed. From `FramePool.close`: something still lies on the pool."""
 
 
 class DeviceError(VmmkvError, ValueError):
@@ -23,11 +25,12 @@ class DeviceError(VmmkvError, ValueError):
 
 
 class DtypeError(VmmkvError, TypeError):
-    """A dtype that the cache cannot hold, or another one than it holds."""
+    """A dtype that the cache cannot hold, or another one than it holds; or token ids that are no integers."""
 
 
 class ShapeError(VmmkvError, ValueError):
-    """A tensor whose shape does not fit the tokens that it is written to."""
+    """A tensor whose shape does not fit the tokens that it is written to; token ids that are not `[tokens]`; more rows
+    than a growable tensor can have."""
 
 
 class ArgumentError(VmmkvError, TypeError):
@@ -35,7 +38,7 @@ class ArgumentError(VmmkvError, TypeError):
 
 
 class OutOfRangeError(VmmkvError, IndexError):
-    """A layer, row or batch index is out of range."""
+    """The number of a layer, range, row or sequence is out of range."""
 
 
 class UnsupportedError(VmmkvError, NotImplementedError):
@@ -87,7 +90,7 @@ class RankFailedError(VmmkvError, RuntimeError):
 
 
 class OutOfRowsError(VmmkvError):
-    """Every row of the cache belongs to a live sequence."""
+    """Every row of the cache belongs to a live sequence, or the row that was asked for does, or too few are left."""
 
 
 class SequenceTooLongError(VmmkvError, ValueError):
@@ -95,7 +98,7 @@ class SequenceTooLongError(VmmkvError, ValueError):
 
 
 class UseAfterFreeError(VmmkvError):
-    """A sequence was used after `free`, or a cache after `close`."""
+    """A sequence was used after `free`, or a cache, a growable tensor or a pool after `close`."""
 
 
 class RetentionError(VmmkvError, ValueError):

@@ -49,7 +49,17 @@ is not what attention kernels take."""
 
 @dataclass(frozen=True)
 class LayerLayout:
-    """One layer's place in the token record of its range. Offsets and widths are in elements."""
+    """One layer's place in the token record of its range. Offsets and widths are in elements.
+
+    Attributes:
+        range: the number of that range, for `KVCache.range`.
+        num_kv_heads: KV heads.
+        k_head_dim: width of a K head.
+        v_head_dim: width of a V head; 0: it keeps no V.
+        k_offset: where K begins in the record, `[num_kv_heads, k_head_dim]`.
+        v_offset: where V begins, likewise.
+        scales_offset: where the scales of its heads begin, in scales; None: the layout has none in token records.
+    """
 
     range: int
     num_kv_heads: int
@@ -58,7 +68,6 @@ class LayerLayout:
     k_offset: int
     v_offset: int
     scales_offset: int | None = None
-    """Where the scales of its heads begin, in scales; None: the layout has none in token records."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +75,7 @@ class KVLayout:
     """The shape of a model's KV cache, for one token.
 
     Args:
-        num_layers: layers that keep K and V.
+        num_layers: layers that keep K and V, up to 2**20.
         num_kv_heads: KV heads, one number or one per layer (variable GQA).
         head_dim: width of a K head, one number or one per layer.
         dtype: fp32, fp16, bf16, fp8 (e4m3fn, e5m2) or int8.
@@ -81,7 +90,8 @@ class KVLayout:
             up to you.
 
     Raises:
-        LayoutError: a size is not positive, a list is not `num_layers` long, or there are no such scales.
+        LayoutError: a size is no whole number, not positive, or too large, a list is not `num_layers` long, or there
+            are no such scales.
         DtypeError: the dtype is not one of those above, or has no scales.
     """
 
@@ -187,7 +197,7 @@ class KVLayout:
         return 2**31 // (max(self.record_bytes) // self.dtype.itemsize)
 
     def pages(self, tokens: int, page_size: int) -> int:
-        """Pages that a sequence of `tokens` tokens takes in all ranges."""
+        """Pages, of `page_size` bytes, that a sequence of `tokens` tokens takes in all ranges."""
         return sum(-(-tokens * record // page_size) for record in self.record_bytes)
 
 

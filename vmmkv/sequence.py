@@ -48,6 +48,10 @@ class Sequence:
     Free it with `free()` or a `with` block; garbage collection frees it too, but later. A sequence may be used by one
     thread at a time, different sequences of a cache by several.
 
+    After its end, or that of its cache, all methods raise `UseAfterFreeError`, but for `free` and `extend_in_place`. In
+    host memory (`suspend`) it may be asked for its `length` and `start`, resumed and freed; `SuspendedError` forbids
+    what needs its tokens or its row.
+
     The object only names a row and the sequence's number; whether it lives is written in one place, the cache's books.
     """
 
@@ -122,7 +126,9 @@ class Sequence:
             StreamCaptureError: pages have to be zeroed (`scrub`), waited for (`zero_tail`) or copied (shared ones,
                 after `truncate`) while a CUDA graph is being captured.
             BusyError: another thread has changed the sequence meanwhile.
-            UseAfterFreeError: the sequence or its cache is gone.
+            ArgumentError, ValueError: `tokens` is no whole number, or negative.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases.
         """
         tokens = check_tokens(tokens)
         if not self.extend_in_place(tokens):
@@ -179,6 +185,7 @@ class Sequence:
             OutOfPagesError, DriverError: there is no memory for the copies, or a driver call failed. There is no new
                 sequence then.
             StreamCaptureError: a CUDA graph is being captured.
+            SuspendedError: its tokens are in host memory.
             UseAfterFreeError: the sequence or its cache is gone.
         """
         return self.cache.fork_many(self, 1)[0]
@@ -190,8 +197,8 @@ class Sequence:
         Full pages can be reused until they are evicted, the tokens behind them as long as the row holds them.
 
         Args:
-            token_ids: the ids of all its tokens, from the first on, or of the first ones only, whose K and V have been
-                computed.
+            token_ids: `[tokens]` whole numbers: the ids of all its tokens, from the first on, or of the first ones
+                only, whose K and V have been computed.
             retention: how long they are kept once no sequence uses them. Without one, the least recently used are
                 evicted first.
 
@@ -199,10 +206,13 @@ class Sequence:
             ArgumentError: it has fewer tokens than that, or was started without `token_ids` or with `reuse=False`; or
                 the cache has an event log, which cannot express these ids.
             ValueError: other ids were committed for the same tokens.
+            ShapeError, DtypeError: `token_ids` are no one-dimensional array of whole numbers.
             UnsupportedError: its first tokens were given back; or the layout has scales of whole sequences, with which
                 others would read other numbers.
             RetentionError: ranges overlap, or are invalid.
-            StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.
+            StreamCaptureError: a CUDA graph is being captured.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases.
         """
         self._commit(ids_of(token_ids), in_order(retention))  # whatever that runs is no part of an operation
 
@@ -348,7 +358,11 @@ class Sequence:
 
     def free(self) -> None:
         """Ends the sequence. Other sequences get its row after all work on the current stream, and on the streams named
-        with `record_stream`. A second call does nothing."""
+        with `record_stream`. A second call does nothing.
+
+        Raises:
+            StreamCaptureError: a CUDA graph is being captured, on the current stream or on one of its own; it lives on.
+        """
         self.cache.free([self])
 
     @bookkeeping
@@ -356,7 +370,9 @@ class Sequence:
         """Declares that work on `stream` uses the sequence: its pages are not reused before that work is done.
 
         Raises:
+            ArgumentError: it is no stream.
             DeviceError: the stream is on another device than the cache.
+            UseAfterFreeError: the sequence or its cache is gone.
         """
         check_stream(stream, self.pool.device)
         self._rows.table.streams[self.index].add(stream)
@@ -373,23 +389,31 @@ class Sequence:
             raise UseAfterFreeError(f"sequence {self.number} was freed; start a new one with cache.sequence()")
 
     def k(self, layer: int) -> torch.Tensor:
-        """K of one layer, `[length - start, num_kv_heads, head_dim]`: a view, to read and write.
+        """K of one layer, `[length - start, num_kv_heads, head_dim]` of the layout's dtype: a view, to read and write.
+        A negative number counts layers from the last.
 
-        The view shows the sequence's memory for as long as the sequence lives, and after that whatever is there.
+        The view shows the sequence's memory for as long as the sequence lives, and after that whatever is there. With a
+        `StrideLimitWarning` it is longer than `KVLayout.int32_token_limit`.
+
+        Raises:
+            OutOfRangeError, ArgumentError: there is no such layer.
+            UnsupportedError: the layout has scales: see `KVCache.scaled_kv`.
+            SuspendedError: its tokens are in host memory.
+            UseAfterFreeError: the sequence or its cache is gone.
         """
         self._warn_of_stride()
         return self._view(layer, 0)
 
     def v(self, layer: int) -> torch.Tensor:
-        """V of one layer, `[length - start, num_kv_heads, v_head_dim]`: a view like that of `k`."""
+        """V of one layer, `[length - start, num_kv_heads, v_head_dim]`: a view like that of `k`; raises the same."""
         self._warn_of_stride()
         return self._view(layer, 1)
 
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Copies K and V of the last tokens into the cache.
+        """Copies K and V of the last tokens into the cache, on the current stream.
 
         Args:
-            layer: the layer.
+            layer: the layer, as in `k`.
             k: `[tokens, num_kv_heads, head_dim]`, of the cache's dtype and device.
             v: `[tokens, num_kv_heads, v_head_dim]`, likewise.
 
@@ -398,6 +422,7 @@ class Sequence:
             UnsupportedError: the layout has scales; use `vmmkv.kernels.append`, which writes or applies them.
                 Nothing was written.
             ArgumentError: one is not a tensor, is sparse, or has no data of its own; nothing was written.
+            OutOfRangeError, SuspendedError, UseAfterFreeError: as in `k`.
         """
         check_dense(k, "K")
         check_dense(v, "V")

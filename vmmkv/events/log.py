@@ -139,7 +139,7 @@ class EventLog:
             ids: their token ids, and before them those back to the beginning of the block in which `start` lies: the
                 first of `ids` is that of token `start - start % block_size`. The log makes a copy.
             tier: where they lie.
-            priority: how long they are to be kept.
+            priority: how long they are to be kept, 0 to 100.
 
         Raises:
             ShapeError: `ids` do not reach beyond `start`, or `start` is not in or behind `parent`.
@@ -194,8 +194,8 @@ class EventLog:
             span: of the tokens.
             start: the position of the first of them.
             ids: as those of `stored`, up to the last of them.
-            tier: where they lay, and where they lie now.
-            priority: the old one, and the new one.
+            tier: where they lay, and where they lie now; None: they have not moved.
+            priority: the old one, and the new one; None: it has not changed.
 
         Raises:
             ShapeError: the span has no such tokens.

@@ -62,7 +62,7 @@ class EventPublisher:
                 one of its own.
             bind: whether subscribers come to the endpoint; else it is theirs, and this connects to it.
             topic: the first frame, by which subscribers choose.
-            replay_endpoint: where to answer those who have missed messages.
+            replay_endpoint: where to answer those who have missed messages; None: nowhere.
             max_replay: how many messages are kept for them.
             max_waiting: how many messages may wait for a slow subscriber; it misses what is more.
             data_parallel_rank: whose events they are, among several ranks.

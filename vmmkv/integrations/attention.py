@@ -81,7 +81,8 @@ def attend(
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What transformers calls for attention: `query` `[batch, num_heads, q_length, head_dim]`, `key` and `value`
-    `[batch, num_kv_heads, kv_length, head_dim]` of any strides, `attention_mask` from `make_mask`.
+    `[batch, num_kv_heads, kv_length, head_dim]` of any strides, `attention_mask` from `make_mask`; None is no mask,
+    which a causal module may give for a single query only. `scaling` is of the scores; None is `head_dim ** -0.5`.
 
     Returns:
         `[batch, q_length, num_heads, head_dim]`, and the weights if a model's own attention ran.

@@ -49,15 +49,16 @@ def enable(
         pool: physical memory shared with other models, instead of `max_bytes`.
         max_seq_len: tokens of the longest request, new ones included. It takes addresses only. None is the model's
             `max_position_embeddings`.
-        idle_seconds: after that long without a request memory goes back to the system, and cached prefixes are dropped.
+        idle_seconds: after that long without a request memory goes back to the system, and cached prefixes are dropped;
+            infinity: never.
         kv_dtype: "fp8" (e4m3fn) or "int8": K and V are quantized as they are appended, with a scale for each token and
             head (`KVLayout(scales="token_head")`), and all tokens, those of prompts included, attend to the quantized
             ones. None: the model's dtype.
 
     Raises:
         UnsupportedError: this version of transformers is not supported, or the model cannot run on rows.
-        ArgumentError: `max_seq_len` is missing or no number, or `max_bytes` is given with a pool; or the pool is not a
-            `FramePool`, or is a cache's own.
+        ArgumentError: the model is no `PreTrainedModel`, `max_seq_len` is missing or no number, `idle_seconds` is
+            negative, or `max_bytes` is given with a pool; or the pool is not a `FramePool`, or is a cache's own.
         BudgetError, LayoutError: a number is out of range.
         DtypeError: there is no such kv_dtype, or the model's K and V cannot be stored in it.
     """
@@ -76,7 +77,8 @@ def enable(
 
 
 def disable(model: PreTrainedModel) -> None:
-    """Makes a model's continuous batching keep K and V in blocks again, from the next manager on."""
+    """Makes a model's continuous batching keep K and V in blocks again, from the next manager on. Does nothing to a
+    model that was not enabled."""
     take_off_rows(model)
 
 

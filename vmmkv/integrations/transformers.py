@@ -103,8 +103,9 @@ class VmmCache(DynamicCache):
 
     Raises:
         ArgumentError: `config` or `max_seq_len` is missing or has the wrong type, or `max_bytes` is given with a pool.
-        LayoutError, BudgetError: a number is out of range. At the first write: a single layer's rows are longer than
-            32-bit strides reach, or the rows take more virtual addresses than there are, or the device has less memory.
+        LayoutError, BudgetError: a number is out of range. At the first write: there is no such page, or a single
+            layer's rows are longer than 32-bit strides reach, or the rows take more virtual addresses than there are,
+            or the device has less memory.
         DeviceError: at the first write: the pool is on another device.
         DtypeError: there is no such kv_dtype.
         UnsupportedError: offloading; or `compile=True` with a kv_dtype, or for a model with layers that cannot be read
@@ -229,8 +230,9 @@ class VmmCache(DynamicCache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Appends K and V of layer `layer_idx`, `[batch_size, num_kv_heads, tokens, head_dim]`; returns what they
-        attend to. What else models give to caches is passed over, as by `DynamicCache`.
+        """Appends K and V of layer `layer_idx`, `[batch_size, num_kv_heads, tokens, head_dim]`; returns K and V of the
+        tokens that they attend to, `[batch_size, num_kv_heads, kv_length, head_dim]`, mostly views of the rows. What
+        else models give to caches is passed over, as by `DynamicCache`.
 
         Raises:
             OutOfRangeError: there is no such layer.
@@ -321,6 +323,7 @@ class VmmCache(DynamicCache):
 
         Raises:
             ReleasedTokensError: a layer would need tokens that its window has left behind.
+            ArgumentError, ValueError: it is no whole number, or positive.
             RuntimeError: a layer of linear attention has not recorded what it would go back to.
         """
         for layer in self.layers:
@@ -331,7 +334,8 @@ class VmmCache(DynamicCache):
         self._fit()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Makes sequence i what sequence `beam_idx[i]` was.
+        """Makes sequence i what sequence `beam_idx[i]` was: `[sequences]`, int32 or int64. There may be more or fewer
+        than before.
 
         Raises:
             OutOfRangeError: there is no such sequence (on a GPU torch's own assertion fails, later).
@@ -350,8 +354,8 @@ class VmmCache(DynamicCache):
             super().batch_repeat_interleave(repeats)
 
     def batch_select_indices(self, indices: torch.Tensor | Iterable[int]) -> None:
-        """Keeps the sequences named, or marked, by `indices`, and no others; of none of them no tokens are left.
-        Raises as `reorder_cache`."""
+        """Keeps the sequences that `indices` names, by numbers, or marks, by a truth value for each, and no others; of
+        none of them no tokens are left. Raises as `reorder_cache`, and `ShapeError` for what is no list."""
         if self._rows:
             self._select(indices, lambda numbers: numbers[_as_index(indices)])
         else:

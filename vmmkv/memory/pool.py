@@ -96,12 +96,15 @@ class FramePool:
         max_bytes: the limit: bytes, `"20GiB"`, or a share of the memory that is free now. Memory is allocated as
             sequences grow, not before.
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
-        page_size: bytes of a page; None is 2 MiB.
-        driver: a memory system of your own, instead of `device` and `page_size`.
+        page_size: bytes of a page, a multiple of the smallest that there is (4 KiB of host memory, 2 MiB on today's
+            GPUs; `granularity_size` of `vmmkv info`); None is 2 MiB.
+        driver: a memory system of your own (`vmmkv.memory.driver.Driver`), instead of `device` and `page_size`.
 
     Raises:
         BudgetError: the limit is no size, below one page, or larger than the device.
+        LayoutError: there is no such page.
         DeviceError: there is no such device.
+        ArgumentError, ValueError: it is no driver, or given beside what it has.
     """
 
     def __init__(
@@ -178,7 +181,7 @@ class FramePool:
         plus what the pool already holds.
 
         Raises:
-            BudgetError: it is not a size, or larger than the device, or less than the guarantees.
+            BudgetError: it is not a size, or below one page, or larger than the device, or less than the guarantees.
             OutOfPagesError: live tokens and guarantees take more; `available` is the lowest limit that could be set.
             DriverError: a driver call failed. In all cases the limit is as before, and no sequence has lost a token.
         """
@@ -217,7 +220,11 @@ class FramePool:
         """Gives unused memory back to the system, until the pool has `keep` bytes left, or only memory in use; returns
         the number of bytes given back. `keep` takes the same forms as `max_bytes`; shares refer to the pool's limit.
 
-        Waits for GPU work that still uses them.
+        Waits for GPU work that still uses it.
+
+        Raises:
+            BudgetError: `keep` is no size, or more than the pool's limit.
+            DriverError: a page could not be released; what went before it is gone, and the rest can be trimmed again.
         """
         self.collect()
         before = self.frames.existing
@@ -227,7 +234,7 @@ class FramePool:
 
     @operation
     def stats(self) -> FramePoolStats:
-        """A snapshot."""
+        """A snapshot: bytes, pages, sequences, driver calls, and what each account has."""
         self.collect()
         size, accounts = self.page_size, self.accounts.stats()
         lessees = [stats.used_bytes for account, stats in zip(self.accounts, accounts) if account.is_lease]
@@ -362,6 +369,7 @@ class FramePool:
 
         Raises:
             BudgetError: a cache, tensor or memory pool still lies on the pool.
+            BusyError: another operation of this thread is not at its end.
         """
         if self._unusable in (UseAfterFreeError, ForkError):
             return

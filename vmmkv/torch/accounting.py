@@ -43,7 +43,8 @@ def memory_stats(device: str | torch.device | None = None) -> list[MemoryStats]:
     """What every cache, growable tensor, frame pool and memory pool of this process holds, the largest first.
 
     Args:
-        device: counts only what is there: `"cuda"` (torch's current device), `"cuda:1"`, `"cpu"`; None counts all.
+        device: counts only what is there: `"cuda"` (torch's current device; torch's own error, where there is none),
+            `"cuda:1"`, `"cpu"`; None counts all.
     """
     takers: list[KVCache | GrowableTensor | MemoryPool] = [*_all(KVCache), *_all(GrowableTensor), *pools]
     stats = []
@@ -59,8 +60,8 @@ def memory_stats(device: str | torch.device | None = None) -> list[MemoryStats]:
 
 
 def memory_allocated(device: str | torch.device | None = None) -> int:
-    """Bytes of all of vmmkv's pages on a device, or on all. torch also counts those of memory pools (in
-    `torch.cuda.memory_reserved`), but not those of caches and growable tensors."""
+    """Bytes of all of vmmkv's pages on a device, named as in `memory_stats`, or on all. torch also counts those of
+    memory pools (in `torch.cuda.memory_reserved`), but not those of caches and growable tensors."""
     return sum(held.physical_bytes for held in memory_stats(device))
 
 
@@ -80,7 +81,7 @@ def memory_snapshot() -> dict[str, Any]:
 
 
 def dump_snapshot(path: str | os.PathLike[str]) -> None:
-    """Writes `memory_snapshot()` to a file, to be dropped on https://pytorch.org/memory_viz."""
+    """Writes `memory_snapshot()` to a file, to be dropped on https://pytorch.org/memory_viz. Raises as `open` does."""
     with open(path, "wb") as file:
         pickle.dump(memory_snapshot(), file, protocol=4)  # that page reads no later one
 

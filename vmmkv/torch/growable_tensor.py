@@ -66,17 +66,20 @@ class GrowableTensor(Owner):
         shape_max: the largest shape, at most 100 TiB of it; the first dimension is the one that grows.
         dtype: of the elements; None is torch's default.
         device: `"cuda"`, `"cuda:1"`, `"cpu"`; None takes CUDA where there is a GPU.
-        max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now.
-        page_size: bytes of a page; None is 2 MiB.
+        max_bytes: the budget: bytes, `"20GiB"`, or a share of the memory that is free now, `"80%"` or `0.8`.
+        page_size: bytes of a page, as in `KVCache`; None is 2 MiB.
         driver: a memory system of your own, instead of `device` and `page_size`.
         pool: physical memory shared with others, instead of `device`, `page_size` and `driver`; `max_bytes` is the most
             of it that this tensor may have.
 
     Raises:
-        LayoutError: the shape has no bytes, or takes more than 100 TiB of addresses.
+        LayoutError: the shape has no bytes, or takes more than 100 TiB of addresses; or there is no such page.
+        DtypeError: there is no such dtype.
         BudgetError: the budget is no size, below one page, or larger than the device.
         DeviceError: there is no such device.
-        ArgumentError, ValueError: the pool is not a `FramePool`, or something is given that the pool determines.
+        DriverError: the driver could not reserve the addresses.
+        ArgumentError, TypeError, ValueError: the pool is not a `FramePool`, the shape is none, or something is given
+            that the pool determines.
     """
 
     kind = "GrowableTensor"
@@ -129,7 +132,11 @@ class GrowableTensor(Owner):
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Its rows, `[length, *shape_max[1:]]`: a view, contiguous and zero-copy."""
+        """Its rows, `[length, *shape_max[1:]]`: a view, contiguous and zero-copy.
+
+        Raises:
+            UseAfterFreeError: it was closed.
+        """
         self.check_open()
         return self._whole[: self._length]
 
@@ -154,6 +161,7 @@ class GrowableTensor(Owner):
 
         Raises:
             ShapeError: `length` is negative or over the maximum.
+            TypeError: it is no whole number.
             OutOfPagesError: the budget cannot supply the pages.
             DriverError: a driver call failed.
             StreamCaptureError: pages would be left behind while a CUDA graph is captured.
@@ -191,6 +199,7 @@ class GrowableTensor(Owner):
         """Says that work on `stream` uses it: pages that it leaves behind wait for that work, too.
 
         Raises:
+            ArgumentError: it is no stream.
             DeviceError: the stream is on another device.
         """
         check_stream(stream, self.device)
@@ -201,6 +210,9 @@ class GrowableTensor(Owner):
         """Gives the pages behind its last row back to the system; returns their bytes.
 
         Waits for GPU work that was submitted before it shrank.
+
+        Raises:
+            DriverError, UseAfterFreeError: as in `KVCache.trim`.
         """
         return self.pool.trim_holder(self)
 

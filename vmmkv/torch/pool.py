@@ -39,15 +39,17 @@ def memory_pool(
     Args:
         max_bytes: the budget: bytes, `"8GiB"`, or a share of the memory that is free now, `"80%"` or `0.8`. With a
             `pool`, the most that it may have of that, and shares are of the pool.
-        device: `"cuda"` (torch's current device, where there is no `pool`), `"cuda:1"`.
+        device: `"cuda:1"`; `"cuda"` is torch's current device, and so is None where there is no `pool`.
         pool: physical memory shared with caches and others. Without one it has a budget of its own, beside those of
             caches; together they should fit the device.
-        guaranteed: bytes of the pool, as in `max_bytes`, that it can have at any time.
+        guaranteed: bytes of the pool, as in `max_bytes`, that it can have at any time. Only with a `pool`.
 
     Raises:
         DeviceError: it is no CUDA device, or there is none.
         BudgetError: the budget is no size, below one page, or larger than the device; or the pool cannot guarantee that
             much.
+        ArgumentError, ValueError: the pool is no `FramePool`, or one with a driver of your own that has no
+            `c_interface`; or an argument conflicts with another.
     """
     check_pool_alone(pool, device=device)
     if pool is None and guaranteed:
