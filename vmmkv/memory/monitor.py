@@ -12,6 +12,13 @@ Invariants:
  3. `is_dirty` stays set unless an operation has ended, with a result or with an error of its own, and `is_unfinished`
     from where one gave up `lock` to where it has it again. The next one that holds `changing` has the books worked out
     anew before it looks at them.
+
+Who holds what:
+
+    operation      `door`, `changing`, `lock`, `inside`, to its end
+    stepwise       `door`, `changing`, `stepping`, to its end; `lock`, `inside` between calls, `running` in them
+    bookkeeping    `inside`, `lock`, to its end
+    the mapper     `changing`, behind `door`, for a change; `running` all the while; `lock`, `inside` to plan and commit
 """
 
 from __future__ import annotations

@@ -7,6 +7,12 @@ Surplus pages cost nothing to use again where they are and are unmapped only whe
 Pages are counted by row, and in all. Rows that have changed since are counted again when somebody asks (`catch_up`), so
 that to grow within a row's capacity takes one comparison with its alert, and no question looks at all rows.
 
+Who changes a row says so here, by what has changed:
+
+    its length, inside of its pages    `RowTable.stir`: it is counted again when somebody asks
+    its pages, its start, or sharing   `refresh`: its capacity is worked out at once, and it is stirred
+    that, where nobody has it          `settle`: it goes on the list where it belongs, too
+
 Nothing here maps, unmaps or touches memory.
 """
 

@@ -1,7 +1,13 @@
 """Growing: what maps the pages that rows claim, for all of them or for none.
 
 The plan says which pages are missing, the supply comes from wherever frames can be had, one change maps them, they are
-cleaned where that is promised, and whatever fails takes all of it back.
+cleaned where that is promised, and whatever fails takes all of it back. In this order, and back from below:
+
+    claim     what rows are to hold counts as theirs                      looked at again
+    plan      which pages lack, row by row and arena by arena
+    supply    frames, that are free, new, or somebody's surplus           given back
+    run       one change, while others go on, who see no claims           unmapped
+    clean     pages, where that is promised                               waited for
 """
 
 from __future__ import annotations
