@@ -381,6 +381,21 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
         assert (out[index] == 0).all()
 
 
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_query_that_sees_nothing_looks_up_no_block(kernel: str) -> None:
+    """The block table has no row for it: not for an empty sequence, nor for one that is nothing but padding."""
+    q = torch.randn(3, 1, 2, 64, device=DEVICE).to(bf16)
+    k, v = (torch.randn(2, 16, 1, 64, device=DEVICE).to(bf16) for _ in "kv")
+    lens, starts, rows = int32([0, 20, 16]), int32([0, 0, python_random.choice([16, 21])]), int32([1 << 30, 0, 1 << 30])
+    table, cu_seqlens = int32([[1, 0]]), int32([0, 1, 2, 3])
+    outs = [prefill(q[:, 0], k, v, cu_seqlens, lens, rows, starts, table, kernel=kernel)]
+    if kernel != "wgmma":
+        outs.append(decode(q, k, v, lens, rows, starts, table, kernel=kernel)[:, 0])
+    for out in outs:
+        assert (out[::2] == 0).all()
+        assert out[1].isfinite().all()
+
+
 def test_places_without_tokens_give_zeros_and_change_nothing() -> None:
     """To the last bit: they are no part of the work that blocks share, with a query or without."""
     _, k, v, _, _ = new_tokens()
