@@ -599,6 +599,26 @@ def test_scales_may_be_those_of_whole_sequences() -> None:
         assert torch.allclose(out.double(), exact, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("kernel", ["mma", "plain"])
+@pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
+def test_scales_may_be_negative(kv: torch.dtype, kernel: str) -> None:
+    """As if the numbers were; those that `quantize` rounds with a negative scale are 0, and so is what they add."""
+    q, k, v, lens, rows = new_tokens()
+    (k8, k_scales), (v8, v_scales) = quantize(k, kv), quantize(v, kv)
+    signs = [torch.randint(2, (3, 64, 2), device=DEVICE) * 2.0 - 1 for _ in "kv"]
+    negative = {"k_scales": k_scales * signs[0], "v_scales": v_scales * signs[1]}
+    positive = {"k_scales": k_scales, "v_scales": v_scales}
+    numbers = [(each.float() * sign[..., None]).to(kv) for each, sign in zip((k8, v8), signs)]
+    assert torch.equal(
+        decode(q, k8, v8, lens, rows, **negative, kernel=kernel),
+        decode(q, *numbers, lens, rows, **positive, kernel=kernel),
+    )
+    of_rows = -torch.rand(2, device=DEVICE) - 0.01
+    rounded, _ = quantize(v, kv, of_rows)
+    options = {"k_scales": k_scales, "v_scales": of_rows.expand(3, 64, 2), "kernel": kernel}
+    assert (decode(q, k8, rounded, lens, rows, **options) == 0).all()
+
+
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the simulator, which sees 0 times infinity
 @pytest.mark.parametrize("strange", [torch.nan, torch.inf])
