@@ -396,6 +396,22 @@ def test_a_query_that_sees_nothing_looks_up_no_block(kernel: str) -> None:
         assert out[1].isfinite().all()
 
 
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_sink_that_is_no_number_shows(kernel: str) -> None:
+    """In its head, of every query that sees a token; minus infinity is none, and a great one takes all weight."""
+    q, k, v, lens, rows = new_tokens()
+    sinks = torch.tensor([torch.nan, 0.5, -torch.inf, torch.inf], device=DEVICE)
+    calls = [lambda by: prefill(q[:, 0], k, v, int32([0, 1, 2, 3]), lens, rows, sinks=by, kernel=kernel)]
+    if kernel != "wgmma":
+        calls.append(lambda by: decode(q, k, v, lens, rows, sinks=by, kernel=kernel)[:, 0])
+    for call in calls:
+        out, without = call(sinks), call(None)
+        assert out[:, 0].isnan().all()
+        assert out[:, 1:].isfinite().all()
+        assert torch.equal(out[:, 2], without[:, 2])
+        assert (out[:, 3].abs() < 1e-30).all()
+
+
 def test_places_without_tokens_give_zeros_and_change_nothing() -> None:
     """To the last bit: they are no part of the work that blocks share, with a query or without."""
     _, k, v, _, _ = new_tokens()
