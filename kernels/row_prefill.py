@@ -62,8 +62,8 @@ def prefill(
         causal: each token sees itself and those before it; False: all tokens of its sequence.
         scale: of the scores; None: `head_dim ** -0.5`. It must be given for latents.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
-        softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
-            no cap.
+        softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118),
+            up to 10,000; 0: no cap.
         out: like `q`, as wide as `v`, takes the result.
         kernel: "wgmma", on Hopper, for rows below 1 TiB, not in 8 bits; "mma", on the tensor cores of any GPU since
             Ampere; "plain", without, as always for fp32, which they would round, and for 8-bit K and V with queries

@@ -427,6 +427,19 @@ def test_places_without_tokens_give_zeros_and_change_nothing() -> None:
     assert torch.equal(mixed(q[there, 0], k, v, cu_seqlens, lens, rows, **options), alone[:, 0])
 
 
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_softcap_that_is_taken_leaves_scores_exact(kernel: str) -> None:
+    """The largest hardly changes them; a larger one, of whose scores `tanh` would leave little, is refused."""
+    case, (q, k, v, _, rows) = Case(bf16, 64, 4, 2), new_tokens()
+    lengths, cu_seqlens = [5, 64, 33], int32([0, 1, 2, 3])
+    lives = ([each[row, :length] for row, length in zip(rows.tolist(), lengths)] for each in (k, v))
+    inputs = Inputs(q[:, 0] * 4, k, v, [1, 1, 1], lengths, rows, None, None, None, *lives)
+    arguments = (inputs.q, k, v, cu_seqlens, int32(lengths), rows)
+    check(case._replace(softcap=1e4), inputs, prefill(*arguments, softcap=1e4, kernel=kernel))
+    with pytest.raises(ValueError, match="softcap at most 10000"):
+        prefill(*arguments, softcap=10.0 ** python_random.uniform(4.1, 12), kernel=kernel)
+
+
 def test_a_number_of_another_type_is_not_met_again() -> None:
     """As one that is equal, and rounded to its type, in the launch of who gives the exact one. Powers of two in a scale
     are exact wherever they stand."""
