@@ -48,7 +48,8 @@ def prefill(
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
-        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `q`; tokens behind the last are ignored.
+        cu_seqlens: int32 `[batch + 1]`, from 0 on, where each sequence's tokens begin in `q`; tokens behind the last
+            are ignored.
         seq_lens: int32 `[batch]`, tokens of each sequence, cached ones and new ones.
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one); None: 0, 1, 2, ...
         starts: int32 `[batch]`, the first token of each sequence that may be read, as with left padding; None: 0.
