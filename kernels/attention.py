@@ -26,6 +26,9 @@ from .launches import Launch, index_of
 from .tensor_map import maps_of
 from .workspace import Workspace
 
+LARGEST_SOFTCAP = 10_000
+"""Scores are this times a `tanh` that is exact to 2**-22 on tensor cores: of a greater one too little would be left."""
+
 ARGUMENTS = Addresses, Sizes, Strides, Scoring
 """What every attention kernel takes, behind tensor maps, if it takes these."""
 
@@ -171,10 +174,10 @@ def prepare(
     # Numbers of other types are equal to these, and would be rounded to theirs in a launch that all equal calls share.
     scale = q[0][-1] ** -0.5 if scale is None else float(scale)
     window, softcap = operator.index(window), float(softcap)
-    if not (0 < scale < math.inf and 0 <= softcap < math.inf and window >= 0):
+    if not (0 < scale < math.inf and 0 <= softcap <= LARGEST_SOFTCAP and window >= 0):
         raise ValueError(
             f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not "
-            "negative, and all finite"
+            f"negative, all finite, and softcap at most {LARGEST_SOFTCAP}"
         )
     maps = maps_of(geometry[1], geometry[2], plan.box_tokens) if plan.box_tokens else None
     addresses = [None if key else 0 for key in geometry]

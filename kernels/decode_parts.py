@@ -234,7 +234,7 @@ def make_finish(dtype: torch.dtype, queries: Queries, quarter: int) -> tuple[Any
         head = kv_head * heads_per_kv + query % heads_per_kv
         if at.sinks != 0:
             weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - total.m * outer)
-        scale = reciprocal(weights) if weights > float32(0) else float32(0)
+        scale = float32(0) if weights == float32(0) else reciprocal(weights)
         to = at.out + first_query(sequence, at.cu_seqlens, strides.out_batch, strides.out_token) + item % quarter * 8
         to += query // heads_per_kv * strides.out_token + head * strides.out_head
         store_8(to, pack(total.o0 * scale, total.o1 * scale), pack(total.o2 * scale, total.o3 * scale))

@@ -134,8 +134,9 @@ def make_weigh(variant: Variant) -> Any:
 
     @inlined
     def score_of_scale(scale: float, outer: float) -> float:
-        """What a token's scores gain by its scale of V. That may be a NaN, which is for the weights to show."""
-        return (log2(maximum(float32(LEAST_SCALE), scale)) - float32(HEADROOM)) * reciprocal(outer)
+        """What a token's scores gain by its scale of V. That may be negative, or a NaN, which is for the weights to
+        show."""
+        return (log2(maximum(float32(LEAST_SCALE), abs(scale))) - float32(HEADROOM)) * reciprocal(outer)
 
     @inlined
     def weigh(

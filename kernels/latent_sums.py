@@ -39,7 +39,7 @@ def make_put(variant: Variant, queries: int) -> tuple[Any, Any]:
             head = number % heads_per_kv
             if at.sinks != 0:
                 weights += exp2(load_f32(at.sinks + head * 4) * float32(LOG2E) - m * outer)
-            scale = reciprocal(weights) if weights > float32(0) else float32(0)
+            scale = float32(0) if weights == float32(0) else reciprocal(weights)
             to += number // heads_per_kv * strides.out_token + head * strides.out_head + part.dims * 2 + (lane & 3) * 4
             for j in range(num_sums // 4):
                 store_4(to + j * 16, pack(sums[4 * j + offset] * scale, sums[4 * j + offset + 1] * scale))

@@ -209,7 +209,8 @@ def make_combine(dtype: torch.dtype, v_dim: int) -> Any:
         norm = float32(0)
         if sinks != 0:
             sink = load_f32(sinks + head * 4) * float32(LOG2E) - top * outer
-            norm = power(min(sink, float32(127)))  # a sequence without tokens has a top of nearly minus infinity
+            # A sequence without tokens has a top of nearly minus infinity. A NaN is not greater, and stays.
+            norm = power(float32(127) if sink > float32(127) else sink)
         for w in range(WARPS):
             norm += shared_l[w] * power((shared_m[w] - top) * outer)
         word = thread
@@ -221,7 +222,7 @@ def make_combine(dtype: torch.dtype, v_dim: int) -> Any:
                 o0 += scale * shared_o[w * v_dim + word * per_word]
                 if per_word == 2:
                     o1 += scale * shared_o[w * v_dim + word * 2 + 1]
-            scale = reciprocal(norm) if norm > float32(0) else float32(0)
+            scale = float32(0) if norm == float32(0) else reciprocal(norm)
             store_4(to + word * 4, pack(o0 * scale, o1 * scale))
             word += THREADS
 

@@ -70,6 +70,16 @@ def addresses_of(tensors: Tensors) -> list[int]:
     return [each.data_ptr() for each in tensors if each is not None]
 
 
+def check_memory(tensors: Tensors) -> None:
+    """Raises `TypeError` for one that has numbers, and no address: to kernels it would be one that is not given."""
+    for each in tensors:
+        if each is not None and each.numel() and not each.data_ptr():
+            raise TypeError(
+                f"got {type(each).__name__} {list(each.shape)} without memory of its own; tensors must be plain ones: "
+                "of a DTensor its to_local()"
+            )
+
+
 def know(tensors: Tensors, options: tuple[Any, ...], plan: Any) -> Known:
     """A plan, to be found for tensors like these."""
     names = [*map(id, (*tensors, None))]
@@ -107,6 +117,8 @@ class Plans(Generic[Plan]):
                 return plan, addresses_of(tensors if twins else given)
         if not all(isinstance(option, (int, float, str, NoneType, Number)) for option in options):
             raise TypeError(f"got {options}; each must be a number or a string: others may change unseen")
-        plan = self._make(*options, keys(tensors))
+        plan, addresses = self._make(*options, keys(tensors)), addresses_of(tensors)
+        if not all(addresses):
+            check_memory(tensors)
         self._recent = know(tensors, options, plan), *self._recent[: RECENT - 1]
-        return plan, addresses_of(tensors)
+        return plan, addresses

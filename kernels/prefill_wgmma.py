@@ -54,7 +54,7 @@ def make_produce(head_dim: int, block_size: int, keys_of_job: Any, of_jobs: Ring
             release_job(jobs, number, lane)
             first_key, tiles = keys_of_job(job, window)
             source, row = Source(boxes, tokens, job.kv_head), row_of(job.sequence, at, strides)
-            home = look_up(first_key, row, job, lane)
+            home = look_up(first_key, row, job, lane) if tiles > 0 else 0  # else nothing of it need be there
             for i in range(tiles):
                 key = first_key + i * tile
                 wait_empty(ring, n)

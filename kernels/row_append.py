@@ -59,8 +59,8 @@ def append(
         v_cache: likewise with `v_head_dim`.
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one).
         starts: int32 `[batch]`, the position of each sequence's first new token.
-        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `k` and `v`; tokens behind the last are
-            ignored; None: one token each.
+        cu_seqlens: int32 `[batch + 1]`, from 0 on, where each sequence's tokens begin in `k` and `v`; tokens behind the
+            last are ignored; None: one token each.
         block_table: int32 `[max_sequences, max_blocks]`, the block of each run of `block_size` tokens, which is a
             multiple of 16; None: the caches hold rows.
         rotary: rotates K before it is stored, and queries, in the same launch; None: K is stored as it is.

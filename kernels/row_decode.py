@@ -66,8 +66,8 @@ def decode(
         scale: of the scores; None: `head_dim ** -0.5`. It must be given for latents, where it follows from the heads
             that they stand for.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it.
-        softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
-            no cap.
+        softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118),
+            up to 10,000; 0: no cap.
         out: like `q`, as wide as `v`, takes the result; None: a new tensor.
         kernel: "mma", on tensor cores; "plain", without, as always for fp32, which they would round, and for 8-bit K
             and V with queries other than bf16; "auto". For latents "mma" takes heads in multiples of 16, and "wgmma",

@@ -48,7 +48,8 @@ def prefill(
         k: `[max_sequences, max_seq_len, num_kv_heads, head_dim]`, any strides of rows, tokens and heads; with a block
             table `[num_blocks, block_size, num_kv_heads, head_dim]`.
         v: like `k`, with strides of its own.
-        cu_seqlens: int32 `[batch + 1]`, where each sequence's tokens begin in `q`; tokens behind the last are ignored.
+        cu_seqlens: int32 `[batch + 1]`, from 0 on, where each sequence's tokens begin in `q`; tokens behind the last
+            are ignored.
         seq_lens: int32 `[batch]`, tokens of each sequence, cached ones and new ones.
         rows: int32 `[batch]`, the row of each sequence (of the block table, if there is one); None: 0, 1, 2, ...
         starts: int32 `[batch]`, the first token of each sequence that may be read, as with left padding; None: 0.
@@ -63,8 +64,8 @@ def prefill(
         causal: each token sees itself and those before it; False: all tokens of its sequence.
         scale: of the scores; None: `head_dim ** -0.5`. It must be given for latents.
         window: each token sees itself and the `window - 1` tokens before it; 0: all before it. Causal only.
-        softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118); 0:
-            no cap.
+        softcap: scores become `softcap * tanh(score / softcap)`, as in [Gemma 2](https://arxiv.org/abs/2408.00118),
+            up to 10,000; 0: no cap.
         out: like `q`, as wide as `v`, takes the result; None: a new tensor.
         kernel: "wgmma", on Hopper, for rows below 1 TiB, not in 8 bits; "mma", on the tensor cores of any GPU since
             Ampere; "plain", without, as always for fp32, which they would round, and for 8-bit K and V with queries

@@ -133,7 +133,9 @@ def divisors(softmax: Softmax, sinks: int, head: int, outer: float) -> tuple[flo
         sink = load_f32(sinks + head * 4) * float32(LOG2E)
         l0 += exp2(sink - softmax.m0 * outer)
         l1 += exp2(sink - softmax.m1 * outer)
-    return reciprocal(l0) if l0 > float32(0) else float32(0), reciprocal(l1) if l1 > float32(0) else float32(0)
+    d0 = float32(0) if l0 == float32(0) else reciprocal(l0)  # a NaN, as of a sink, is to show
+    d1 = float32(0) if l1 == float32(0) else reciprocal(l1)
+    return d0, d1
 
 
 def make_store(dtype: Any, num_sums: int) -> Any:

@@ -382,6 +382,37 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
         assert (out[index] == 0).all()
 
 
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_query_that_sees_nothing_looks_up_no_block(kernel: str) -> None:
+    """The block table has no row for it: not for an empty sequence, nor for one that is nothing but padding."""
+    q = torch.randn(3, 1, 2, 64, device=DEVICE).to(bf16)
+    k, v = (torch.randn(2, 16, 1, 64, device=DEVICE).to(bf16) for _ in "kv")
+    lens, starts, rows = int32([0, 20, 16]), int32([0, 0, python_random.choice([16, 21])]), int32([1 << 30, 0, 1 << 30])
+    table, cu_seqlens = int32([[1, 0]]), int32([0, 1, 2, 3])
+    outs = [prefill(q[:, 0], k, v, cu_seqlens, lens, rows, starts, table, kernel=kernel)]
+    if kernel != "wgmma":
+        outs.append(decode(q, k, v, lens, rows, starts, table, kernel=kernel)[:, 0])
+    for out in outs:
+        assert (out[::2] == 0).all()
+        assert out[1].isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_sink_that_is_no_number_shows(kernel: str) -> None:
+    """In its head, of every query that sees a token; minus infinity is none, and a great one takes all weight."""
+    q, k, v, lens, rows = new_tokens()
+    sinks = torch.tensor([torch.nan, 0.5, -torch.inf, torch.inf], device=DEVICE)
+    calls = [lambda by: prefill(q[:, 0], k, v, int32([0, 1, 2, 3]), lens, rows, sinks=by, kernel=kernel)]
+    if kernel != "wgmma":
+        calls.append(lambda by: decode(q, k, v, lens, rows, sinks=by, kernel=kernel)[:, 0])
+    for call in calls:
+        out, without = call(sinks), call(None)
+        assert out[:, 0].isnan().all()
+        assert out[:, 1:].isfinite().all()
+        assert torch.equal(out[:, 2], without[:, 2])
+        assert (out[:, 3].abs() < 1e-30).all()
+
+
 def test_places_without_tokens_give_zeros_and_change_nothing() -> None:
     """To the last bit: they are no part of the work that blocks share, with a query or without."""
     _, k, v, _, _ = new_tokens()
@@ -395,6 +426,19 @@ def test_places_without_tokens_give_zeros_and_change_nothing() -> None:
     assert (out[~there] == 0).all()
     cu_seqlens = torch.cat([int32([0]), there.cumsum(0, dtype=torch.int32)])
     assert torch.equal(mixed(q[there, 0], k, v, cu_seqlens, lens, rows, **options), alone[:, 0])
+
+
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_softcap_that_is_taken_leaves_scores_exact(kernel: str) -> None:
+    """The largest hardly changes them; a larger one, of whose scores `tanh` would leave little, is refused."""
+    case, (q, k, v, _, rows) = Case(bf16, 64, 4, 2), new_tokens()
+    lengths, cu_seqlens = [5, 64, 33], int32([0, 1, 2, 3])
+    lives = ([each[row, :length] for row, length in zip(rows.tolist(), lengths)] for each in (k, v))
+    inputs = Inputs(q[:, 0] * 4, k, v, [1, 1, 1], lengths, rows, None, None, None, *lives)
+    arguments = (inputs.q, k, v, cu_seqlens, int32(lengths), rows)
+    check(case._replace(softcap=1e4), inputs, prefill(*arguments, softcap=1e4, kernel=kernel))
+    with pytest.raises(ValueError, match="softcap at most 10000"):
+        prefill(*arguments, softcap=10.0 ** python_random.uniform(4.1, 12), kernel=kernel)
 
 
 def test_a_number_of_another_type_is_not_met_again() -> None:
@@ -583,6 +627,26 @@ def test_scales_may_be_those_of_whole_sequences() -> None:
         outs.append(prefill(q[:, 0], *numbers, int32([0, 1, 2, 3]), lens, rows, **given, kernel=kernel))
     for out in outs:
         assert torch.allclose(out.double(), exact, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kernel", ["mma", "plain"])
+@pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
+def test_scales_may_be_negative(kv: torch.dtype, kernel: str) -> None:
+    """As if the numbers were; those that `quantize` rounds with a negative scale are 0, and so is what they add."""
+    q, k, v, lens, rows = new_tokens()
+    (k8, k_scales), (v8, v_scales) = quantize(k, kv), quantize(v, kv)
+    signs = [torch.randint(2, (3, 64, 2), device=DEVICE) * 2.0 - 1 for _ in "kv"]
+    negative = {"k_scales": k_scales * signs[0], "v_scales": v_scales * signs[1]}
+    positive = {"k_scales": k_scales, "v_scales": v_scales}
+    numbers = [(each.float() * sign[..., None]).to(kv) for each, sign in zip((k8, v8), signs)]
+    assert torch.equal(
+        decode(q, k8, v8, lens, rows, **negative, kernel=kernel),
+        decode(q, *numbers, lens, rows, **positive, kernel=kernel),
+    )
+    of_rows = -torch.rand(2, device=DEVICE) - 0.01
+    rounded, _ = quantize(v, kv, of_rows)
+    options = {"k_scales": k_scales, "v_scales": of_rows.expand(3, 64, 2), "kernel": kernel}
+    assert (decode(q, k8, rounded, lens, rows, **options) == 0).all()
 
 
 @pytest.mark.few(1)

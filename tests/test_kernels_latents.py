@@ -293,6 +293,16 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
     assert (prefill(q[:1, 0], k, k[..., :V_WIDTH], cu, lens, None, starts, scale=SCALE, kernel=kernel) == 0).all()
 
 
+@pytest.mark.parametrize("kernel", ["mma", "plain"])
+def test_a_sink_that_is_no_number_shows(kernel: str) -> None:
+    q, k, lens = latents()
+    sinks = torch.zeros(16, device=DEVICE)
+    sinks[3] = torch.nan
+    expected = (torch.arange(16, device=DEVICE) == 3)[:, None].expand(2, 1, 16, V_WIDTH)
+    out = decode(q, k, k[..., :V_WIDTH], lens, sinks=sinks, scale=SCALE, kernel=kernel)
+    assert torch.equal(out.isnan(), expected)
+
+
 def test_latents_can_be_part_of_a_compiled_graph() -> None:
     q, k, lens = latents()
 

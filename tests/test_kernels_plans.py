@@ -45,7 +45,11 @@ def test_any_calls_in_any_order() -> None:
         tensors = *some, random.choice([*some, None])
         option, mode = random.random() < 0.1, random.choice([torch.no_grad, torch.inference_mode, torch.enable_grad])
         with mode():
-            assert plans.find(tensors, option) == ((option, keys(tensors)), addresses(tensors))
+            if any(each is not None and each.is_meta for each in tensors):
+                with pytest.raises(TypeError, match="without memory"):
+                    plans.find(tensors, option)
+            else:
+                assert plans.find(tensors, option) == ((option, keys(tensors)), addresses(tensors))
     assert len(made) < 300, "nothing was found"
 
 
@@ -78,6 +82,29 @@ def test_a_tensor_that_is_there_twice_is_found() -> None:
         for tensors in ((first, first, second), (first, second, second), (first, second, first)):
             assert plans.find(tensors)[1] == addresses(tensors)
     assert len(made) == 3
+
+
+class Wrapper(torch.Tensor):
+    """A tensor whose numbers are another's, as a DTensor's are."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, *arguments: Any) -> Any:
+        raise NotImplementedError
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    """Not taken for one that is not given: also after one that looks like it. An empty one has nothing to be read."""
+    plans = Plans(str)
+    plain, empty = torch.empty(2, 3), torch.empty(2, 0)
+    for _ in range(2):
+        assert plans.find((plain, plain, empty))[1] == [plain.data_ptr(), plain.data_ptr(), 0]
+        assert plans.find((plain, torch.empty(2, 3), empty))
+        with pytest.raises(TypeError, match="got Wrapper"):
+            plans.find((plain, Wrapper(plain), empty))
 
 
 @pytest.mark.parametrize("option", [torch.tensor(0.5), [1]])
