@@ -380,3 +380,25 @@ def test_what_is_guaranteed_need_not_be_whole_large_frames() -> None:
             cache.close()
         pool.close()
         assert not driver.handles
+
+
+def test_who_is_suspended_has_nothing_that_is_not_lent() -> None:
+    """Also of a row whose front was dropped, and whose pages were counted by how it may grow."""
+    driver = small_driver("cpu")
+    pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+    with vmmkv.KVCache(LAYOUT, 1, MAX_SEQ_LEN, pool=pool, large_frames=False) as before:
+        before.sequence(20 * TOKENS)  # so that there are free pages, and nobody needs the front
+    owner = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, pool=pool, guaranteed=8 * driver.page_size)
+    other = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, pool=pool, large_frames=False, host_bytes="1GiB")
+    sequence = other.sequence(12 * TOKENS)
+    sequence.k(0).fill_(7)
+    sequence.release_before(4 * TOKENS)
+    kept = other.sequence(4 * TOKENS)
+    sequence.suspend()
+    other.check()
+    assert owner.sequence(8 * TOKENS).length == 8 * TOKENS
+    kept.free()
+    sequence.resume()
+    assert (sequence.k(0) == 7).all()
+    for cache in (owner, other):
+        cache.check()
