@@ -129,7 +129,7 @@ def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLa
         raise LayoutError(f"{path} is no model's config: {error}") from None
     text = text_config(config)
     key = next((key for key in MAX_SEQ_LEN if text.get(key)), None)
-    return layout, key and check_size(key, text[key])
+    return layout, check_size(key, text[key]) if key else None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
