@@ -220,12 +220,17 @@ def test_plan_refuses_shares_below_a_page(tmp_path: Path):
         '{"text_config": [1]}',
         '{"num_hidden_layers": "x", "num_attention_heads": 4, "hidden_size": 64}',
         '{"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 64}',
+        '{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "max_position_embeddings": -1}',
+        '{"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 64, "max_position_embeddings": "4096"}',
+        "[" * 100_000,
     ],
+    ids=range(7),
 )
 def test_config_that_is_no_models_is_an_error(text: str, tmp_path: Path):
     path = tmp_path / "config.json"
     path.write_text(text)
-    assert isinstance(invoke("plan", "--config", str(path)).exception, vmmkv.LayoutError)
+    error = invoke("plan", "--config", str(path)).exception
+    assert isinstance(error, vmmkv.LayoutError | vmmkv.ArgumentError)
 
 
 @pytest.mark.parametrize("pages", [1, 16])

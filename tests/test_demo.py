@@ -102,7 +102,10 @@ def test_on_the_host_a_trace_is_replayed_as_far_as_it_takes_no_minutes(
         ("trace.jsonl", b"[1, 2]\n", "input_length"),
         ("trace.jsonl", b"what\n", "input_length"),
         ("trace.jsonl", b'{"input_length": 3, "output_length": 1, "hash_ids": ["a"]}', "is no trace"),
+        ("trace.jsonl", b'{"input_length": Infinity, "output_length": 1}', "is no trace"),
+        ("trace.jsonl", b"[" * 100_000, "is no trace"),
     ],
+    ids=range(8),
 )
 def test_what_is_no_trace_says_so(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     path = tmp_path / name

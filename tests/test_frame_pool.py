@@ -14,7 +14,7 @@ from conftest import small_driver
 from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from interruption import interrupted
+from interruption import Interruption, interrupted
 from transformers import LlamaConfig
 
 import vmmkv
@@ -308,6 +308,31 @@ def test_what_a_collected_cache_could_not_unmap_is_tried_again(call: str) -> Non
     assert not driver.mapped
     assert cache.sequence(20 * 8).length == 160
     cache.check()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(("call", "skip"), [("synchronize", 0), *(("unmap", skip) for skip in range(5))])
+def test_what_a_collected_cache_could_not_unmap_for_ctrl_c_is_tried_again(call: str, skip: int) -> None:
+    """The interpreter only reports what comes in a finalizer, and the program goes on."""
+    pool, driver = make_pool(20)
+    driver.calls, driver.unmaps_anything = (*driver.calls, "synchronize"), True
+    cache = vmmkv.KVCache(LAYOUT, 4, 160, pool=pool)
+    lost = vmmkv.KVCache(WIDE, 4, 16, pool=pool)
+    parent = lost.sequence(3)
+    others = [lost.sequence(2), parent.fork()]
+    fault = driver.fail(call, skip, error=Interruption)
+    del lost, parent, others
+    gc.collect()
+    assert fault.was_met
+    assert driver.mapped
+    cache.check()
+    assert not driver.mapped
+    assert pool.stats().holders == 1
+    assert cache.sequence(20 * 8).length == 160
+    cache.check()
+    cache.close()
+    pool.close()
+    assert not driver.handles
 
 
 def test_a_pool_has_no_copies() -> None:

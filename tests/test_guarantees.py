@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROUNDS, small_driver
-from faulty import FaultyDriver
+from faulty import FaultyDriver, has_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import SimulatedDevice, Stream
@@ -356,3 +356,49 @@ def begin(cache: vmmkv.KVCache, prompts: list[np.ndarray]) -> list[vmmkv.Sequenc
         with cache.sequence(token_ids=prompt) as sequence:
             sequences.append(sequence)
     return sequences
+
+
+def test_what_is_guaranteed_need_not_be_whole_large_frames() -> None:
+    """Who begins on a row with one that it would need a part of, beside pages of another range, has single pages."""
+    random, driver = Random(), FaultyDriver(small_driver("cpu"))
+    layout = vmmkv.KVLayout(2, 2, 16, torch.float32, layers_per_range=1)  # 16 tokens in a page, of each range
+    for _ in range(3 * ROUNDS):
+        pages = random.randint(LARGE // 2 + 1, LARGE - 1)
+        pool = vmmkv.FramePool(5 * LARGE * driver.page_size, driver=driver)
+        owner = vmmkv.KVCache(layout, 3, 2 * LARGE * 16, pool=pool, guaranteed=2 * pages * driver.page_size)
+        other = vmmkv.KVCache(LAYOUT, 2, 5 * LARGE * TOKENS, pool=pool, large_frames=False)
+        owner.sequence(LARGE * 16).free()
+        held = other.sequence((5 * LARGE - 2 * pages) * TOKENS)
+        with pytest.raises(OutOfPagesError):
+            owner.sequence(pages * 16 + 1)
+        owner.check()
+        sequence = owner.sequence(pages * 16 - random.randint(0, 15))
+        assert has_memory(sequence, driver)
+        assert has_memory(held, driver)
+        for cache in (owner, other):
+            cache.check()
+            cache.close()
+        pool.close()
+        assert not driver.handles
+
+
+def test_who_is_suspended_has_nothing_that_is_not_lent() -> None:
+    """Also of a row whose front was dropped, and whose pages were counted by how it may grow."""
+    driver = small_driver("cpu")
+    pool = vmmkv.FramePool(20 * driver.page_size, driver=driver)
+    with vmmkv.KVCache(LAYOUT, 1, MAX_SEQ_LEN, pool=pool, large_frames=False) as before:
+        before.sequence(20 * TOKENS)  # so that there are free pages, and nobody needs the front
+    owner = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, pool=pool, guaranteed=8 * driver.page_size)
+    other = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, pool=pool, large_frames=False, host_bytes="1GiB")
+    sequence = other.sequence(12 * TOKENS)
+    sequence.k(0).fill_(7)
+    sequence.release_before(4 * TOKENS)
+    kept = other.sequence(4 * TOKENS)
+    sequence.suspend()
+    other.check()
+    assert owner.sequence(8 * TOKENS).length == 8 * TOKENS
+    kept.free()
+    sequence.resume()
+    assert (sequence.k(0) == 7).all()
+    for cache in (owner, other):
+        cache.check()

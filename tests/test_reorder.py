@@ -201,6 +201,27 @@ def test_what_turns_in_a_circle_is_never_shared(make_cache) -> None:
     assert mapped(cache) == before
 
 
+@pytest.mark.parametrize("common", [0, 40])
+def test_who_has_less_than_the_other_does_not_make_small_pieces_of_that(
+    make_cache, monkeypatch: pytest.MonkeyPatch, common: int
+) -> None:
+    """Of two that change places one has no tokens, or none of its own, or one."""
+    cache = make_cache(3, 100, pages=60)
+    driver, copies = cache.pool.driver, []
+    copy = driver.copy
+    monkeypatch.setattr(driver, "copy", lambda *arguments: (copies.append(arguments), copy(*arguments)))
+    for own in (0, 1):
+        (short,) = started(cache, common)
+        long = short.fork()
+        grow(short, own)
+        grow(long, 60)
+        for sequences in ([short, long], [short, long], [long, short]):
+            copies.clear()
+            reordered(sequences, [1, 0])
+            assert len(copies) < 10
+        cache.free([short, long])
+
+
 def test_without_memory_nothing_changes(make_cache) -> None:
     cache = make_cache(4, 100, pages=14)
     long, short, other = started(cache, 60, 5, 1)

@@ -36,6 +36,7 @@ import vmmkv
 from vmmkv.cli.app import app
 from vmmkv.integrations import batching, serving
 from vmmkv.integrations.batching.sampling import OneTemperatureEach
+from vmmkv.integrations.serving_requests import check_fields
 
 NEW = 24
 """Tokens of an answer."""
@@ -237,7 +238,7 @@ NOT_DONE: list[dict[str, Any]] = [
     {"temperature": True}, {"temperature": "0"}, {"seed": "x"}, {"model": ""},
     *({"extra_body": each} for each in (
         {"stream": "false"}, {"stream": 1}, {"suffix": 3}, {"suffix": ["w5"]}, {"model": None}, {"model": 5},
-        {"model": {"name": "m"}},
+        {"model": {"name": "m"}}, {"stream_options": 5}, {"user": 5}, {"generation_config": "[" * 100_000},
     )),
     {"temperature": 2, "extra_body": {"generation_config": '{"top_k": 3}'}},
     {"max_tokens": None, "extra_body": {"generation_config": '{"max_new_tokens": true}'}},
@@ -259,7 +260,7 @@ NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
     {"n": 2}, {"logprobs": True}, {"top_logprobs": 2}, {"response_format": {"type": "json_object"}}, {"stop": ["w5"]},
     {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, {"tool_choice": "required"},
     {"logit_bias": {"5": 3.0}}, {"reasoning_effort": "high"}, {"messages": SEEN}, {"messages": SEEN, "stream": True},
-    {"max_completion_tokens": NEW - 1},
+    {"max_completion_tokens": NEW - 1}, {"parallel_tool_calls": "x"}, {"metadata": 5},
     *({"extra_body": {"messages": each}} for each in (
         None, [], "w5", {"role": "user", "content": "w5"}, ["w5"], [None], [{}], [{"content": "w5"}],
         [{"role": 5, "content": "w5"}],
@@ -277,7 +278,7 @@ NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
     )),
 ]  # fmt: skip
 NOT_DONE_IN_RESPONSES: list[dict[str, Any]] = [
-    {"input": []}, {"instructions": 5},
+    {"input": []}, {"instructions": 5}, {"parallel_tool_calls": "x"},
     *({"input": [each]} for each in (
         5, {}, {"role": "user", "content": 5}, {"type": "function_call_output", "output": "w5"},
     )),
@@ -333,6 +334,15 @@ def test_what_is_asked_is_done_or_refused_and_never_anothers(llama: str) -> None
                 return [each.choices[0].text for each in found] + [chat.choices[0].message.content or ""]
 
     assert asyncio.run(all_of_them()) == [answer.text] * 5
+
+
+def test_who_has_tools_and_wants_one_call_at_a_time_is_refused() -> None:
+    """The model may make several calls. Without tools it makes none."""
+    tools = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
+    check_fields({"parallel_tool_calls": False}, set())
+    check_fields(tools | {"parallel_tool_calls": True}, set())
+    with pytest.raises(vmmkv.UnsupportedError, match="parallel_tool_calls=False"):
+        check_fields(tools | {"parallel_tool_calls": False}, set())
 
 
 def test_who_asks_for_another_model_is_told_that_it_is_not_there(address: str, llama: str, tmp_path: Path) -> None:

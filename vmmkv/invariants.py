@@ -172,7 +172,7 @@ def check_counts(rows: Rows) -> None:
             used_pages.update(each.pages_in(row, first, end).tolist())
             if _is_bound(rows, row):
                 bound_pages.update(each.pages_in(row, behind).tolist())
-            else:
+            elif row not in table.suspended:  # which does not grow
                 grown = each.frame_begin(row, behind) if first == end and behind < each.end[row] else behind
                 firm += max(each.end[row] - max(grown, each.first[row], each.own[row]), 0)
     behind_all = len(bound_pages - used_pages)

@@ -61,7 +61,7 @@ def read_trace(path: Path) -> list[Request]:
             found = [
                 Request(max(int(row[prompt]), 1), max(int(row[output]), 1), _seconds(row), _blocks(row)) for row in rows
             ]
-    except (KeyError, TypeError, ValueError, csv.Error) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError, csv.Error) as error:
         raise TraceError(
             f"{path} is no trace ({type(error).__name__}): it must be CSV with ContextTokens and GeneratedTokens, or "
             ".jsonl with input_length and output_length"

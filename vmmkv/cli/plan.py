@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 
+from ..arguments import check_size
 from ..errors import BudgetError, LayoutError, VmmkvError
 from ..layout import KVLayout
 from ..memory.budget import parse_bytes
@@ -127,13 +128,14 @@ def _read_model(path: Path, dtype: str | None, scales: str | None) -> tuple[KVLa
     except (AttributeError, ArithmeticError, TypeError, ValueError) as error:
         raise LayoutError(f"{path} is no model's config: {error}") from None
     text = text_config(config)
-    return layout, next((text[key] for key in MAX_SEQ_LEN if key in text), None)
+    key = next((key for key in MAX_SEQ_LEN if text.get(key)), None)
+    return layout, check_size(key, text[key]) if key else None
 
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise LayoutError(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise LayoutError(f"{path} holds a JSON {type(config).__name__}; a config.json holds an object")

@@ -61,6 +61,10 @@ class Request(Fields):
     instructions: str | None = None
     generation_config: str | None = None
     tools: list[dict[str, Any]] | None = None
+    parallel_tool_calls: bool | None = None
+    stream_options: dict[str, Any] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import traceback
 from collections.abc import Mapping
 from typing import Any, ClassVar, cast
@@ -24,8 +25,8 @@ HEEDED = {
 }  # fmt: skip
 """Fields of a request that are done as they say."""
 NOT_ABOUT_ANSWERS = {
-    "metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options",
-    "prompt_cache_retention", "safety_identifier", "service_tier", "store", "stream_options", "user",
+    "metadata", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention",
+    "safety_identifier", "service_tier", "store", "stream_options", "user",
 }  # fmt: skip
 """Fields of a request that change nothing of what the model says."""
 CHANGE_NOTHING: dict[str, tuple[Any, ...]] = {
@@ -40,6 +41,7 @@ CHANGE_NOTHING: dict[str, tuple[Any, ...]] = {
     "logprobs": (False,),
     "modalities": (["text"],),
     "n": (1,),
+    "parallel_tool_calls": (True,),
     "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "reasoning": ({},),
@@ -51,6 +53,8 @@ CHANGE_NOTHING: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Of other fields, what they may say beside null."""
+WITHOUT_TOOLS = {"parallel_tool_calls": False, "tool_choice": "none"}
+"""And what they may say in a request that has no tools."""
 NEUTRAL = NOT_IN_BATCHES | {
     "early_stopping": (False,),
     "length_penalty": (1,),
@@ -184,7 +188,7 @@ def check_fields(body: Mapping[str, Any], unused: set[str]) -> None:
     for name, value in body.items():
         if name in known or value is None or _is_one_of(value, CHANGE_NOTHING.get(name, ())):
             continue
-        if name == "tool_choice" and value == "none" and not body.get("tools"):
+        if name in WITHOUT_TOOLS and value == WITHOUT_TOOLS[name] and not body.get("tools"):
             continue
         allowed = " or ".join(json.dumps(each) for each in CHANGE_NOTHING.get(name, ()))
         instead = f"; {allowed} is served" if allowed else ""
@@ -209,8 +213,8 @@ def own_config(given: str | None, of_model: GenerationConfig) -> dict[str, Any]:
         own = json.loads(given)
         if not isinstance(own, dict) or not own.keys() <= vars(of_model).keys():
             raise ValueError("its names are those of GenerationConfig")
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(f"got generation_config={given!r}; give JSON of one ({error})") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(f"got generation_config={reprlib.repr(given)}; give JSON of one ({error})") from None
     OwnConfig.check(own)
     own = without_null(own)
     for name in own.keys() - PER_REQUEST - {"transformers_version"}:

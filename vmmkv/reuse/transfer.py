@@ -83,7 +83,7 @@ class Head:
         start, length = map(int, tokens.split())
         key, ids = literal_eval(words.decode()), np.frombuffer(numbers, "<i8")
         is_key = key is None or (isinstance(key, tuple) and len(key) == 2)
-        if not (is_key and 0 <= start <= length >= len(ids)):
+        if not (is_key and 0 <= start <= length >= len(ids)) or (start and len(ids)):
             raise ValueError("there is no such sequence")
         return cls(geometry.decode(), start, length, key, ids)
 

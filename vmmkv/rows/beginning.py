@@ -174,6 +174,7 @@ class Beginning:
         """
         with Undo() as undo:
             undo.push(self._books.vacate, row)
+            self._afford_single(row, tokens)
             self.afford(row, tokens)
             adopted = self._books.has_pages(row)
             self.give(row, owner, expected, stream, tenant)
@@ -234,3 +235,28 @@ class Beginning:
             self._reclaimer.afford(pages)
         finally:
             self._books.claims = {}
+
+    def _afford_single(self, row: int, tokens: int) -> None:
+        """Where others are guaranteed too much for the whole of large frames that reach beyond so many tokens, on a row
+        that holds none, these go, and leave room for single pages.
+
+        Raises:
+            OutOfPagesError: not even these can be had. Nothing has changed.
+            DriverError: they could not be unmapped.
+        """
+        accounts, books = self._pool.accounts, self._books
+        if not accounts.has_guarantees or not (beyond := self._beyond(row, tokens)):
+            return
+        books.claims = {row: (0, tokens)}
+        try:
+            if accounts.overdraft(self._pool.limit_pages) <= 0:
+                return
+            pages = sum(end for _, end in books.spans(0, tokens))
+            books.claims, books.under_way = {}, pages
+            self._reclaimer.check_allowed(pages)  # before anything is lost
+        finally:
+            books.claims, books.under_way = {}, 0
+        self._table.fences[row].wait()
+        for arena, page in beyond:
+            arena.unmap_back(row, page)
+        books.refresh(row)

@@ -30,7 +30,7 @@ from ..space.arena import Arena
 from . import policy
 from .policy import Span
 from .scales import SequenceScales
-from .table import RowTable
+from .table import Place, RowTable
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,8 @@ class Books:
             brink = min(brink, max(end * self.page_size // record - self.rules.overread, 0))
         if self.rules.zero_tail and length:
             return Count(used, mapped, 0, open_pages, 0), brink, spare
+        if (away := self.table.suspended.get(row)) and away.place is not Place.COMING:  # it does not grow
+            open_pages = 0
         return Count(used, mapped, behind, 0, open_pages), brink, spare
 
     def forget_counts(self) -> None:

@@ -298,7 +298,7 @@ class Reordering:
     def _take_turns(self, turn: list[Move], scratch: torch.Tensor, shrink: Shrink) -> None:
         """Makes rows hold each what the next one holds, and the last what the first one does."""
         extents = [self._table.extents[move.source].tolist() for move in turn]
-        aside, step = scratch.data_ptr(), max(len(scratch), 1)
+        aside, step = scratch.data_ptr(), LARGE * self._books.page_size  # of which scratch has room for what it keeps
         for parts in zip(*map(self._parts, turn)):
             arena = parts[0][0]
             address = [arena.table.address_of(move.row, 0) for move in turn]

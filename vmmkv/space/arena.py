@@ -165,7 +165,8 @@ def check_address_space(nbytes: int, asked: str) -> None:
 
 
 _waiting: deque[tuple[FramePool, Account, PageTable, int, int]] = deque()
-"""Ranges of arenas that are gone, and could not be unmapped then, or not all of them: during a graph capture, say."""
+"""Ranges of arenas that are gone, and could not be unmapped then, or not all of them: during a graph capture, say, or
+where Ctrl-C came in between."""
 
 
 def free_waiting() -> None:
@@ -180,10 +181,14 @@ def _free_range(pool: FramePool, account: Account, table: PageTable, nbytes: int
         return
     try:
         wait_for_device(pool.driver)
+        pool.left_behind.append((table, account, table.unmap_all()))
     except VmmkvError:
         _waiting.append((pool, account, table, nbytes, owner))
         return
-    pool.left_behind.append((table, account, table.unmap_all()))
+    except BaseException:  # Ctrl-C, which ends no program in a finalizer: it is reported, and all goes on
+        pool.monitor.is_unfinished = True  # so that books are worked out anew, with what was unmapped so far
+        _waiting.append((pool, account, table, nbytes, owner))
+        raise
     if table.mapped_pages():
         _waiting.append((pool, account, table, nbytes, owner))
         return
