@@ -637,7 +637,8 @@ NO_LETTERS = [
     len(text).to_bytes(8, "little") + text
     for text in (
         b"nonsense", b"{}\n1\n()\n", b"{}\n1 2\n(\n", b"\xff\n\n", b"{}\n1 2\n5\n", b"{}\n1 2\n{[]: 1}\n",
-        b"{}\n-1 2\nNone\n", b"{}\n3 2\nNone\n", b"{}\n0 0\nNone\n" + bytes(8), b"{}\n1 1\n(None, None)\n" + bytes(8), b"-1\n\n", b"4\n\n",
+        b"{}\n-1 2\nNone\n", b"{}\n3 2\nNone\n", b"{}\n0 0\nNone\n" + bytes(8), b"-1\n\n", b"4\n\n",
+        b"{}\n1 1\n(None, None)\n" + bytes(8),
     )
 ] + [(1 << 62).to_bytes(8, "little")]  # fmt: skip
 """They begin as letters do, and end otherwise."""
