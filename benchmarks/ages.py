@@ -122,8 +122,8 @@ def _has_changed(project: Project, module: str, commit: str, then: dict[str, str
         return False
     if _code_at(project.root, commit, name) == code(now.decode()):
         return False
-    since = (_git(project.root, "log", "--format=%H", f"{commit}..HEAD", "--", name) or "").split()
-    if not since or _code_at(project.root, since[0], name) != code(now.decode()):
+    since = (_git(project.root, "log", "--no-merges", "--format=%H", f"{commit}..HEAD", "--", name) or "").split()
+    if not since or _git(project.root, "show", f"HEAD:{name}") != now.decode():
         return True  # or it is not committed
     mended = mends(project.root)
     return any(_changes(project.root, each, name) for each in since if each not in mended)
