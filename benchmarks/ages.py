@@ -31,6 +31,7 @@ DESCRIBING = re.compile(r"environment|cli\.(options|output)|picture|svg|aims|tab
 """Modules that say where something was measured, or show it: no figure follows from them."""
 MENDS = "benchmarks/mends.txt"
 """Lines of a commit, and why what was measured before it is as it would be after it."""
+NOT_COMMITTED = "not committed"
 SHOWN = 4
 """Modules that are named in a table; of the others the number is told."""
 
@@ -44,6 +45,7 @@ class Age(NamedTuple):
         device: on what.
         commit: of which code, in short.
         changed: modules that it measures, and that have changed since then; None: nobody knows.
+        mends: how many commits have changed them that `MENDS` names.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Age(NamedTuple):
     device: str
     commit: str
     changed: list[str] | None
+    mends: int = 0
 
     @property
     def line(self) -> str:
@@ -92,11 +95,13 @@ def _age(project: Project, path: Path) -> Age:
     modules = project.closure(measured_by(project, facts.get("command", "")))
     commit = facts.get("commit") or "unknown"
     then = _files_at(project.root, commit)
-    changed = None
+    changed, mended = None, set[str]()
     if then is not None and modules:
-        measured = [name for name in modules if not DESCRIBING.search(name)]
-        changed = sorted(name for name in measured if _has_changed(project, name, commit, then))
-    return Age(path.name, facts.get("date", ""), facts.get("device", ""), commit, changed)
+        since = {name: _since(project, name, commit, then) for name in modules if not DESCRIBING.search(name)}
+        known = mends(project.root).keys()
+        changed = sorted(name for name, commits in since.items() if commits - known)
+        mended = known & set[str]().union(*since.values())
+    return Age(path.name, facts.get("date", ""), facts.get("device", ""), commit, changed, len(mended))
 
 
 def measured_by(project: Project, command: str) -> str:
@@ -114,19 +119,19 @@ def _files_at(root: Path, commit: str) -> dict[str, str] | None:
     return None if done is None else {path: name for name, path in (line.split(" ", 1) for line in done.splitlines())}
 
 
-def _has_changed(project: Project, module: str, commit: str, then: dict[str, str]) -> bool:
-    """Whether a module does something else than it did at a commit with these files, but for mends."""
+def _since(project: Project, module: str, commit: str, then: dict[str, str]) -> set[str]:
+    """Commits after which a module does something else than it did at one with these files; `NOT_COMMITTED` if it does
+    so by what is in no commit."""
     path = project.paths[module]
     name, now = str(path.relative_to(project.root)), path.read_bytes()
     if then.get(name) == hashlib.sha1(b"blob %d\0" % len(now) + now, usedforsecurity=False).hexdigest():
-        return False
+        return set()
     if _code_at(project.root, commit, name) == code(now.decode()):
-        return False
+        return set()
+    if _git(project.root, "show", f"HEAD:{name}") != now.decode():
+        return {NOT_COMMITTED}
     since = (_git(project.root, "log", "--no-merges", "--format=%H", f"{commit}..HEAD", "--", name) or "").split()
-    if not since or _git(project.root, "show", f"HEAD:{name}") != now.decode():
-        return True  # or it is not committed
-    mended = mends(project.root)
-    return any(_changes(project.root, each, name) for each in since if each not in mended)
+    return {each for each in since if _changes(project.root, each, name)} or {NOT_COMMITTED}
 
 
 def mends(root: Path) -> dict[str, str]:

@@ -39,7 +39,7 @@ from . import (
     swap,
     transfer,
 )
-from .ages import ROOT, ages, has_history
+from .ages import ROOT, Age, ages, has_history
 from .attention import aims_tables
 from .layout_order import tables as layout_order_tables
 from .serve import report as serving
@@ -91,15 +91,17 @@ def result_files() -> str | None:
     if not has_history(ROOT):
         return None
     rows = [
-        (f"`{age.name}`", age.device.removeprefix("NVIDIA "), age.date[:10], age.commit[:7], changes(age.changed))
+        (f"`{age.name}`", age.device.removeprefix("NVIDIA "), age.date[:10], age.commit[:7], changes(age))
         for age in ages(ROOT)
     ]
     return markdown(("file", "measured on", "date", "commit", "its code since"), rows)
 
 
-def changes(modules: list[str] | None) -> str:
+def changes(age: Age) -> str:
     """Whether what was measured has changed since."""
-    return "not known" if modules is None else "changed" if modules else "the same"
+    if age.changed is None:
+        return "not known"
+    return "changed" if age.changed else f"the same, but for {age.mends} mends" if age.mends else "the same"
 
 
 # ------------------------------------------------------------------ the first screen
