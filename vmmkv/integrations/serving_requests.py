@@ -53,7 +53,7 @@ CHANGE_NOTHING: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
 }
 """Of other fields, what they may say beside null."""
-WITHOUT_TOOLS = {"parallel_tool_calls": False, "tool_choice": "none"}
+WITHOUT_TOOLS: dict[str, tuple[Any, ...]] = {"parallel_tool_calls": (False,), "tool_choice": ("none",)}
 """And what they may say in a request that has no tools."""
 NEUTRAL = NOT_IN_BATCHES | {
     "early_stopping": (False,),
@@ -188,7 +188,7 @@ def check_fields(body: Mapping[str, Any], unused: set[str]) -> None:
     for name, value in body.items():
         if name in known or value is None or _is_one_of(value, CHANGE_NOTHING.get(name, ())):
             continue
-        if name in WITHOUT_TOOLS and value == WITHOUT_TOOLS[name] and not body.get("tools"):
+        if _is_one_of(value, WITHOUT_TOOLS.get(name, ())) and not body.get("tools"):
             continue
         allowed = " or ".join(json.dumps(each) for each in CHANGE_NOTHING.get(name, ()))
         instead = f"; {allowed} is served" if allowed else ""
