@@ -32,6 +32,7 @@ DESCRIBING = re.compile(r"environment|cli\.(options|output)|picture|svg|aims|tab
 MENDS = "benchmarks/mends.txt"
 """Lines of a commit, and why what was measured before it is as it would be after it."""
 NOT_COMMITTED = "not committed"
+"""What stands for a commit of code that is in none."""
 SHOWN = 4
 """Modules that are named in a table; of the others the number is told."""
 

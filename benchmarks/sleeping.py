@@ -56,14 +56,14 @@ def main(
         errors.print("There is no module vllm, and no --vllm with a folder of it.", style="red")
         raise typer.Exit(1)
     nbytes = parse_bytes(memory, free=0)
+    version, *rows = measure(vllm, model, nbytes, rounds, seconds)
     result: Row = {
         "environment": environment(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         "model": model,
         "kv_bytes": nbytes,
-        "rounds": measure(vllm, model, nbytes, rounds, seconds),
+        "rounds": rows,
     }
-    version = result["rounds"].pop(0)["version"]
-    result["environment"]["packages"]["vllm"] = version
+    result["environment"]["packages"]["vllm"] = version["version"]
     if json_output:
         print_result(result)
     else:
@@ -71,7 +71,7 @@ def main(
 
 
 def measure(vllm: Path | None, model: str, nbytes: int, rounds: int, seconds: float) -> list[Row]:
-    """What the process tells: its version, and a row for each round."""
+    """What the process tells: vLLM's version, and a row for each round."""
     with TemporaryDirectory() as folder:
         job, results, log = (Path(folder) / name for name in ("job.json", "results.jsonl", "log"))
         (Path(folder) / "config.json").write_text(json.dumps(model_config(MODELS[model], MAX_SEQ_LEN)))

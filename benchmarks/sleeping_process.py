@@ -40,7 +40,9 @@ def main() -> None:
 
 def answer(engine: Any) -> None:
     """Generates some tokens."""
-    asked = sys.modules["vllm"].SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
+    from vllm import SamplingParams
+
+    asked = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, detokenize=False)
     (answered,) = engine.generate([{"prompt_token_ids": PROMPT}], [asked], use_tqdm=False)
     assert len(answered.outputs[0].token_ids) == 8
 

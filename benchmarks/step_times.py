@@ -92,15 +92,15 @@ def measure(settings: Settings, workload: Workload, rounds: int) -> list[Row]:
     found: dict[str, list[Row]] = {name: [] for name in BACKENDS}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(closing(make_engine(settings, workload, name))) for name in BACKENDS}
-        for _, name, load in turns(list(BACKENDS), [Load()], rounds, 0):
-            found[name].append(serve(settings, workload, engines[name], load))
+        for _, name, _ in turns(list(BACKENDS), [Load()], rounds, 0):
+            found[name].append(serve(settings, workload, engines[name]))
         about = {name: {"trace": workload.name, "backend": name} for name in BACKENDS}
         return [about[name] | middle(found[name]) | profiled(settings, workload, engines[name]) for name in BACKENDS]
 
 
-def serve(settings: Settings, workload: Workload, engine: Engine, load: Load) -> Row:
-    """What one run took."""
-    _, row = run_load(settings, workload, engine, load, 0, None, lambda finished, total: None)
+def serve(settings: Settings, workload: Workload, engine: Engine) -> Row:
+    """What one run took, all requests at once."""
+    _, row = run_load(settings, workload, engine, Load(), 0, None, lambda finished, total: None)
     free_memory()
     return row
 
@@ -109,7 +109,7 @@ def profiled(settings: Settings, workload: Workload, engine: Engine) -> Row:
     """What kernels and copies of the device take in a step of a run; nothing where there is no GPU."""
     activity = ProfilerActivity.CUDA if settings.model.device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
-        row = serve(settings, workload, engine, Load())
+        row = serve(settings, workload, engine)
     events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
     kernels = [Kernel(event.key, event.count, event.self_device_time_total) for event in events]
     return {

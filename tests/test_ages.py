@@ -71,12 +71,10 @@ def test_code_that_was_measured_counts_if_it_does_something_else(
         commit(tmp_path, path, text)
         changed = sorted([*changed, *more])
         assert told()["new.json"] == changed
+    facts["commit"] = commit(tmp_path, "docs/page.md", "other words")
     mended = commit(tmp_path, "vmmkv/cache.py", "def extend(): return 3\n")
     commit(tmp_path, ages.MENDS, f"{mended} 3 is as good as 2\n")
     assert told()["new.json"] == changed  # it was changed before, too
-    facts["commit"] = subprocess.check_output(
-        ["git", "-C", str(tmp_path), "rev-parse", f"{mended}^"], text=True
-    ).strip()
     (results / "new.json").write_text(json.dumps({"environment": facts}))
     assert [(age.changed, age.mends) for age in ages.ages(tmp_path) if age.name == "new.json"] == [([], 1)]
     (tmp_path / "vmmkv/cache.py").write_text("def extend(): return 4\n")
