@@ -157,12 +157,12 @@ BENCHMARKS = {
     ),
     "step_times_conv": Benchmark(
         Kind.GPUS,
-        1,
+        2.5,
         "-m benchmarks.step_times --memory 4GiB --trace {conv} --model qwen3-0.6b --json",
     ),
     "step_times_mooncake": Benchmark(
         Kind.GPUS,
-        1,
+        2.5,
         "-m benchmarks.step_times --memory 8GiB --requests 300 --tokens 500000 --max-sequences 128 --shorten 8"
         " --trace {mooncake} --model qwen3-0.6b --json",
     ),
