@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -419,14 +420,17 @@ def tiny_model() -> Model:
 
 
 def test_our_kernels_serve_padded_batches() -> None:
-    """What a captured graph does on a GPU: a batch of a fixed size with empty places, here in the simulator."""
+    """What captured graphs do on a GPU: batches of a fixed size with empty places, of one token each or with prompts,
+    here in the simulator."""
     if torch.cuda.is_available():
         pytest.skip("with a GPU the kernels run on it, in the tests beside this one")
     model = random_model(Config(VOCABULARY, 64, 64, 1, 2, 1, 64), 64, CPU, torch.float32, random_seed())
     prompts, outputs = random_requests(2, 4, 3)
     for backend in ("vmm", "paged"):
-        engine = Engine(model, backend, 1 << 17, 4, 32, 100, attention="numba")
+        engine = Engine(model, backend, 1 << 17, 4, 32, 100, attention="numba", chunk=6)
         engine.graphs = {4: SimpleNamespace(replay=lambda engine=engine: engine._decode(4))}
+        replay = partial(engine._prefill_padded, 10)
+        engine.prompt_graphs = {10: SimpleNamespace(replay=replay)}
         check_greedy(logits_without_cache(model), prompts, engine.run(prompts, outputs))
 
 
@@ -460,7 +464,7 @@ def test_on_a_gpu_all_backends_and_graphs_agree_in_bf16(head_dim: int) -> None:
     for backend, graphs in (("vmm", True), ("paged", True), ("static", True), ("vmm", False)):
         engine = Engine(model, backend, 256 << 20, 40, 1024, 100_000, chunk=512, graphs=graphs)
         run = engine.run(prompts, outputs)
-        assert bool(engine.graphs) == graphs
+        assert bool(engine.graphs) == bool(engine.prompt_graphs) == graphs
         assert run.preemptions == 0
         check_nothing_is_kept(engine, backend)
         engine.close()

@@ -31,8 +31,8 @@ class Batch:
         seq_lens: `[batch]`, tokens of each, with the new ones; 0: padding.
         cu_seqlens: `[batch + 1]`, where each one's new tokens begin.
         host: rows, starts and counts of new tokens once more, `[3, batch]`, for what calls a kernel for each sequence;
-            None in a decode batch that a graph is made of.
-        prompts: how many of them are prompts, or chunks of these; others have one new token.
+            None in a batch that a graph is made of.
+        prompts: how many of them are prompts, or chunks of these, in a graph at most; others have one new token.
     """
 
     rows: torch.Tensor
@@ -71,7 +71,7 @@ def numba_attention(kv: KVBackend) -> Attend:
         lengths, table = (batch.seq_lens, batch.rows), kv.block_table
         if not batch.prompts:
             return decode(q.unsqueeze(1), k, v, *lengths, block_table=table).squeeze(1)
-        if batch.prompts == len(batch.rows):
+        if batch.host is not None and batch.prompts == len(batch.rows):
             return prefill(q, k, v, batch.cu_seqlens, *lengths, block_table=table)
         return mixed(q, k, v, batch.cu_seqlens, *lengths, block_table=table, max_prompts=batch.prompts)
 

@@ -1,4 +1,4 @@
-"""The loop: steps of a schedule on the device, one ahead of it, with CUDA graphs for decode.
+"""The loop: steps of a schedule on the device, one ahead of it, as CUDA graphs.
 
 All tokens of all requests lie one after another in one tensor on the device: a step reads its tokens there and writes
 those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched
@@ -9,7 +9,7 @@ seen, and may have taken part in one step more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
@@ -50,7 +50,8 @@ class Engine:
         chunk: tokens of prompts in a step.
         attention: "numba", our kernels, "torch", "fa3" (rows) or "flashinfer" (blocks); None: ours on a GPU.
         temperature: of sampling; 0 takes the likeliest token.
-        graphs: decode from CUDA graphs; where there is a GPU.
+        graphs: run steps from CUDA graphs, where there is a GPU: decode by batch size, and with our attention, which
+            takes no lengths from the host, prompts by number of tokens.
         reuse: begin prompts with what others have computed, with a backend of `REUSING`; the tokens of each step are
             brought to the host for it, behind the next one.
         suspend: preempted requests where that is cheaper than to compute them anew, with a backend of `SUSPENDING`.
@@ -86,14 +87,17 @@ class Engine:
         self.write = WRITE.get(attention or usual, WRITE[usual])(self.kv)
         self.attention = ATTENTION[attention or usual](self.kv)
         self.planned = self.attention if isinstance(self.attention, FlashInfer) else None
-        # A decode batch takes four arrays; prefill two by token, four by sequence, two by sequence that samples. One
-        # more says where all samples are. (A joint pass takes less than both: its tokens are those of prefill, and one
-        # for each sequence.)
-        self.inputs = torch.zeros(11 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
+        # A decode batch takes four arrays; prompts two by token, of which each sequence that decodes beside them has
+        # one, four by sequence, two by sequence that samples. One more says where all samples are.
+        self.inputs = torch.zeros(9 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.use_graphs = graphs and self.device.type == "cuda"
+        self.use_prompt_graphs = self.use_graphs and (attention or usual) == "numba"
+        self.hidden = model.weights["embed"].new_empty(chunk + max_sequences, model.config.hidden_size)
+        """Where graphs of prompts leave hidden states, of which some are sampled from."""
 
     # ------------------------------------------------------------------ requests
 
@@ -226,23 +230,26 @@ class Engine:
     def _launch(self, schedule: Schedule, step: Step) -> torch.Tensor | None:
         """Brings a step's indices to the device in one copy, and launches decode, prefill, or both in one forward pass.
         With reuse it returns what is sampled, which is there when the step is done."""
-        chunked, counts, size = step.prefill, step.counts, self._padded(len(step.decode))
+        chunked, counts, size = step.prefill, step.counts, padded(len(step.decode), self.graphs)
         if size and len(step.prefill):
             chunked, size = np.append(step.decode, step.prefill), 0
             counts = np.append(np.ones_like(step.decode), step.counts)
+        tokens = padded(int(counts.sum()), self.prompt_graphs)
         decode = self._decode_inputs(schedule, step, size)
-        prefill = self._prefill_inputs(schedule, chunked, counts)
-        targets = [self.offsets[step.sampled] + schedule.known[step.sampled]] if self.reuse else []
-        flat = np.concatenate(decode + prefill + targets).astype(np.int32)
+        prefill = self._prefill_inputs(schedule, chunked, counts, tokens)
+        seen = [self.offsets[step.sampled] + schedule.known[step.sampled]] if self.reuse else []
+        flat = np.concatenate(decode + prefill + seen).astype(np.int32)
         inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
         if size:
             self._launch_decode(schedule, step, size)
         if prefill:
             sizes = list(map(len, prefill))
             begin = sum(map(len, decode))
+            *batch, last, targets = inputs[begin : begin + sum(sizes)].split(sizes)
             host = np.stack([schedule.row[chunked], schedule.computed[chunked], counts])
-            self._plan(host, len(step.prefill))
-            self._prefill(inputs[begin : begin + sum(sizes)].split(sizes), host, len(step.prefill))
+            hidden = self._launch_prompts(batch, host, len(step.prefill), tokens)
+            if len(targets):
+                self._sample(hidden[last], targets)
         if not self.reuse:
             return None
         return self.tokens[inputs[len(inputs) - len(step.sampled) :]].to("cpu", non_blocking=True)
@@ -258,6 +265,16 @@ class Engine:
             graph.replay()
         else:
             self._decode(size, host)
+
+    def _launch_prompts(
+        self, inputs: list[torch.Tensor], host: npt.NDArray[np.int64], prompts: int, tokens: int
+    ) -> torch.Tensor:
+        """From a graph, where there is one of so many tokens; returns their hidden states, and others behind them."""
+        if graph := self.prompt_graphs.get(tokens):
+            graph.replay()
+            return self.hidden
+        self._plan(host, prompts)
+        return self._prefill(inputs, host, prompts)
 
     def _plan(self, host: npt.NDArray[np.int64], prompts: int, size: int = 0) -> None:
         """Tells attention what comes, where it has to know, see `FlashInfer.plan`."""
@@ -277,22 +294,25 @@ class Engine:
         ]
 
     def _prefill_inputs(
-        self, schedule: Schedule, prefill: npt.NDArray[np.int64], counts: npt.NDArray[np.int64]
+        self, schedule: Schedule, prefill: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], tokens: int
     ) -> list[npt.NDArray[np.int64]]:
-        """What `_prefill` takes."""
+        """What `_prefill` takes, padded to the graph of so many tokens, where there is one; which of them are sampled
+        from, and where samples go."""
         if not len(prefill):
             return []
+        batch = self.max_sequences if tokens in self.prompt_graphs else len(prefill)
+        padding, empty = (0, tokens - int(counts.sum())), (0, batch - len(prefill))
         offsets, starts = self.offsets[prefill], schedule.computed[prefill]
         ends, lengths = counts.cumsum(), starts + counts
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
         done = lengths == schedule.known[prefill]
         return [
-            np.repeat(offsets, counts) + positions,
-            positions,
-            schedule.row[prefill],
-            starts,
-            lengths,
-            np.append(0, ends),
+            np.pad(np.repeat(offsets, counts) + positions, padding, constant_values=len(self.tokens) - 2),
+            np.pad(positions, padding),
+            np.pad(schedule.row[prefill], empty),
+            np.pad(starts, empty),
+            np.pad(lengths, empty),
+            np.pad(np.append(0, ends), empty, mode="edge"),
             ends[done] - 1,
             (offsets + lengths)[done],
         ]
@@ -305,13 +325,11 @@ class Engine:
         hidden = self._forward(places, positions, batch)
         self._sample(hidden, places + 1)
 
-    def _prefill(self, inputs: tuple[torch.Tensor, ...], host: npt.NDArray[np.int64], prompts: int) -> None:
-        """A chunk of each of some prompts, and a token of each other sequence."""
-        places, positions, rows, starts, seq_lens, cu_seqlens, last, targets = inputs
+    def _prefill(self, inputs: list[torch.Tensor], host: npt.NDArray[np.int64] | None, prompts: int) -> torch.Tensor:
+        """Hidden states of a chunk of each of some prompts, and of a token of each other sequence."""
+        places, positions, rows, starts, seq_lens, cu_seqlens = inputs
         batch = Batch(rows, starts, seq_lens, cu_seqlens, host, prompts=prompts)
-        hidden = self._forward(places, positions, batch)
-        if len(targets):
-            self._sample(hidden[last], targets)
+        return self._forward(places, positions, batch)
 
     def _forward(self, places: torch.Tensor, positions: torch.Tensor, batch: Batch) -> torch.Tensor:
         """The model over the tokens at some places of `tokens`."""
@@ -333,31 +351,47 @@ class Engine:
 
     # ------------------------------------------------------------------ CUDA graphs
 
-    def _padded(self, size: int) -> int:
-        """The size of the graph for a decode batch."""
-        return min((graph for graph in self.graphs if graph >= size), default=size) if size else 0
-
     def _capture(self) -> None:
-        """A graph for each of some batch sizes, made with padding only: what it does depends on its inputs.
+        """A graph for each of some numbers of tokens, and for each of some batch sizes of decode, made with padding
+        only: what it does depends on its inputs.
 
         The least size is 2: one token alone would be compiled apart.
         """
-        sizes = {2, 4, 8, *range(16, self.max_sequences, 16), self.max_sequences}
-        pool = None
-        for size in sorted(sizes, reverse=True):
-            self.inputs.zero_()
-            self.inputs[:size] = len(self.tokens) - 2
+        pool = torch.cuda.graph_pool_handle()
+        if self.use_prompt_graphs:
+            largest = len(self.hidden)
+            for tokens in sorted({*range(64, largest, 64), largest}, reverse=True):
+                self.prompt_graphs[tokens] = self._graph_of(self._prefill_padded, tokens, pool)
+        for size in sorted({2, 4, 8, *range(16, self.max_sequences, 16), self.max_sequences}, reverse=True):
             self._plan(np.zeros((3, 0), np.int64), 0, size)
-            self._decode(size)  # compiles, and makes workspaces
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                self._decode(size)
-            pool = pool or graph.pool()
-            self.graphs[size] = graph
+            self.graphs[size] = self._graph_of(self._decode, size, pool)
         torch.cuda.synchronize()
+
+    def _graph_of(self, function: Callable[[int], None], size: int, pool: Any) -> torch.cuda.CUDAGraph:
+        """What a function does with so many tokens; `pool` is whose memory it shares with other graphs."""
+        self.inputs.zero_()
+        self.inputs[:size] = len(self.tokens) - 2
+        function(size)  # compiles, and makes workspaces
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool):
+            function(size)
+        return graph
+
+    def _prefill_padded(self, tokens: int) -> None:
+        """So many tokens of as many sequences as can run, whose indices are at the beginning of the inputs."""
+        most = self.max_sequences
+        sizes = tokens, tokens, most, most, most, most + 1
+        states = self._prefill(list(self.inputs[: sum(sizes)].split(sizes)), None, most)
+        self.hidden[:tokens] = states
 
     def close(self) -> None:
         """Gives all memory back; the engine is of no use any more."""
         self.graphs.clear()
+        self.prompt_graphs.clear()
         self.kv.close()
+
+
+def padded(size: int, graphs: Iterable[int]) -> int:
+    """The least size of a graph for so many; as many where there is none."""
+    return min((graph for graph in graphs if graph >= size), default=size) if size else 0
