@@ -469,21 +469,27 @@ def static_reservation(result: Result) -> str:
 # ------------------------------------------------------------------ serving
 
 
-def serving_table(result: Result, load: str) -> str:
-    """The first trace under a load, by the end of the load's name."""
-    name, backends = next(case for case in serving.by_case(result["serving"]) if case[0].endswith(load))
-    return markdown((name, *backends), serving.figure_lines(backends))
+def serving_table(result: Result, load: str) -> str | None:
+    """The first trace under a load, by the end of the load's name; None: the run was cut off before it."""
+    tables = serving_tables(result, load)
+    return tables[0] if tables else None
 
 
-def rates_tables(result: Result) -> str:
-    """A table for each rate."""
-    cases = (case for case in serving.by_case(result["serving"]) if case[0].endswith("load"))
-    return "\n\n".join(markdown((name, *backends), serving.figure_lines(backends)) for name, backends in cases)
+def rates_tables(result: Result) -> str | None:
+    """A table for each rate; None: the run was cut off before any."""
+    return "\n\n".join(serving_tables(result, "load")) or None
 
 
-def prompts_table(result: Result) -> str:
+def serving_tables(result: Result, load: str) -> list[str]:
+    """A table for each trace and load whose name ends so."""
+    cases = [case for case in serving.by_case(result["serving"]) if case[0].endswith(load)]
+    return [markdown((name, *backends), serving.figure_lines(backends)) for name, backends in cases]
+
+
+def prompts_table(result: Result) -> str | None:
+    """None: the run was cut off before any."""
     columns = "backend, kernel", "tokens/s", "attention alone", "its share of the time"
-    return markdown(columns, map(serving.prompt_line, result["prefill"]))
+    return markdown(columns, map(serving.prompt_line, result["prefill"])) if result["prefill"] else None
 
 
 def comparisons_table(result: Result) -> str:
