@@ -10,10 +10,6 @@ on one pool, where weights stay. vLLM runs in a process of its own. Needs an NVI
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -28,8 +24,7 @@ from vmmkv.cli.output import console, errors, format_bytes, make_table
 from vmmkv.memory.budget import parse_bytes
 
 from .engine.model import MODELS
-from .processes import run_command
-from .serve.vllm_peer import BLOCK, ENVIRONMENT, model_config
+from .serve.vllm_start import BLOCK, can_be_had, model_config, run_vllm
 
 Row = dict[str, Any]
 MAX_SEQ_LEN = 8192
@@ -52,7 +47,7 @@ def main(
     """Measure vLLM's sleep mode."""
     if model not in MODELS:
         raise typer.BadParameter(f"--model {model}: it must be one of {', '.join(MODELS)}")
-    if vllm is None and find_spec("vllm") is None:
+    if not can_be_had(vllm):
         errors.print("There is no module vllm, and no --vllm with a folder of it.", style="red")
         raise typer.Exit(1)
     nbytes = parse_bytes(memory, free=0)
@@ -73,26 +68,15 @@ def main(
 def measure(vllm: Path | None, model: str, nbytes: int, rounds: int, seconds: float) -> list[Row]:
     """What the process tells: vLLM's version, and a row for each round."""
     with TemporaryDirectory() as folder:
-        job, results, log = (Path(folder) / name for name in ("job.json", "results.jsonl", "log"))
+        job, results = (Path(folder) / name for name in ("job.json", "results.jsonl"))
         (Path(folder) / "config.json").write_text(json.dumps(model_config(MODELS[model], MAX_SEQ_LEN)))
         job.write_text(json.dumps({"options": engine_options(folder, model, nbytes), "rounds": rounds}))
         results.touch()
-        paths = [str(path) for path in (vllm, os.environ.get("PYTHONPATH")) if path]
-        command = [sys.executable, "-P", str(Path(__file__).with_name("sleeping_process.py")), str(job), str(results)]
-        with log.open("w") as file:
-            status = run_command(
-                command,
-                seconds,
-                stdout=file.fileno(),
-                stderr=subprocess.STDOUT,
-                environment=os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)},
-            )
-        found = [json.loads(line) for line in results.read_text().splitlines()]
-        if status != 0 or len(found) != 1 + rounds:
-            errors.print(log.read_text(errors="replace")[-4000:], highlight=False, markup=False)
-            errors.print(f"vLLM {'was stopped' if status is None else f'ended with {status}'}.", style="red")
+        reason = run_vllm("sleeping_process", job, results, vllm, seconds)
+        if reason:
+            errors.print(f"vLLM: {reason}", style="red", highlight=False, markup=False)
             raise typer.Exit(1)
-        return found
+        return [json.loads(line) for line in results.read_text().splitlines()]
 
 
 def engine_options(folder: str, model: str, nbytes: int) -> Row:

@@ -29,8 +29,8 @@ from vmmkv.memory.driver import open_driver
 
 from .engine.engine import Engine
 from .serve import options
-from .serve.__main__ import GPU, HOST, LARGEST, describe, find_config, make_model
 from .serve.measure import Load, Settings, free_memory, make_engine, middle, run_load, turns
+from .serve.setup import GPU, HOST, LARGEST, describe, find_config, make_model
 from .serve.workloads import Limits, Workload, make_workload
 
 Row = dict[str, Any]

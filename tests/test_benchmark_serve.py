@@ -22,7 +22,7 @@ from benchmarks.engine.schedule import Step
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.measure import figures, middle, quantiles, same_tokens
 from benchmarks.serve.report import compare
-from benchmarks.serve.vllm_peer import model_config
+from benchmarks.serve.vllm_start import model_config
 from benchmarks.serve.workloads import Limits, arrivals, make_workload, system_prompts
 from vmmkv.workload import Request
 

@@ -82,4 +82,4 @@ def test_who_does_not_wake_up_is_told(vllm: Path) -> None:
     done = run_module_here("benchmarks.sleeping", "--vllm", str(vllm.parent), "--model", "tiny", "--memory", "1MiB")
     assert done.returncode == 1
     assert "it sleeps" in done.stderr
-    assert "vLLM ended with 1" in done.stderr
+    assert "vLLM: AssertionError: it sleeps" in done.stderr

@@ -26,7 +26,6 @@ memory for few of them many requests are preempted.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from math import inf
@@ -40,7 +39,7 @@ from rich import progress as progress_bar
 
 from benchmarks.attention.peers import versions
 from benchmarks.engine.engine import BACKENDS
-from benchmarks.engine.model import MODELS, Config, Model, load_model, random_model, read_config
+from benchmarks.engine.model import MODELS
 from benchmarks.engine.suspending import PREFILL_TOKENS_PER_S, costs
 from benchmarks.environment import complete, environment, to_json
 from vmmkv.cli.options import Device
@@ -52,11 +51,9 @@ from . import options
 from .measure import LONGEST, SUSPEND, WARM, Load, Progress, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
+from .setup import GPU, HOST, LARGEST, describe, find_config, make_model
 from .vllm_peer import SHARE, VLLM, Task, Vllm
-from .workloads import Limits, Usual, Workload, make_workload, system_prompts
-
-GPU = Usual("llama-3.1-8b", "16GiB", 8192, 16_384, shorten=1)
-HOST = Usual("tiny", "1MiB", 512, 512, shorten=16)
+from .workloads import Limits, Workload, make_workload, system_prompts
 
 
 class Plan(NamedTuple):
@@ -78,8 +75,6 @@ QUICK = Plan(["vmm", f"vmm+{WARM}", "paged"], [], rounds=5, seeds=3, requests=15
 SHARING = Plan(
     ["vmm", "paged", "vmm+reuse", "paged+reuse", *VLLM], [], rounds=3, seeds=3, requests=300, wait=False, prompts=False
 )
-LARGEST = 0.9
-"""Of the budget: requests that would take more are left out."""
 
 
 def main(
@@ -188,23 +183,6 @@ def check_files(json_output: Path | None, plot: Path | None) -> None:
         raise typer.BadParameter(f"--json {json_output}: write it in a folder that exists")
 
 
-def find_config(model: str) -> Config:
-    """Of a model by name, or in a folder."""
-    if model in MODELS:
-        return MODELS[model]
-    path = Path(model) / "config.json"
-    if not path.is_file():
-        raise typer.BadParameter(f"{model}: it must be one of {', '.join(MODELS)}, or a folder with a config.json")
-    return read_config(json.loads(path.read_text()))
-
-
-def make_model(name: str, config: Config, positions: int, device: torch.device, dtype: torch.dtype) -> Model:
-    """With random weights, or with those of a folder."""
-    if name in MODELS:
-        return random_model(config, positions, device, dtype)
-    return load_model(Path(name), positions, device, dtype)
-
-
 def prefill_speed(model: str, backends: list[str]) -> float:
     """Tokens of prompts that a model computes in a second, which says whether suspending saves time."""
     if model not in PREFILL_TOKENS_PER_S and any(backend.endswith(f"+{SUSPEND}") for backend in backends):
@@ -239,20 +217,6 @@ def begin_result(model: str, settings: Settings, workloads: list[Workload]) -> d
         "prefill": [],
         "skipped": [],
         "missed": [],
-    }
-
-
-def describe(workload: Workload) -> dict[str, Any]:
-    return {
-        "name": workload.name,
-        "requests": len(workload.requests),
-        "tokens": workload.tokens,
-        "prompt_tokens": sum(request.prompt for request in workload.requests),
-        "known_tokens": workload.known_tokens(),
-        "output_tokens": sum(request.output for request in workload.requests),
-        "max_seq_len": workload.max_seq_len,
-        "longest": workload.longest,
-        "left_out": workload.left_out,
     }
 
 

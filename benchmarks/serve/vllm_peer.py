@@ -8,23 +8,16 @@ then but weights.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from benchmarks.engine.model import Config
-from benchmarks.processes import run_command
-from vmmkv.cli.output import errors
-
 from .measure import REUSE, Load, Row, Settings, free_memory, middle, quantiles
+from .vllm_start import BLOCK, can_be_had, model_config, run_vllm
 from .workloads import Workload, arrivals
 
 VLLM = "vllm", f"vllm+{REUSE}"
@@ -34,9 +27,6 @@ SHARE = 0.5
 STEP_TOKENS = 8192
 """Of a step, at least: vLLM serves faster with them than with as few as ours has, and takes as many itself as a server
 on such a GPU."""
-BLOCK = 16
-"""Tokens of a block."""
-ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 
 
 class Task(NamedTuple):
@@ -63,7 +53,7 @@ class Vllm:
 
     @property
     def can_be_had(self) -> bool:
-        return self.folder is not None or find_spec("vllm") is not None
+        return can_be_had(self.folder)
 
     def serve(self, result: Row, settings: Settings, tasks: list[Task]) -> None:
         """Adds to a result a row for each name and load, and what cannot be had or was not reached, and why."""
@@ -85,7 +75,7 @@ class Vllm:
             result.setdefault("vllm_options", {})[name] = {key: options[key] for key in options if key != "model"}
             works = [work(settings, task, runs) for task, runs in zip(tasks, plans)]
             job.write_text(json.dumps({"options": options, "works": works}))
-            reason = self._run(job, results, settings.deadline - perf_counter())
+            reason = run_vllm("vllm_process", job, results, self.folder, settings.deadline - perf_counter())
             version, *rows = map(json.loads, results.read_text().splitlines() or ["null"])
         if version is None:
             result["skipped"].append({"backend": name, "kernel": "", "reason": reason})
@@ -100,24 +90,6 @@ class Vllm:
             result["serving"].extend(map(middle, found.values()))
             for run in runs[len(there) :]:
                 result["missed"].append(f"{task.workload.name}, {run.load.name}, {name}: {reason}")
-
-    def _run(self, job: Path, results: Path, seconds: float) -> str:
-        """Runs the process; returns why it did not come to its end."""
-        paths = [str(self.folder)] if self.folder else []
-        paths += [path for path in [os.environ.get("PYTHONPATH")] if path]
-        environment = os.environ | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(paths)}
-        script = Path(__file__).with_name("vllm_process.py")
-        log = job.with_name("log")
-        command = [sys.executable, "-P", str(script), str(job), str(results)]
-        with log.open("w") as file:
-            status = run_command(
-                command, seconds, stdout=file.fileno(), stderr=subprocess.STDOUT, environment=environment
-            )
-        if not status:
-            return "not reached in time" if status is None else ""
-        lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-        errors.print("\n".join(lines[-20:]), highlight=False, markup=False)
-        return lines[-1] if lines else f"it ended with {status}"
 
 
 class Run(NamedTuple):
@@ -183,29 +155,6 @@ def write_config(folder: Path, settings: Settings) -> Path:
     config = model_config(settings.model.config, settings.model.angles.shape[1])
     (folder / "config.json").write_text(json.dumps(config))
     return folder
-
-
-def model_config(config: Config, max_seq_len: int) -> dict[str, Any]:
-    """A shape in the words of a `config.json`."""
-    kind = "qwen3" if config.qk_norm else "llama"
-    return {
-        "architectures": ["Qwen3ForCausalLM" if config.qk_norm else "LlamaForCausalLM"],
-        "model_type": kind,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_theta": config.rope["rope_theta"],
-        "max_position_embeddings": max_seq_len,
-        "torch_dtype": "bfloat16",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
 
 
 def figures(workload: Workload, run: Run, told: Row) -> Row:
