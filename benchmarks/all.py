@@ -173,6 +173,7 @@ BENCHMARKS = {
     "scale": Benchmark(Kind.HOST, 4, "-m benchmarks.scale --json"),
     "prefix_tree": Benchmark(Kind.HOST, 1, "-m benchmarks.prefix_tree --json"),
     "prefix_trace": Benchmark(Kind.HOST, 6, "-m benchmarks.prefix_trace --trace {mooncake} --json"),
+    "room": Benchmark(Kind.HOST, 1, "-m benchmarks.room --json"),
     "eight_bits": Benchmark(Kind.HOST, 2, "-m benchmarks.eight_bits --json"),
     "layout_order_waste": Benchmark(Kind.HOST, 1, "-m benchmarks.layout_order --trace {conv} --json"),
     "fragmentation_ahead": Benchmark(Kind.HOST, 3, "-m benchmarks.fragmentation --trace {conv} --ahead --json"),

@@ -32,6 +32,7 @@ from . import (
     prefix_tree,
     prefixes,
     reuse,
+    room,
     scale,
     sharing,
     sleeping,
@@ -354,8 +355,8 @@ def generate_step(result: Result) -> str:
 
 @table("generate_qwen3_gpu.json")
 def generate_step_qwen(result: Result) -> str:
-    shapes = [(1, 512), (1, 32_768), (8, 512), (8, 32_768), (32, 8192), (32, 32_768)]
-    return generate_table(result["cells"], "ms a decode step", shapes, step_ms, "Qwen3-0.6B")
+    measured = {(cell["batch"], cell["prompt"]) for cell in result["cells"] if cell["status"] == "measured"}
+    return generate_table(result["cells"], "ms a decode step", sorted(measured), step_ms, "Qwen3-0.6B")
 
 
 def step_ms(cell: Result) -> str:
@@ -625,6 +626,11 @@ def prefix_matches(result: Result) -> str:
 @table("prefix_trace.json")
 def prefix_trace_hits(result: Result) -> str:
     return markdown(*prefix_trace.hit_table(result))
+
+
+@table("room.json")
+def room_for_requests(result: Result) -> str:
+    return markdown(*room.table(result))
 
 
 # ------------------------------------------------------------------ the host, and other processes

@@ -14,7 +14,7 @@ from typer import Typer
 from typer.testing import CliRunner
 
 import vmmkv
-from benchmarks import prefix_trace, prefix_tree, tables
+from benchmarks import prefix_trace, prefix_tree, room, tables
 from vmmkv.workload import TraceError
 
 
@@ -128,3 +128,17 @@ def test_the_tree_is_measured() -> None:
     assert all(row["median"] > 0 for row in result["changes"].values() if isinstance(row, dict))
     assert len(result["comparisons"]) == 2
     prefix_tree.show(result)
+
+
+def test_who_shares_pages_has_room_for_more() -> None:
+    result = run(room.main, "--requests", "90", "--memory", "4GiB")
+    blocks, rows, single = result["runs"]
+    for each in (blocks, rows, single):
+        found = each["cached_share"] * result["prompt_tokens"]
+        anew = each["prompt_tokens_computed"] + found - result["prompt_tokens"]
+        assert -1 < anew < 0.05 * result["prompt_tokens"], "of the few that are preempted"
+        assert each["mean_running"] <= each["crowded_concurrency"] < result["requests"]
+    assert rows["crowded_concurrency"] < single["crowded_concurrency"]
+    assert single["crowded_concurrency"] == pytest.approx(blocks["crowded_concurrency"], rel=0.05)
+    assert single["cached_share"] >= blocks["cached_share"], "rows reuse to the token"
+    assert tables.TABLES["room-for-requests"].write(result).count("\n") == 4

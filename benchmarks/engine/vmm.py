@@ -33,7 +33,7 @@ class VmmKV:
     """A `KVBackend`.
 
     Args:
-        overread, scrub: see `KVCache`.
+        overread, scrub, large_frames: see `KVCache`.
         lookahead: tokens that are mapped behind each sequence before it needs them; None is what `KVCache` does.
         pool: memory that others use as well, instead of `max_bytes` of its own.
         host_bytes: of host memory, for sequences that are suspended.
@@ -54,11 +54,13 @@ class VmmKV:
         host_bytes: int = 0,
         overread: int = 0,
         scrub: bool = False,
+        large_frames: bool = True,
     ) -> None:
         memory: dict[str, Any] = {"pool": pool}
         if pool is None:
             memory = {"max_bytes": max_bytes, "driver": make_driver(layout, device)}
         memory |= {"lookahead": lookahead, "host_bytes": host_bytes, "overread": overread, "scrub": scrub}
+        memory |= {"large_frames": large_frames}
         self.cache = KVCache(layout, max_sequences, max_seq_len, **memory)
         self.overread = overread
         self.sequences = np.full(max_sequences, None, object)
