@@ -126,13 +126,13 @@ def headline(generated: Result, batched: Result, served: Result, replayed: Resul
             f"{steps['StaticCache, sdpa, compiled']} with a compiled `StaticCache`",
         ),
         (
-            "tokens/s of transformers' continuous batching",
+            f"tokens/s of transformers' continuous batching, {format_bytes(batched['memory_bytes'])} of K and V",
             f"{rates['rows']}; compiled {rates['rows, compiled']}",
             f"{rates['blocks, sdpa']} on its own paged cache with `sdpa` ({done}); "
             + (flash or "FlashAttention not measured"),
         ),
         (
-            "tokens/s of our benchmark engine on rows",
+            f"tokens/s of our benchmark engine on rows, {format_bytes(served['budget_bytes'])} of K and V",
             engines["vmm"],
             f"{engines['vllm']} by vLLM {served['peers']['vllm']} in the same run",
         ),
@@ -142,7 +142,7 @@ def headline(generated: Result, batched: Result, served: Result, replayed: Resul
             f"{waste['block_table_16']} in blocks of 16; {waste['static']} with 8,192 tokens reserved",
         ),
     ]
-    columns = "one GPU, Llama-3.1-8B's shape in bf16, serving with 16 GiB of K and V", "vmmkv", "beside it"
+    columns = "one GPU, Llama-3.1-8B's shape in bf16", "vmmkv", "beside it"
     return markdown(columns, ((what, f"**{ours}**", theirs) for what, ours, theirs in rows))
 
 
