@@ -362,7 +362,8 @@ class Engine:
             largest = len(self.hidden)
             for tokens in sorted({*range(64, largest, 64), largest}, reverse=True):
                 self.prompt_graphs[tokens] = self._graph_of(self._prefill_padded, tokens, pool)
-        for size in sorted({2, 4, 8, *range(16, self.max_sequences, 16), self.max_sequences}, reverse=True):
+        most = max(self.max_sequences, 2)
+        for size in sorted({min(size, most) for size in (2, 4, 8, *range(16, most, 16), most)}, reverse=True):
             self._plan(np.zeros((3, 0), np.int64), 0, size)
             self.graphs[size] = self._graph_of(self._decode, size, pool)
         torch.cuda.synchronize()
