@@ -4,7 +4,7 @@
 
 Requests are served as in `benchmarks.serve`, all waiting from the beginning, in rounds in turns; then once more under
 torch's profiler, which adds up the time of each kernel. A run that takes longer than its kernels waits for the host:
-for its cache manager, the driver calls in it, and what it prepares and launches.
+for its cache manager, the driver calls in it, and the launches of prompts, which no CUDA graph holds.
 """
 
 from __future__ import annotations
