@@ -77,9 +77,16 @@ def test_it_sleeps_and_wakes_up_and_answers(vllm: Path) -> None:
     assert [len(line) for line in lines] == [len(columns)] * 3
 
 
-def test_who_does_not_wake_up_is_told(vllm: Path) -> None:
-    (vllm / "__init__.py").write_text(VLLM.replace("self.awake |= set(tags)", "pass"))
+@pytest.mark.parametrize(
+    ("does", "told"),
+    [
+        ("pass", "vLLM: AssertionError: it sleeps"),
+        ("print('it wakes up', flush=True); import os; os.abort()", "vLLM: it ended with -6"),
+    ],
+    ids=["it sleeps", "it is killed"],
+)
+def test_who_does_not_wake_up_is_told(vllm: Path, does: str, told: str) -> None:
+    (vllm / "__init__.py").write_text(VLLM.replace("self.awake |= set(tags)", does))
     done = run_module_here("benchmarks.sleeping", "--vllm", str(vllm.parent), "--model", "tiny", "--memory", "1MiB")
     assert done.returncode == 1
-    assert "it sleeps" in done.stderr
-    assert "vLLM: AssertionError: it sleeps" in done.stderr
+    assert told in done.stderr

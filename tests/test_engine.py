@@ -5,21 +5,23 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import transformers
 from conftest import ROUNDS
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.engine.attention import Batch, numba_attention
+from benchmarks.engine.attention import Attend, Batch, Write, numba_attention
 from benchmarks.engine.engine import BACKENDS, REUSING, Engine
 from benchmarks.engine.model import Angles, Config, Model, compiled, load_model, random_model, rotate
 from benchmarks.engine.paged import PagedKV
@@ -141,7 +143,7 @@ def batches(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
     outputs = draw(st.lists(st.integers(1, 60), min_size=len(prompts), max_size=len(prompts)))
     least = -(-max(map(sum, zip(prompts, outputs))) // 16)
     blocks = draw(st.integers(least, 3 * least))
-    return prompts, outputs, blocks, draw(st.integers(1, 6)), draw(st.integers(1, 64))
+    return prompts, outputs, blocks, draw(st.integers(1, 6)), draw(st.integers(1, draw(st.sampled_from([8, 64, 200]))))
 
 
 @pytest.mark.parametrize("backend", [PagedKV, VmmKV])
@@ -348,31 +350,6 @@ def test_a_chats_next_turn_begins_with_the_answer_before_it(backend: str, wait: 
     assert after.cached.tolist() == (seen if backend == "vmm" else seen // 16 * 16).tolist()
 
 
-@pytest.mark.parametrize("backend", REUSING)
-def test_reuse_in_a_full_pool_gives_up_what_nobody_uses_and_keeps_the_tokens(backend: str) -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(4, 16, 96)
-    prompts += [torch.cat([prompt, prompt]) for prompt in prompts]
-    engine = Engine(model, backend, 9 * 16 * 512, 4, 160, 2000, reuse=True)
-    for _ in range(2):
-        run = engine.run(prompts, outputs * 2)
-        assert run.preemptions > 0
-        assert run.finished == 8
-        check_greedy(logits_without_cache(model), prompts, run)
-    check_nothing_is_kept(engine, backend)
-
-
-@pytest.mark.parametrize("backend", ["vmm", "paged"])
-def test_a_full_pool_preempts_the_last_and_the_tokens_stay_the_same(backend: str) -> None:
-    model = tiny_model()
-    prompts, outputs = random_requests(4, 16, 96)  # all start at once, and four times 48 tokens are more than fit
-    roomy, tight = (Engine(model, backend, blocks * 16 * 512, 4, 160, 1000) for blocks in (100, 9))  # 512 bytes a token
-    for engine in (roomy, tight):
-        run = engine.run(prompts, outputs)
-        assert (run.preemptions > 0) == (engine is tight)
-        check_greedy(logits_without_cache(model), prompts, run)
-
-
 def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may have less than the budget; the last request has nobody to take memory from."""
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
@@ -419,19 +396,102 @@ def tiny_model() -> Model:
     return random_model(Config(VOCABULARY, 64, 64, 2, 4, 2, 16), 256, CPU, torch.float32, random_seed())
 
 
-def test_our_kernels_serve_padded_batches() -> None:
-    """What captured graphs do on a GPU: batches of a fixed size with empty places, of one token each or with prompts,
-    here in the simulator."""
+CAPTURING = "graph_pool_handle", "synchronize", "CUDAGraph", "graph"
+
+
+class WithGraphs(Engine):
+    """Has graphs without a GPU: what would be captured is run again. Attention is our kernels', in the simulator, or
+    torch's, which knows of a batch what they know."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.use_graphs = self.use_prompt_graphs = True
+        if "attention" not in options:
+            self.write = partial(write_from_device, self.write)
+            self.attention = partial(attend_from_device, self.attention)
+
+    def _capture(self) -> None:
+        with mock.patch.multiple(torch.cuda, **dict.fromkeys(CAPTURING, mock.DEFAULT)):
+            super()._capture()
+
+    def _graph_of(self, function: Callable[[int], None], size: int, pool: Any) -> Any:
+        super()._graph_of(function, size, pool)
+        return SimpleNamespace(replay=partial(function, size))
+
+
+def write_from_device(write: Write, *args: Any) -> torch.Tensor:
+    *new, batch = args
+    return write(*new, on_host(batch))
+
+
+def attend_from_device(attend: Attend, layer: int, q: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """What nobody computes is no number."""
+    out = torch.full_like(q, torch.nan)
+    if tokens := int(batch.cu_seqlens[-1]):
+        out[:tokens] = attend(layer, q, on_host(batch))
+    return out
+
+
+def on_host(batch: Batch) -> Batch:
+    """What the device knows of a batch, without what pads it."""
+    counts = batch.cu_seqlens.diff()
+    live = counts > 0
+    assert (batch.seq_lens == (batch.starts + counts) * live).all()
+    assert (counts > 1).sum() <= batch.prompts
+    assert batch.prompts or (counts == live).all()
+    return replace(batch, host=torch.stack([batch.rows, batch.starts, counts])[:, live].long().numpy())
+
+
+@pytest.mark.parametrize("backend", ["vmm", "paged"])
+def test_our_kernels_serve_padded_batches(backend: str) -> None:
+    """What captured graphs do on a GPU, here in the simulator."""
     if torch.cuda.is_available():
         pytest.skip("with a GPU the kernels run on it, in the tests beside this one")
     model = random_model(Config(VOCABULARY, 64, 64, 1, 2, 1, 64), 64, CPU, torch.float32, random_seed())
     prompts, outputs = random_requests(2, 4, 3)
-    for backend in ("vmm", "paged"):
-        engine = Engine(model, backend, 1 << 17, 4, 32, 100, attention="numba", chunk=6)
-        engine.graphs = {4: SimpleNamespace(replay=lambda engine=engine: engine._decode(4))}
-        replay = partial(engine._prefill_padded, 10)
-        engine.prompt_graphs = {10: SimpleNamespace(replay=replay)}
-        check_greedy(logits_without_cache(model), prompts, engine.run(prompts, outputs))
+    engine = WithGraphs(model, backend, 1 << 17, 3, 32, 100, attention="numba", chunk=6)
+    check_greedy(logits_without_cache(model), prompts, engine.run(prompts, outputs))
+
+
+FULL = [15] * 4, [30] * 4, 8, 4, 60
+"""A batch for which there is not enough room; its prompts fill the largest graph, and all are sampled behind."""
+
+
+@pytest.mark.parametrize("backend", ["vmm", "paged", "vmm, reuse", "paged, reuse", "vmm, suspend"])
+@given(batch=batches(), wait=st.booleans(), unknown=st.booleans(), late=st.booleans(), graphs=st.booleans())
+@example(batch=FULL, wait=False, unknown=False, late=False, graphs=True)
+@settings(max_examples=4 * ROUNDS)
+def test_any_batch_has_the_tokens_that_it_had_without_a_cache(
+    backend: str, batch: tuple[list[int], list[int], int, int, int], wait: bool, unknown: bool, late: bool, graphs: bool
+) -> None:
+    """In each way to serve it, also when what others have computed is there already."""
+    sizes, outputs, blocks, max_sequences, chunk = batch
+    name, _, beside = backend.partition(", ")
+    model, prompts = tiny_model(), list(map(torch.from_numpy, related_ids(sizes)))
+    max_tokens = sum(sizes) + sum(outputs) + len(sizes)
+    engine = (WithGraphs if graphs else Engine)(
+        model,
+        name,
+        blocks * 16 * 512,  # 512 bytes a token
+        max_sequences,
+        140,
+        max_tokens,
+        chunk=chunk,
+        reuse=beside == "reuse",
+        suspend=beside == "suspend",
+        late=late,
+        options={"host_bytes": 1 << 20, "tokens_per_s": 1.0} if beside == "suspend" else {},
+    )
+    engine.tokens[max_tokens] = 1
+    for _ in range(2):
+        run = engine.run(prompts, outputs, wait=wait, unknown=unknown)
+        check_greedy(logits_without_cache(model), prompts, run)
+        assert run.finished == len(prompts)
+        assert run.generated == sum(outputs)
+        assert run.preemptions > 0 or batch != FULL
+        assert engine.tokens[max_tokens] == 1, "padding has written where it reads"
+    check_nothing_is_kept(engine, name)
+    engine.close()
 
 
 def test_one_program_serves_any_number_of_tokens() -> None:

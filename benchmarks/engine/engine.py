@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .attention import ATTENTION, WRITE, Batch, FlashInfer
+from .attention import ATTENTION, WRITE, Batch, FlashInfer, Numbers
 from .backend import KVBackend, pinned
 from .in_flight import InFlight
 from .model import Angles, Model
@@ -84,18 +84,19 @@ class Engine:
         make = (REUSING if reuse else SUSPENDING if suspend else BACKENDS)[backend]
         self.kv = make(layout, max_sequences, max_seq_len, max_bytes, self.device, **(options or {}))
         usual = "numba" if self.device.type == "cuda" else "torch"
-        self.write = WRITE.get(attention or usual, WRITE[usual])(self.kv)
-        self.attention = ATTENTION[attention or usual](self.kv)
+        attention = attention or usual
+        self.write = WRITE.get(attention, WRITE[usual])(self.kv)
+        self.attention = ATTENTION[attention](self.kv)
         self.planned = self.attention if isinstance(self.attention, FlashInfer) else None
-        # A decode batch takes four arrays; prompts two by token, of which each sequence that decodes beside them has
-        # one, four by sequence, two by sequence that samples. One more says where all samples are.
-        self.inputs = torch.zeros(9 * max_sequences + 2 * chunk + 2, dtype=torch.int32, device=self.device)
+        # Prompts take two by token, of which each sequence that decodes beside them has one, four by sequence, one more
+        # where the last one ends, two by sequence that samples. Decode alone takes less.
+        self.inputs = torch.zeros(8 * max_sequences + 2 * chunk + 1, dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.use_graphs = graphs and self.device.type == "cuda"
-        self.use_prompt_graphs = self.use_graphs and (attention or usual) == "numba"
+        self.use_prompt_graphs = self.use_graphs and attention == "numba"
         self.hidden = model.weights["embed"].new_empty(chunk + max_sequences, model.config.hidden_size)
         """Where graphs of prompts leave hidden states, of which some are sampled from."""
 
@@ -228,96 +229,90 @@ class Engine:
     # ------------------------------------------------------------------ steps
 
     def _launch(self, schedule: Schedule, step: Step) -> torch.Tensor | None:
-        """Brings a step's indices to the device in one copy, and launches decode, prefill, or both in one forward pass.
-        With reuse it returns what is sampled, which is there when the step is done."""
-        chunked, counts, size = step.prefill, step.counts, padded(len(step.decode), self.graphs)
-        if size and len(step.prefill):
-            chunked, size = np.append(step.decode, step.prefill), 0
-            counts = np.append(np.ones_like(step.decode), step.counts)
-        tokens = padded(int(counts.sum()), self.prompt_graphs)
-        decode = self._decode_inputs(schedule, step, size)
-        prefill = self._prefill_inputs(schedule, chunked, counts, tokens)
-        seen = [self.offsets[step.sampled] + schedule.known[step.sampled]] if self.reuse else []
-        flat = np.concatenate(decode + prefill + seen).astype(np.int32)
-        inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
-        if size:
-            self._launch_decode(schedule, step, size)
-        if prefill:
-            sizes = list(map(len, prefill))
-            begin = sum(map(len, decode))
-            *batch, last, targets = inputs[begin : begin + sum(sizes)].split(sizes)
-            host = np.stack([schedule.row[chunked], schedule.computed[chunked], counts])
-            hidden = self._launch_prompts(batch, host, len(step.prefill), tokens)
-            if len(targets):
-                self._sample(hidden[last], targets)
-        if not self.reuse:
-            return None
-        return self.tokens[inputs[len(inputs) - len(step.sampled) :]].to("cpu", non_blocking=True)
+        """Launches decode, or prompts and decode in one forward pass. With reuse it returns what is sampled, which is
+        there when the step is done."""
+        requests = np.append(step.decode, step.prefill)
+        starts, counts = schedule.computed[requests], np.append(np.ones_like(step.decode), step.counts)
+        offsets, host = self.offsets[requests], np.stack([schedule.row[requests], starts, counts])
+        ends = self.offsets[step.sampled] + schedule.known[step.sampled]
+        if len(step.prefill):
+            last = counts.cumsum()[starts + counts == schedule.known[requests]] - 1
+            targets = self._launch_prompts(offsets, host, len(step.prefill), last, ends)
+        else:
+            targets = self._launch_decode(offsets, host, ends)
+        return self.tokens[targets].to("cpu", non_blocking=True) if self.reuse else None
 
-    def _launch_decode(self, schedule: Schedule, step: Step, size: int) -> None:
-        """From a graph, where there is one of this size."""
+    def _launch_decode(self, offsets: Numbers, host: Numbers, ends: Numbers) -> torch.Tensor:
+        """A token of each sequence, from a graph where there is one; returns where samples go."""
+        size = padded(len(offsets), self.graphs)
+        *_, targets = self._send([*self._decode_inputs(offsets, host, size), ends])
         graph = self.graphs.get(size)
-        if self.planned or not graph:
-            starts = schedule.computed[step.decode]
-            host = np.stack([schedule.row[step.decode], starts, np.ones_like(starts)])
-            self._plan(host, 0, size if graph else 0)
+        self._plan(host, 0, size if graph else 0)
         if graph:
             graph.replay()
         else:
             self._decode(size, host)
+        return targets
 
     def _launch_prompts(
-        self, inputs: list[torch.Tensor], host: npt.NDArray[np.int64], prompts: int, tokens: int
+        self, offsets: Numbers, host: Numbers, prompts: int, last: Numbers, ends: Numbers
     ) -> torch.Tensor:
-        """From a graph, where there is one of so many tokens; returns their hidden states, and others behind them."""
-        if graph := self.prompt_graphs.get(tokens):
-            graph.replay()
-            return self.hidden
-        self._plan(host, prompts)
-        return self._prefill(inputs, host, prompts)
+        """New tokens of each sequence, from a graph where there is one, and samples of some; returns where these go.
 
-    def _plan(self, host: npt.NDArray[np.int64], prompts: int, size: int = 0) -> None:
+        Args:
+            host, prompts: as of a `Batch`.
+            last: which of the new tokens are sampled behind, and `ends`, where each sample goes.
+        """
+        tokens = padded(int(host[2].sum()), self.prompt_graphs)
+        graph = self.prompt_graphs.get(tokens)
+        arrays = self._prefill_inputs(offsets, host, self.max_sequences if graph else len(offsets), tokens)
+        *inputs, sampled, targets = self._send([*arrays, last, ends])
+        if graph:
+            graph.replay()
+            hidden = self.hidden
+        else:
+            self._plan(host, prompts)
+            hidden = self._prefill(inputs, host, prompts)
+        if len(targets):
+            self._sample(hidden[sampled], targets)
+        return targets
+
+    def _send(self, arrays: list[Numbers]) -> list[torch.Tensor]:
+        """Brings arrays to the device in one copy, to the beginning of the inputs."""
+        flat = np.concatenate(arrays).astype(np.int32)
+        inputs = self.inputs[: len(flat)].copy_(pinned(flat, self.device), non_blocking=True)
+        return list(inputs.split(list(map(len, arrays))))
+
+    def _plan(self, host: Numbers, prompts: int, size: int = 0) -> None:
         """Tells attention what comes, where it has to know, see `FlashInfer.plan`."""
         if self.planned:
             self.planned.plan(host, prompts, self.model.config.num_heads, size)
 
-    def _decode_inputs(self, schedule: Schedule, step: Step, size: int) -> list[npt.NDArray[np.int64]]:
-        """What `_decode` takes, padded to the size of a graph."""
-        if not size:
-            return []
-        computed, padding = schedule.computed[step.decode], (0, size - len(step.decode))
+    def _decode_inputs(self, offsets: Numbers, host: Numbers, size: int) -> list[Numbers]:
+        """What `_decode` takes, padded to so many sequences."""
+        rows, starts, _ = host
         return [
-            np.pad(self.offsets[step.decode] + computed, padding, constant_values=len(self.tokens) - 2),
-            np.pad(schedule.row[step.decode], padding),
-            np.pad(computed + 1, padding),
-            np.minimum(np.arange(size + 1), len(step.decode)),
+            pad(offsets + starts, size, len(self.tokens) - 2),
+            pad(rows, size),
+            pad(starts + 1, size),
+            np.minimum(np.arange(size + 1), len(rows)),
         ]
 
-    def _prefill_inputs(
-        self, schedule: Schedule, prefill: npt.NDArray[np.int64], counts: npt.NDArray[np.int64], tokens: int
-    ) -> list[npt.NDArray[np.int64]]:
-        """What `_prefill` takes, padded to the graph of so many tokens, where there is one; which of them are sampled
-        from, and where samples go."""
-        if not len(prefill):
-            return []
-        batch = self.max_sequences if tokens in self.prompt_graphs else len(prefill)
-        padding, empty = (0, tokens - int(counts.sum())), (0, batch - len(prefill))
-        offsets, starts = self.offsets[prefill], schedule.computed[prefill]
-        ends, lengths = counts.cumsum(), starts + counts
+    def _prefill_inputs(self, offsets: Numbers, host: Numbers, batch: int, tokens: int) -> list[Numbers]:
+        """What `_prefill` takes, padded to so many sequences and tokens."""
+        rows, starts, counts = host
+        ends = counts.cumsum()
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
-        done = lengths == schedule.known[prefill]
         return [
-            np.pad(np.repeat(offsets, counts) + positions, padding, constant_values=len(self.tokens) - 2),
-            np.pad(positions, padding),
-            np.pad(schedule.row[prefill], empty),
-            np.pad(starts, empty),
-            np.pad(lengths, empty),
-            np.pad(np.append(0, ends), empty, mode="edge"),
-            ends[done] - 1,
-            (offsets + lengths)[done],
+            pad(np.repeat(offsets, counts) + positions, tokens, len(self.tokens) - 2),
+            pad(positions, tokens),
+            pad(rows, batch),
+            pad(starts, batch),
+            pad(starts + counts, batch),
+            pad(np.append(0, ends), batch + 1, int(ends[-1])),
         ]
 
-    def _decode(self, size: int, host: npt.NDArray[np.int64] | None = None) -> None:
+    def _decode(self, size: int, host: Numbers | None = None) -> None:
         """A token of each sequence of a batch, whose indices are at the beginning of the inputs."""
         places, rows, seq_lens, cu_seqlens = self.inputs[: 4 * size + 1].split((size, size, size, size + 1))
         positions = (seq_lens - 1).clamp_(min=0)
@@ -325,7 +320,7 @@ class Engine:
         hidden = self._forward(places, positions, batch)
         self._sample(hidden, places + 1)
 
-    def _prefill(self, inputs: list[torch.Tensor], host: npt.NDArray[np.int64] | None, prompts: int) -> torch.Tensor:
+    def _prefill(self, inputs: list[torch.Tensor], host: Numbers | None, prompts: int) -> torch.Tensor:
         """Hidden states of a chunk of each of some prompts, and of a token of each other sequence."""
         places, positions, rows, starts, seq_lens, cu_seqlens = inputs
         batch = Batch(rows, starts, seq_lens, cu_seqlens, host, prompts=prompts)
@@ -362,7 +357,8 @@ class Engine:
             largest = len(self.hidden)
             for tokens in sorted({*range(64, largest, 64), largest}, reverse=True):
                 self.prompt_graphs[tokens] = self._graph_of(self._prefill_padded, tokens, pool)
-        for size in sorted({2, 4, 8, *range(16, self.max_sequences, 16), self.max_sequences}, reverse=True):
+        most = max(self.max_sequences, 2)
+        for size in sorted({min(size, most) for size in (2, 4, 8, *range(16, most, 16), most)}, reverse=True):
             self._plan(np.zeros((3, 0), np.int64), 0, size)
             self.graphs[size] = self._graph_of(self._decode, size, pool)
         torch.cuda.synchronize()
@@ -394,4 +390,11 @@ class Engine:
 
 def padded(size: int, graphs: Iterable[int]) -> int:
     """The least size of a graph for so many; as many where there is none."""
-    return min((graph for graph in graphs if graph >= size), default=size) if size else 0
+    return min((graph for graph in graphs if graph >= size), default=size)
+
+
+def pad(array: Numbers, size: int, value: int = 0) -> Numbers:
+    """With so many values, in less time than `np.pad`."""
+    values = np.full(size, value)
+    values[: len(array)] = array
+    return values

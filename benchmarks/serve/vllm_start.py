@@ -39,7 +39,7 @@ def run_vllm(script: str, job: Path, results: Path, folder: Path | None, seconds
         return "not reached in time" if status is None else ""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors.print("\n".join(lines[-LINES:]), highlight=False, markup=False)
-    return lines[-1] if lines else f"it ended with {status}"
+    return lines[-1] if lines and status > 0 else f"it ended with {status}"  # who is killed has not said why
 
 
 def model_config(config: Config, max_seq_len: int) -> dict[str, Any]:
