@@ -24,47 +24,43 @@ from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table
 from vmmkv.memory.budget import parse_bytes
 
-from .engine.model import MODELS
+from .engine.model import Config
 from .engine.reusing_blocks import ReusingPagedKV
 from .engine.reusing_rows import ReusingVmmKV
 from .engine.schedule import Schedule, Step
 from .engine.seen import SeenTokens
+from .serve import options
+from .serve.setup import GPU, describe, find_config, longest_request
 from .serve.workloads import Limits, Workload, make_workload, system_prompts
 from .virtual import BookkeepingDriver
 
 Row = dict[str, Any]
 DEVICE_BYTES = 80 << 30
-LARGEST = 0.9
-"""Of the budget: requests that would take more are left out."""
-MAX_SEQ_LEN = 8192
+DTYPE = torch.bfloat16
 NAMES = {"blocks": "blocks of 16", "rows": "rows", "single pages": "rows, `large_frames=False`"}
 
 
 def main(
     trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Mooncake's JSON lines.")] = None,
-    model: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "qwen3-0.6b",
-    memory: Annotated[str, typer.Option(help="For K and V.")] = "8GiB",
+    model: options.ModelName = "qwen3-0.6b",
+    memory: options.Memory = "8GiB",
     requests: Annotated[int, typer.Option(min=1, help="At most.")] = 600,
-    tokens: Annotated[int, typer.Option(min=1, help="At most.")] = 500_000,
-    max_sequences: Annotated[int, typer.Option(min=1, help="Requests that run at a time, at most.")] = 128,
-    chunk: Annotated[int, typer.Option(min=1, help="Most tokens of prompts in a step.")] = 2048,
-    shorten: Annotated[int, typer.Option(min=1, help="Divide lengths.")] = 1,
+    tokens: options.Tokens = 500_000,
+    max_sequences: options.MaxSequences = 128,
+    chunk: options.Chunk = 2048,
+    shorten: options.Shorten = 1,
     json_output: JsonOutput = False,
 ) -> None:
     """Count the requests that have room at a time."""
-    if model not in MODELS:
-        raise typer.BadParameter(f"--model {model}: it must be one of {', '.join(MODELS)}")
-    nbytes, token_bytes = parse_bytes(memory, free=0), MODELS[model].kv_layout(torch.bfloat16).token_bytes
-    limits = Limits(requests, tokens, int(LARGEST * nbytes) // token_bytes, MAX_SEQ_LEN, shorten)
+    config, nbytes = find_config(model), parse_bytes(memory, free=0)
+    limits = Limits(requests, tokens, longest_request(config, DTYPE, nbytes), GPU.max_seq_len, shorten)
     workload = make_workload(trace, limits, 0) if trace else system_prompts(8, limits, 0)
     result = {
         "environment": environment(torch.device("cpu")),
         "model": model,
         "budget_bytes": nbytes,
-        "workload": workload.name,
-        "requests": len(workload.requests),
-        "prompt_tokens": sum(request.prompt for request in workload.requests),
-        "runs": [serve(workload, model, nbytes, max_sequences, chunk, name) for name in NAMES],
+        "workload": describe(workload),
+        "runs": [serve(workload, config, nbytes, max_sequences, chunk, name) for name in NAMES],
     }
     if json_output:
         print_result(result)
@@ -72,10 +68,10 @@ def main(
         console.print(make_table("Room", *table(result)))
 
 
-def serve(workload: Workload, model: str, nbytes: int, max_sequences: int, chunk: int, name: str) -> Row:
+def serve(workload: Workload, config: Config, nbytes: int, max_sequences: int, chunk: int, name: str) -> Row:
     """What a backend has room for, all requests at once, from the first step to the last."""
-    with closing(make_backend(workload, model, nbytes, max_sequences, name)) as kv:
-        prompts = workload.prompts(MODELS[model].vocab_size, 0)
+    with closing(make_backend(workload, config, nbytes, max_sequences, name)) as kv:
+        prompts = workload.prompts(config.vocab_size, 0)
         sizes, outputs = (np.array([getattr(each, of) for each in workload.requests]) for of in ("prompt", "output"))
         seen = SeenTokens(prompts, sizes + outputs + 1)
         schedule = Schedule(kv, sizes, outputs, max_sequences, chunk, late=True, ids=seen.of)
@@ -104,10 +100,10 @@ def serve(workload: Workload, model: str, nbytes: int, max_sequences: int, chunk
 
 
 def make_backend(
-    workload: Workload, model: str, nbytes: int, max_sequences: int, name: str
+    workload: Workload, config: Config, nbytes: int, max_sequences: int, name: str
 ) -> ReusingPagedKV | ReusingVmmKV:
     """Blocks, or rows, without memory."""
-    sizes = MODELS[model].kv_layout(torch.bfloat16), max_sequences, workload.max_seq_len, nbytes
+    sizes = config.kv_layout(DTYPE), max_sequences, workload.max_seq_len, nbytes
     if name == "blocks":
         return ReusingPagedKV(*sizes, torch.device("meta"))
     pool = FramePool(max_bytes=nbytes, driver=BookkeepingDriver(DEVICE_BYTES))
@@ -126,7 +122,7 @@ def table(result: Row) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
         )
         for row in result["runs"]
     ]
-    return (result["workload"], *columns), lines
+    return (result["workload"]["name"], *columns), lines
 
 
 if __name__ == "__main__":

@@ -73,10 +73,12 @@ def measure(vllm: Path | None, model: str, nbytes: int, rounds: int, seconds: fl
         job.write_text(json.dumps({"options": engine_options(folder, model, nbytes), "rounds": rounds}))
         results.touch()
         reason = run_vllm("sleeping_process", job, results, vllm, seconds)
-        if reason:
+        found = [json.loads(line) for line in results.read_text().splitlines()]
+        if reason or len(found) != 1 + rounds:
+            reason = reason or f"it wrote {len(found)} lines instead of {1 + rounds}"
             errors.print(f"vLLM: {reason}", style="red", highlight=False, markup=False)
             raise typer.Exit(1)
-        return [json.loads(line) for line in results.read_text().splitlines()]
+        return found
 
 
 def engine_options(folder: str, model: str, nbytes: int) -> Row:

@@ -30,7 +30,7 @@ from vmmkv.memory.driver import open_driver
 from .engine.engine import Engine
 from .serve import options
 from .serve.measure import Load, Settings, free_memory, make_engine, middle, run_load, turns
-from .serve.setup import GPU, HOST, LARGEST, describe, find_config, make_model
+from .serve.setup import GPU, HOST, describe, find_config, longest_request, make_model
 from .serve.workloads import Limits, Workload, make_workload
 
 Row = dict[str, Any]
@@ -66,7 +66,7 @@ def main(
     usual = GPU if driver.device.type == "cuda" else HOST
     name, dtype = model or usual.model, torch.bfloat16 if usual is GPU else torch.float32
     config, max_bytes = find_config(name), parse_bytes(memory or usual.memory, driver.memory_info()[0])
-    longest = int(LARGEST * max_bytes) // config.kv_layout(dtype).token_bytes
+    longest = longest_request(config, dtype, max_bytes)
     limits = Limits(requests, tokens, longest, usual.max_seq_len, shorten or usual.shorten)
     workloads = [make_workload(path, limits, seed) for path in trace or [None]]
     positions = max(workload.max_seq_len for workload in workloads)

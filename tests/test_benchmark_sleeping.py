@@ -82,11 +82,21 @@ def test_it_sleeps_and_wakes_up_and_answers(vllm: Path) -> None:
     [
         ("pass", "vLLM: AssertionError: it sleeps"),
         ("print('it wakes up', flush=True); import os; os.abort()", "vLLM: it ended with -6"),
+        ("import os; os._exit(0)", "vLLM: it wrote 1 lines instead of 6"),
     ],
-    ids=["it sleeps", "it is killed"],
+    ids=["it sleeps", "it is killed", "it leaves"],
 )
 def test_who_does_not_wake_up_is_told(vllm: Path, does: str, told: str) -> None:
     (vllm / "__init__.py").write_text(VLLM.replace("self.awake |= set(tags)", does))
     done = run_module_here("benchmarks.sleeping", "--vllm", str(vllm.parent), "--model", "tiny", "--memory", "1MiB")
     assert done.returncode == 1
     assert told in done.stderr
+
+
+def test_who_takes_too_long_is_stopped_and_his_log_shown(vllm: Path) -> None:
+    (vllm / "__init__.py").write_text("print('it loads', flush=True); import time; time.sleep(600)")
+    asked = "--vllm", str(vllm.parent), "--model", "tiny", "--memory", "1MiB", "--seconds", "5"
+    done = run_module_here("benchmarks.sleeping", *asked)
+    assert done.returncode == 1
+    assert "it loads" in done.stderr
+    assert "vLLM: not reached in time" in done.stderr

@@ -97,8 +97,8 @@ class Engine:
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.use_graphs = graphs and self.device.type == "cuda"
         self.use_prompt_graphs = self.use_graphs and attention == "numba"
-        self.hidden = model.weights["embed"].new_empty(chunk + max_sequences, model.config.hidden_size)
-        """Where graphs of prompts leave hidden states, of which some are sampled from."""
+        self.hidden = torch.empty(0)
+        """Where graphs of prompts, if there are any, leave hidden states, of which some are sampled from."""
 
     # ------------------------------------------------------------------ requests
 
@@ -354,7 +354,8 @@ class Engine:
         """
         pool = torch.cuda.graph_pool_handle()
         if self.use_prompt_graphs:
-            largest = len(self.hidden)
+            largest = self.chunk + self.max_sequences
+            self.hidden = self.model.weights["embed"].new_empty(largest, self.model.config.hidden_size)
             for tokens in sorted({*range(64, largest, 64), largest}, reverse=True):
                 self.prompt_graphs[tokens] = self._graph_of(self._prefill_padded, tokens, pool)
         most = max(self.max_sequences, 2)

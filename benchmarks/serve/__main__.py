@@ -51,7 +51,7 @@ from . import options
 from .measure import LONGEST, SUSPEND, WARM, Load, Progress, Settings, free_memory, serve
 from .prompts import compare_prefill
 from .report import compare, draw, tables
-from .setup import GPU, HOST, LARGEST, describe, find_config, make_model
+from .setup import GPU, HOST, describe, find_config, longest_request, make_model
 from .vllm_peer import SHARE, VLLM, Task, Vllm
 from .workloads import Limits, Workload, make_workload, system_prompts
 
@@ -124,7 +124,7 @@ def main(
     limits = Limits(
         plan.requests,
         tokens,
-        longest=int(LARGEST * max_bytes) // config.kv_layout(dtype).token_bytes,
+        longest=longest_request(config, dtype, max_bytes),
         max_seq_len=max_seq_len or usual.max_seq_len,
         shorten=shorten or usual.shorten,
         lengthen=lengthen,

@@ -19,6 +19,11 @@ LARGEST = 0.9
 """Of the budget: requests that would take more are left out."""
 
 
+def longest_request(config: Config, dtype: torch.dtype, max_bytes: int) -> int:
+    """Tokens of the longest request that is served from so many bytes of K and V."""
+    return int(LARGEST * max_bytes) // config.kv_layout(dtype).token_bytes
+
+
 def find_config(model: str) -> Config:
     """Of a model by name, or in a folder."""
     if model in MODELS:

@@ -17,7 +17,7 @@ BLOCK = 16
 """Tokens of a block."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
 LINES = 20
-"""Of its log, that are shown if it fails."""
+"""Of its log, that are shown if it fails, or is stopped."""
 
 
 def can_be_had(folder: Path | None) -> bool:
@@ -35,10 +35,12 @@ def run_vllm(script: str, job: Path, results: Path, folder: Path | None, seconds
     command = [sys.executable, "-P", str(Path(__file__).with_name(f"{script}.py")), str(job), str(results)]
     with log.open("w") as file:
         status = run_command(command, seconds, stdout=file.fileno(), stderr=subprocess.STDOUT, environment=environment)
-    if not status:
-        return "not reached in time" if status is None else ""
+    if status == 0:
+        return ""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     errors.print("\n".join(lines[-LINES:]), highlight=False, markup=False)
+    if status is None:
+        return "not reached in time"
     return lines[-1] if lines and status > 0 else f"it ended with {status}"  # who is killed has not said why
 
 
