@@ -350,6 +350,31 @@ def test_a_chats_next_turn_begins_with_the_answer_before_it(backend: str, wait: 
     assert after.cached.tolist() == (seen if backend == "vmm" else seen // 16 * 16).tolist()
 
 
+@pytest.mark.parametrize("backend", REUSING)
+def test_reuse_in_a_full_pool_gives_up_what_nobody_uses_and_keeps_the_tokens(backend: str) -> None:
+    model = tiny_model()
+    prompts, outputs = random_requests(4, 16, 96)
+    prompts += [torch.cat([prompt, prompt]) for prompt in prompts]
+    engine = Engine(model, backend, 9 * 16 * 512, 4, 160, 2000, reuse=True)
+    for _ in range(2):
+        run = engine.run(prompts, outputs * 2)
+        assert run.preemptions > 0
+        assert run.finished == 8
+        check_greedy(logits_without_cache(model), prompts, run)
+    check_nothing_is_kept(engine, backend)
+
+
+@pytest.mark.parametrize("backend", ["vmm", "paged"])
+def test_a_full_pool_preempts_the_last_and_the_tokens_stay_the_same(backend: str) -> None:
+    model = tiny_model()
+    prompts, outputs = random_requests(4, 16, 96)  # all start at once, and four times 48 tokens are more than fit
+    roomy, tight = (Engine(model, backend, blocks * 16 * 512, 4, 160, 1000) for blocks in (100, 9))  # 512 bytes a token
+    for engine in (roomy, tight):
+        run = engine.run(prompts, outputs)
+        assert (run.preemptions > 0) == (engine is tight)
+        check_greedy(logits_without_cache(model), prompts, run)
+
+
 def test_memory_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device may have less than the budget; the last request has nobody to take memory from."""
     engine = Engine(tiny_model(), "vmm", 1 << 20, 4, 160, 1000)
