@@ -53,6 +53,7 @@ KEPT = (
     "preemptions",
     "ttft_s",
     "peak_bytes",
+    "step_ms",
 )
 """Figures of a burst."""
 MOVED = 10 << 30
@@ -105,7 +106,9 @@ def serve_burst(engine: Engine, work: Workload, settings: Settings) -> Row:
         "tokens_in_time": int(run.outputs[run.first <= IN_TIME].sum()),
         "crowded": sum(took for took, waiting in zip(run.step_seconds, run.waiting) if waiting) / run.seconds,
         "unfinished": len(run.outputs) - run.finished,
-        "driver_ms": done.driver_seconds * 1e3,
+        "driver_ms": sum(done.driver_seconds.values()) * 1e3,
+        "driver_seconds": dict(done.driver_seconds),
+        "mapper_seconds": dict(done.mapper_seconds),
         "pages_mapped": dict(done.pages_mapped),
     }
 

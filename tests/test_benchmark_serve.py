@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,7 @@ def test_the_mapper_maps_ahead_where_it_is_wanted(traces: list[str], tmp_path: P
         assert row["finished"] == row["requests"]
         assert row["pages_mapped"]["ahead"] > 0
         assert row["mapper_calls"]["map"] > 0
+        assert sum(row["mapper_seconds"].values()) == pytest.approx(row["mapper_us"] * row["steps"] / 1e6)
         assert row["mapper_us"] > 0
     assert "pages mapped ahead, in need" in done.stdout
 
@@ -252,7 +254,9 @@ def test_vllm_serves_the_same_in_a_process_of_its_own(vllm: Path, traces: list[s
     assert (told["max_num_batched_tokens"], told["max_num_seqs"]) == (8192, 256)
     assert (told["max_model_len"], told["offline"], told["resets"]) == (128, "1", 0)
     assert read_config(told["config"]) == MODELS["tiny"]
-    assert result["vllm_options"]["vllm"].items() >= {"max_num_seqs": 256, "enable_prefix_caching": False}.items()
+    options = result["vllm_options"]["vllm"]
+    assert options.items() >= {"max_num_seqs": 256, "enable_prefix_caching": False, "stand_ins": []}.items()
+    assert options["packages"]["torch"] == version("torch")
     assert {"main, saturation: vmm over vllm, tokens/s", "main, 50% load: vmm over vllm, time to first token"} <= {
         line["what"] for line in result["comparisons"]
     }

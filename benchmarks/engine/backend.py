@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import torch
 Rows = npt.NDArray[np.int64]
 Ids = npt.NDArray[np.int64]
 """Token ids, `[tokens]`."""
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -20,28 +21,29 @@ class Work:
     """What a backend, and its mapper, have had the driver do so far.
 
     Attributes:
-        driver_seconds: in calls on the engine's thread; a part of the cache manager's time.
-        mapper_seconds: in calls on the mapper's.
-        mapper_calls: how many, by name.
+        driver_seconds: in calls on the engine's thread, by name; a part of the cache manager's time.
+        mapper_seconds: in calls on the mapper's, by name, and `mapper_calls`, how many.
         pages_mapped: ahead of need, and in need.
-        seconds_by_call: `driver_seconds`, by the name of the call.
     """
 
-    driver_seconds: float = 0.0
-    mapper_seconds: float = 0.0
+    driver_seconds: Mapping[str, float] = field(default_factory=dict)
+    mapper_seconds: Mapping[str, float] = field(default_factory=dict)
     mapper_calls: Mapping[str, int] = field(default_factory=dict)
     pages_mapped: Mapping[str, int] = field(default_factory=dict)
-    seconds_by_call: Mapping[str, float] = field(default_factory=dict)
 
     def __sub__(self, before: Self) -> Work:
         """What was done since."""
         return Work(
-            self.driver_seconds - before.driver_seconds,
-            self.mapper_seconds - before.mapper_seconds,
-            {name: count - before.mapper_calls.get(name, 0) for name, count in self.mapper_calls.items()},
-            {when: pages - before.pages_mapped.get(when, 0) for when, pages in self.pages_mapped.items()},
-            {name: time - before.seconds_by_call.get(name, 0.0) for name, time in self.seconds_by_call.items()},
+            since(self.driver_seconds, before.driver_seconds),
+            since(self.mapper_seconds, before.mapper_seconds),
+            since(self.mapper_calls, before.mapper_calls),
+            since(self.pages_mapped, before.pages_mapped),
         )
+
+
+def since(now: Mapping[str, Number], before: Mapping[str, Number]) -> dict[str, Number]:
+    """By how much each value has grown."""
+    return {name: value - before.get(name, 0) for name, value in now.items()}
 
 
 class KVBackend(Protocol):

@@ -100,11 +100,10 @@ class VmmKV:
     def work(self) -> Work:
         stats = self.cache.stats()
         return Work(
-            stats.driver_seconds,
-            sum(calls.seconds for calls in stats.mapper_calls.values()),
+            {name: calls.seconds for name, calls in stats.driver_calls.items()},
+            {name: calls.seconds for name, calls in stats.mapper_calls.items()},
             {name: calls.count for name, calls in stats.mapper_calls.items()},
             stats.pages_mapped,
-            {name: calls.seconds for name, calls in stats.driver_calls.items()},
         )
 
     def prewarm(self, tokens: int) -> None:

@@ -340,9 +340,10 @@ def figures(run: Run) -> Row:
 def work_figures(work: Work, steps: int) -> Row:
     """What is reported of the driver's work in a run. Times are in microseconds a step."""
     return {
-        "driver_us": work.driver_seconds * 1e6 / steps,
-        "driver_seconds": dict(work.seconds_by_call),
-        "mapper_us": work.mapper_seconds * 1e6 / steps,
+        "driver_us": sum(work.driver_seconds.values()) * 1e6 / steps,
+        "driver_seconds": dict(work.driver_seconds),
+        "mapper_us": sum(work.mapper_seconds.values()) * 1e6 / steps,
+        "mapper_seconds": dict(work.mapper_seconds),
         "mapper_calls": dict(work.mapper_calls),
         "pages_mapped": dict(work.pages_mapped),
     }

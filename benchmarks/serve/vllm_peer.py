@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .measure import REUSE, Load, Row, Settings, free_memory, middle, quantiles
-from .vllm_start import BLOCK, can_be_had, model_config, run_vllm
+from .vllm_start import BLOCK, ENVIRONMENT, can_be_had, model_config, run_vllm
 from .workloads import Workload, arrivals
 
 VLLM = "vllm", f"vllm+{REUSE}"
@@ -80,7 +80,8 @@ class Vllm:
         if version is None:
             result["skipped"].append({"backend": name, "kernel": "", "reason": reason})
             return
-        result["peers"]["vllm"] = version["version"]
+        result["peers"]["vllm"] = version.pop("version")
+        result["vllm_options"][name] |= {"environment": ENVIRONMENT} | version
         for number, (task, runs) in enumerate(zip(tasks, plans)):
             found: dict[str, list[Row]] = {}
             there = [row for row in rows if row["work"] == number]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from time import perf_counter, sleep
 from typing import Any
+from unittest.mock import Mock
 
-WARM_UPS = 32
-"""Requests whose prompts it has served before it is measured."""
+PACKAGES = "torch", "triton", "flashinfer-python", "transformers"
 
 
 def main() -> None:
@@ -23,10 +25,10 @@ def main() -> None:
 
     engine = vllm.LLM(**job["options"])
     with results_path.open("a") as results:
-        print(json.dumps({"version": vllm.__version__}), file=results, flush=True)
+        print(json.dumps({"version": vllm.__version__} | about()), file=results, flush=True)
         for number, work in enumerate(job["works"]):
             prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
-            engine.generate(prompts[:WARM_UPS], [sampling(2)] * len(prompts[:WARM_UPS]), use_tqdm=False)
+            serve_all(engine, prompts, work["outputs"])  # not measured: it is slower when it first serves them
             for times in work["runs"]:
                 if job["options"]["enable_prefix_caching"]:
                     engine.reset_prefix_cache()
@@ -35,6 +37,16 @@ def main() -> None:
                 else:
                     row = serve_coming(engine, prompts, work["outputs"], times)
                 print(json.dumps(row | {"work": number}), file=results, flush=True)
+
+
+def about() -> dict[str, Any]:
+    """Versions of what it runs on, and which modules are stand-ins that do nothing."""
+    packages = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            packages[name] = version(name)
+    stand_ins = sorted(name for name, module in sys.modules.items() if isinstance(module, Mock) and "." not in name)
+    return {"packages": packages, "stand_ins": stand_ins}
 
 
 def sampling(tokens: int, **how: Any) -> Any:
