@@ -31,6 +31,8 @@ DESCRIBING = re.compile(r"environment|cli\.(options|output)|picture|svg|aims|tab
 """Modules that say where something was measured, or show it: no figure follows from them."""
 MENDS = "benchmarks/mends.txt"
 """Lines of a commit, and why what was measured before it is as it would be after it."""
+OLDER = "benchmarks/older.txt"
+"""Lines of a result file that is older than its code, and why it is still there."""
 NOT_COMMITTED = "not committed"
 """What stands for a commit of code that is in none."""
 SHOWN = 4
@@ -99,7 +101,7 @@ def _age(project: Project, path: Path) -> Age:
     changed, mended = None, set[str]()
     if then is not None and modules:
         since = {name: _since(project, name, commit, then) for name in modules if not DESCRIBING.search(name)}
-        known = mends(project.root).keys()
+        known = reasons(project.root / MENDS).keys()
         changed = sorted(name for name, commits in since.items() if commits - known)
         mended = known & set[str]().union(*since.values())
     return Age(path.name, facts.get("date", ""), facts.get("device", ""), commit, changed, len(mended))
@@ -135,9 +137,8 @@ def _since(project: Project, module: str, commit: str, then: dict[str, str]) -> 
     return {each for each in since if _changes(project.root, each, name)} or {NOT_COMMITTED}
 
 
-def mends(root: Path) -> dict[str, str]:
-    """Commits after which what was measured is as it was before, by their whole names, and why."""
-    path = root / MENDS
+def reasons(path: Path) -> dict[str, str]:
+    """What a file has a line for, the whole name of a commit or a result's, and why."""
     lines = path.read_text().splitlines() if path.exists() else []
     return dict(line.split(" ", 1) for line in lines)
 

@@ -6,8 +6,8 @@ A table stands between `<!-- table: name -->` and `<!-- /table -->`, each on a l
 has a function for each name. Where a result file is missing the text between them stays as it is. A plot names the
 digest of its result file and is drawn anew when that changes. Figures in prose are looked for in the result files that
 their paragraph names; where figures are measured ones, it has to name one. A file that is older than the code it
-measures has to be measured anew, on its machine; until then the table `result-files` says so, and it is an error if
-that does not.
+measures is an error, unless `older.txt` names it and says why it is still there: it has to be measured anew, on its
+machine, or to go (`benchmarks.ages` says what has changed).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import typer
 from vmmkv.cli.output import console, errors
 
 from . import fragmentation, idle, reuse
-from .ages import RESULTS, ROOT
+from .ages import OLDER, RESULTS, ROOT, ages, has_history, reasons
 from .cited import nameless, unheld
 from .newest import GPU, caption, newest
 from .serve import report as serving
@@ -88,6 +88,18 @@ def uncited(root: Path) -> list[str]:
     return [f"{path.relative_to(root)}: {what}" for path, what in found]
 
 
+def outdated(root: Path) -> list[str]:
+    """Result files that are older than the code they measure but not known to be, and those that are said to be and are
+    not; none where there is no history to tell it from."""
+    if not has_history(root):
+        return []
+    old, known = {age.name: age.line for age in ages(root) if age.changed != []}, reasons(root / OLDER)
+    return [f"{name} is older than its code: {old[name]}" for name in sorted(old.keys() - known.keys())] + [
+        f"{name} is not older than its code, or is not there: {OLDER} need not name it"
+        for name in sorted(known.keys() - old.keys())
+    ]
+
+
 def update(root: Path, check: bool) -> tuple[list[str], set[str]]:
     """Writes what is out of date, or only finds it; returns its paths, and the result files that are missing."""
     stale: list[str] = []
@@ -126,7 +138,9 @@ def draw(plot: Callable[[dict[str, Any], Path], None], result: dict[str, Any], p
 def main(
     check: Annotated[
         bool,
-        typer.Option("--check", help="Write nothing; exit with 1 where a file is out of date, or a figure in no file."),
+        typer.Option(
+            "--check", help="Write nothing; exit with 1 where a file is out of date or old, or a figure in no file."
+        ),
     ] = False,
 ) -> None:
     """Write tables and plots from the result files."""
@@ -135,7 +149,7 @@ def main(
         errors.print(f"There is no {RESULTS}/{source}: what it tells stays as it is", style="yellow")
     for path in stale:
         console.print(f"{path} is out of date: run python -m benchmarks.report" if check else f"Wrote {path}")
-    wrong = uncited(ROOT)
+    wrong = uncited(ROOT) + outdated(ROOT)
     for what in wrong:
         console.print(what)
     if check and (stale or wrong):

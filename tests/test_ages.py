@@ -122,7 +122,7 @@ def test_what_is_imported_is_found_and_nothing_else(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not ages.has_history(ROOT), reason="needs the history")
 def test_mends_are_commits_and_say_why_no_figure_follows_from_them() -> None:
-    for mended, why in ages.mends(ROOT).items():
+    for mended, why in ages.reasons(ROOT / ages.MENDS).items():
         found = subprocess.run(["git", "-C", str(ROOT), "cat-file", "-t", mended], capture_output=True, text=True)
         assert found.stdout.strip() == "commit", mended
         assert len(mended) == 40

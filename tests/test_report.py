@@ -26,6 +26,10 @@ def test_figures_in_prose_are_in_the_files_that_it_names() -> None:
     assert report.uncited(ROOT) == []
 
 
+def test_no_result_is_older_than_the_code_that_it_measures() -> None:
+    assert report.outdated(ROOT) == []
+
+
 def test_a_figure_that_no_file_holds_is_found(tmp_path: Path) -> None:
     number = np.random.default_rng().uniform(0.1, 0.9)
     (tmp_path / "some.json").write_text(json.dumps({"rows": [{"s": number}], "command": "run --tokens 8192"}))
