@@ -20,7 +20,6 @@ from vmmkv.schemes import BLOCK_TOKENS
 from . import (
     aims,
     batching_tables,
-    compiling,
     counters,
     eight_bits_tables,
     fragmentation,
@@ -521,11 +520,6 @@ for name, source in (
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-comparisons"] = Table((source,), serving_comparisons)
 TABLES["serve-vllm-qwen3-load"] = Table(("serve_vllm_qwen3_gpu.json",), rates_tables)
-
-
-@table("compiling_gpu.json")
-def what_is_compiled(result: Result) -> str:
-    return markdown(compiling.COLUMNS, compiling.lines(result))
 
 
 for name, load in (("mooncake", "mooncake_conversation, saturation"), ("system", "system prompts, saturation")):
