@@ -14,8 +14,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 BLOCKS = "blocks, "
 """How systems of transformers' own cache are called, with the attention behind it."""
 ENGINE = 4287
-"""Output tokens/s of `benchmarks.engine`, same requests and memory, when the aim was set; today's are in
-`serve_vllm_h200.json`."""
+"""Output tokens/s of `benchmarks.engine`, same requests and memory, when the aim was set."""
 
 
 def batching_table(result: Result) -> Table:
@@ -54,9 +53,7 @@ def compare(result: Result) -> list[Result]:
             times = speed / peer["tokens_per_s"] if peer["tokens_per_s"] else None  # none of its requests had finished
             found.append(aims.compared(result, f"tokens/s on {system} over {peer['system']}", times, least=least))
         found.append(
-            aims.compared(
-                result, f"tokens/s on {system} over the engine's {ENGINE:,} of then", speed / ENGINE, least=0.9
-            )
+            aims.compared(result, f"tokens/s on {system} over the engine's {ENGINE:,}", speed / ENGINE, least=0.9)
         )
         wastes = [(row["waste"], row["most_waste"]) for row in rows if row["waste"] is not None]
         for name, of_rounds, parts in zip(("median", "most"), (median, max), zip(*wastes)):
@@ -101,24 +98,6 @@ def compare_ranks(result: Result) -> list[Result]:
             found.append({"what": f"{what}: all tokens", "value": row["equal"]})
             found.append({"what": f"{what}: tokens before the first that differs", "value": row["equal_tokens"]})
     return found
-
-
-def over_engine(result: Result, served: Result) -> list[Result]:
-    """How rows do beside the engine of today, by what `benchmarks.serve` has measured of the same requests."""
-    (engine,) = (
-        row["output_tokens_per_s"]
-        for row in served["serving"]
-        if (row["trace"], row["load"], row["backend"]) == (result["workload"], "saturation", "vmm")
-    )
-    ours, _ = by_cache(result)
-    speeds = {
-        system: median(row["tokens_per_s"] for row in rows)
-        for system, rows in groupby(ours, key=lambda row: row["system"])
-    }
-    return [
-        {"what": f"tokens/s on {system} over the engine's {engine:,.0f} of today", "value": speed / engine}
-        for system, speed in speeds.items()
-    ]
 
 
 def first_tokens_table(result: Result) -> Table:

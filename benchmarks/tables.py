@@ -107,31 +107,21 @@ def changes(age: Age) -> str:
 # ------------------------------------------------------------------ the first screen
 
 
-@table("generate_gpu.json", "batching_gpu.json", "serve_vllm_gpu.json", "demo_azure_gpu.json")
-def headline(generated: Result, batched: Result, served: Result, replayed: Result) -> str:
+@table("generate_gpu.json", "serve_vllm_gpu.json", "demo_azure_gpu.json")
+def headline(generated: Result, served: Result, replayed: Result) -> str:
     """Figures of ours, each with those of its peers."""
     steps = {cell["contender"]: step_ms(cell) for cell in generated["cells"] if is_long_batch(cell)}
-    rates = {row["system"]: f"{row['tokens_per_s']:,.0f}" for row in batched["served"]}
-    _, (stopped, *others) = batching_tables.by_cache(batched)
-    done = f"{stopped['finished']} of {batched['requests']} requests in {stopped['seconds']:.0f} s"
-    flash = ", ".join(f"{rates[row['system']]} on {row['system']}" for row in others)
     engines = {row["backend"]: f"{row['output_tokens_per_s']:,.0f}" for row in served["serving"] if not row["rate"]}
     waste = {scheme: f"{part:.1%}" for scheme, part in replayed["waste"].items()}
     rows = [
         (
             "a decode step of `generate`, 8 x 32,768 tokens",
             f"{steps['VmmCache, vmmkv, compiled']} ms",
-            f"{steps['DynamicCache, sdpa, flash']} with `DynamicCache` and FlashAttention-2, "
+            f"{steps['DynamicCache, sdpa, flash']} with `DynamicCache` and SDPA's flash kernel, "
             f"{steps['StaticCache, sdpa, compiled']} with a compiled `StaticCache`",
         ),
         (
-            f"tokens/s of transformers' continuous batching, {format_bytes(batched['memory_bytes'])} of K and V",
-            f"{rates['rows']}; compiled {rates['rows, compiled']}",
-            f"{rates['blocks, sdpa']} on its own paged cache with `sdpa` ({done}); "
-            + (flash or "FlashAttention not measured"),
-        ),
-        (
-            f"tokens/s of our benchmark engine on rows, {format_bytes(served['budget_bytes'])} of K and V",
+            f"tokens/s of our engine for benchmarks on rows, {format_bytes(served['budget_bytes'])} of K and V",
             engines["vmm"],
             f"{engines['vllm']} by vLLM {served['peers']['vllm']} in the same run",
         ),
@@ -678,10 +668,9 @@ def batching_first_tokens(result: Result) -> str:
     return markdown(*batching_tables.first_tokens_table(result))
 
 
-@table("batching_gpu.json", "serve_vllm_gpu.json")
-def batching_comparisons(result: Result, served: Result) -> str:
-    found = [*batching_tables.compare(result), *batching_tables.over_engine(result, served)]
-    return markdown(aims.COLUMNS, aims.lines(found))
+@table("batching_gpu.json")
+def batching_comparisons(result: Result) -> str:
+    return markdown(aims.COLUMNS, aims.lines(batching_tables.compare(result)))
 
 
 @table("batching_ranks_gpu.json")
