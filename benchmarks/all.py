@@ -1,16 +1,16 @@
 """All benchmarks that one kind of machine runs, one after another, with their results where the report reads them.
 
-    python -m benchmarks.all [--kind gpu|gpus|host] [--traces DIR] [--vllm DIR] [--only NAME]... [--skip NAME]...
-                            [--older] [--seconds N] [--list]
+    python -m benchmarks.all [--kind gpu|serving|gpus|host] [--traces DIR] [--vllm DIR] [--only NAME]...
+                             [--skip NAME]... [--older] [--seconds N] [--list]
 
 Each has some minutes, and may take twice as many on a slow machine: what is stopped is mostly lost. The next begins
-whatever has become of it, as long as the minutes of all are not over: those of one GPU are 28, and what these have no
-room for runs where there are two, or with `--only`. What failed, or was not begun, is named at the end. With `--only`,
-each that was asked for may take its double. With `--seconds` all of them end within so many: what has no room for its
-minutes is not begun, and one that knows a budget gets what is left at most. `--older` leaves those whose result, of
-this machine's GPU, is missing or older than the code that it measures, and begins with the oldest; otherwise the first
-of them compiles what others run. A result takes the place of the old one when it is whole; one whose benchmark had to
-be stopped says itself what it misses, if it could still be written.
+whatever has become of it, as long as the minutes of all are not over: of no kind are they more than 30. What failed, or
+was not begun, is named at the end. With `--only`, each that was asked for may take its double. With `--seconds` all of
+them end within so many: what has no room for its minutes is not begun, and one that knows a budget gets what is left at
+most. `--older` leaves those whose result, of this machine's GPU, is missing or older than the code that it measures,
+and begins with the oldest; otherwise the first of those that serve compiles what others run. A result takes the place
+of the old one when it is whole; one whose benchmark had to be stopped says itself what it misses, if it could still be
+written.
 """
 
 from __future__ import annotations
@@ -35,9 +35,10 @@ from .processes import run_command
 
 
 class Kind(StrEnum):
-    """Of a machine: with one GPU, with two, or none."""
+    """Of a machine: with one GPU, and what a second half hour with one is for, with two, or none."""
 
     GPU = "gpu"
+    SERVING = "serving"
     GPUS = "gpus"
     HOST = "host"
 
@@ -71,29 +72,33 @@ GRACE = 10.0
 """Seconds in which a benchmark that is stopped may write what it has."""
 SERVE = "-m benchmarks.serve --budget-seconds {seconds} --json {json}"
 BENCHMARKS = {
-    "compiling": Benchmark(Kind.GPU, 2.0, "-m benchmarks.compiling --json"),
-    # What the README says comes first: a machine may be lost.
-    "serve_rounds": Benchmark(Kind.GPU, 2.5, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
+    "compiling": Benchmark(Kind.SERVING, 2.0, "-m benchmarks.compiling --json"),
+    # Of each kind what the README says comes first: a machine may be lost.
+    "serve_rounds": Benchmark(Kind.SERVING, 2.5, f"{SERVE} --quick --memory 8GiB --requests 90 --trace {{conv}}"),
     "serve_rounds_qwen3": Benchmark(
-        Kind.GPU, 1.9, f"{SERVE} --quick --memory 4GiB --requests 150 --trace {{conv}} --model qwen3-0.6b"
+        Kind.SERVING, 2.5, f"{SERVE} --quick --memory 4GiB --requests 150 --trace {{conv}} --model qwen3-0.6b"
     ),
     "serve_vllm": Benchmark(
-        Kind.GPU,
-        2.9,
+        Kind.SERVING,
+        4.3,
         f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 2 --memory 16GiB --requests 300 --trace {{conv}}"
         " --backends vmm --backends vllm",
     ),
     "serve_pressure": Benchmark(
-        Kind.GPU,
-        1.6,
+        Kind.SERVING,
+        1.8,
         f"{SERVE} --quick --no-wait --rounds 2 --memory 3GiB --requests 30 --lengthen 8 --trace {{conv}}"
         " --backends vmm --backends vmm+suspend --backends paged",
     ),
     "serve_peers": Benchmark(
-        Kind.GPU,
-        1.5,
+        Kind.SERVING,
+        2.7,
         f"{SERVE} --quick --no-wait --rounds 2 --memory 8GiB --requests 90 --trace {{conv}} --backends vmm"
         " --backends vmm+fa3 --backends paged --backends paged+flashinfer",
+    ),
+    "generate": Benchmark(Kind.GPU, 4, "-m benchmarks.generate --only Llama-3.1-8B --budget-seconds {seconds} --json"),
+    "generate_qwen3": Benchmark(
+        Kind.GPU, 3, "-m benchmarks.generate --only Qwen3-0.6B --budget-seconds {seconds} --json"
     ),
     "demo_azure": Benchmark(
         Kind.GPU, 1.2, "-m benchmarks.demo --trace {conv} --requests 2000 --sequences 64 --budget-tokens 65536 --json"
@@ -105,8 +110,8 @@ BENCHMARKS = {
     ),
     "attention": Benchmark(Kind.GPU, 2.7, "-m benchmarks.attention --trace {conv} --json"),
     "serve_reuse": Benchmark(
-        Kind.GPU,
-        3.4,
+        Kind.SERVING,
+        3.9,
         f"{SERVE} --reuse --trace {{mooncake}} --model qwen3-0.6b --memory 8GiB --shorten 8 --requests 600"
         " --tokens 500000 --max-sequences 128 --rounds 2 --backends vmm --backends paged --backends vmm+reuse"
         " --backends paged+reuse --backends vllm+reuse",
@@ -123,50 +128,45 @@ BENCHMARKS = {
     "overread": Benchmark(Kind.GPU, 0.3, "-m benchmarks.overread --trace {conv} --json"),
     "reuse": Benchmark(Kind.GPU, 0.8, "-m benchmarks.reuse --device cuda --trace {conv} --json"),
     "idle": Benchmark(Kind.GPU, 0.3, "-m benchmarks.idle --device cuda --trace {conv} --json"),
-    # One GPU is enough for these, but not the time of one.
     "serve_vllm_qwen3": Benchmark(
-        Kind.GPUS,
-        2.1,
+        Kind.SERVING,
+        4.8,
         f"{SERVE} --vllm {{vllm}} --quick --no-wait --rounds 3 --rates 0.8 --seeds 1 --memory 16GiB --requests 300"
         " --trace {conv} --model qwen3-0.6b --backends vmm --backends paged --backends vllm",
     ),
     "pools": Benchmark(
         Kind.GPUS,
-        2.5,
+        2.7,
         "-m benchmarks.pools --rounds 1 --requests 240 --move-memory 40GiB --trace {conv} --budget-seconds {seconds}"
         " --json",
     ),
-    "sleeping": Benchmark(Kind.GPUS, 1.7, "-m benchmarks.sleeping --vllm {vllm} --json"),
-    "generate": Benchmark(Kind.GPUS, 4, "-m benchmarks.generate --only Llama-3.1-8B --budget-seconds {seconds} --json"),
-    "generate_qwen3": Benchmark(
-        Kind.GPUS, 3, "-m benchmarks.generate --only Qwen3-0.6B --budget-seconds {seconds} --json"
-    ),
-    "counters": Benchmark(Kind.GPUS, 0.8, "-m benchmarks.counters --json"),
-    "swap": Benchmark(Kind.GPUS, 1, "-m benchmarks.swap --json"),
+    "sleeping": Benchmark(Kind.SERVING, 1.7, "-m benchmarks.sleeping --vllm {vllm} --json"),
+    "counters": Benchmark(Kind.GPU, 0.8, "-m benchmarks.counters --json"),
+    "swap": Benchmark(Kind.GPU, 1, "-m benchmarks.swap --json"),
     "serve_rates": Benchmark(
         Kind.GPUS,
-        3,
+        7,
         f"{SERVE} --rounds 1 --seeds 1 --rates 0.8 --unknown --busy --memory 8GiB --requests 90 --trace {{conv}}"
         " --trace {code} --backends vmm --backends paged --backends static --backends static+longest",
     ),
     "serve_rates_qwen3": Benchmark(
         Kind.GPUS,
-        6,
+        7,
         f"{SERVE} --rounds 1 --seeds 3 --rates 0.5 --rates 0.8 --rates 1.1 --memory 16GiB --requests 1000"
         " --tokens 2000000 --trace {conv} --model qwen3-0.6b --backends vmm --backends paged",
     ),
     "step_times_conv": Benchmark(
-        Kind.GPUS,
-        2.5,
+        Kind.SERVING,
+        2,
         "-m benchmarks.step_times --memory 4GiB --trace {conv} --model qwen3-0.6b --json",
     ),
     "step_times_mooncake": Benchmark(
-        Kind.GPUS,
-        2.5,
+        Kind.SERVING,
+        1.7,
         "-m benchmarks.step_times --memory 8GiB --requests 300 --tokens 500000 --max-sequences 128 --shorten 8"
         " --trace {mooncake} --model qwen3-0.6b --json",
     ),
-    "transfer": Benchmark(Kind.GPUS, 1.5, "-m benchmarks.transfer --rounds 10 --json"),
+    "transfer": Benchmark(Kind.GPUS, 0.6, "-m benchmarks.transfer --rounds 10 --json"),
     "batching_ranks": Benchmark(
         Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 150 --rounds 2 --seconds 35 --json"
     ),

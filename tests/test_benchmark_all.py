@@ -30,9 +30,10 @@ def test_it_makes_all_that_the_report_reads() -> None:
         f"{name}{'' if benchmark.kind == every.Kind.HOST else '_gpu'}.json"
         for name, benchmark in every.BENCHMARKS.items()
     }
-    assert made == read
-    minutes = [benchmark.minutes for benchmark in every.BENCHMARKS.values() if benchmark.kind == every.Kind.GPU]
-    assert sum(minutes) == pytest.approx(28)
+    assert made - read == {"compiling_gpu.json"}  # which is made for the others' sake
+    assert read <= made
+    for kind in every.Kind:
+        assert sum(benchmark.minutes for benchmark in every.BENCHMARKS.values() if benchmark.kind == kind) <= 30
 
 
 @pytest.mark.parametrize("name", every.BENCHMARKS)

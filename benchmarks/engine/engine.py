@@ -3,8 +3,8 @@
 All tokens of all requests lie one after another in one tensor on the device: a step reads its tokens there and writes
 those that it samples. As the schedule follows from lengths alone, the host waits for no token; after it has launched
 a step it waits for the one before, and so knows when tokens were there. It can be had to wait for each step at once, as
-engines do that look at tokens; and not to know how long answers are: then a request ends when its last token has been
-seen, and may have taken part in one step more.
+engines have to that look at tokens; and not to know how long answers are: then a request ends when its last token has
+been seen, and may have taken part in one step more.
 """
 
 from __future__ import annotations
