@@ -42,6 +42,7 @@ from vmmkv.integrations.batching.inputs import SEQUENCES
 from vmmkv.integrations.batching.manager import RowManager
 from vmmkv.integrations.batching.scheduler import RowScheduler
 from vmmkv.integrations.idle_memory import IdleMemory
+from vmmkv.integrations.left_to_attention import CACHE
 from vmmkv.integrations.pool_turns import PoolTurn
 from vmmkv.integrations.request_checks import AtMost, check_same
 from vmmkv.integrations.row_admission import Admission
@@ -52,19 +53,14 @@ from vmmkv.memory.driver import open_driver
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 PAGE_SIZE = 4096
-NOT_SINCE = {"gpt-neox": ("5.24.",)}
-"""Kinds that transformers does not batch continuously any more, and since when."""
 MODELS = [
-    name
-    for name in (
-        "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt2", "gpt-oss", "deepseek-v3",
-        *LEAST_MODELS,
-    )
-    if not transformers.__version__.startswith(NOT_SINCE.get(name, ()))
+    "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt2", "gpt-oss", "deepseek-v3",
+    *LEAST_MODELS,
 ]  # fmt: skip
-NOT_THEIRS = ("deepseek-v3",)
-"""Kinds that transformers' own continuous batching does not take: its K is wider than its V."""
-OWN_ROTATION = ("gpt2", "gpt_oss", "deepseek_v3", "cohere")
+NOT_THEIRS = ["deepseek-v3", "gemma4", *["gpt-neox"] * transformers.__version__.startswith("5.24.")]
+"""Kinds that transformers' own continuous batching does not take: K is wider than V, or in some layers than in others,
+or layers tell a cache nothing of the batch."""
+OWN_ROTATION = ("gpt2", "gpt_oss", "deepseek_v3", "cohere", "gemma4_text")
 """Kinds whose positions are no rotary embedding, or one of their own."""
 
 
@@ -1217,15 +1213,23 @@ def test_models_that_are_wrapped_are_refused(model: PreTrainedModel) -> None:
         rows.enable(torch.nn.DataParallel(model))
 
 
-def test_layers_that_tell_a_cache_nothing_of_their_batch_are_refused() -> None:
-    """As GPT-NeoX's, and Nemotron's, since transformers 5.24."""
-    probe, states, told = row_groups.Probe(), torch.randn(1, 2, 1, 8), {"s_aux": None}
-    assert probe.update(states, states + 1, 3, told)[1].equal(states + 1)
-    assert told == {"s_aux": None, "cache": probe}
-    with pytest.raises(vmmkv.UnsupportedAttentionError, match=r"layer 3 hands K and V .* on rows or without"):
-        probe.update(states, states, 3)
-    with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
-        attend_rows(None, states, states, states, None, cache=probe)
+def test_layers_that_tell_attention_nothing_of_their_batch_are_refused() -> None:
+    """As Nemotron's, since transformers 5.24."""
+    states = torch.randn(1, 2, 1, 8)
+    for told in ({}, {CACHE: row_groups.Probe()}, {"block_table": None}):
+        with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
+            attend_rows(None, states, states, states, None, **told)
+
+
+def test_layers_that_attend_more_than_once_are_refused(model: PreTrainedModel) -> None:
+    """As those of models that go through them again: one row has room for the K and V of each once."""
+
+    def run(model: PreTrainedModel, token: torch.Tensor, probe: row_groups.Probe) -> None:
+        for layer in (0, 1, 0):
+            probe.attend(layer, *torch.randn(3, 1, 2, 1, 8))
+
+    with pytest.raises(vmmkv.UnsupportedError, match="not each keeps K and V once"):
+        row_groups.layer_groups(model, {"full_attention": [0, 1]}, {}, run, None)
 
 
 def test_models_that_ask_their_cache_for_more_than_rows_know_are_refused(model: PreTrainedModel) -> None:
