@@ -1075,6 +1075,35 @@ def test_paged_generation_is_that_of_generate_or_refused(model: PreTrainedModel)
         model.generate(ids, cache_implementation="paged", num_beams=3, **options)
 
 
+def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedModel) -> None:
+    """Also where it is given by place; and only of continuous batching. What others have put in the place of `generate`
+    stays there."""
+    ids, options = torch.tensor([[5, 6, 7]]), {"generation_config": config()["generation_config"]}
+    (processors := transformers.LogitsProcessorList()).append(lambda ids, scores: -scores)
+    expected = model.generate(ids, options["generation_config"], processors)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    assert model.generate(ids, logits_processor=processors, **options).equal(expected)
+    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
+        model.generate(ids, logits_processor=processors, cache_implementation="paged", **options)
+    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
+        model.generate(ids, options["generation_config"], processors, cache_implementation="paged")
+    with pytest.raises(vmmkv.UnsupportedError, match="asked for custom_generate"):
+        model.generate(ids, custom_generate=print, cache_implementation="paged", **options)
+    plain = transformers.LogitsProcessorList()
+    assert model.generate(ids, logits_processor=plain, cache_implementation="paged", **options).shape == (1, 1, 3 + NEW)
+    rows.disable(model)
+    assert "generate" not in vars(model)
+    model.generate = others = Mock()
+    try:
+        rows.enable(model, pool=pool(100), max_seq_len=100)
+        assert model.generate is others
+        rows.disable(model)
+        assert model.generate is others
+    finally:
+        del model.generate
+
+
 def test_a_manager_that_is_kept_is_not_asked_for_other_settings(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(100), max_seq_len=100)
     for _ in range(2):
