@@ -1104,6 +1104,21 @@ def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedMo
         del model.generate
 
 
+@pytest.mark.filterwarnings("ignore:Passing .repetition_penalty:UserWarning")
+def test_processors_that_are_not_for_batches_are_refused_where_they_are_to_be_kept(model: PreTrainedModel) -> None:
+    """They would see the last token of each request alone; transformers writes a line to the log."""
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    (expected,) = answers(model, Random(), 1)
+    for keep in ({}, {"drop_unsupported_processors": False}):
+        penalized = config(**keep)
+        check_batch(model, [expected], **keep)
+        penalized["generation_config"].repetition_penalty = 3.0
+        kept = pytest.raises(vmmkv.UnsupportedError, match=r"RepetitionPenaltyLogitsProcessor .*=False")
+        with kept if keep else nullcontext():
+            model.generate_batch([expected.prompt], **penalized)
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_manager_that_is_kept_is_not_asked_for_other_settings(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(100), max_seq_len=100)
     for _ in range(2):

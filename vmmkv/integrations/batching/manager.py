@@ -29,7 +29,7 @@ from ..row_ranks import Ranks
 from ..with_names import with_names
 from .attention import ATTENTION, compile_layers_whole, groups_of, run_token
 from .cache import RowCache
-from .config import compiles, with_defaults
+from .config import check_processors, compiles, with_defaults
 from .processor import RowProcessor
 from .scheduler import SCHEDULERS, Cancelled
 
@@ -55,6 +55,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         was_training = model.training
         try:
             super().__init__(model.eval(), generation_config, config, workload_hints)
+            check_processors(self.logit_processor.logits_processor)
             self._allow_decode(config)
             self._compile_layers()
             if not self._may_capture(model, is_told=continuous_batching_config.use_cuda_graph is not None):
