@@ -1138,6 +1138,28 @@ def test_ids_that_end_a_request_are_in_no_order() -> None:
                 check_same(GenerationConfig(eos_token_id=asked), GenerationConfig(eos_token_id=used))
 
 
+def test_a_request_ends_with_ids_of_any_kind(model: PreTrainedModel) -> None:
+    """Those of a tensor are not compared as tensors are, each equal to itself alone; what is none is refused."""
+    (expected,) = answers(model, Random(), 1)
+    last = expected.tokens[3]
+    until = expected.tokens[: expected.tokens.index(last) + 1]
+    array = np.array([VOCABULARY, last])
+    kinds = [last, [last], (last, -1), {last}, array, array[1], torch.tensor(array), torch.tensor(last)]
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model) as served:
+        for eos in kinds:
+            served.manager.add_request(expected.prompt, eos_token_id=eos)
+            (result,) = served.results(1).values()
+            assert result.generated_tokens == until, eos
+        for wrong in ("x", 5.5, [[5]], torch.tensor([5.0])):
+            with pytest.raises(vmmkv.ArgumentError, match="got eos_token_id="):
+                served.manager.add_request(expected.prompt, eos_token_id=wrong)
+    options = config()
+    options["generation_config"].eos_token_id = torch.tensor([last])
+    (result,) = model.generate_batch([expected.prompt], **options).values()
+    assert result.generated_tokens == until
+
+
 @pytest.mark.parametrize("wrong", [[], [5, VOCABULARY], [[5, 6]], "text"], ids=str)
 def test_a_batch_with_a_prompt_that_is_none_is_refused(model: PreTrainedModel, wrong: Any) -> None:
     """Likewise. Prompts may be tensors."""

@@ -19,6 +19,7 @@ from ..request_checks import (
     check_generation,
     check_length,
     check_sampling,
+    end_ids,
     token_ids,
     vocabulary_of,
     within_vocabulary,
@@ -167,7 +168,9 @@ class RowManager(their_api.ContinuousBatchingManager):
         input_ids: list[int],
         request_id: str | None = None,
         max_new_tokens: int | None = None,
-        *args: Any,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: Any = None,
         **kwargs: Any,
     ) -> str | None:
         """Adds a request: see `ContinuousBatchingManager.add_request`.
@@ -184,7 +187,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         check_sampling(vocabulary, **{name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")})
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         new = check_length(self.options.max_seq_len, len(ids), new)
-        return super().add_request(ids, request_id, new, *args, **kwargs)
+        ends = end_ids(self.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+        return super().add_request(ids, request_id, new, streaming, record_timestamps, ends, **kwargs)
 
     def cancel_request(self, request_id: str) -> None:
         """Cancels a request: see `ContinuousBatchingManager.cancel_request`. One of this name that is added later is
