@@ -1310,6 +1310,23 @@ def test_models_that_ask_their_cache_for_more_than_rows_know_are_refused(model: 
         row_groups.layer_groups(model, {"full_attention": [0]}, {}, lambda model, *_: model.nonsense, None)
 
 
+@pytest.mark.parametrize("family", ["BertLMHeadModel", "RobertaForCausalLM", "LlamaForCausalLM"])
+def test_models_that_see_what_comes_are_refused(family: str) -> None:
+    """Masked language models whose config does not say that they decode, or models that were made to: a batch has no
+    mask that would show them the tokens behind."""
+    kind = getattr(transformers, family)
+    sizes = {"vocab_size": 9, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config_class, alike = kind.config_class, {"max_position_embeddings": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+    causal = {"is_causal": True} if family == "LlamaForCausalLM" else {"is_decoder": True}
+    for is_causal in (False, True):
+        model = kind(config_class(**sizes, **alike, **dict.fromkeys(causal, is_causal))).eval()
+        rows.enable(model, pool=pool(10))
+        newer = not transformers.__version__.startswith("5.23.") and "is_decoder" in causal  # they ask a cache for more
+        refused = not is_causal or newer
+        with pytest.raises(vmmkv.UnsupportedError, match=None if newer else "causal") if refused else nullcontext():
+            model.init_continuous_batching(**config()).destroy()
+
+
 def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:
     """Some have a table of them, and some turn all that are in one batch by the longest request."""
     tiny = {"vocab_size": 9, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "pad_token_id": 0}

@@ -56,6 +56,11 @@ def attend_rows(
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
     cache = vmmkv_cache
+    if isinstance(cache, Probe) and not _is_causal(module):
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} is not causal, and requests of a batch have no mask that shows tokens what comes "
+            "behind them; give the model's config is_decoder=True, or is_causal=True, if it is to decode"
+        )
     is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and OF_BATCH in told)
     if not is_in_batch or unknown:
         what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
@@ -67,6 +72,11 @@ def attend_rows(
     if isinstance(cache, Inside):  # its layer was entered, and is not asked for its number: all are one program
         return attend_inside(query, key, value, told.get("sliding_window"), scale, softcap or 0.0, s_aux), None
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
+
+
+def _is_causal(module: Any) -> bool:
+    """Whether tokens see none behind them, as far as a layer and its config say."""
+    return all(getattr(each, "is_causal", True) for each in (module, getattr(module, "config", None)))
 
 
 def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
