@@ -1216,6 +1216,44 @@ def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> N
         assert results[1].generated_tokens == expected.tokens
 
 
+def test_a_name_that_a_running_request_has_is_refused(model: PreTrainedModel) -> None:
+    """Until that one is done; it goes on."""
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(200), max_seq_len=300)
+    by_hand = ByHand(model)
+    manager, scheduler = by_hand.manager, by_hand.processor.scheduler
+    manager.add_request(expected.prompt, "name")
+    while not scheduler.active_requests or scheduler.active_requests["name"].generated_len() < 3:
+        by_hand.step()
+    manager.add_request([7] * 200, "name")
+    by_hand.step()
+    assert "which another request has" in manager.get_result(timeout=0).error
+    for again in (False, True):
+        if again:
+            manager.add_request(expected.prompt, "name")
+        while by_hand.step():
+            pass
+        assert manager.get_result(timeout=0).generated_tokens == expected.tokens
+    by_hand.end()
+
+
+def test_who_is_cancelled_after_it_has_forked_leaves_the_others(model: PreTrainedModel) -> None:
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(200), max_seq_len=300)
+    by_hand = ByHand(model, num_return_sequences=3)
+    by_hand.manager.add_request(expected.prompt, "name")
+    while len(by_hand.processor.scheduler.active_requests) < 3:
+        by_hand.step()
+    by_hand.manager.cancel_request("name")
+    by_hand.manager.cancel_request("name__child#1")
+    while by_hand.step():
+        pass
+    result = by_hand.manager.get_result(timeout=0)
+    assert (result.request_id, result.generated_tokens) == ("name__child#0", expected.tokens)
+    assert by_hand.manager.get_result(timeout=0) is None
+    by_hand.end()
+
+
 def test_a_name_that_a_fork_will_have_is_refused(model: PreTrainedModel) -> None:
     (expected,) = answers(model, Random(), 1)
     rows.enable(model, pool=pool(200), max_seq_len=300)
