@@ -395,7 +395,7 @@ def test_after_the_end_of_all_a_name_is_anothers() -> None:
     ids, layout = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
     with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
         requests = RowRequests([cache], [0], reuse=True, has_host=False)
-        admission = Admission(requests, Ranks(SimpleNamespace(tp_size=1)), 1000, lambda: None)
+        admission = Admission(requests, Ranks(1, 0, Mock()), 1000, lambda: None)
         admission.begin_known("child", ids)
         assert admission.admit("child", 0, 40, expected=40)
         admission.commit("child", 40, ids)

@@ -26,12 +26,12 @@ from ..request_checks import (
 )
 from ..row_caches import Options
 from ..row_groups import can_be_captured, check_pool, devices_of
-from ..row_ranks import Ranks
 from ..with_names import with_names
 from .attention import ATTENTION, compile_layers_whole, groups_of, run_token
 from .cache import RowCache
 from .config import check_processors, compiles, with_defaults
 from .processor import RowProcessor
+from .ranks import ranks_of
 from .scheduler import SCHEDULERS, Cancelled
 
 logger = logging.get_logger(__name__)
@@ -103,7 +103,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
             self._compile_layers()
             self._weights += 1
-            ranks = Ranks(self.distributed_helper)
+            ranks = ranks_of(self.distributed_helper)
             if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
         super().start()
