@@ -42,6 +42,7 @@ from vmmkv.integrations.batching.inputs import SEQUENCES
 from vmmkv.integrations.batching.manager import RowManager
 from vmmkv.integrations.batching.scheduler import RowScheduler
 from vmmkv.integrations.idle_memory import IdleMemory
+from vmmkv.integrations.left_to_attention import CACHE
 from vmmkv.integrations.pool_turns import PoolTurn
 from vmmkv.integrations.request_checks import AtMost, check_same
 from vmmkv.integrations.row_admission import Admission
@@ -52,19 +53,14 @@ from vmmkv.memory.driver import open_driver
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 PAGE_SIZE = 4096
-NOT_SINCE = {"gpt-neox": ("5.24.",)}
-"""Kinds that transformers does not batch continuously any more, and since when."""
 MODELS = [
-    name
-    for name in (
-        "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gpt2", "gpt-oss", "deepseek-v3",
-        *LEAST_MODELS,
-    )
-    if not transformers.__version__.startswith(NOT_SINCE.get(name, ()))
+    "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt2", "gpt-oss", "deepseek-v3",
+    *LEAST_MODELS,
 ]  # fmt: skip
-NOT_THEIRS = ("deepseek-v3",)
-"""Kinds that transformers' own continuous batching does not take: its K is wider than its V."""
-OWN_ROTATION = ("gpt2", "gpt_oss", "deepseek_v3", "cohere")
+NOT_THEIRS = ["deepseek-v3", "gemma4", *["gpt-neox"] * transformers.__version__.startswith("5.24.")]
+"""Kinds that transformers' own continuous batching does not take: K is wider than V, or in some layers than in others,
+or layers tell a cache nothing of the batch."""
+OWN_ROTATION = ("gpt2", "gpt_oss", "deepseek_v3", "cohere", "gemma4_text")
 """Kinds whose positions are no rotary embedding, or one of their own."""
 
 
@@ -399,7 +395,7 @@ def test_after_the_end_of_all_a_name_is_anothers() -> None:
     ids, layout = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
     with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
         requests = RowRequests([cache], [0], reuse=True, has_host=False)
-        admission = Admission(requests, Ranks(SimpleNamespace(tp_size=1)), 1000, lambda: None)
+        admission = Admission(requests, Ranks(1, 0, Mock()), 1000, lambda: None)
         admission.begin_known("child", ids)
         assert admission.admit("child", 0, 40, expected=40)
         admission.commit("child", 40, ids)
@@ -1079,6 +1075,50 @@ def test_paged_generation_is_that_of_generate_or_refused(model: PreTrainedModel)
         model.generate(ids, cache_implementation="paged", num_beams=3, **options)
 
 
+def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedModel) -> None:
+    """Also where it is given by place; and only of continuous batching. What others have put in the place of `generate`
+    stays there."""
+    ids, options = torch.tensor([[5, 6, 7]]), {"generation_config": config()["generation_config"]}
+    (processors := transformers.LogitsProcessorList()).append(lambda ids, scores: -scores)
+    expected = model.generate(ids, options["generation_config"], processors)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    assert model.generate(ids, logits_processor=processors, **options).equal(expected)
+    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
+        model.generate(ids, logits_processor=processors, cache_implementation="paged", **options)
+    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
+        model.generate(ids, options["generation_config"], processors, cache_implementation="paged")
+    with pytest.raises(vmmkv.UnsupportedError, match="asked for custom_generate"):
+        model.generate(ids, custom_generate=print, cache_implementation="paged", **options)
+    plain = transformers.LogitsProcessorList()
+    assert model.generate(ids, logits_processor=plain, cache_implementation="paged", **options).shape == (1, 1, 3 + NEW)
+    rows.disable(model)
+    assert "generate" not in vars(model)
+    model.generate = others = Mock()
+    try:
+        rows.enable(model, pool=pool(100), max_seq_len=100)
+        assert model.generate is others
+        rows.disable(model)
+        assert model.generate is others
+    finally:
+        del model.generate
+
+
+@pytest.mark.filterwarnings("ignore:Passing .repetition_penalty:UserWarning")
+def test_processors_that_are_not_for_batches_are_refused_where_they_are_to_be_kept(model: PreTrainedModel) -> None:
+    """They would see the last token of each request alone; transformers writes a line to the log."""
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    (expected,) = answers(model, Random(), 1)
+    for keep in ({}, {"drop_unsupported_processors": False}):
+        penalized = config(**keep)
+        check_batch(model, [expected], **keep)
+        penalized["generation_config"].repetition_penalty = 3.0
+        kept = pytest.raises(vmmkv.UnsupportedError, match=r"RepetitionPenaltyLogitsProcessor .*=False")
+        with kept if keep else nullcontext():
+            model.generate_batch([expected.prompt], **penalized)
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_manager_that_is_kept_is_not_asked_for_other_settings(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(100), max_seq_len=100)
     for _ in range(2):
@@ -1096,6 +1136,28 @@ def test_ids_that_end_a_request_are_in_no_order() -> None:
         for used, has in zip(ids, means):
             with nullcontext() if wanted == has else pytest.raises(vmmkv.ArgumentError, match="eos_token_id"):
                 check_same(GenerationConfig(eos_token_id=asked), GenerationConfig(eos_token_id=used))
+
+
+def test_a_request_ends_with_ids_of_any_kind(model: PreTrainedModel) -> None:
+    """Those of a tensor are not compared as tensors are, each equal to itself alone; what is none is refused."""
+    (expected,) = answers(model, Random(), 1)
+    last = expected.tokens[3]
+    until = expected.tokens[: expected.tokens.index(last) + 1]
+    array = np.array([VOCABULARY, last])
+    kinds = [last, [last], (last, -1), {last}, array, array[1], torch.tensor(array), torch.tensor(last)]
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model) as served:
+        for eos in kinds:
+            served.manager.add_request(expected.prompt, eos_token_id=eos)
+            (result,) = served.results(1).values()
+            assert result.generated_tokens == until, eos
+        for wrong in ("x", 5.5, [[5]], torch.tensor([5.0])):
+            with pytest.raises(vmmkv.ArgumentError, match="got eos_token_id="):
+                served.manager.add_request(expected.prompt, eos_token_id=wrong)
+    options = config()
+    options["generation_config"].eos_token_id = torch.tensor([last])
+    (result,) = model.generate_batch([expected.prompt], **options).values()
+    assert result.generated_tokens == until
 
 
 @pytest.mark.parametrize("wrong", [[], [5, VOCABULARY], [[5, 6]], "text"], ids=str)
@@ -1152,6 +1214,44 @@ def test_a_name_that_another_request_has_is_refused(model: PreTrainedModel) -> N
         results = [served.manager.get_result(timeout=60) for _ in range(2)]
         assert "which another request has" in results[0].error
         assert results[1].generated_tokens == expected.tokens
+
+
+def test_a_name_that_a_running_request_has_is_refused(model: PreTrainedModel) -> None:
+    """Until that one is done; it goes on."""
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(200), max_seq_len=300)
+    by_hand = ByHand(model)
+    manager, scheduler = by_hand.manager, by_hand.processor.scheduler
+    manager.add_request(expected.prompt, "name")
+    while not scheduler.active_requests or scheduler.active_requests["name"].generated_len() < 3:
+        by_hand.step()
+    manager.add_request([7] * 200, "name")
+    by_hand.step()
+    assert "which another request has" in manager.get_result(timeout=0).error
+    for again in (False, True):
+        if again:
+            manager.add_request(expected.prompt, "name")
+        while by_hand.step():
+            pass
+        assert manager.get_result(timeout=0).generated_tokens == expected.tokens
+    by_hand.end()
+
+
+def test_who_is_cancelled_after_it_has_forked_leaves_the_others(model: PreTrainedModel) -> None:
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(200), max_seq_len=300)
+    by_hand = ByHand(model, num_return_sequences=3)
+    by_hand.manager.add_request(expected.prompt, "name")
+    while len(by_hand.processor.scheduler.active_requests) < 3:
+        by_hand.step()
+    by_hand.manager.cancel_request("name")
+    by_hand.manager.cancel_request("name__child#1")
+    while by_hand.step():
+        pass
+    result = by_hand.manager.get_result(timeout=0)
+    assert (result.request_id, result.generated_tokens) == ("name__child#0", expected.tokens)
+    assert by_hand.manager.get_result(timeout=0) is None
+    by_hand.end()
 
 
 def test_a_name_that_a_fork_will_have_is_refused(model: PreTrainedModel) -> None:
@@ -1217,15 +1317,23 @@ def test_models_that_are_wrapped_are_refused(model: PreTrainedModel) -> None:
         rows.enable(torch.nn.DataParallel(model))
 
 
-def test_layers_that_tell_a_cache_nothing_of_their_batch_are_refused() -> None:
-    """As GPT-NeoX's, and Nemotron's, since transformers 5.24."""
-    probe, states, told = row_groups.Probe(), torch.randn(1, 2, 1, 8), {"s_aux": None}
-    assert probe.update(states, states + 1, 3, told)[1].equal(states + 1)
-    assert told == {"s_aux": None, "cache": probe}
-    with pytest.raises(vmmkv.UnsupportedAttentionError, match=r"layer 3 hands K and V .* on rows or without"):
-        probe.update(states, states, 3)
-    with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
-        attend_rows(None, states, states, states, None, cache=probe)
+def test_layers_that_tell_attention_nothing_of_their_batch_are_refused() -> None:
+    """As Nemotron's, since transformers 5.24."""
+    states = torch.randn(1, 2, 1, 8)
+    for told in ({}, {CACHE: row_groups.Probe()}, {"block_table": None}):
+        with pytest.raises(vmmkv.UnsupportedAttentionError, match="without a batch of requests"):
+            attend_rows(None, states, states, states, None, **told)
+
+
+def test_layers_that_attend_more_than_once_are_refused(model: PreTrainedModel) -> None:
+    """As those of models that go through them again: one row has room for the K and V of each once."""
+
+    def run(model: PreTrainedModel, token: torch.Tensor, probe: row_groups.Probe) -> None:
+        for layer in (0, 1, 0):
+            probe.attend(layer, *torch.randn(3, 1, 2, 1, 8))
+
+    with pytest.raises(vmmkv.UnsupportedError, match="not each keeps K and V once"):
+        row_groups.layer_groups(model, {"full_attention": [0, 1]}, {}, run, None)
 
 
 def test_models_that_ask_their_cache_for_more_than_rows_know_are_refused(model: PreTrainedModel) -> None:
@@ -1238,6 +1346,23 @@ def test_models_that_ask_their_cache_for_more_than_rows_know_are_refused(model: 
         row_groups.layer_groups(model, {"full_attention": [0]}, {}, ask, None)
     with pytest.raises(AttributeError, match="nonsense"):
         row_groups.layer_groups(model, {"full_attention": [0]}, {}, lambda model, *_: model.nonsense, None)
+
+
+@pytest.mark.parametrize("family", ["BertLMHeadModel", "RobertaForCausalLM", "LlamaForCausalLM"])
+def test_models_that_see_what_comes_are_refused(family: str) -> None:
+    """Masked language models whose config does not say that they decode, or models that were made to: a batch has no
+    mask that would show them the tokens behind."""
+    kind = getattr(transformers, family)
+    sizes = {"vocab_size": 9, "hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2}
+    config_class, alike = kind.config_class, {"max_position_embeddings": 64, "num_hidden_layers": 1, "pad_token_id": 0}
+    causal = {"is_causal": True} if family == "LlamaForCausalLM" else {"is_decoder": True}
+    for is_causal in (False, True):
+        model = kind(config_class(**sizes, **alike, **dict.fromkeys(causal, is_causal))).eval()
+        rows.enable(model, pool=pool(10))
+        newer = not transformers.__version__.startswith("5.23.") and "is_decoder" in causal  # they ask a cache for more
+        refused = not is_causal or newer
+        with pytest.raises(vmmkv.UnsupportedError, match=None if newer else "causal") if refused else nullcontext():
+            model.init_continuous_batching(**config()).destroy()
 
 
 def test_positions_that_a_model_cannot_tell_apart_are_refused() -> None:

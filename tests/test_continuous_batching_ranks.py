@@ -5,9 +5,11 @@ and no hang, though one of them has less memory, forgets, is refused memory, or 
 from __future__ import annotations
 
 import faulthandler
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from random import Random
+from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
 
@@ -19,7 +21,7 @@ from faulty import FaultyDriver
 from pair import together
 from test_continuous_batching import PAGE_SIZE, Served, answers
 from tiny_models import VOCABULARY, tiny_model
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import vmmkv
@@ -139,6 +141,20 @@ def passes_are_compiled(half: Half) -> None:
     assert all(any("all_reduce" in target for target in targets) for targets in layers), layers
 
 
+def loaded_with_a_plan(half: Half) -> None:
+    """By `from_pretrained(tp_plan="auto")`, in processes that know each other as `torchrun` tells them."""
+    told = {"RANK": str(half.rank), "LOCAL_RANK": str(half.rank), "WORLD_SIZE": "2"}
+    with TemporaryDirectory() as own, mock.patch.dict(os.environ, told):
+        dist.broadcast_object_list(folder := [own], group=half.group)
+        tiny_model.__wrapped__("llama-gqa", "eager", "cpu").save_pretrained(folder[0])  # by the first alone
+        dist.barrier(half.group)
+        half.model = AutoModelForCausalLM.from_pretrained(folder[0], tp_plan="auto", attn_implementation="eager")
+        dist.barrier(half.group)
+    with half.serve(MANY) as served:
+        served.check(half.expected)
+        assert set(served.cache.layout.num_kv_heads) == {1}
+
+
 # ---------------------------------------------------------------------- what ends in both
 
 
@@ -174,7 +190,14 @@ def not_all_are_told_the_same(half: Half) -> None:
 SCENARIOS: dict[str, list[Callable[[Half], None]]] = {
     "cohere": [passes_are_compiled],
     "gemma3": [less_memory_in_one],
-    "llama-gqa": [one_forgets, one_is_refused_memory, one_fails, one_cannot_begin, not_all_are_told_the_same],
+    "llama-gqa": [
+        one_forgets,
+        one_is_refused_memory,
+        one_fails,
+        one_cannot_begin,
+        not_all_are_told_the_same,
+        loaded_with_a_plan,
+    ],
 }
 
 

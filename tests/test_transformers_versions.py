@@ -14,7 +14,10 @@ from vmmkv.integrations.batching import TESTED
 
 BATCHING = "test_all_kinds_of_models_give_the_tokens_of"
 TESTS = [
-    *(f"test_continuous_batching.py::{BATCHING}_generate[{name}]" for name in ("llama-gqa", "gemma3", "gpt-oss")),
+    *(
+        f"test_continuous_batching.py::{BATCHING}_generate[{name}]"
+        for name in ("llama-gqa", "gemma3", "gemma4", "gpt-neox", "gpt-oss")
+    ),
     f"test_continuous_batching.py::{BATCHING}_transformers_own_continuous_batching[mixtral]",
     "test_continuous_batching.py::test_several_answers_to_one_prompt[llama-gqa]",
     "test_continuous_batching_ahead.py::test_a_name_may_be_used_again",

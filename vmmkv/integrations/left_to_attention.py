@@ -1,5 +1,5 @@
-"""K and V that attention writes: a cache that models hand them to before, as they do since transformers 5.24, tells
-attention of itself."""
+"""K and V that attention writes: models hand them to a cache before, as they do since transformers 5.24, and attention
+is told of it by a keyword of its own. Until 5.23 that was `cache`, and models did not know it."""
 
 from __future__ import annotations
 
@@ -7,24 +7,15 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedAttentionError
+CACHE = "vmmkv_cache"
+"""The keyword. Layers that read the K and V of earlier ones hand nothing to a cache, and hand this on."""
 
 
 class LeftToAttention:
-    """In the place of a cache. Until 5.23 transformers told attention of it, and models did not know it."""
+    """In the place of a cache."""
 
     def update(
         self, key: torch.Tensor, value: torch.Tensor, layer: int, kwargs: dict[str, Any] | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns K and V of a layer as they are; `kwargs` is what the layer will tell attention, by keyword.
-
-        Raises:
-            UnsupportedAttentionError: there is no such thing, and attention would know of no batch.
-        """
-        if kwargs is None:
-            raise UnsupportedAttentionError(
-                f"layer {layer} hands K and V to its cache without what it tells attention: this version of "
-                "transformers does not batch such a model continuously, on rows or without"
-            )
-        kwargs["cache"] = self
+        """Returns K and V of a layer as they are."""
         return key, value

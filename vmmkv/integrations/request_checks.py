@@ -73,7 +73,7 @@ def check_same(asked: GenerationConfig, used: GenerationConfig) -> None:
     another. `max_new_tokens` is each call's."""
     for name in vars(used).keys() - {"max_new_tokens", "transformers_version"}:
         wanted, has = getattr(asked, name, None), getattr(used, name)
-        is_same = _ids(wanted) == _ids(has) if name == "eos_token_id" else wanted == has
+        is_same = {*end_ids(wanted)} == {*end_ids(has)} if name == "eos_token_id" else wanted == has
         if name[0].isalpha() and not is_same:
             raise ArgumentError(
                 f"asked for {name}={wanted!r} of a persistent manager whose GenerationConfig has {has!r}; "
@@ -81,9 +81,22 @@ def check_same(asked: GenerationConfig, used: GenerationConfig) -> None:
             )
 
 
-def _ids(ids: int | list[int] | None) -> set[int]:
-    """Ids that end a request, in no order; none is -1, as transformers writes it."""
-    return {-1} if ids is None else {ids} if isinstance(ids, int) else set(ids)
+def end_ids(given: Any) -> list[int]:
+    """Ids that end a request, of one or of several in any container; none is -1, as transformers writes it.
+
+    Raises:
+        ArgumentError: they are no whole numbers.
+    """
+    if given is None:
+        return [-1]
+    try:
+        return [operator.index(given)]
+    except TypeError:
+        pass
+    try:
+        return list(map(operator.index, given))
+    except TypeError:
+        raise ArgumentError(f"got eos_token_id={given!r}; give a whole number, or several") from None
 
 
 def check_told(told: Mapping[str, Any], inputs: Any, config: GenerationConfig) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 from ..errors import UnsupportedAttentionError
+from .left_to_attention import CACHE
 from .with_names import with_names
 
 NAME = "apply_rotary_pos_emb"
@@ -211,5 +212,5 @@ class _Forward:
         self._deferring = with_names(forward, **{NAME: deferring(forward.__globals__[NAME])})
 
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        waits = isinstance(kwargs.get("cache"), self._cache) and not torch.compiler.is_compiling()
+        waits = isinstance(kwargs.get(CACHE), self._cache) and not torch.compiler.is_compiling()
         return (self._deferring if waits else self._forward)(module, *args, **kwargs)

@@ -36,6 +36,8 @@ class Probe(LeftToAttention):
     """In the place of a cache: learns what layers keep of a token."""
 
     def __init__(self) -> None:
+        self.layers: list[int] = []
+        """Those that attended, as often as they did."""
         self.shapes: dict[int, tuple[int, int, int]] = {}
         """By layer: KV heads, the width of K, and of V."""
         self.devices: dict[int, torch.device] = {}
@@ -45,6 +47,7 @@ class Probe(LeftToAttention):
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any) -> torch.Tensor:
         """Takes a layer's K and V, `[1, heads, tokens, head_dim]`; attends to nothing."""
+        self.layers.append(layer)
         self.shapes[layer] = key.shape[1], key.shape[3], value.shape[3]
         self.devices[layer] = key.device
         self.dtypes |= {key.dtype, value.dtype}
@@ -82,9 +85,9 @@ def layer_groups(
             if error.obj is not probe:
                 raise
             raise not_for_rows(model, f"layers that ask their cache for more than K and V ({error.name})") from None
-    if sorted(probe.shapes) != sorted(layer for layers in kinds.values() for layer in layers) or len(probe.dtypes) > 1:
+    if sorted(probe.layers) != sorted(layer for layers in kinds.values() for layer in layers) or len(probe.dtypes) > 1:
         number = model.config.get_text_config().num_hidden_layers
-        raise not_for_rows(model, f"{number} layers, of which not all keep K and V of one dtype")
+        raise not_for_rows(model, f"{number} layers, of which not each keeps K and V once, of one dtype")
     (dtype,) = probe.dtypes
     if kv_dtype:
         check_quantizable(dtype, kv_dtype)

@@ -14,8 +14,6 @@ from collections.abc import Sequence as Many
 from functools import partial
 from typing import Any
 
-import torch
-
 from ..errors import OutOfPagesError, RankFailedError, UnsupportedError
 from .row_requests import NO_ROOM, RowRequests
 
@@ -27,16 +25,13 @@ class Ranks:
     """The processes of a tensor parallel group. All make the same calls in the same order.
 
     Args:
-        helper: transformers' `DistributedHelper`.
+        size: how many they are.
+        rank: which of them this one is.
+        minimum: the least of a number of each; all call it.
     """
 
-    def __init__(self, helper: Any) -> None:
-        self._helper = helper
-
-    @property
-    def size(self) -> int:
-        """How many they are."""
-        return int(self._helper.tp_size)
+    def __init__(self, size: int, rank: int, minimum: Callable[[float], float]) -> None:
+        self.size, self._rank, self._minimum = size, rank, minimum
 
     def least(self, value: float) -> float:
         """The least of what they say.
@@ -46,11 +41,10 @@ class Ranks:
         """
         if self.size == 1:
             return value
-        least = float(self._helper.tp_all_reduce_min(torch.tensor(value, dtype=torch.float64), on_cpu=True))
+        least = self._minimum(value)
         if least == FAILED != value:
             raise RankFailedError(
-                f"process {self._helper.tp_local_rank} of {self.size} stops, since another one has failed; its error "
-                "says why"
+                f"process {self._rank} of {self.size} stops, since another one has failed; its error says why"
             )
         return least
 
@@ -73,8 +67,8 @@ class Ranks:
             said = zlib.crc32(repr(value).encode())
             if self.least(said) != -self.least(-said):
                 raise UnsupportedError(
-                    f"{name} is {value} in process {self._helper.tp_local_rank} of {self.size}, and something else in "
-                    "another; requests on rows need it alike in all of them"
+                    f"{name} is {value} in process {self._rank} of {self.size}, and something else in another; "
+                    "requests on rows need it alike in all of them"
                 )
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._dynamo.decorators import skip
 
-from .left_to_attention import LeftToAttention
+from .left_to_attention import CACHE, LeftToAttention
 
 Attend = Callable[..., Any]
 """Takes a layer's number, query, key, value, what the pass is told, scale, soft cap and sinks."""
@@ -134,11 +134,11 @@ class _Forward:
 
     @skip
     def __call__(self, module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        cache = kwargs.get("cache")
+        cache = kwargs.get(CACHE)
         if not isinstance(cache, self._cache):
             return self._forward(module, *args, **kwargs)
         told = {name: kwargs.pop(name) for name in self._told & kwargs.keys()}
-        kwargs["cache"] = INSIDE
+        kwargs["cache"] = kwargs[CACHE] = INSIDE
         _thread.entered = Entered(cache.attend, self._number, told)
         try:
             return self._forward(module, *args, **kwargs)

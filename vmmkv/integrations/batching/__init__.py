@@ -9,9 +9,9 @@
     offloading  moves tokens to the host                        RowOffloading
 
 Each is a subclass that is put in the place of the name in their functions' globals, for these functions alone (`model`
-puts the first). Beside them are what a model calls for `attention`, what a `config` means, and requests of one batch
-that are sampled each in its own way (`sampling`). A table of blocks has one column here, the row of each request: so
-one captured graph serves every length.
+puts the first). Beside them are what a model calls for `attention`, what a `config` means, the processes of a group
+(`ranks`), and requests of one batch that are sampled each in its own way (`sampling`). A table of blocks has one column
+here, the row of each request: so one captured graph serves every length.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ...errors import UnsupportedAttentionError
 from ..attention import NOT_ABOUT_ATTENTION
 from ..borrowed_attention import BorrowedAttention
+from ..left_to_attention import CACHE
 from ..row_groups import Group, Probe, layer_groups, not_for_rows
 from ..whole_layers import Inside, attend_inside, make_layers_whole, split_layers
 from .cache import RowCache
@@ -42,7 +43,7 @@ def attend_rows(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
-    cache: Any = None,
+    vmmkv_cache: Any = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     **told: Any,
@@ -54,6 +55,12 @@ def attend_rows(
     """
     unknown = [name for name in told.keys() - KNOWN if told[name] is not None and told[name] is not False]
     unknown += ["dropout"] * bool(dropout) + ["attention_mask"] * (attention_mask is not None)
+    cache = vmmkv_cache
+    if isinstance(cache, Probe) and not _is_causal(module):
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} is not causal, and requests of a batch have no mask that shows tokens what comes "
+            "behind them; give the model's config is_decoder=True, or is_causal=True, if it is to decode"
+        )
     is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and OF_BATCH in told)
     if not is_in_batch or unknown:
         what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
@@ -67,9 +74,14 @@ def attend_rows(
     return cache.attend(module.layer_idx, query, key, value, told, scale, softcap or 0.0, s_aux), None
 
 
+def _is_causal(module: Any) -> bool:
+    """Whether tokens see none behind them, as far as a layer and its config say."""
+    return all(getattr(each, "is_causal", True) for each in (module, getattr(module, "config", None)))
+
+
 def attend_rows_or_go_around(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """`attend_rows`, which the compiler goes around in layers that were not entered."""
-    attend = attend_rows if isinstance(kwargs.get("cache"), Inside) else _attend_apart
+    attend = attend_rows if isinstance(kwargs.get(CACHE), Inside) else _attend_apart
     return attend(*args, **kwargs)
 
 
@@ -97,7 +109,8 @@ def groups_of(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Grou
 
 def run_token(model: PreTrainedModel, token: torch.Tensor, probe: Probe) -> None:
     """Runs a model on one token, as continuous batching calls it."""
-    model(input_ids=token, position_ids=token, cache=probe, use_cache=False, **{OF_BATCH: None})
+    told = {OF_BATCH: None, CACHE: probe}
+    model(input_ids=token, position_ids=token, cache=probe, use_cache=False, **told)
 
 
 def compile_layers_whole(model: Any) -> None:

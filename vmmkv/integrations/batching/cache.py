@@ -20,9 +20,9 @@ from ..row_admission import Admission
 from ..row_attention import RowAttention
 from ..row_caches import Options, bytes_of_token, make_caches
 from ..row_groups import Group
-from ..row_ranks import Ranks
 from ..row_stages import make_requests
 from .config import ALIKE, block_bytes, budget, host_bytes
+from .ranks import ranks_of
 
 MAX_BATCH_TOKENS = 8192
 """Of one forward pass, as transformers has it where it is told nothing."""
@@ -53,7 +53,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         dtype: torch.dtype = torch.float16,
         model_supports_logits_to_keep: bool = False,
     ) -> None:
-        batching, ranks = continuous_batching_config, Ranks(distributed_helper)
+        batching, ranks = continuous_batching_config, ranks_of(distributed_helper)
         self.device = torch.device(device)
         self.stream: Any = None
         """On which forward passes run."""

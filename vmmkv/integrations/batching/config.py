@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,6 +41,16 @@ def with_defaults(config: Any, device: torch.device) -> Any:
     if config.max_memory_percent is None:
         config.max_memory_percent = 0.8
     return config
+
+
+def check_processors(processors: Iterable[object]) -> None:
+    """Raises `UnsupportedError` where some of what changes logits is not for batches, and is to be kept."""
+    for each in processors:
+        if getattr(each, "supports_continuous_batching", None) is False:
+            raise UnsupportedError(
+                f"asked for {type(each).__name__} with drop_unsupported_processors=False; of a batch it would see the "
+                "last token of each request alone. Leave out what asks for it (repetition_penalty, say), or the False"
+            )
 
 
 def compiles(config: Any, of_model: Any) -> bool:

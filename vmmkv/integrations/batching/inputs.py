@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.input_outputs import (
 )
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
 
+from ..left_to_attention import CACHE
 from ..with_names import with_names
 
 SEQUENCES = 64
@@ -30,6 +31,9 @@ class RowBatch(ContinuousBatchingIOs):
         if use_padding and not self.use_block_table:
             return min(-(-self.num_request_in_batch // SEQUENCES) * SEQUENCES, most)
         return most
+
+    def get_model_kwargs(self, use_padding: bool = False) -> Any:
+        return {**super().get_model_kwargs(use_padding), CACHE: self.cache}
 
     @property
     def prepared(self) -> RowBatch:

@@ -19,18 +19,19 @@ from ..request_checks import (
     check_generation,
     check_length,
     check_sampling,
+    end_ids,
     token_ids,
     vocabulary_of,
     within_vocabulary,
 )
 from ..row_caches import Options
 from ..row_groups import can_be_captured, check_pool, devices_of
-from ..row_ranks import Ranks
 from ..with_names import with_names
 from .attention import ATTENTION, compile_layers_whole, groups_of, run_token
 from .cache import RowCache
-from .config import compiles, with_defaults
+from .config import check_processors, compiles, with_defaults
 from .processor import RowProcessor
+from .ranks import ranks_of
 from .scheduler import SCHEDULERS, Cancelled
 
 logger = logging.get_logger(__name__)
@@ -55,6 +56,7 @@ class RowManager(their_api.ContinuousBatchingManager):
         was_training = model.training
         try:
             super().__init__(model.eval(), generation_config, config, workload_hints)
+            check_processors(self.logit_processor.logits_processor)
             self._allow_decode(config)
             self._compile_layers()
             if not self._may_capture(model, is_told=continuous_batching_config.use_cuda_graph is not None):
@@ -101,7 +103,7 @@ class RowManager(their_api.ContinuousBatchingManager):
             self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
             self._compile_layers()
             self._weights += 1
-            ranks = Ranks(self.distributed_helper)
+            ranks = ranks_of(self.distributed_helper)
             if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
         super().start()
@@ -166,7 +168,9 @@ class RowManager(their_api.ContinuousBatchingManager):
         input_ids: list[int],
         request_id: str | None = None,
         max_new_tokens: int | None = None,
-        *args: Any,
+        streaming: bool = False,
+        record_timestamps: bool = False,
+        eos_token_id: Any = None,
         **kwargs: Any,
     ) -> str | None:
         """Adds a request: see `ContinuousBatchingManager.add_request`.
@@ -183,7 +187,8 @@ class RowManager(their_api.ContinuousBatchingManager):
         check_sampling(vocabulary, **{name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")})
         new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
         new = check_length(self.options.max_seq_len, len(ids), new)
-        return super().add_request(ids, request_id, new, *args, **kwargs)
+        ends = end_ids(self.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
+        return super().add_request(ids, request_id, new, streaming, record_timestamps, ends, **kwargs)
 
     def cancel_request(self, request_id: str) -> None:
         """Cancels a request: see `ContinuousBatchingManager.cancel_request`. One of this name that is added later is

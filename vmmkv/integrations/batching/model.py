@@ -9,9 +9,10 @@ from types import MethodType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.generation.continuous_batching import continuous_api as their_api
 
+from ...errors import UnsupportedError
 from ..request_checks import check_length, check_same, check_told, token_ids, vocabulary_of, within_vocabulary
 from ..rotation import defer_rotation, restore_rotation
 from ..row_caches import Options
@@ -24,6 +25,9 @@ KEPT = "_cached_continuous_batching_manager"
 """Where transformers keeps a persistent manager."""
 OF_GENERATE_BATCH = inspect.signature(their_api.ContinuousMixin.generate_batch).parameters.keys() - {"kwargs"}
 """What transformers heeds."""
+NOT_HANDED_ON = ("logits_processor", "custom_generate")
+"""What `generate` leaves out without a word where it runs continuous batching. It refuses other such arguments itself.
+"""
 
 
 def put_on_rows(model: PreTrainedModel, options: Options) -> None:
@@ -35,6 +39,7 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
     vars(model)["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
+    vars(model).setdefault("generate", MethodType(_generate, model))
     defer_rotation(model, RowCache | Inside)
 
 
@@ -44,6 +49,8 @@ def take_off_rows(model: PreTrainedModel) -> None:
         _drop_kept(model)
     for name in ("init_continuous_batching", "generate_batch"):
         vars(model).pop(name, None)
+    if getattr(vars(model).get("generate"), "__func__", None) is _generate:
+        del vars(model)["generate"]
     restore_rotation(model)
 
 
@@ -70,6 +77,20 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
         return type(model).generate_batch(model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs)
 
     return generate_batch
+
+
+@functools.wraps(GenerationMixin.generate)
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`generate` that refuses what would be left out."""
+    if kwargs.get("cache_implementation") == "paged":
+        given = inspect.signature(type(model).generate).bind(model, *args, **kwargs).arguments
+        for name in NOT_HANDED_ON:
+            if given.get(name):
+                raise UnsupportedError(
+                    f"asked for {name}, which generate does not hand on to continuous batching; leave it out, or "
+                    'cache_implementation="paged"'
+                )
+    return type(model).generate(model, *args, **kwargs)
 
 
 def _drop_kept(model: PreTrainedModel) -> None:
