@@ -382,6 +382,31 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
         assert (out[index] == 0).all()
 
 
+@pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_start_before_the_first_token_is_one_at_it(kernel: str, block_size: int) -> None:
+    """What lies in front, of the row or of its part of the block table, holds NaN."""
+    q = torch.randn(2, 1, 2, 64, device=DEVICE).to(bf16)
+    k, v = (torch.randn(4, 48, 1, 64, device=DEVICE).to(bf16) for _ in "kv")
+    k[0], v[0], k[2], v[2] = [torch.nan] * 4
+    table = None
+    if block_size:
+        k, v = (each.view(12, 16, 1, 64) for each in (k, v))
+        table = torch.arange(12, device=DEVICE, dtype=torch.int32).view(4, 3)
+    lens, rows, cu_seqlens = int32([python_random.randint(1, 48) for _ in range(2)]), int32([1, 3]), int32([0, 1, 2])
+    starts = int32([-python_random.randint(1, 48), -1])
+    for window in (0, 60):
+        options = {"window": window, "kernel": kernel}
+        given, right = ((rows, each, table) for each in (starts, torch.zeros_like(starts)))
+        out = prefill(q[:, 0], k, v, cu_seqlens, lens, *given, **options)
+        assert torch.equal(out, prefill(q[:, 0], k, v, cu_seqlens, lens, *right, **options))
+        assert out.isfinite().all()
+        if kernel != "wgmma":
+            out = decode(q, k, v, lens, *given, **options)
+            assert torch.equal(out, decode(q, k, v, lens, *right, **options))
+            assert out.isfinite().all()
+
+
 @pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
 def test_a_query_that_sees_nothing_looks_up_no_block(kernel: str) -> None:
     """The block table has no row for it: not for an empty sequence, nor for one that is nothing but padding."""
