@@ -408,6 +408,23 @@ def test_a_start_before_the_first_token_is_one_at_it(kernel: str, block_size: in
 
 
 @pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_length_below_nothing_is_nothing(kernel: str) -> None:
+    """Neither the sequence's output nor that of others shows what lies where it would be."""
+    q, k, v, _, _ = new_tokens()
+    k[0], v[0], k[2, 30:], v[2, 30:] = [torch.nan] * 4
+    below = -python_random.choice([1, 7, 16, 17, 40, 1 << 31])
+    for lens in ([30, below, 20], [below, below, below], [below, 30, 0]):
+        rows, cu_seqlens = int32([2, 1, 2] if lens[0] > 0 else [1, 2, 1]), int32([0, 1, 2, 3])
+        given, right = (int32(each) for each in (lens, [max(length, 0) for length in lens]))
+        calls = [lambda lens: prefill(q[:, 0], k, v, cu_seqlens, lens, rows, kernel=kernel)]
+        if kernel != "wgmma":
+            calls.append(lambda lens: decode(q, k, v, lens, rows, kernel=kernel, out=torch.full_like(q, torch.nan)))
+        for call in calls:
+            assert torch.equal(call(given), call(right))
+            assert call(given).isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
 def test_a_query_that_sees_nothing_looks_up_no_block(kernel: str) -> None:
     """The block table has no row for it: not for an empty sequence, nor for one that is nothing but padding."""
     q = torch.randn(3, 1, 2, 64, device=DEVICE).to(bf16)
