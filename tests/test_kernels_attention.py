@@ -501,6 +501,26 @@ def test_a_number_of_another_type_is_not_met_again() -> None:
             decode(q, k, v, lens, rows, **infinite)
 
 
+@pytest.mark.parametrize("kernel", ["mma", "plain"])
+def test_what_fp32_does_not_hold_is_refused(kernel: str) -> None:
+    """It would be 0 or infinite to a kernel. With a softcap the scale itself is not, but what it is of that."""
+    q, k, v, lens, rows = new_tokens()
+    most, least = 3.0e38, 1.2e-38
+    for wrong in (
+        {"scale": most * 10 ** python_random.uniform(0, 200)},
+        {"scale": least * 10 ** python_random.uniform(-200, -1)},
+        {"softcap": least * 10 ** python_random.uniform(-200, -1)},
+        {"scale": 1e30, "softcap": 1e-9},
+        {"scale": 1e-35, "softcap": 1e4},
+    ):
+        with pytest.raises(ValueError, match="fp32"):
+            decode(q, k, v, lens, rows, kernel=kernel, **wrong)
+        with pytest.raises(ValueError, match="fp32"):
+            prefill(q[:, 0], k, v, int32([0, 1, 2, 3]), lens, rows, kernel=kernel, **wrong)
+    capped = decode(q, k, v, lens, rows, kernel=kernel, scale=1e39, softcap=50.0)
+    assert torch.equal(capped, decode(q, k, v, lens, rows, kernel=kernel, scale=1e30, softcap=50.0))
+
+
 def test_tokens_behind_the_last_sequence_are_left_alone() -> None:
     q, k, v, _, rows = new_tokens()
     k[2, 4:], v[2, 4:] = torch.nan, torch.nan
