@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +16,7 @@ from .checks import (
     check_attention,
     check_block_table,
     check_indices,
+    check_integer,
     check_sinks,
     refuse_alignment,
 )
@@ -172,14 +172,14 @@ def prepare(
         raise ValueError("got no scale for latents; it follows from the width of the heads that they stand for")
     # Numbers of other types are equal to these, and would be rounded to theirs in a launch that all equal calls share.
     scale = q[0][-1] ** -0.5 if scale is None else float(scale)
-    window, softcap = operator.index(window), float(softcap)
+    window, softcap = check_integer("window", window), float(softcap)
     inner, outer = scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
     least, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-    if not (least <= inner <= most and least <= outer <= most and softcap <= LARGEST_SOFTCAP and window >= 0):
+    if not (least <= inner <= most and least <= outer <= most and softcap <= LARGEST_SOFTCAP and 0 <= window < 1 << 63):
         raise ValueError(
             f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not "
             f"negative, all finite, softcap at most {LARGEST_SOFTCAP}, and scale, or softcap and scale / softcap, "
-            "must not be too small or too great for fp32"
+            "must not be too small or too great for fp32, nor window for 64 bits"
         )
     maps = maps_of(geometry[1], geometry[2], plan.box_tokens) if plan.box_tokens else None
     addresses = [None if key else 0 for key in geometry]
