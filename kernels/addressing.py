@@ -52,8 +52,8 @@ def scales_of(kv_head: int, at: Addresses, strides: Strides) -> tuple[Tokens, To
 
 @inlined
 def first_token(sequence: int, starts: int) -> int:
-    """The first token of a sequence that may be read."""
-    return load_i32(starts + sequence * 4) if starts != 0 else 0
+    """The first token of a sequence that may be read; in front of the first one of all there is another row."""
+    return max(load_i32(starts + sequence * 4), 0) if starts != 0 else 0
 
 
 @inlined

@@ -111,9 +111,11 @@ class Groups(NamedTuple):
     """Of a query's prefix."""
     queries: int
     """Of a block of threads."""
+    batch: int
+    """Sequences that there are."""
 
 
-NO_GROUPS = Groups(0, 0, 0, 0, 0, 0, 0)
+NO_GROUPS = Groups(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 class Maps(NamedTuple):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -18,6 +16,7 @@ from .checks import (
     check_attention,
     check_block_table,
     check_indices,
+    check_integer,
     check_sinks,
     refuse_alignment,
 )
@@ -173,17 +172,20 @@ def prepare(
         raise ValueError("got no scale for latents; it follows from the width of the heads that they stand for")
     # Numbers of other types are equal to these, and would be rounded to theirs in a launch that all equal calls share.
     scale = q[0][-1] ** -0.5 if scale is None else float(scale)
-    window, softcap = operator.index(window), float(softcap)
-    if not (0 < scale < math.inf and 0 <= softcap <= LARGEST_SOFTCAP and window >= 0):
+    window, softcap = check_integer("window", window), float(softcap)
+    inner, outer = scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
+    least, most = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+    if not (least <= inner <= most and least <= outer <= most and softcap <= LARGEST_SOFTCAP and 0 <= window < 1 << 63):
         raise ValueError(
             f"got scale {scale}, softcap {softcap} and window {window}; scale must be positive, the others not "
-            f"negative, all finite, and softcap at most {LARGEST_SOFTCAP}"
+            f"negative, all finite, softcap at most {LARGEST_SOFTCAP}, and scale, or softcap and scale / softcap, "
+            "must not be too small or too great for fp32, nor window for 64 bits"
         )
     maps = maps_of(geometry[1], geometry[2], plan.box_tokens) if plan.box_tokens else None
     addresses = [None if key else 0 for key in geometry]
     workspace = Workspace(plan.device_index, plan.partial_bytes, plan.counters) if plan.counters else None
     room = (None, None) if workspace else (0, 0)
-    scoring = window, scale / softcap if softcap else 1.0, (softcap or scale) * LOG2E
+    scoring = window, inner, outer
     arguments = (*[None] * (4 if maps else 0), *addresses, *room, *plan.sizes, *plan.strides, *scoring, *groups)
     return Call(Launch(plan.kernel, plan.blocks, plan.device_index, arguments), workspace, maps, latents)
 

@@ -5,6 +5,7 @@ All but the addresses is checked once for each geometry: looking at tensors cost
 
 from __future__ import annotations
 
+import operator
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,19 @@ Key = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 def keys(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Key | None, ...]:
     """Of tensors that may be missing."""
-    return tuple([(t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in tensors])
+    try:
+        return tuple([(t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in tensors])
+    except AttributeError:
+        others = [each for each in tensors if not isinstance(each, torch.Tensor | None)]
+        raise TypeError(f"got {type(others[0]).__name__} {others[0]!r:.80}; it must be a tensor") from None
+
+
+def check_integer(name: str, number: int) -> int:
+    """The number, which may be numpy's; raises `TypeError` for another type, though it may be equal."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        raise TypeError(f"got {name} {number!r}; it must be an integer") from None
 
 
 def check_device(device: torch.device) -> None:
@@ -197,10 +210,10 @@ def check_attention(
         raise ValueError(
             f"got k {list(k.shape)} and v {list(v.shape)}; both must be [rows, tokens, num_kv_heads, head_dim]"
         )
-    if q.shape[-1] != k.shape[3] or k.shape[2] == 0 or q.shape[-2] % k.shape[2]:
+    if q.shape[-1] != k.shape[3] or 0 in (k.shape[2], q.shape[-2]) or q.shape[-2] % k.shape[2]:
         raise ValueError(
             f"got q {list(q.shape)} for k {list(k.shape)}; "
-            "head_dim must be the same, and num_heads a multiple of num_kv_heads"
+            "head_dim must be the same, and num_heads a multiple of num_kv_heads, neither of them 0"
         )
     expected = [*q.shape[:-1], v_dim_of(q.shape[-1])]
     if list(out.shape) != expected:

@@ -184,14 +184,14 @@ def make_shares(queries: Queries, windowed: bool, cascaded: bool) -> tuple[Any, 
         if not takes_part(sequence, lengths):
             return 0
         first, length = span(sequence, lengths)
-        if length == 0:
+        if length <= 0:
             return 0
         return max((length + UNIT - 1) // UNIT - first // UNIT, 1) * lengths.rounds
 
     @inlined
     def is_empty(sequence: int, lengths: Lengths) -> bool:
         """Whether it takes part without a token."""
-        return load_i32(lengths.seq_lens + sequence * 4) == 0 and takes_part(sequence, lengths)
+        return load_i32(lengths.seq_lens + sequence * 4) <= 0 and takes_part(sequence, lengths)
 
     total, locate = make_ragged(units_of)
 

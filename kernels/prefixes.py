@@ -76,10 +76,11 @@ def make_prefix_of_group(q_len: int) -> Any:
 
     @inlined
     def prefix_of_group(group: int, seq_lens: int, groups: Groups) -> int:
-        """Of one sequence there is nothing to share, and in a row only what lies before the newest tokens is there."""
-        first = load_i32(groups.cu_groups + group * 4)
+        """Of one sequence there is nothing to share, and in a row only what lies before the newest tokens is there.
+        Nor is there anything of a group that is not in the batch."""
+        first, end = load_i32(groups.cu_groups + group * 4), load_i32(groups.cu_groups + group * 4 + 4)
         prefix = 0
-        if load_i32(groups.cu_groups + group * 4 + 4) - first > 1:
+        if end - first > 1 and first >= 0 and end <= groups.batch:
             prefix = load_i32(groups.prefix_lens + group * 4)
             prefix = prefix if 0 < prefix <= load_i32(seq_lens + first * 4) - q_len else 0
         return prefix

@@ -43,8 +43,11 @@ def quantize(
         8-bit numbers like `states`, and fp32 scales `[...]`, or those that were given.
 
     Raises:
-        TypeError: there is no such 8-bit format.
+        TypeError: there is no such 8-bit format, or states or scales have another dtype.
     """
+    _check_states(states)
+    if scales is not None and scales.dtype != torch.float32:
+        raise TypeError(f"got scales of {scales.dtype}; they must be torch.float32")
     largest, states = _largest(dtype), states.float()
     # Products, which every device rounds alike: torch makes divisions by a number products on some of them.
     if scales is None:
@@ -72,11 +75,22 @@ def sequence_scales(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         fp32 `[num_kv_heads]`: NaN for a head that holds a NaN or an infinity, 1 for one that is 0.
 
     Raises:
-        TypeError: there is no such 8-bit format.
+        ValueError: states have another shape, or no token.
+        TypeError: there is no such 8-bit format, or states have another dtype.
     """
+    _check_states(states)
+    if states.dim() != 3 or not states.shape[0]:
+        raise ValueError(
+            f"got states {list(states.shape)}; they must be [tokens, num_kv_heads, head_dim], of a token or more"
+        )
     top = states.float().abs().amax((0, 2))
     scales = torch.where(top < torch.inf, top * (1 / _largest(dtype)), torch.nan)
     return torch.where(scales < LEAST, 1, scales)
+
+
+def _check_states(states: torch.Tensor) -> None:
+    if not states.dtype.is_floating_point:
+        raise TypeError(f"got states of {states.dtype}; they must be floating-point")
 
 
 def _largest(dtype: torch.dtype) -> float:
@@ -89,12 +103,19 @@ def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype =
     """Multiplies 8-bit numbers by their scales.
 
     Args:
-        numbers: `[..., head_dim]`.
+        numbers: `[..., head_dim]`, e4m3fn or int8.
         scales: `[...]`.
-        dtype: of the result; the product is fp32 or wider.
+        dtype: of the result, floating-point; the product is fp32 or wider.
 
     Returns:
         `[..., head_dim]` of `dtype`.
+
+    Raises:
+        TypeError: numbers are in no such 8-bit format, or the result would not be floating-point.
     """
+    if numbers.dtype not in LARGEST:
+        raise TypeError(f"got numbers of {numbers.dtype}; they must be one of {', '.join(map(str, LARGEST))}")
+    if not dtype.is_floating_point:
+        raise TypeError(f"asked for {dtype}; it must be floating-point")
     wide = torch.promote_types(dtype, torch.float32)
     return (numbers.to(wide) * scales.to(wide)[..., None]).to(dtype)

@@ -51,7 +51,8 @@ def cascade(
 
     Args:
         cu_groups: int32 `[groups + 1]`, where each group's sequences begin in the batch; sequences before the first
-            group and behind the last are in none, and groups may be empty.
+            group and behind the last are in none, and groups may be empty. One that goes beyond the batch shares
+            nothing.
         prefix_lens: int32 `[groups]`, the number of tokens that each group shares; 0: none. A sequence with fewer
             tokens before its new ones shares nothing, nor does a group whose first sequence has fewer.
         kernel: what reads the prefixes: "wgmma", "mma" or "auto", as in `prefill`. "plain", and whenever `prefill`
@@ -131,7 +132,7 @@ def _prepare(scale: float | None, softcap: float, name: str, geometry: Keys) -> 
     part = prefixes.part_bytes(batch * q_len, num_heads, head_dim)
     most_parts = max(min(blocks, ROOM_BYTES // part), 1)
     own = row_decode.make_plan(given, variants[1], most_parts * part)
-    groups = None, None, None, num_groups, blocks, most_parts, queries
+    groups = None, None, None, num_groups, blocks, most_parts, queries, batch
     first, second = (attention.prepare(plan, of_tensors, scale, 0, softcap, groups) for plan in (prefix, own))
     return Calls(first, second, own.partial_bytes - most_parts * part)
 

@@ -14,6 +14,7 @@ import torch
 from . import attention, row_decode, row_latents, row_prefill
 from .arguments import LATENT_DIM, Variant
 from .attention import Call, Keys, Plan
+from .checks import check_integer
 from .plans import Plans
 
 
@@ -48,7 +49,7 @@ def mixed(
             None: all may be prompts.
 
     Raises:
-        ValueError: also for a negative `max_prompts`.
+        ValueError, TypeError: also for `max_prompts` that is negative or no integer.
     """
     out = attention.output_like(q) if out is None else out
     run = torch.ops.vmmkv.mixed if torch.compiler.is_compiling() else _mixed
@@ -99,7 +100,7 @@ _calls = Plans(_prepare)
 
 def _choose_plans(windowed: bool, softcapped: bool, name: str, geometry: Keys, max_prompts: int | None) -> list[Plan]:
     """Checks a call's geometry and chooses the kernels: two on tensor cores, or the one without them."""
-    if max_prompts is not None and max_prompts < 0:
+    if max_prompts is not None and check_integer("max_prompts", max_prompts) < 0:
         raise ValueError(f"got max_prompts {max_prompts}; it must not be negative")
     prompts = row_prefill.make_plan(True, windowed, softcapped, name, geometry, True, max_prompts)
     variant, *_ = prompts.kernel.constants

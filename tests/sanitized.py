@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from vmmkv.kernels import RotateHalf, append, cascade, copy_tokens, decode, mixed, prefill, quantize
+from vmmkv.kernels.row_append import append_behind, bind_append
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = [37, 200, 91] if DEVICE == "cuda" else [3, 37, 20]
@@ -41,29 +42,66 @@ def blocks() -> list[torch.Tensor]:
     return [*(random(table.numel(), BLOCK, KV_HEADS, DIM) for _ in "kv"), table]
 
 
-def in_8_bits() -> dict[str, torch.Tensor]:
+def in_8_bits(dtype: torch.dtype = torch.float8_e4m3fn) -> dict[str, torch.Tensor]:
     """K and V with their scales."""
-    (k, k_scales), (v, v_scales) = (quantize(states, torch.float8_e4m3fn) for states in rows())
+    (k, k_scales), (v, v_scales) = (quantize(states, dtype) for states in rows())
     return {"k": k, "v": v, "k_scales": k_scales, "v_scales": v_scales}
+
+
+def new(tokens: int = len(LENGTHS)) -> list[torch.Tensor]:
+    """K and V of new tokens."""
+    return [random(tokens, KV_HEADS, DIM) for _ in "kv"]
 
 
 def cumulated(counts: list[int]) -> torch.Tensor:
     return int32(*(sum(counts[:index]) for index in range(len(counts) + 1)))
 
 
+def last_ones() -> torch.Tensor:
+    """Where each sequence's last token goes."""
+    return int32(*(length - 1 for length in LENGTHS))
+
+
+def append_in_rows() -> list[torch.Tensor]:
+    k, v = rows()
+    append(*new(sum(LENGTHS)), k, v, int32(0, 1, 2), int32(0, 0, 0), cumulated(LENGTHS))
+    return [k, v]
+
+
 def append_in_blocks() -> list[torch.Tensor]:
     k, v, table = blocks()
-    append(*(random(sum(LENGTHS), KV_HEADS, DIM) for _ in "kv"), k, v, int32(2, 0, 1), int32(0, 0, 0),
-           cumulated([LENGTHS[row] for row in (2, 0, 1)]), table)  # fmt: skip
+    order = cumulated([LENGTHS[row] for row in (2, 0, 1)])
+    append(*new(sum(LENGTHS)), k, v, int32(2, 0, 1), int32(0, 0, 0), order, table)
     return [k, v]
+
+
+def append_behind_lengths() -> list[torch.Tensor]:
+    """One token each, then two."""
+    (k, v), lengths = rows(), int32(*(length - 3 for length in LENGTHS))
+    append_behind(*new(), k, v, int32(0, 1, 2), lengths, int32(CAPACITY))
+    append_behind(*new(6), k, v, int32(0, 1, 2), lengths, int32(CAPACITY), cumulated([2, 2, 2]))
+    assert lengths.tolist() == LENGTHS
+    return [k, v]
+
+
+def append_by_address() -> list[torch.Tensor]:
+    (k, v), numbers, places, starts = rows(), new(), int32(0, 1, 2), last_ones()
+    bind_append(*numbers, k, v, places)(numbers[0].data_ptr(), numbers[1].data_ptr(), starts.data_ptr())
+    return [k, v]
+
+
+def append_in_8_bits() -> list[torch.Tensor]:
+    held = in_8_bits(torch.int8)
+    scales = {name: held[name] for name in ("k_scales", "v_scales")}
+    append(*new(), held["k"], held["v"], int32(0, 1, 2), last_ones(), **scales)
+    return [held["k_scales"], held["v_scales"]]
 
 
 def append_rotated_in_8_bits() -> list[torch.Tensor]:
     held, tokens = in_8_bits(), len(LENGTHS)
-    query, starts = random(tokens, HEADS, DIM), int32(*(length - 1 for length in LENGTHS))
+    query, starts = random(tokens, HEADS, DIM), last_ones()
     rotary = RotateHalf(query, torch.empty_like(query), random(tokens, DIM), random(tokens, DIM))
-    new = [random(tokens, KV_HEADS, DIM) for _ in "kv"]
-    append(*new, held["k"], held["v"], int32(0, 1, 2), starts, rotary=rotary,
+    append(*new(), held["k"], held["v"], int32(0, 1, 2), starts, rotary=rotary,
            k_scales=held["k_scales"], v_scales=held["v_scales"])  # fmt: skip
     return [held["k_scales"], held["v_scales"], rotary.rotated]
 
@@ -71,13 +109,12 @@ def append_rotated_in_8_bits() -> list[torch.Tensor]:
 def append_in_8_bits_of_sequences() -> list[torch.Tensor]:
     held, tokens = in_8_bits(), len(LENGTHS)
     scales = torch.rand(2, tokens, KV_HEADS, device=DEVICE)
-    append(*(random(tokens, KV_HEADS, DIM) for _ in "kv"), held["k"], held["v"], int32(0, 1, 2), int32(0, 0, 0),
-           k_scales=scales[0], v_scales=scales[1])  # fmt: skip
+    append(*new(), held["k"], held["v"], int32(0, 1, 2), int32(0, 0, 0), k_scales=scales[0], v_scales=scales[1])
     return [held["k"].float(), held["v"].float()]
 
 
-def decode_rows() -> list[torch.Tensor]:
-    return [decode(random(len(LENGTHS), 1, HEADS, DIM), *rows(), int32(*LENGTHS))]
+def decode_with(kernel: str) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [decode(random(len(LENGTHS), 1, HEADS, DIM), *rows(), int32(*LENGTHS), kernel=kernel)]
 
 
 def decode_blocks() -> list[torch.Tensor]:
@@ -85,8 +122,8 @@ def decode_blocks() -> list[torch.Tensor]:
     return [decode(random(len(LENGTHS), 8, HEADS, DIM), k, v, int32(*LENGTHS), block_table=table)]
 
 
-def decode_8_bits() -> list[torch.Tensor]:
-    return [decode(random(len(LENGTHS), 1, HEADS, DIM), seq_lens=int32(*LENGTHS), **in_8_bits())]
+def decode_8_bits(dtype: torch.dtype) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [decode(random(len(LENGTHS), 1, HEADS, DIM), seq_lens=int32(*LENGTHS), **in_8_bits(dtype))]
 
 
 def prefill_with(kernel: str) -> Callable[[], list[torch.Tensor]]:
@@ -102,16 +139,38 @@ def prefill_8_bits() -> list[torch.Tensor]:
     return [prefill(q, cu_seqlens=cumulated(LENGTHS), seq_lens=int32(*LENGTHS), **in_8_bits())]
 
 
+COUNTS = [1, LENGTHS[1] - 5, 1]
+"""New tokens of a mixed batch."""
+
+
 def mixed_blocks() -> list[torch.Tensor]:
     k, v, table = blocks()
-    counts = [1, LENGTHS[1] - 5, 1]
-    q = random(sum(counts), HEADS, DIM)
-    return [mixed(q, k, v, cumulated(counts), int32(*LENGTHS), block_table=table)]
+    q = random(sum(COUNTS), HEADS, DIM)
+    return [mixed(q, k, v, cumulated(COUNTS), int32(*LENGTHS), block_table=table)]
 
 
-def cascade_rows() -> list[torch.Tensor]:
-    q = random(len(LENGTHS), 1, HEADS, DIM)
-    return [cascade(q, *rows(), int32(*LENGTHS), int32(1, 3), int32(min(LENGTHS[1:]) - 1))]
+def mixed_8_bits() -> list[torch.Tensor]:
+    q = random(sum(COUNTS), HEADS, DIM)
+    return [mixed(q, cu_seqlens=cumulated(COUNTS), seq_lens=int32(*LENGTHS), **in_8_bits())]
+
+
+def in_rows() -> dict[str, torch.Tensor]:
+    k, v = rows()
+    return {"k": k, "v": v}
+
+
+def in_blocks() -> dict[str, torch.Tensor]:
+    k, v, table = blocks()
+    return {"k": k, "v": v, "block_table": table}
+
+
+def cascade_of(kernel: str, held: Callable[[], dict[str, torch.Tensor]]) -> Callable[[], list[torch.Tensor]]:
+    def call() -> list[torch.Tensor]:
+        q = random(len(LENGTHS), 1, HEADS, DIM)
+        groups = {"cu_groups": int32(1, 3), "prefix_lens": int32(min(LENGTHS[1:]) - 1)}
+        return [cascade(q, seq_lens=int32(*LENGTHS), **groups, **held(), kernel=kernel)]
+
+    return call
 
 
 def latents() -> tuple[torch.Tensor, ...]:
@@ -124,10 +183,18 @@ def decode_latents(heads: int, kernel: str) -> Callable[[], list[torch.Tensor]]:
     return lambda: [decode(random(len(LENGTHS), 1, heads, 576), *latents(), scale=0.07, kernel=kernel)]
 
 
-def prefill_latents() -> list[torch.Tensor]:
+def prefill_latents(kernel: str) -> Callable[[], list[torch.Tensor]]:
+    def call() -> list[torch.Tensor]:
+        k, v, seq_lens = latents()
+        q = random(sum(LENGTHS), 16, 576)
+        return [prefill(q, k, v, cumulated(LENGTHS), seq_lens, scale=0.07, kernel=kernel)]
+
+    return call
+
+
+def mixed_latents() -> list[torch.Tensor]:
     k, v, seq_lens = latents()
-    q = random(sum(LENGTHS), 16, 576)
-    return [prefill(q, k, v, cumulated(LENGTHS), seq_lens, scale=0.07)]
+    return [mixed(random(sum(COUNTS), 16, 576), k, v, cumulated(COUNTS), seq_lens, scale=0.07)]
 
 
 def copy() -> list[torch.Tensor]:
@@ -137,20 +204,33 @@ def copy() -> list[torch.Tensor]:
 
 
 CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
+    "append": append_in_rows,
     "append, blocks": append_in_blocks,
+    "append, behind": append_behind_lengths,
+    "append, by address": append_by_address,
+    "append, 8 bits": append_in_8_bits,
     "append, rotary, 8 bits": append_rotated_in_8_bits,
     "append, 8 bits of sequences": append_in_8_bits_of_sequences,
-    "decode": decode_rows,
+    "decode": decode_with("auto"),
+    "decode, plain": decode_with("plain"),
     "decode, blocks": decode_blocks,
-    "decode, 8 bits": decode_8_bits,
+    "decode, 8 bits": decode_8_bits(torch.float8_e4m3fn),
+    "decode, int8": decode_8_bits(torch.int8),
     "prefill": prefill_with("auto"),
     "prefill, mma": prefill_with("mma"),
+    "prefill, plain": prefill_with("plain"),
     "prefill, 8 bits": prefill_8_bits,
     "mixed": mixed_blocks,
-    "cascade": cascade_rows,
+    "mixed, 8 bits": mixed_8_bits,
+    "cascade": cascade_of("auto", in_rows),
+    "cascade, mma": cascade_of("mma", in_rows),
+    "cascade, blocks": cascade_of("auto", in_blocks),
+    "cascade, 8 bits": cascade_of("auto", in_8_bits),
     "decode, latents": decode_latents(16, "mma"),
     "decode, latents, wgmma": decode_latents(64, "auto"),
-    "prefill, latents": prefill_latents,
+    "prefill, latents": prefill_latents("auto"),
+    "prefill, latents, mma": prefill_latents("mma"),
+    "mixed, latents": mixed_latents,
     "copy_tokens": copy,
 }
 """Each gives what it has written, which is finite."""

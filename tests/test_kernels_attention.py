@@ -382,6 +382,48 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
         assert (out[index] == 0).all()
 
 
+@pytest.mark.parametrize("block_size", [0, 16])
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_start_before_the_first_token_is_one_at_it(kernel: str, block_size: int) -> None:
+    """What lies in front, of the row or of its part of the block table, holds NaN."""
+    q = torch.randn(2, 1, 2, 64, device=DEVICE).to(bf16)
+    k, v = (torch.randn(4, 48, 1, 64, device=DEVICE).to(bf16) for _ in "kv")
+    k[0], v[0], k[2], v[2] = [torch.nan] * 4
+    table = None
+    if block_size:
+        k, v = (each.view(12, 16, 1, 64) for each in (k, v))
+        table = torch.arange(12, device=DEVICE, dtype=torch.int32).view(4, 3)
+    lens, rows, cu_seqlens = int32([python_random.randint(1, 48) for _ in range(2)]), int32([1, 3]), int32([0, 1, 2])
+    starts = int32([-python_random.randint(1, 48), -1])
+    for window in (0, 60):
+        options = {"window": window, "kernel": kernel}
+        given, right = ((rows, each, table) for each in (starts, torch.zeros_like(starts)))
+        out = prefill(q[:, 0], k, v, cu_seqlens, lens, *given, **options)
+        assert torch.equal(out, prefill(q[:, 0], k, v, cu_seqlens, lens, *right, **options))
+        assert out.isfinite().all()
+        if kernel != "wgmma":
+            out = decode(q, k, v, lens, *given, **options)
+            assert torch.equal(out, decode(q, k, v, lens, *right, **options))
+            assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_a_length_below_nothing_is_nothing(kernel: str) -> None:
+    """Neither the sequence's output nor that of others shows what lies where it would be."""
+    q, k, v, _, _ = new_tokens()
+    k[0], v[0], k[2, 30:], v[2, 30:] = [torch.nan] * 4
+    below = -python_random.choice([1, 7, 16, 17, 40, 1 << 31])
+    calls = [lambda *indices: prefill(q[:, 0], k, v, int32([0, 1, 2, 3]), *indices, kernel=kernel)]
+    if kernel != "wgmma":
+        calls.append(lambda *indices: decode(q, k, v, *indices, kernel=kernel, out=torch.full_like(q, torch.nan)))
+    for lens in ([30, below, 20], [below, below, below], [below, 30, 0]):
+        rows = int32([2, 1, 2] if lens[0] > 0 else [1, 2, 1])
+        given, right = (int32(each) for each in (lens, [max(length, 0) for length in lens]))
+        for call in calls:
+            assert torch.equal(call(given, rows), call(right, rows))
+            assert call(given, rows).isfinite().all()
+
+
 @pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
 def test_a_query_that_sees_nothing_looks_up_no_block(kernel: str) -> None:
     """The block table has no row for it: not for an empty sequence, nor for one that is nothing but padding."""
@@ -459,6 +501,26 @@ def test_a_number_of_another_type_is_not_met_again() -> None:
             decode(q, k, v, lens, rows, **infinite)
 
 
+@pytest.mark.parametrize("kernel", ["mma", "plain"])
+def test_what_fp32_does_not_hold_is_refused(kernel: str) -> None:
+    """It would be 0 or infinite to a kernel. With a softcap the scale itself is not, but what it is of that."""
+    q, k, v, lens, rows = new_tokens()
+    most, least = 3.0e38, 1.2e-38
+    for wrong in (
+        {"scale": most * 10 ** python_random.uniform(0, 200)},
+        {"scale": least * 10 ** python_random.uniform(-200, -1)},
+        {"softcap": least * 10 ** python_random.uniform(-200, -1)},
+        {"scale": 1e30, "softcap": 1e-9},
+        {"scale": 1e-35, "softcap": 1e4},
+    ):
+        with pytest.raises(ValueError, match="fp32"):
+            decode(q, k, v, lens, rows, kernel=kernel, **wrong)
+        with pytest.raises(ValueError, match="fp32"):
+            prefill(q[:, 0], k, v, int32([0, 1, 2, 3]), lens, rows, kernel=kernel, **wrong)
+    capped = decode(q, k, v, lens, rows, kernel=kernel, scale=1e39, softcap=50.0)
+    assert torch.equal(capped, decode(q, k, v, lens, rows, kernel=kernel, scale=1e30, softcap=50.0))
+
+
 def test_tokens_behind_the_last_sequence_are_left_alone() -> None:
     q, k, v, _, rows = new_tokens()
     k[2, 4:], v[2, 4:] = torch.nan, torch.nan
@@ -496,6 +558,16 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
         (ValueError, lambda: prefill(many, k, v, cu, lens, causal=False, window=8)),
         (ValueError, lambda: prefill(many, k, v, cu[:1], lens[:0])),
         (ValueError, lambda: mixed(many, k, v, cu, lens, max_prompts=-1)),
+        (TypeError, lambda: mixed(many, k, v, cu, lens, max_prompts=3.0, kernel="plain")),
+        (ValueError, lambda: decode(q[:, :, :0], k, v, lens)),
+        (ValueError, lambda: prefill(many[:, :0], k, v, cu, lens)),
+        (ValueError, lambda: decode(q, k, v, lens, window=1 << 63)),
+        (ValueError, lambda: prefill(many, k, v, cu, lens, window=1 << 64)),
+        (TypeError, lambda: decode(q, k, v, lens, window=8.0)),
+        (TypeError, lambda: decode(q, k, v, lens.tolist())),
+        (TypeError, lambda: decode(q, k.tolist(), v, lens)),
+        (TypeError, lambda: decode(q, k, v, lens, out=[])),
+        (TypeError, lambda: prefill(many, k, v, cu, lens.numpy(force=True))),
         (ValueError, lambda: decode(q, k[:1], v[:1], lens)),
         (ValueError, lambda: decode(q, k, v, lens, block_table=int32([0, 1, 2]))),
         (ValueError, lambda: decode(q, k, v, lens, out=torch.zeros_like(q[:1]).expand(3, -1, -1, -1))),

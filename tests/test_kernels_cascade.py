@@ -170,6 +170,20 @@ def test_what_is_not_shared_is_left_to_decode() -> None:
         assert (out - exact).norm() < 0.01 * exact.norm()
 
 
+@pytest.mark.parametrize("kernel", ["wgmma", "mma"])
+def test_groups_that_are_not_in_the_batch_share_nothing(kernel: str) -> None:
+    """They would read and write beyond it. Rows of theirs do not begin with the same; those of the others do."""
+    tensors = same_beginnings(bf16)
+    beyond = python_random.choice([1, 5, 1000])
+    for cu_groups, others in (([0, 2, 4 + beyond], [2, 3]), ([-beyond, 2, 4], [0, 1]), ([4, 4 + beyond, 4], [])):
+        for states in tensors[1:3]:
+            states[:, :20] = states[:1, :20]
+            states[others] = torch.randn_like(states[others])
+        out = cascade(*tensors, int32(cu_groups), int32([20, 20]), kernel=kernel)
+        exact = decode(*(each.float() for each in tensors[:3]), tensors[3])
+        assert (out - exact).norm() < 0.01 * exact.norm()
+
+
 def test_what_does_not_fit_is_refused_before_any_launch() -> None:
     tensors, cu_groups, prefix_lens = same_beginnings(bf16), int32([0, 3]), int32([20])
     out = torch.zeros_like(tensors[0])

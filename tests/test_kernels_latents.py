@@ -293,6 +293,23 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
     assert (prefill(q[:1, 0], k, k[..., :V_WIDTH], cu, lens, None, starts, scale=SCALE, kernel=kernel) == 0).all()
 
 
+@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
+def test_what_would_lie_before_a_row_is_not_read(kernel: str) -> None:
+    """A start there is one at its first token, and a length below nothing is none."""
+    q, k, _ = latents(64 if kernel == "wgmma" else 16)
+    k[0], rows, cu_seqlens = torch.nan, int32([1, 1]), int32([0, 1, 2])
+    below = -python_random.choice([1, 17, 40])
+    given = int32([33, below]), rows, int32([below, 0])
+    right = int32([33, 0]), rows, int32([0, 0])
+    options = {"scale": SCALE, "kernel": kernel}
+    for call in (
+        lambda *indices: decode(q, k, k[..., :V_WIDTH], *indices, **options),
+        lambda *indices: prefill(q[:, 0], k, k[..., :V_WIDTH], cu_seqlens, *indices, **options),
+    ):
+        assert torch.equal(call(*given), call(*right))
+        assert call(*given).isfinite().all()
+
+
 @pytest.mark.parametrize("kernel", ["mma", "plain"])
 def test_a_sink_that_is_no_number_shows(kernel: str) -> None:
     q, k, lens = latents()

@@ -120,3 +120,23 @@ def test_other_formats_are_refused() -> None:
                     lambda dtype: sequence_scales(torch.zeros(1, 1, 16), dtype)):  # fmt: skip
         with pytest.raises(TypeError, match="float8_e4m3fn"):
             refused(torch.float8_e5m2)
+
+
+def test_what_is_no_state_scale_or_number_is_refused() -> None:
+    states, numbers, scales = torch.randn(5, 2, 16), torch.zeros(5, 2, 16, dtype=torch.int8), torch.ones(5, 2)
+    for error, match, call in (
+        (TypeError, "states of torch.complex64", lambda: quantize(states.to(torch.complex64), torch.int8)),
+        (TypeError, "states of torch.int64", lambda: quantize(states.long(), torch.int8)),
+        (TypeError, "scales of torch.bfloat16", lambda: quantize(states, torch.int8, scales.bfloat16())),
+        (TypeError, "scales of torch.float64", lambda: quantize(states, torch.int8, scales.double())),
+        (TypeError, "states of torch.int32", lambda: sequence_scales(states.int(), torch.int8)),
+        (ValueError, r"states \[3, 5, 2, 16\]", lambda: sequence_scales(states.expand(3, -1, -1, -1), torch.int8)),
+        (ValueError, r"states \[5, 16\]", lambda: sequence_scales(states[:, 0], torch.int8)),
+        (ValueError, r"states \[0, 2, 16\]", lambda: sequence_scales(states[:0], torch.int8)),
+        (TypeError, "numbers of torch.uint8", lambda: dequantize(numbers.view(torch.uint8), scales)),
+        (TypeError, "numbers of torch.int32", lambda: dequantize(numbers.int(), scales)),
+        (TypeError, "numbers of torch.bfloat16", lambda: dequantize(states.bfloat16(), scales)),
+        (TypeError, "asked for torch.int8", lambda: dequantize(numbers, scales, torch.int8)),
+    ):
+        with pytest.raises(error, match=match):
+            call()
