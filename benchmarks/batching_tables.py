@@ -21,7 +21,7 @@ ENGINE = 4287
 def batching_table(result: Result) -> Table:
     """Of each round what it reached."""
     memory = "memory, peak", "when idle", "waste, median", "most"
-    columns = "on", "finished", "output tokens/s", "first token, median", *memory
+    columns = "on", "finished", "output tokens/s", "first token behind the queue, median", *memory
     rows = [
         (
             row["system"],
