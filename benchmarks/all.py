@@ -168,7 +168,9 @@ BENCHMARKS = {
     ),
     "transfer": Benchmark(Kind.GPUS, 0.6, "-m benchmarks.transfer --rounds 10 --json"),
     "batching_ranks": Benchmark(
-        Kind.GPUS, 4, "-m benchmarks.batching_ranks --trace {conv} --requests 150 --rounds 2 --seconds 35 --json"
+        Kind.GPUS,
+        4,
+        "-m benchmarks.batching_ranks --trace {conv} --rounds 2 --seconds 35 --budget-seconds {seconds} --json",
     ),
     "scale": Benchmark(Kind.HOST, 4, "-m benchmarks.scale --json"),
     "prefix_tree": Benchmark(Kind.HOST, 1, "-m benchmarks.prefix_tree --json"),

@@ -217,13 +217,14 @@ def finished_request(manager: Any) -> Any:
 
 
 @contextmanager
-def manager_of(model: Any, system: str, nbytes: int) -> Iterator[Any]:
-    """A manager that is at work."""
+def manager_of(model: Any, system: str, nbytes: int, most: int | None = None) -> Iterator[Any]:
+    """A manager that is at work; where there are never more than so many requests it makes no graphs for more."""
     blocks = nbytes // (token_bytes(model.config) * 256)
     if system in (ROWS, COMPILED):
         rows.enable(model, max_bytes=nbytes)
     batching = ContinuousBatchingConfig(
         max_batch_tokens=BATCH_TOKENS,
+        max_requests_per_batch=most,
         page_size=256,
         num_blocks=max(blocks, 1),
         auto_switch_to_flash=False,

@@ -5,7 +5,9 @@
 The shape is Llama-3.1-70B's with fewer layers, as many as a GPU of 80 GB has room for beside K and V, and random
 weights: of few layers a step is mostly the host's time, which two GPUs do not halve. Each process says how long it has
 waited for the driver to map pages for those who grew: while one does the others wait for it in the next collective.
-Without two GPUs two processes run a tiny model on the host, over gloo, and speeds say nothing.
+Two GPUs and one take turns, in processes of their own, since memory has no room for both models; a run begins warm, and
+without memory for K and V. Rounds that are not reached are named, and no result is written before there is a run of
+two GPUs and one of one. Without two GPUs two processes run a tiny model on the host, over gloo, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -13,9 +15,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import product
 from pathlib import Path
+from statistics import median, quantiles
 from tempfile import TemporaryDirectory
+from time import perf_counter
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -24,17 +31,25 @@ import typer
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from benchmarks import aims
-from benchmarks.batching import COMPILED, ROWS, Answers, compare_answers, manager_of, run
+from benchmarks.batching import COMPILED, ROWS, Answers, compare_answers, manager_of, run, warm_up
 from benchmarks.batching_tables import compare_ranks, ranks_table
 from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import build, token_bytes
 from benchmarks.processes import run_processes
+from benchmarks.serve import options
 from benchmarks.serve.workloads import Limits, make_workload
+from vmmkv import KVCache
 from vmmkv.cli.options import JsonOutput
-from vmmkv.cli.output import console, make_table
+from vmmkv.cli.output import console, errors, make_table
 from vmmkv.memory.budget import parse_bytes
 
 Row = dict[str, Any]
+Mark = tuple[float, float]
+"""When a forward pass is launched: the time, and seconds in the driver until then."""
+Turn = tuple[int, int]
+"""A round, and how many processes serve it."""
+RANKS = 2, 1
+"""How many processes serve a round, one after another."""
 
 
 class Asked(NamedTuple):
@@ -48,56 +63,100 @@ class Asked(NamedTuple):
     requests: int
     nbytes: int
     seconds: float
-    rounds: int
 
 
 def main(
     trace: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Azure CSV; None: random.")] = None,
     layers: Annotated[int, typer.Option(min=1, help="Of the model.")] = 24,
-    requests: Annotated[int, typer.Option(min=1, help="How many of the trace.")] = 150,
+    requests: Annotated[int, typer.Option(min=1, help="How many of the trace.")] = 100,
     memory: Annotated[str | None, typer.Option(help="For K and V on each GPU.")] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of each number of GPUs.")] = 3,
     compiled: Annotated[bool, typer.Option("--compiled", help="Forward passes.")] = False,
+    budget_seconds: options.BudgetSeconds = 480.0,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure tensor parallelism under transformers' continuous batching on rows."""
+    deadline = perf_counter() + budget_seconds
     on_gpus = torch.cuda.device_count() > 1
     name = "Llama-3.1-70B" if on_gpus else "tiny"
     nbytes = parse_bytes(memory or ("16GiB" if on_gpus else "128MiB"), free=0)
     system = COMPILED if compiled else ROWS
-    asked = Asked(on_gpus, system, name, layers if on_gpus else None, trace, requests, nbytes, seconds, rounds)
+    asked = Asked(on_gpus, system, name, layers if on_gpus else None, trace, requests, nbytes, seconds)
     result = {
         "environment": environment(torch.device("cuda", 0) if on_gpus else torch.device("cpu")),
         "model": name,
         "layers": layers,
         "memory_bytes": nbytes,
         "requests": requests,
-        "served": served_by_one_and_two(asked),
     }
-    result["comparisons"] = compare_ranks(result)
-    if json_output:
-        print_result(result)
-    else:
-        show(result)
+    found: dict[Turn, tuple[Row, Answers]] = {}
+    try:
+        measure(found, asked, rounds, deadline)
+    finally:
+        result |= {"served": rows_of(found), "missed": missed(found, rounds)}
+        is_whole = {ranks for _, ranks in found} == {*RANKS}
+        if is_whole:
+            report(result, json_output)
+    if not is_whole:
+        errors.print(f"No result, which needs a run of each: there was no time for {', '.join(result['missed'])}")
+        raise typer.Exit(1)
 
 
-def served_by_one_and_two(asked: Asked) -> list[Row]:
-    """What one process measures, and two: of each round a row, for two with how many answers are those of one."""
-    (one, alone), (two, together) = (served_by(ranks, asked) for ranks in (1, 2))
-    return one + [row | compare_answers(ours, theirs) for row, ours, theirs in zip(two, together, alone)]
+def measure(found: dict[Turn, tuple[Row, Answers]], asked: Asked, rounds: int, deadline: float) -> None:
+    """Adds what one process and two serve, in turns, as long as there is time for what the longest turn took. Who is
+    interrupted, or fails, leaves what was measured before."""
+    longest = 0.0
+    for number, ranks in product(range(rounds), RANKS):
+        began = perf_counter()
+        if began + longest < deadline:
+            with TemporaryDirectory() as folder:
+                try:
+                    run_processes(ranks, work, ranks, free_port(), folder, began, number, asked)
+                finally:
+                    written = [Path(folder) / f"{rank}.json" for rank in range(ranks)]
+                    if all(path.exists() for path in written):
+                        found[number, ranks] = together([json.loads(path.read_text()) for path in written])
+            longest = max(longest, perf_counter() - began)
 
 
-def served_by(ranks: int, asked: Asked) -> tuple[list[Row], list[Answers]]:
-    """What so many processes measure together: a row of each round, with the time that each waited for the driver, and
-    the answers of the first."""
-    with TemporaryDirectory() as folder:
-        run_processes(ranks, work, ranks, free_port(), folder, asked)
-        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
-    measured = [[row for row, _ in each] for each in found]
-    rows = [row | {"ranks": ranks} for row in measured[0]]
-    rows = [row | {"driver_s": [each["driver_s"] for each in all_of]} for row, *all_of in zip(rows, *measured)]
-    return rows, [answers for _, answers in found[0]]
+def together(written: list[Row]) -> tuple[Row, Answers]:
+    """What processes have measured: the first one's row, with the time that each waited for the driver, and of each
+    step the share that the slowest spent there; and the answers of the first."""
+    slowest = [max(shares) for shares in zip(*(each["shares"] for each in written))]
+    row = written[0]["row"] | {
+        "ranks": len(written),
+        "driver_s": [each["driver_s"] for each in written],
+        "steps": len(slowest),
+        "driver_of_step": spread(slowest),
+    }
+    return row, written[0]["answers"]
+
+
+def spread(shares: list[float]) -> Row | None:
+    """Of steps' shares those of the typical, the slow and the slowest; None where there was one step."""
+    if len(shares) < 2:
+        return None
+    return {"p50": median(shares), "p99": quantiles(shares, n=100, method="inclusive")[-1], "most": max(shares)}
+
+
+def rows_of(found: dict[Turn, tuple[Row, Answers]]) -> list[Row]:
+    """A row of each run, those of one process first; of two with how many answers are those of one in that round."""
+    rows = []
+    for (number, ranks), (row, answers) in sorted(found.items(), key=lambda turn: turn[0][::-1]):
+        _, of_one = found.get((number, 1), (None, None))
+        rows.append(row | (compare_answers(answers, of_one) if ranks > 1 and of_one is not None else {}))
+    return rows
+
+
+def missed(found: dict[Turn, tuple[Row, Answers]], rounds: int) -> list[str]:
+    """Names of the runs that were not reached."""
+    return [title(ranks, number) for number, ranks in product(range(rounds), RANKS) if (number, ranks) not in found]
+
+
+def title(ranks: int, number: int) -> str:
+    """What a run is called."""
+    return f"{ranks} {'rank' if ranks == 1 else 'ranks'}, round {number + 1}"
 
 
 def free_port() -> int:
@@ -107,8 +166,13 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
-def work(rank: int, ranks: int, port: int, folder: str, asked: Asked) -> None:
-    """What each process does: it serves all rounds, and writes what was found."""
+# ------------------------------------------------------------------ in each process
+
+
+def work(rank: int, ranks: int, port: int, folder: str, began: float, number: int, asked: Asked) -> None:
+    """What each process does: it serves a round, and writes what was found. The first says what it does when."""
+    say = teller(title(ranks, number), began, is_heard=rank == 0)
+    say("imported")
     device = torch.device("cuda", rank) if asked.on_gpus else torch.device("cpu")
     if asked.on_gpus:
         torch.cuda.set_device(device)
@@ -120,25 +184,91 @@ def work(rank: int, ranks: int, port: int, folder: str, asked: Asked) -> None:
         dist.init_process_group("nccl" if asked.on_gpus else "gloo", timeout=timedelta(minutes=5))
         parallel, _, mesh = type(model).prepare_distribute_model(DistributedConfig(tp_size=ranks), device_map=None)
         model = type(model).maybe_distribute_model(model, parallel, mesh)
+        beside = dist.new_group(backend="gloo")  # the model's own group is the manager's while it runs
+    say("model made")
     longest = min(asked.nbytes // token_bytes(config), config.max_position_embeddings)
     limits = Limits(asked.requests, 1 << 40, longest, 8192, 1 if asked.on_gpus else 16)
     workload = make_workload(asked.trace, limits, seed=0)
-    rows = []
-    with manager_of(model, asked.system, asked.nbytes) as manager:
+    with manager_of(model, asked.system, asked.nbytes, most=asked.requests) as manager:
+        say("started")
+        warm_up(manager, workload, asked.seconds)
         cache = manager.batch_processor.cache.kv_caches[0]
-        for number in range(asked.rounds):
-            before = cache.stats().driver_seconds
+        cache.trim()
+        if ranks > 1:
+            dist.barrier(beside)
+        say("warmed up")
+        with marked(manager, cache) as marks:
             row, answers = run(manager, asked.system, workload, number, asked.seconds)
-            rows.append((row | {"driver_s": cache.stats().driver_seconds - before}, answers))
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(rows))
+        found = {"row": row, "answers": answers, "driver_s": marks[-1][1] - marks[0][1], "shares": shares(marks)}
+        unfinished = Path(folder) / f"{rank}.unfinished"
+        unfinished.write_text(json.dumps(found))
+        unfinished.rename(Path(folder) / f"{rank}.json")  # before anything else: who ends a manager may be interrupted
+        served = f"{row['finished']} of {len(workload.requests)} requests"
+        say(f"{served} in {row['seconds']:.1f} s, {row['tokens_per_s']:,.0f} tokens/s")
     if ranks > 1:
         dist.barrier()
         dist.destroy_process_group()
 
 
+def teller(name: str, began: float, is_heard: bool) -> Callable[[str], None]:
+    """Says on stderr what has been done of a run, and how long after it began, by a clock that processes share."""
+
+    def say(what: str) -> None:
+        if is_heard:
+            errors.print(f"{name}, {perf_counter() - began:.1f} s: {what}", highlight=False)
+
+    return say
+
+
+@contextmanager
+def marked(manager: Any, cache: KVCache) -> Iterator[list[Mark]]:
+    """Notes when each forward pass is launched, and how long this process has been in the driver until then: at the
+    beginning, at each launch, and in the end."""
+    processor, spent = manager.batch_processor, cache.pool.meter.spent
+    launch = processor._generation_step
+    marks: list[Mark] = []
+
+    def mark() -> None:
+        marks.append((perf_counter(), int(spent[:, 1].sum()) / 1e9))
+
+    def launch_marked(model: Any) -> None:
+        mark()
+        launch(model)
+
+    mark()
+    processor._generation_step = launch_marked
+    try:
+        yield marks
+    finally:
+        del processor._generation_step
+        mark()
+
+
+def shares(marks: list[Mark]) -> list[float]:
+    """Of each step the time in the driver before its launch, of the time from its launch to the next."""
+    return [
+        (spent - before) / (after - launched)
+        for (_, before), (launched, spent), (after, _) in zip(marks, marks[1:], marks[2:])
+    ]
+
+
+# ------------------------------------------------------------------ what comes of it
+
+
+def report(result: Row, json_output: bool) -> None:
+    """Compares and writes what has been measured."""
+    result["comparisons"] = compare_ranks(result)
+    if json_output:
+        print_result(result)
+    else:
+        show(result)
+
+
 def show(result: Row) -> None:
     console.print(make_table(f"{result['model']}, {result['layers']} layers", *ranks_table(result)))
     console.print(make_table("Aims", aims.COLUMNS, aims.lines(result["comparisons"])))
+    for what in result["missed"]:
+        console.print(f"not reached in time: {what}")
 
 
 if __name__ == "__main__":

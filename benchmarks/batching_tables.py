@@ -20,7 +20,7 @@ ENGINE = 4287
 def batching_table(result: Result) -> Table:
     """Of each round what it reached."""
     memory = "memory, peak", "when idle", "waste, median", "most"
-    columns = "on", "finished", "output tokens/s", "first token, median", *memory
+    columns = "on", "finished", "output tokens/s", "first token behind the queue, median", *memory
     rows = [
         (
             row["system"],
@@ -92,6 +92,10 @@ def compare_ranks(result: Result) -> list[Result]:
             result, "of the time in the driver on two, of the GPU where it was more, most", max(waits), most=0.01
         ),
     ]
+    if steps := [row["driver_of_step"] for row in result["served"] if row["ranks"] == 2 and row.get("driver_of_step")]:
+        what = "of a step in the driver on two, of the GPU where it was more"
+        found.append({"what": f"{what}, 99th percentile", "value": max(step["p99"] for step in steps)})
+        found.append(aims.compared(result, f"{what}, most", max(step["most"] for step in steps), most=0.01))
     for row in result["served"]:
         if "equal" in row:
             what = f"round {row['round']}, of {row['compared']} requests on two GPUs equal to one"

@@ -338,7 +338,7 @@ def table(result: Row) -> list[tuple[str, ...]]:
         "of requests with a first token in time": lambda run: f"{run['tokens_in_time_per_s']:,.0f}",
         "of the time requests wait for memory": lambda run: f"{median(b['crowded'] for b in run['bursts']):.0%}",
         "requests at a time, peak": lambda run: f"{peak(run, 'peak_concurrency'):,.0f}",
-        "time to first token, s, p50, slowest burst": lambda run: (
+        "time to first token behind the queue, s, p50, slowest burst": lambda run: (
             f"{max(b['ttft_s']['p50'] for b in run['bursts']):.2f}"
         ),
         "memory of one model, peak": lambda run: format_bytes(peak(run, "peak_bytes")),

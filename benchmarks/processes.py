@@ -8,12 +8,14 @@ import subprocess
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 
 def run_processes(count: int, work: Callable[..., None], *args: Any) -> None:
-    """Runs `work(rank, *args)` in so many processes that are made for it, and waits for them.
+    """Runs `work(rank, *args)` in so many processes that are made for it, and waits for them. Where one fails, or we
+    are interrupted, the others end, who may wait for it.
 
     Raises:
         RuntimeError: one of them failed.
@@ -22,10 +24,15 @@ def run_processes(count: int, work: Callable[..., None], *args: Any) -> None:
     processes = [spawn.Process(target=work, args=(rank, *args)) for rank in range(count)]
     for process in processes:
         process.start()
-    for process in processes:
-        process.join()
-    if any(process.exitcode for process in processes):
-        raise RuntimeError(f"the processes ended with {[process.exitcode for process in processes]}; see above")
+    try:
+        while not any(codes := [process.exitcode for process in processes]) and None in codes:
+            wait([process.sentinel for process, code in zip(processes, codes) if code is None])
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    if any(codes):
+        raise RuntimeError(f"the processes ended with {codes}; see above")
 
 
 def run_command(

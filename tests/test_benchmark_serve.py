@@ -22,7 +22,7 @@ from benchmarks.engine.run import Run
 from benchmarks.engine.schedule import Step
 from benchmarks.serve.__main__ import main
 from benchmarks.serve.measure import figures, middle, quantiles, same_tokens
-from benchmarks.serve.report import compare
+from benchmarks.serve.report import compare, figure_lines
 from benchmarks.serve.vllm_start import model_config
 from benchmarks.serve.workloads import Limits, arrivals, make_workload, system_prompts
 from vmmkv.workload import Request
@@ -538,6 +538,22 @@ def test_comparisons_know_their_aims() -> None:
     ]
     serving[0]["finished"] = 2
     assert not any("t, saturation: vmm over paged" in line["what"] for line in compare(result))
+
+
+def test_first_tokens_are_told_in_milliseconds_where_nobody_queues() -> None:
+    row = {"ttft_s": {"p50": 0.0246, "p99": 1.5, "p99_interval": [1.25, None]}, "each_round": {"first_token_s": [0.02]}}
+    lines = [dict(line[::-1] for line in figure_lines({"vmm": row | {"rate": rate}})) for rate in (None, 0.8, 1.1)]
+    queued = {
+        "0.02": "time to first token behind the queue, s, p50",
+        "1.50 (1.25 to -)": "p99",
+        "0.02 (0.02 to 0.02)": "p50 of all rounds",
+    }
+    below = {
+        "24.6": "time to first token, ms, p50",
+        "1,500.0 (1,250.0 to -)": "p99",
+        "20.0 (20.0 to 20.0)": "p50 of all rounds",
+    }
+    assert lines == [queued, below, queued]
 
 
 def test_the_run_with_the_median_throughput_is_reported() -> None:

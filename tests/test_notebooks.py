@@ -6,12 +6,16 @@ import os
 import sys
 from pathlib import Path
 
-import nbformat
 import pytest
 from conftest import ROOT
-from jupyter_client.kernelspec import KernelSpecManager
-from jupyter_client.manager import AsyncKernelManager
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat", reason="needs the extra test")
+pytest.importorskip("ipykernel", reason="needs the extra test")
+pytest.importorskip("nbclient", reason="needs the extra test")
+
+from jupyter_client.kernelspec import KernelSpecManager  # noqa: E402
+from jupyter_client.manager import AsyncKernelManager  # noqa: E402
+from nbclient import NotebookClient  # noqa: E402
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 WITH_TRANSFORMERS = [path for path in NOTEBOOKS if "from transformers import" in path.read_text()]

@@ -17,26 +17,33 @@ from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, cast
 
-import openai
 import pytest
 import torch
 import typer
 from conftest import soon
-from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
-from transformers.cli.serving import utils as their_utils
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import CBStreamer, Modality
 from transformers.generation.logits_process import TemperatureLogitsWarper
 from typer.testing import CliRunner
 
 import vmmkv
 from vmmkv.cli.app import app
-from vmmkv.integrations import batching, serving
+from vmmkv.integrations import batching
 from vmmkv.integrations.batching.sampling import OneTemperatureEach
-from vmmkv.integrations.serving_requests import check_fields
+
+openai = pytest.importorskip("openai", reason="needs the extra serve")
+pytest.importorskip("fastapi", reason="needs the extra serve")
+pytest.importorskip("uvicorn", reason="needs the extra serve")
+pytest.importorskip("prometheus_client", reason="needs the extra serve")
+
+from prometheus_client.parser import text_string_to_metric_families  # noqa: E402
+from transformers.cli.serving import utils as their_utils  # noqa: E402
+from transformers.cli.serving.model_manager import ModelManager  # noqa: E402
+from transformers.cli.serving.utils import CBStreamer, Modality  # noqa: E402
+
+from vmmkv.integrations import serving  # noqa: E402
+from vmmkv.integrations.serving_requests import check_fields  # noqa: E402
 
 NEW = 24
 """Tokens of an answer."""

@@ -16,6 +16,8 @@ from vmmkv.cli.output import format_bytes, make_table
 from .. import aims
 
 Row = dict[str, Any]
+Figure = tuple[str, Callable[[Row], object]]
+"""What a line of a table is called, and its cell of a row."""
 
 
 class Aim(NamedTuple):
@@ -174,10 +176,10 @@ def tables(result: dict[str, Any]) -> list[Table]:
 def figure_lines(rows: dict[str, Row]) -> list[tuple[str, ...]]:
     """A name, and a cell for each backend, of all figures that the result has."""
     lines, is_queued = [], any(map(queues, rows.values()))
-    for what, show in FIGURES:
+    for what, show in (*THROUGHPUT, *first_tokens(is_queued), *FIGURES):
         cells = [shown(show, row) for row in rows.values()]
         if any(cells):  # older results lack some
-            lines.append((with_queue(what) if is_queued else what, *cells))
+            lines.append((what, *cells))
     return lines
 
 
@@ -189,13 +191,23 @@ def shown(show: Callable[[Row], object], row: Row) -> str:
         return ""
 
 
-FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
+def first_tokens(is_queued: bool) -> tuple[Figure, ...]:
+    """Lines of first tokens: in seconds behind the queue, and in milliseconds where nobody waits long."""
+    name, unit, digits, scale = (with_queue(FIRST[0]), "s", 2, 1.0) if is_queued else (FIRST[0], "ms", 1, 1e3)
+    return (
+        (f"{name}, {unit}, p50", lambda row: number(row["ttft_s"]["p50"], digits, scale)),
+        ("p99", lambda row: tail_cell(row["ttft_s"], digits, scale)),
+        ("p50 of all rounds", lambda row: rounds_cell(row["each_round"]["first_token_s"], digits, scale)),
+    )
+
+
+THROUGHPUT: tuple[Figure, ...] = (
     ("requests finished", lambda row: f"{row['finished']} of {row['requests']}"),
     ("output tokens/s", lambda row: f"{row['output_tokens_per_s']:,.0f}"),
     ("all rounds", lambda row: f"{min(row['rounds']):,.0f} to {max(row['rounds']):,.0f}"),
-    ("time to first token, s, p50", lambda row: number(row["ttft_s"]["p50"], 2)),
-    ("p99", lambda row: tail_cell(row["ttft_s"], 2)),
-    ("p50 of all rounds", lambda row: rounds_cell(row["each_round"]["first_token_s"], 2)),
+)
+"""The first lines of the serving tables."""
+FIGURES: tuple[Figure, ...] = (
     ("longest gap of a request, s, p50", lambda row: number(row["gap_s"]["p50"], 3)),
     ("p99", lambda row: tail_cell(row["gap_s"], 3)),
     ("the longest", lambda row: number(row["gap_s"]["most"], 3)),
@@ -224,7 +236,7 @@ FIGURES: tuple[tuple[str, Callable[[Row], object]], ...] = (
     ("when idle", lambda row: format_bytes(row["idle_bytes"])),
     ("same tokens as the first", lambda row: f"{row['same_tokens']:.0%}" if row["same_tokens"] is not None else "-"),
 )
-"""Lines of the serving tables."""
+"""Their lines behind those of first tokens."""
 
 
 def mapped_cell(pages: dict[str, int]) -> str:
@@ -232,12 +244,13 @@ def mapped_cell(pages: dict[str, int]) -> str:
     return ", ".join(f"{pages[when]:,}" for when in ("ahead", "in need")) if pages else "-"
 
 
-def rounds_cell(values: list[float | None], digits: int) -> str:
+def rounds_cell(values: list[float | None], digits: int, scale: float = 1.0) -> str:
     """The median of a figure of all rounds, the least and the most."""
     there = [value for value in values if value is not None]
     if not there:
         return "-"
-    return f"{number(median(there), digits)} ({number(min(there), digits)} to {number(max(there), digits)})"
+    middle, low, high = (number(each, digits, scale) for each in (median(there), min(there), max(there)))
+    return f"{middle} ({low} to {high})"
 
 
 def tail_cell(values: dict[str, Any], digits: int, scale: float = 1.0) -> str:
