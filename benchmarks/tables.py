@@ -471,8 +471,9 @@ def rates_tables(result: Result) -> str | None:
 
 
 def serving_tables(result: Result, load: str) -> list[str]:
-    """A table for each trace and load whose name ends so."""
-    cases = [case for case in serving.by_case(result["serving"]) if case[0].endswith(load)]
+    """A table for each trace and load whose name ends so, of the backends that finished a request."""
+    ended = [row for row in result["serving"] if row["finished"]]
+    cases = [case for case in serving.by_case(ended) if case[0].endswith(load)]
     return [markdown((name, *backends), serving.figure_lines(backends)) for name, backends in cases]
 
 
