@@ -41,6 +41,7 @@ from . import (
 )
 from .ages import ROOT, Age, ages, has_history
 from .attention import aims_tables
+from .attention import tables as attention_tables
 from .layout_order import tables as layout_order_tables
 from .serve import report as serving
 from .virtual import SCHEMES
@@ -245,6 +246,18 @@ def attention_shapes(result: Result) -> str:
     columns = [column for case in cases for column in (f"{grouped(case)} tokens, GB/s", "time of the first line's")]
     rows = [(shape, *(cell for case in cases for cell in shape_cells(found[shape, case]))) for shape in shapes]
     return markdown(("decode, heads", *columns), rows)
+
+
+@table("attention_prompts_gpu.json")
+def attention_prompts(result: Result) -> str:
+    rows = [(row["shape"], *attention_tables.prompt_cells(row)) for row in result["prompts"]]
+    return markdown(("prefill of 8,192 tokens, heads", "TFLOP/s", "of the first line's"), rows)
+
+
+@table("attention_prompts_gpu.json")
+def attention_mixed(result: Result) -> str:
+    rows = [(row["call"], f"{row['microseconds']:.0f}", f"{row['host_microseconds']:.1f}") for row in result["mixed"]]
+    return markdown(("2 chunks of 1,024 tokens and 64 single ones", "µs", "µs of the host, of a small step"), rows)
 
 
 @table("attention_gpu.json")

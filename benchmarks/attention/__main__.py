@@ -1,10 +1,11 @@
 """Attention kernels on plain tensors, on rows of a cache and on blocks of a block table, beside their peers.
 
-    python -m benchmarks.attention [--json] [--quick] [--trace FILE] [--only decode|prefill|shapes|cascade|small]
+    python -m benchmarks.attention [--json] [--quick] [--trace FILE] [--only PART]
 
-Needs an NVIDIA GPU. Random data in bf16, 32 heads over 8 KV heads of 128 (other heads, several queries and K and V in 8
-bits: `shapes`); medians, from replayed CUDA graphs; what is compared is measured in turn, in the same run. Every answer
-is compared with float64.
+Needs an NVIDIA GPU. Parts are `decode`, `prefill`, `shapes`, `cascade` and `small`, and, only if it is asked for,
+`prompts`. Random data in bf16, 32 heads over 8 KV heads of 128 (other heads, several queries and K and V in 8 bits:
+`shapes`, and `prompts`, which has a step of prompts and decode, too); medians, from replayed CUDA graphs; what is
+compared is measured in turn, in the same run. Every answer is compared with float64.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from vmmkv.workload import name_of
 from .cascade import SHAPES, run_cascade
 from .cases import compare_ragged, compile_kernels, decode_cases, prefill_cases, quick_cases, run_case
 from .peers import versions
+from .prompts import run_mixed, run_prompts
 from .rotary import run_rotary
 from .shapes import run_shapes
 from .small import run_copies, run_host
@@ -39,6 +41,7 @@ class Part(StrEnum):
     DECODE = "decode"
     PREFILL = "prefill"
     SHAPES = "shapes"
+    PROMPTS = "prompts"
     CASCADE = "cascade"
     SMALL = "small"
 
@@ -79,7 +82,7 @@ def run(quick: bool, trace: Path | None, only: Part | None) -> dict[str, Any]:
         "skipped": [],
     }
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as progress:
-        task = progress.add_task("Compiling", total=len(cases) + 5)
+        task = progress.add_task("Compiling", total=len(cases) + 6)
         compile_kernels(cases)
         progress.update(task, advance=1, description="Device copy")
         result["bandwidth"] = copy_bandwidth(device)
@@ -93,6 +96,10 @@ def run(quick: bool, trace: Path | None, only: Part | None) -> dict[str, Any]:
         if only in (None, Part.SHAPES):
             progress.update(task, description="Other shapes")
             result["shapes"] = run_shapes(device)
+        progress.advance(task)
+        if only == Part.PROMPTS:
+            progress.update(task, description="Prompts of other shapes, and a step of prompts and decode")
+            result |= {"prompts": run_prompts(device), "mixed": run_mixed(device)}
         progress.advance(task)
         if only in (None, Part.CASCADE):
             progress.update(task, description="Shared prefixes")
@@ -113,7 +120,8 @@ def wrong_rows(result: dict[str, Any]) -> list[dict[str, Any]]:
     """Rows of ours that rounding cannot explain."""
     parts = "decode", "prefill", "shapes", "cascade"
     ours = [row for part in parts for row in result.get(part, []) if row["kernel"].startswith("vmmkv")]
-    wrong = [row for row in ours + result.get("rotary", []) if not row["error"] <= ERROR_BOUND]
+    ours += [row for part in ("prompts", "mixed", "rotary") for row in result.get(part, [])]
+    wrong = [row for row in ours if not row["error"] <= ERROR_BOUND]
     return wrong + [row for row in result.get("copies", []) if not row["exact"]]
 
 

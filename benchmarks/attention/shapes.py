@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,26 +100,44 @@ def run_batch(batch: int, tokens: int, shapes: tuple[Geometry, ...], device: tor
     return rows
 
 
+class States(NamedTuple):
+    """Random data of some sequences of one length: `q` `[batch, queries, heads, head_dim]`, K and V as they are held,
+    and as float64 those of the first `CHECKED`; `options` are keywords of the kernels."""
+
+    q: torch.Tensor
+    kv: list[torch.Tensor]
+    exact: list[torch.Tensor]
+    options: dict[str, Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Of K and V, and of their scales. V of latents is a part of K."""
+        scales = [each for each in self.options.values() if isinstance(each, torch.Tensor)]
+        return sum(each.nbytes for each in (self.kv[:1] if self.q.shape[-1] == LATENT_DIM else self.kv) + scales)
+
+
+def make_states(shape: Geometry, batch: int, tokens: int, device: torch.device) -> States:
+    q = torch.randn(batch, shape.queries, shape.heads, shape.head_dim, dtype=DTYPE, device=device)
+    if shape.head_dim == LATENT_DIM:
+        k = torch.randn(batch, tokens, 1, LATENT_DIM, dtype=DTYPE, device=device)
+        kv = [k, k[..., :LATENT_V_DIM]]
+        return States(q, kv, [states[:CHECKED].double() for states in kv], {"scale": LATENT_DIM**-0.5})
+    kv = [torch.randn(batch, tokens, NUM_KV_HEADS, shape.head_dim, dtype=DTYPE, device=device) for _ in "kv"]
+    if shape.kv_dtype is DTYPE:
+        return States(q, kv, [states[:CHECKED].double() for states in kv], {})
+    quantized = [quantize(states, shape.kv_dtype) for states in kv]
+    exact = [dequantize(numbers[:CHECKED], scales[:CHECKED], torch.float64) for numbers, scales in quantized]
+    options = dict(zip(("k_scales", "v_scales"), (scales for _, scales in quantized)))
+    return States(q, [numbers for numbers, _ in quantized], exact, options)
+
+
 def make_call(shape: Geometry, batch: int, tokens: int, device: torch.device) -> tuple[Call, int, torch.Tensor]:
     """Decode of random data, the bytes that it reads, and what the first sequences' outputs are in float64, from K and
     V as they are held."""
-    q = torch.randn(batch, shape.queries, shape.heads, shape.head_dim, dtype=DTYPE, device=device)
+    states = make_states(shape, batch, tokens, device)
     seq_lens = torch.full((batch,), tokens, dtype=torch.int32, device=device)
-    if shape.head_dim == LATENT_DIM:
-        k = torch.randn(batch, tokens, 1, LATENT_DIM, dtype=DTYPE, device=device)
-        v = k[..., :LATENT_V_DIM]
-        checked = (states[:CHECKED].double() for states in (q, k, v))
-        return partial(decode, q, k, v, seq_lens, scale=LATENT_DIM**-0.5), k.nbytes, attend_exactly(*checked)
-    kv = [torch.randn(batch, tokens, NUM_KV_HEADS, shape.head_dim, dtype=DTYPE, device=device) for _ in "kv"]
-    scales: list[torch.Tensor] = []
-    exact = [states[:CHECKED].double() for states in kv]
-    if shape.kv_dtype is not DTYPE:
-        quantized = [quantize(states, shape.kv_dtype) for states in kv]
-        exact = [dequantize(numbers[:CHECKED], scales[:CHECKED], torch.float64) for numbers, scales in quantized]
-        kv, scales = [numbers for numbers, _ in quantized], [scales for _, scales in quantized]
-    names = dict(zip(("k_scales", "v_scales"), scales))
-    nbytes = sum(each.nbytes for each in kv + scales)
-    return partial(decode, q, *kv, seq_lens, **names), nbytes, attend_exactly(q[:CHECKED].double(), *exact)
+    exact = attend_exactly(states.q[:CHECKED].double(), *states.exact)
+    return partial(decode, states.q, *states.kv, seq_lens, **states.options), states.nbytes, exact
 
 
 def attend_exactly(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,17 @@ def tables(result: dict[str, Any]) -> list[Table]:
     found = [decode_table(name, rows) for name, rows in by_case(result.get("decode", []))]
     found += [prefill_table(name, rows) for name, rows in by_case(result.get("prefill", []))]
     found += [shapes_table(name, rows) for name, rows in by_case(result.get("shapes", []))]
+    if "prompts" in result:
+        columns = "heads", "µs", "TFLOP/s", "of the first", "error"
+        rows = [(row["shape"], time_of(row), *prompt_cells(row), f"{row['error']:.1e}") for row in result["prompts"]]
+        found.append(make_table("a prompt of 8,192 tokens", columns, rows))
+    if "mixed" in result:
+        columns = "call", "µs", "µs of the host", "error"
+        rows = [
+            (row["call"], time_of(row), f"{row['host_microseconds']:.1f}", f"{row['error']:.1e}")
+            for row in result["mixed"]
+        ]
+        found.append(make_table("a step of prompts and decode", columns, rows))
     found += [cascade_table(name, rows) for name, rows in by_case(result.get("cascade", []))]
     if "copies" in result:
         columns = "kernel", "layout", "µs", "GB/s", "of copy", "exact"
@@ -84,6 +95,11 @@ def shapes_table(name: str, rows: list[dict[str, Any]]) -> Table:
         for row in rows
     ]
     return make_table(f"decode of other shapes, {name}", columns, cells)
+
+
+def prompt_cells(row: dict[str, Any]) -> tuple[str, str]:
+    """TFLOP/s, and their share of the first shape's."""
+    return f"{row['tflops']:.0f}", f"{row['of_first_rate']:.2f}"
 
 
 def cascade_table(name: str, rows: list[dict[str, Any]]) -> Table:
