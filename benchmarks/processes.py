@@ -15,22 +15,23 @@ from typing import Any
 
 def run_processes(count: int, work: Callable[..., None], *args: Any) -> None:
     """Runs `work(rank, *args)` in so many processes that are made for it, and waits for them. Where one fails, or we
-    are interrupted, the others end, who may wait for it.
+    are interrupted, the others are killed, as they may wait for it for ever.
 
     Raises:
         RuntimeError: one of them failed.
     """
     spawn = get_context("spawn")
     processes = [spawn.Process(target=work, args=(rank, *args)) for rank in range(count)]
-    for process in processes:
-        process.start()
     try:
+        for process in processes:
+            process.start()
         while not any(codes := [process.exitcode for process in processes]) and None in codes:
             wait([process.sentinel for process, code in zip(processes, codes) if code is None])
     finally:
         for process in processes:
-            process.kill()
-            process.join()
+            if process.pid is not None:
+                process.kill()
+                process.join()
     if any(codes):
         raise RuntimeError(f"the processes ended with {codes}; see above")
 

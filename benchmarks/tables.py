@@ -507,8 +507,8 @@ def serving_comparisons(result: Result) -> str:
 for name, source in (("rates", "serve_rates_gpu.json"), ("rates-qwen3", "serve_rates_qwen3_gpu.json")):
     TABLES[f"{name}-saturation"] = Table((source,), partial(serving_table, load="saturation"))
     TABLES[f"{name}-load"] = Table((source,), rates_tables)
-    TABLES[f"{name}-prompts"] = Table((source,), prompts_table)
     TABLES[f"{name}-comparisons"] = Table((source,), serving_comparisons)
+TABLES["rates-prompts"] = Table(("serve_rates_gpu.json",), prompts_table)
 for name, load in (("unknown", "lengths unknown"), ("busy", "thread beside"), ("code", "_code, saturation")):
     TABLES[f"rates-{name}"] = Table(("serve_rates_gpu.json",), partial(serving_table, load=load))
 for name, source in (("rounds", "serve_rounds_gpu.json"), ("rounds-qwen3", "serve_rounds_qwen3_gpu.json")):

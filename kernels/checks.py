@@ -32,7 +32,7 @@ Key = tuple[torch.Size, tuple[int, ...], torch.dtype, torch.device]
 
 
 def keys(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Key | None, ...]:
-    """Of tensors that may be missing."""
+    """Tells what plans are made for, of tensors that may be missing; raises `TypeError` for what is no tensor."""
     try:
         return tuple([(t.shape, t.stride(), t.dtype, t.device) if t is not None else None for t in tensors])
     except AttributeError:
@@ -41,7 +41,7 @@ def keys(tensors: tuple[torch.Tensor | None, ...]) -> tuple[Key | None, ...]:
 
 
 def check_integer(name: str, number: int) -> int:
-    """The number, which may be numpy's; raises `TypeError` for another type, though it may be equal."""
+    """Returns the number, which may be numpy's; raises `TypeError` for what is none."""
     try:
         return operator.index(number)
     except TypeError:

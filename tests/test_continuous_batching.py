@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import pickle
 import sys
 import threading
 import time
@@ -1102,6 +1103,32 @@ def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedMo
         assert model.generate is others
     finally:
         del model.generate
+
+
+def test_generate_refuses_only_as_long_as_a_model_is_on_rows(model: PreTrainedModel) -> None:
+    """Who has wrapped it calls it later, too; and one that comes back from a file refuses when it is enabled again."""
+    ids = torch.tensor([[5, 6, 7]])
+    options = {"cache_implementation": "paged", "generation_config": config()["generation_config"]}
+    (processors := transformers.LogitsProcessorList()).append(lambda ids, scores: scores)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    kept = pickle.loads(pickle.dumps(model))
+    wrapped = model.generate
+    rows.disable(model)
+    assert wrapped(ids, logits_processor=processors, **options).shape == (1, 1, 3 + NEW)
+    rows.enable(kept, pool=pool(100), max_seq_len=100)
+    with pytest.raises(vmmkv.UnsupportedError, match="asked for logits_processor"):
+        kept.generate(ids, logits_processor=processors, **options)
+    rows.disable(kept)
+    assert "generate" not in vars(kept)
+
+
+@pytest.mark.parametrize("container", [torch.tensor, np.array, tuple, set])
+def test_generate_is_told_what_ends_a_request_in_any_container(model: PreTrainedModel, container: Any) -> None:
+    ids, options = torch.tensor([[5, 6, 7]]), {"generation_config": config()["generation_config"]}
+    first = int(model.generate(ids, **options)[0, 3])
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    answer = model.generate(ids, eos_token_id=container([first, 1 << 20]), cache_implementation="paged", **options)
+    assert answer.flatten().tolist() == [5, 6, 7, first]
 
 
 @pytest.mark.filterwarnings("ignore:Passing .repetition_penalty:UserWarning")

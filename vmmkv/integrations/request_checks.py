@@ -73,12 +73,16 @@ def check_same(asked: GenerationConfig, used: GenerationConfig) -> None:
     another. `max_new_tokens` is each call's."""
     for name in vars(used).keys() - {"max_new_tokens", "transformers_version"}:
         wanted, has = getattr(asked, name, None), getattr(used, name)
-        is_same = {*end_ids(wanted)} == {*end_ids(has)} if name == "eos_token_id" else wanted == has
-        if name[0].isalpha() and not is_same:
+        if name[0].isalpha() and not _means(name, wanted, has):
             raise ArgumentError(
                 f"asked for {name}={wanted!r} of a persistent manager whose GenerationConfig has {has!r}; "
                 "destroy_cached_continuous_batching_manager() lets the next have another"
             )
+
+
+def _means(name: str, asked: Any, used: Any) -> bool:
+    """Whether a setting that is asked for is the one in use; ids that end a request may be in any container."""
+    return {*end_ids(asked)} == {*end_ids(used)} if name == "eos_token_id" else asked == used
 
 
 def end_ids(given: Any) -> list[int]:
@@ -121,7 +125,7 @@ def check_told(told: Mapping[str, Any], inputs: Any, config: GenerationConfig) -
                 raise ArgumentError("got input_ids beside other inputs; give one of them")
         elif name not in vars(config):
             raise ArgumentError(f"got {name}={value!r}, which continuous batching does not know; leave it out")
-        elif value != (used := getattr(config, name)):
+        elif not _means(name, value, used := getattr(config, name)):
             raise ArgumentError(
                 f"got {name}={value!r} beside a GenerationConfig with {name}={used!r}; give generation_config what it "
                 "is to use"

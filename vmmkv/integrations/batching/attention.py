@@ -59,7 +59,7 @@ def attend_rows(
     if isinstance(cache, Probe) and not _is_causal(module):
         raise UnsupportedAttentionError(
             f"{type(module).__name__} is not causal, and requests of a batch have no mask that shows tokens what comes "
-            "behind them; give the model's config is_decoder=True, or is_causal=True, if it is to decode"
+            "behind them; if its config alone makes it so, give that is_decoder=True, or is_causal=True"
         )
     is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and OF_BATCH in told)
     if not is_in_batch or unknown:

@@ -33,6 +33,7 @@ class RowBatch(ContinuousBatchingIOs):
         return most
 
     def get_model_kwargs(self, use_padding: bool = False) -> Any:
+        """What a pass is told, and our attention with it: not all layers hand it transformers' `cache`."""
         return {**super().get_model_kwargs(use_padding), CACHE: self.cache}
 
     @property

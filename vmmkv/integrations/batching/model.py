@@ -26,8 +26,7 @@ KEPT = "_cached_continuous_batching_manager"
 OF_GENERATE_BATCH = inspect.signature(their_api.ContinuousMixin.generate_batch).parameters.keys() - {"kwargs"}
 """What transformers heeds."""
 NOT_HANDED_ON = ("logits_processor", "custom_generate")
-"""What `generate` leaves out without a word where it runs continuous batching. It refuses other such arguments itself.
-"""
+"""What `generate` leaves out without a word where it runs continuous batching. Of others it says so itself."""
 
 
 def put_on_rows(model: PreTrainedModel, options: Options) -> None:
@@ -39,7 +38,8 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
     _drop_kept(model)
     vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
     vars(model)["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
-    vars(model).setdefault("generate", MethodType(_generate, model))
+    if hasattr(model, "generate") and _is_of_class(model, "generate"):
+        vars(model)["generate"] = MethodType(_generate, model)
     defer_rotation(model, RowCache | Inside)
 
 
@@ -52,6 +52,12 @@ def take_off_rows(model: PreTrainedModel) -> None:
     if getattr(vars(model).get("generate"), "__func__", None) is _generate:
         del vars(model)["generate"]
     restore_rotation(model)
+
+
+def _is_of_class(model: PreTrainedModel, name: str) -> bool:
+    """Whether nobody has given the model a method of its own. One that was pickled has its class's as if it were."""
+    own = vars(model).get(name)
+    return own is None or getattr(own, "__func__", None) is getattr(type(model), name)
 
 
 def _checked(max_seq_len: int) -> Callable[..., Any]:
@@ -81,11 +87,12 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
 
 @functools.wraps(GenerationMixin.generate)
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
-    """`generate` that refuses what would be left out."""
-    if kwargs.get("cache_implementation") == "paged":
+    """`generate` that refuses what would be left out, as long as the model is on rows: who has wrapped it may call it
+    later."""
+    if kwargs.get("cache_implementation") == "paged" and "generate_batch" in vars(model):
         given = inspect.signature(type(model).generate).bind(model, *args, **kwargs).arguments
         for name in NOT_HANDED_ON:
-            if given.get(name):
+            if given.get(name) and not isinstance(given[name], str):  # a recipe of that name is run instead
                 raise UnsupportedError(
                     f"asked for {name}, which generate does not hand on to continuous batching; leave it out, or "
                     'cache_implementation="paged"'
