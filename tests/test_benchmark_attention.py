@@ -21,7 +21,7 @@ from benchmarks.attention.cascade import Shape, make_shared, ours, shared_layout
 from benchmarks.attention.cases import EVEN, RAGGED, attention, compare_ragged, decode_cases, with_ratios
 from benchmarks.attention.layouts import layers_that_fit, layouts
 from benchmarks.attention.peers import page_table
-from benchmarks.attention.prompts import error_of, make_prompt, make_step
+from benchmarks.attention.prompts import Step, error_of, make_prompt, make_step
 from benchmarks.attention.rotary import rotary_calls
 from benchmarks.attention.shapes import Geometry, make_call
 from benchmarks.attention.tables import tables
@@ -138,15 +138,15 @@ def test_other_shapes_are_held_against_float64() -> None:
 
 
 def test_prompts_of_other_shapes_are_held_against_float64() -> None:
-    for shape in (Geometry(64), Geometry(kv_dtype=torch.int8), Geometry(LATENT_DIM, heads=16)):
+    for shape in (Geometry(64, heads=8), Geometry(kv_dtype=torch.int8, heads=8), Geometry(LATENT_DIM, heads=1)):
         call, exact = make_prompt(shape, 70, torch.device(DEVICE))
         assert len(exact) == 64
         assert error_of(call()[-64:], exact) < 1e-2
 
 
 def test_each_way_to_attend_in_a_step_is_held_against_float64() -> None:
-    calls, exact = make_step(2, 5, 3, 20, torch.device(DEVICE))
-    assert len(exact) == 2 * 5 + 3
+    calls, exact = make_step(Step(1, 5, 2, 20, heads=8), torch.device(DEVICE))
+    assert len(exact) == 5 + 2
     assert calls.keys() == {"mixed", "prefill, then decode", "prefill of all"}
     for call in calls.values():
         assert error_of(call(), exact) < 1e-2

@@ -8,13 +8,14 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from vmmkv.kernels import decode, mixed, prefill
 from vmmkv.kernels.arguments import LATENT_DIM
 
+from .batches import NUM_HEADS
 from .shapes import Geometry, attend_exactly, make_states
 from .timing import Call, host_microseconds, measure
 
@@ -33,9 +34,20 @@ TOKENS = 8192
 """Of a prompt."""
 CHECKED_QUERIES = 64
 """The last ones of a prompt, which are compared with float64."""
-STEP = 2, 1024, 64, 4096
-"""Prompts, tokens of a chunk of each, other sequences, of one new token each, and tokens of any of them."""
-SMALL_STEP = 2, 16, 14, 256
+
+
+class Step(NamedTuple):
+    """Prompts, new tokens of each, other sequences, of one new token each, tokens of any of them, and query heads."""
+
+    prompts: int
+    chunk: int
+    others: int
+    tokens: int
+    heads: int = NUM_HEADS
+
+
+STEP = Step(2, 1024, 64, 4096)
+SMALL_STEP = Step(2, 16, 14, 256)
 """One that takes the device less time than the host."""
 
 
@@ -72,8 +84,8 @@ def make_prompt(shape: Geometry, tokens: int, device: torch.device) -> tuple[Cal
 
 def run_mixed(device: torch.device) -> list[dict[str, Any]]:
     """Of each way to attend in a step: microseconds on the device and, of a small step, of the host, and the error."""
-    calls, exact = make_step(*STEP, device)
-    small, _ = make_step(*SMALL_STEP, device)
+    calls, exact = make_step(STEP, device)
+    small, _ = make_step(SMALL_STEP, device)
     timings = measure(list(calls.values()))
     return [
         {
@@ -87,13 +99,12 @@ def run_mixed(device: torch.device) -> list[dict[str, Any]]:
     ]
 
 
-def make_step(
-    prompts: int, chunk: int, others: int, tokens: int, device: torch.device
-) -> tuple[dict[str, Call], torch.Tensor]:
+def make_step(step: Step, device: torch.device) -> tuple[dict[str, Call], torch.Tensor]:
     """A step's attention in one call and in two, and as if all were prompts, all of its outputs each; and what they are
     in float64."""
-    batch, new = prompts + others, prompts * chunk
-    states = make_states(Geometry(queries=chunk), batch, tokens, device)
+    prompts, chunk, others, tokens, heads = step
+    new = prompts * chunk
+    states = make_states(Geometry(queries=chunk, heads=heads), prompts + others, tokens, device)
     counts = torch.tensor([chunk] * prompts + [1] * others, dtype=torch.int32, device=device)
     ends = torch.cat([counts.new_zeros(1), counts.cumsum(0, dtype=torch.int32)])
     lengths = torch.full_like(counts, tokens)
