@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from benchmarks import tables
-from benchmarks.engine.model import MODELS, read_config
+from benchmarks.engine.checkpoints import read_config
+from benchmarks.engine.model import MODELS
 from benchmarks.engine.run import Run
 from benchmarks.engine.schedule import Step
 from benchmarks.serve.__main__ import main

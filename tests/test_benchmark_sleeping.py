@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from conftest import run_module_here
 
-from benchmarks.engine.model import MODELS, read_config
+from benchmarks.engine.checkpoints import read_config
+from benchmarks.engine.model import MODELS
 from benchmarks.sleeping import table
 
 VLLM = """

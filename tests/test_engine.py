@@ -22,8 +22,9 @@ from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.engine.attention import Attend, Batch, Write, numba_attention
+from benchmarks.engine.checkpoints import load_model
 from benchmarks.engine.engine import BACKENDS, REUSING, Engine
-from benchmarks.engine.model import Angles, Config, Model, compiled, load_model, random_model, rotate
+from benchmarks.engine.model import Angles, Config, Model, compiled, random_model, rotate
 from benchmarks.engine.paged import PagedKV
 from benchmarks.engine.reusing_blocks import ReusingPagedKV
 from benchmarks.engine.reusing_rows import ReusingVmmKV

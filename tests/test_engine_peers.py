@@ -21,9 +21,10 @@ from test_engine import (
 )
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.engine.attention import Batch, FlashInfer, torch_attention
+from benchmarks.engine.attention import Batch, torch_attention
 from benchmarks.engine.engine import Engine
 from benchmarks.engine.paged import PagedKV
+from benchmarks.engine.peers import FlashInfer
 from benchmarks.engine.vmm import OVERREAD
 from vmmkv import KVLayout
 

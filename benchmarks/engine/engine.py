@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .attention import ATTENTION, WRITE, Batch, FlashInfer, Numbers
+from .attention import Batch, Numbers
 from .backend import KVBackend, pinned
 from .in_flight import InFlight
 from .model import Angles, Model
 from .paged import PagedKV
+from .peers import ATTENTION, WRITE, FlashInfer
 from .reusing_blocks import ReusingPagedKV
 from .reusing_rows import ReusingVmmKV
 from .run import Run

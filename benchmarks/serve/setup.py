@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import typer
 
-from benchmarks.engine.model import MODELS, Config, Model, load_model, random_model, read_config
+from benchmarks.engine.checkpoints import load_model, read_config
+from benchmarks.engine.model import MODELS, Config, Model, random_model
 
 from .workloads import Usual, Workload
 
