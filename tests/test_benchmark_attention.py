@@ -138,10 +138,10 @@ def test_other_shapes_are_held_against_float64() -> None:
 
 
 def test_prompts_of_other_shapes_are_held_against_float64() -> None:
-    for shape in (Geometry(64, heads=8), Geometry(kv_dtype=torch.int8, heads=8), Geometry(LATENT_DIM, heads=1)):
-        call, exact = make_prompt(shape, 70, torch.device(DEVICE))
-        assert len(exact) == 64
-        assert error_of(call()[-64:], exact) < 1e-2
+    for shape in (Geometry(64, kv_dtype=torch.int8, heads=8), Geometry(LATENT_DIM, heads=1)):
+        call, exact = make_prompt(shape, 20, torch.device(DEVICE))
+        assert len(exact) == 20
+        assert error_of(call(), exact) < 1e-2
 
 
 def test_each_way_to_attend_in_a_step_is_held_against_float64() -> None:
