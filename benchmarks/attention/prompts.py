@@ -13,23 +13,12 @@ from typing import Any, NamedTuple
 import torch
 
 from vmmkv.kernels import decode, mixed, prefill
-from vmmkv.kernels.arguments import LATENT_DIM
 
 from .batches import NUM_HEADS
-from .shapes import Geometry, attend_exactly, make_states
+from .shapes import GEOMETRIES, Geometry, attend_exactly, make_states
 from .timing import Call, host_microseconds, measure
 
-GEOMETRIES = (
-    Geometry(),
-    Geometry(64),
-    Geometry(80),
-    Geometry(96),
-    Geometry(256),
-    Geometry(kv_dtype=torch.float8_e4m3fn),
-    Geometry(kv_dtype=torch.int8),
-    Geometry(LATENT_DIM, heads=16),
-    Geometry(LATENT_DIM, heads=128),
-)
+SHAPES = tuple(shape for shape in GEOMETRIES if shape.queries == 1)
 TOKENS = 8192
 """Of a prompt."""
 CHECKED_QUERIES = 64
@@ -53,13 +42,12 @@ SMALL_STEP = Step(2, 16, 14, 256)
 
 def run_prompts(device: torch.device) -> list[dict[str, Any]]:
     """For each shape, of a prompt of `TOKENS`: microseconds, TFLOP/s, the rate beside that of the first, the error."""
-    with ProcessPoolExecutor(min(len(GEOMETRIES), os.cpu_count() or 1), get_context("spawn")) as pool:
-        list(pool.map(compile_shape, GEOMETRIES))
+    with ProcessPoolExecutor(min(len(SHAPES), os.cpu_count() or 1), get_context("spawn")) as pool:
+        list(pool.map(compile_shape, SHAPES))
+    torch.cuda.empty_cache()
+    made = [make_prompt(shape, TOKENS, device) for shape in SHAPES]
     rows: list[dict[str, Any]] = []
-    for shape in GEOMETRIES:
-        torch.cuda.empty_cache()
-        call, exact = make_prompt(shape, TOKENS, device)
-        (timing,) = measure([call])
+    for shape, (_, exact), timing in zip(SHAPES, made, measure([call for call, _ in made])):
         flops = shape.flops * TOKENS * (TOKENS + 1) / 2
         row = {"shape": shape.name, "microseconds": timing.microseconds, "captured": timing.captured}
         row["tflops"] = flops / timing.microseconds / 1e6
