@@ -38,13 +38,14 @@ class World:
         layout: vmmkv.KVLayout,
         *,
         rows: int = 6,
+        max_seq_len: int = 200,
         driver: FaultyDriver | None = None,
         **options: Any,
     ) -> None:
         self.random = random
         self.driver = driver or FaultyDriver(small_driver("cpu"))
         self.cache = vmmkv.KVCache(
-            layout, rows, 200, max_bytes=pages * self.driver.page_size, driver=self.driver, **options
+            layout, rows, max_seq_len, max_bytes=pages * self.driver.page_size, driver=self.driver, **options
         )
         self.ids: dict[vmmkv.Sequence, list[int]] = {}
         self.keys: dict[vmmkv.Sequence, tuple[Any, ...]] = {}
@@ -415,6 +416,27 @@ def test_what_is_in_too_many_pieces_is_found_in_part(whole: bool) -> None:
         ids = ids + [number] * 8
         world.commit(world.start((ids + [9] * 200)[:192]))
     assert 0 < world.start([*ids, 8], whole=whole).cached_tokens < len(ids)
+    world.check()
+
+
+def test_a_prefix_that_ends_within_a_large_frame_is_there_once() -> None:
+    """Who finds it first has a copy of what lies in the last of them, and who comes after shares that."""
+    world = make(900, rows=9, max_seq_len=600)
+    prefix = [1] * world.random.randrange(17 * 8, 31 * 8)  # beyond a large frame, and a page at least of the next one
+    world.commit(first := world.start(prefix + [2] * 256))
+
+    def pages_of(ids: list[int]) -> int:
+        before = world.cache.stats().pages["used"]
+        world.commit(world.start(ids))
+        return world.cache.stats().pages["used"] - before
+
+    prompts = [prefix + [number] * world.random.randrange(1, 40) for number in range(3, 9)]
+    shared = len(prefix) // 8
+    alone = [-(-len(ids) // 8) - shared for ids in prompts]
+    assert pages_of(prompts[0]) == alone[0] + shared - 16
+    assert [pages_of(ids) for ids in prompts[1:4]] == alone[1:4]
+    world.free(first)
+    assert [pages_of(ids) for ids in prompts[4:]] == alone[4:]
     world.check()
 
 

@@ -133,11 +133,11 @@ class Prefixes(Keeper):
             self._order_behind(row)
             if hit.source is not None:
                 self._table.fences[hit.source].order(self._pool.driver.current_stream())
-            copied, nowhere = self._rows.laying.lay(row, hit.tokens, tokens, hit.laid, hit.partial)
+            copied, better = self._rows.laying.lay(row, hit.tokens, tokens, hit.laid, hit.partial)
             if hit.source is not None:
                 self._used_tail(hit.source, copied)
             self.known.written |= copied
-            for index, at, piece in nowhere:
+            for index, at, piece in better:
                 self._know_instead(row, key, known, index, at, piece.page, piece.pages)
             self.known.chains[row] = self.known.locked(row, meanwhile, key, known)
             if self.promotion:
@@ -156,14 +156,10 @@ class Prefixes(Keeper):
             self._table.kept.move_to_end(row)
 
     def _know_instead(self, row: int, key: Hashable, ids: Ids, index: int, first: int, number: int, pages: int) -> None:
-        """Has the tree know a row's copies of whole pages, instead of what lies on no row: that takes memory, and would
-        have to be mapped for each copy."""
+        """Has the tree know a row's copies of whole pages, instead of what they are copies of."""
         arena, record = self._books.ranges[index]
         if (first + pages) * self._books.page_size <= len(ids) * record:
             old, new = list(range(number, number + pages)), arena.table.pages_in(row, first, first + pages).tolist()
-            is_large = self._pool.frames.is_large
-            if is_large[number] and not is_large[new].all():
-                return  # in so many pieces it would not be copied again, but shared page by page
             if self.known.move(Pages(key, ids, index, first, old), new):
                 self._rows.sharing.mark(arena, row, 0, first + pages)
 

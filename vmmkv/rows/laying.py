@@ -6,6 +6,9 @@
 A large frame can only be mapped whole, at the place that it had. Where the last of its pages is wanted all of them are:
 whoever wrote it wrote the same tokens there.
 
+Beside what is mapped, pieces are copied to single pages, and known there from then on: who begins so next has these
+mapped. So a prefix that ends within a large frame takes its memory once, and not again in each row.
+
 Copies are made from a row that has the page at the same place, for which nothing is mapped; what lies on no row is
 mapped in the staging row first.
 """
@@ -124,7 +127,8 @@ class Laying:
         self, row: int, tokens: int, length: int, laid: Sequence[list[Piece]], partial: Sequence[int | None]
     ) -> tuple[Fence, list[Copy]]:
         """Gives a row its first tokens, from pages that are kept, and room for all of its tokens. It has no pages, or
-        nothing is to be laid there but copies. Returns what passes when all is copied, and what of that lay on no row.
+        nothing is to be laid there but copies. Returns what passes when all is copied, and what is to be known by its
+        copy from then on.
 
         Args:
             tokens: so many are there.
@@ -151,7 +155,21 @@ class Laying:
             arena.table.belong(row, 0, arena.table.end[row], self._books.table.tenant[row])
         self._books.table.length[row] = length
         self._books.refresh(row)
-        return copied, nowhere
+        return copied, [copy for copy in copies if self._is_better(row, copy, laid[copy[0]], copy in nowhere)]
+
+    def _is_better(self, row: int, copy: Copy, laid: list[Piece], was_nowhere: bool) -> bool:
+        """Whether what a row has copied is better known by its copy.
+
+        What lies on no row takes memory, and would have to be mapped for each copy. A piece of a large frame would be
+        copied for each row, where single pages are shared; but where nothing else is mapped, in few pieces, it is.
+        """
+        index, at, piece = copy
+        is_large, (arena, _) = self._pool.frames.is_large, self._books.ranges[index]
+        if not is_large[piece.page]:
+            return was_nowhere
+        if any(each.frames for each in laid):
+            return True
+        return was_nowhere and bool(is_large[arena.table.pages_in(row, at, at + piece.pages)].all())
 
     def _source(self, copy: Copy) -> int | None:
         """The row that it can be copied from, if there is one."""
@@ -160,14 +178,13 @@ class Laying:
         return arena.table.row_with(at, piece.page)
 
     def _map(self, row: int, laid: Sequence[list[Piece]], undo: Undo) -> None:
-        """Maps the pieces up to the last one that is shared, and new pages for the copies between them.
+        """Maps the pieces, and single pages for the copies among them, in ranges where any are shared.
 
         Raises:
             OutOfPagesError, DriverError: that could not be done; the row has no pages that anybody uses then.
         """
         pool = self._pool
-        # The last copies lie on what grows there.
-        kept = [of[: max((end for end, piece in enumerate(of, 1) if piece.frames), default=0)] for of in laid]
+        kept = [of if any(piece.frames for piece in of) else [] for of in laid]  # the others lie on what grows there
         if not any(kept):
             return
         new = sum(piece.pages for of in kept for piece in of if not piece.frames)
