@@ -16,6 +16,7 @@ import pytest
 import torch
 from conftest import run_python, small_driver, small_layout
 from faulty import FaultyDriver, has_memory
+from loopback import looped
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vmmkv
@@ -193,6 +194,41 @@ def test_a_sequence_that_begins_late_maps_nothing_in_front(make_cache) -> None:
     for sequence, tokens, start in ((late, 5, 1), (cache.sequence(), 6, 7)):
         with pytest.raises(ValueError, match="sequences without tokens"):
             cache.extend([sequence], tokens, starts=[start])
+
+
+@pytest.mark.usefixtures("undebugged")
+@pytest.mark.parametrize("way", ["extend", "resume", "receive"])
+def test_who_has_dropped_all_tokens_has_the_page_to_go_on_in_wherever_it_comes_from(make_cache, way: str) -> None:
+    cache = make_cache(pages=11, layers_per_range=1, host_bytes="1GiB")
+    length = 16 * random.randint(0, 2) + random.randint(1, 15)  # no end of a page, of which each range has its own
+    sequence = cache.sequence(0 if way == "extend" else length)
+    if way != "extend":
+        sequence.release_before(length)
+        assert cache.stats().pages["used"] == 3
+    with looped():
+        if way == "resume":
+            sequence.suspend()
+        elif way == "receive":
+            sequence.send(0)
+            sequence.free()
+        come = {
+            "extend": lambda: cache.extend([sequence], length, starts=[length]),
+            "resume": sequence.resume,
+            "receive": lambda: cache.receive(0),
+        }[way]
+        beside = cache.sequence(40)
+        assert (cache.stats().pages["used"], cache.available_pages) == (9, 2)
+        with pytest.raises(vmmkv.OutOfPagesError) as raised:
+            come()
+        assert raised.value.requested == raised.value.available + 1, "beside what is left on its row"
+        assert (cache.stats().pages["used"], cache.available_pages) == (9, 2)
+        beside.truncate(32)
+        sequence = come() or sequence
+    assert (sequence.start, sequence.length, cache.stats().pages["used"]) == (length, length, 9)
+    calls = driver_calls(cache)
+    sequence.extend(1)
+    assert (cache.stats().pages["used"], driver_calls(cache)) == (9, calls)
+    cache.check()
 
 
 class DirtyDriver(FaultyDriver):

@@ -117,14 +117,17 @@ class CacheMachine(RuleBasedStateMachine):
             for record in self.layout.record_bytes
         )
 
+    def taken(self, start: int, length: int) -> int:
+        """Pages of a sequence with tokens [start, length): if all were dropped, those that it would go on in, wherever
+        it comes from."""
+        return self.pages(start, length) if start < length else self.partial_pages(length)
+
     def needed(self, changes: dict[int, int]) -> int:
         """Pages that live sequences of these new lengths (by index) would take, if they had none in common."""
         needed = 0
         for index, model in enumerate(self.live):
             length = changes.get(index, model.length)
-            # A sequence whose tokens were all dropped keeps the page that it would go on in.
-            keeps = model.start == length and any(length * r % self.driver.page_size for r in self.layout.record_bytes)
-            needed += self.partial_pages(length) if keeps else self.pages(model.start, length)
+            needed += self.taken(model.start, length)
             needed += self.bound_pages(model, length) + self.frame_pages(model, length)
         return needed
 
@@ -430,7 +433,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def resume(self, data: st.DataObject) -> None:
         model, cache = self.away[data.draw(st.integers(0, len(self.away) - 1))], self.cache
-        pages = self.pages(model.start, model.length)
+        pages = self.taken(model.start, model.length)
         done = self.outcome(model.sequence.resume, None, lambda: not model.sequence.is_suspended, pages)
         if done and self.cache is cache:
             self.away.remove(model)
@@ -453,7 +456,7 @@ class CacheMachine(RuleBasedStateMachine):
         expected = vmmkv.OutOfRowsError if len(self.live) + len(self.away) == ROWS else None
         made: list[vmmkv.Sequence] = []
         with looped():
-            pages = self.pages(self.sent.start, self.sent.length)
+            pages = self.taken(self.sent.start, self.sent.length)
             if self.outcome(lambda: made.append(self.cache.receive(0)), expected, lambda: bool(made), pages):
                 self.live.append(self.sent.copy(made.pop()))
                 self.live[-1].failures = self.driver.failures
