@@ -258,6 +258,23 @@ def test_what_one_range_has_too_much_another_can_have(make_cache) -> None:
     cache.check()
 
 
+@pytest.mark.parametrize("zero_tail", [False, True])
+def test_what_a_row_has_in_front_is_there_for_what_it_lacks_behind(make_cache, zero_tail: bool) -> None:
+    cache = make_cache(max_seq_len=40, pages=10 + zero_tail, zero_tail=zero_tail, host_bytes="1GiB")
+    sequence = cache.sequence(40)
+    sequence.release_before(38)  # seven of eight pages are in front
+    data = torch.randn_like(sequence.k(1))
+    sequence.k(1).copy_(data)
+    sequence.suspend()
+    beside = cache.sequence(16)  # takes the last one, as two of its three were free
+    assert cache.available_pages == 7
+    sequence.resume()
+    assert cache.available_pages == 6
+    assert torch.equal(sequence.k(1), data)
+    assert (sequence.start, sequence.length, beside.length) == (38, 40, 16)
+    cache.check()
+
+
 @pytest.mark.parametrize("policy", ["scrub", "zero_tail"])
 def test_pages_that_come_dirty_from_the_system_are_cleaned(device: str, make_cache, policy: str) -> None:
     cache = make_cache(driver=DirtyDriver(small_driver(device)), **{policy: True})

@@ -7,7 +7,7 @@ oldest are the least likely to be. What a sequence said that it will need comes 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -65,7 +65,7 @@ def retired(table: RowTable, max_seq_len: int) -> Iterator[tuple[int, int]]:
     yield from zip(each_of(table.fronts), repeat(max_seq_len))
 
 
-def victims(table: RowTable, max_seq_len: int, dense: bool, claimed: Container[int]) -> Iterator[tuple[int, int]]:
+def victims(table: RowTable, max_seq_len: int, dense: bool, claimed: Collection[int]) -> Iterator[tuple[int, int]]:
     """Rows that may have pages to give, and the tokens whose pages they keep; what is missed least comes first.
 
     Args:
@@ -77,6 +77,8 @@ def victims(table: RowTable, max_seq_len: int, dense: bool, claimed: Container[i
     yield from _spare(table, dense)
     yield from zip(table.parked.oldest(), repeat(0))
     yield from _expected(table, dense, claimed)
+    if dense:
+        yield from zip(claimed, repeat(max_seq_len))  # what lies in front of what they are to hold
 
 
 def slack(table: RowTable, dense: bool, claimed: Container[int]) -> Iterator[tuple[int, int]]:
