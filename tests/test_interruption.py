@@ -228,6 +228,35 @@ def test_an_interruption_of_the_first_fork(make_cache, device: str, policy: dict
         assert check(line) is None
 
 
+@pytest.mark.parametrize("start", [50, 64])
+@pytest.mark.parametrize("sources", ["/rows/growing", "/space/arena", "/space/change"])
+@pytest.mark.parametrize("device", ["cpu"])
+def test_an_interruption_of_who_begins_behind_zeros(make_cache, device: str, sources: str, start: int) -> None:
+    """Who has the row next may read it to its end: zeros are there again that had made way, also for no token."""
+
+    def check(line: int) -> int | None:
+        driver = FaultyDriver(small_driver(device))
+        driver.unmaps_anything = True
+        cache = make_cache(driver=driver, layers_per_range=2, zero_tail=True)
+        sequence = cache.sequence(20)
+        sequence.truncate(0)
+        lines = interrupted(lambda: cache.extend([sequence], 64, starts=[start]), line, SOURCES + sources)
+        books(cache, driver)
+        assert has_memory(sequence, driver)
+        row = sequence.row
+        sequence.free()
+        cache.sequence(5, row=row)
+        for arena in cache._rows.arenas:
+            address = arena.table.address_of(row, 0)
+            assert driver.accessible.issuperset(range(address, address + arena.row_bytes, driver.page_size))
+        return lines
+
+    lines = check(EVERYTHING)
+    assert lines
+    for line in range(1, lines + 1):
+        assert check(line) is None
+
+
 @pytest.mark.parametrize("device", ["cpu"])
 def test_an_interruption_while_a_failure_is_made_good(make_cache, device: str) -> None:
     """Pages that were mapped, and that failed to be made accessible and to be unmapped, are no reason to give up."""

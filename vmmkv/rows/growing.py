@@ -148,10 +148,10 @@ class Growing:
     def _change(self, plan: list[Growth], supply: Supply) -> Change:
         """One change of a plan."""
         for growth in plan:
+            if self._books.rules.zero_tail:  # first: what is in doubt behind a row's end is zeros
+                growth.arena.make_way(growth.row, growth.end)
             if not growth.arena.table.reaches(growth.row, growth.first):
                 self._begin(growth.arena, growth.row, growth.first)
-            if self._books.rules.zero_tail:
-                growth.arena.make_way(growth.row, growth.end)
         change = Change(self._pool)
         for growth in plan:
             change.map(growth.arena.table, growth.row, growth.end, supply, growth.large)
