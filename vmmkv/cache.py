@@ -561,7 +561,7 @@ class KVCache(Owner):
             OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
             DriverOutOfMemoryError: there is no memory beside the cache for the up to 32 MiB that a circle needs.
             StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.extend`. Nothing has changed in these
-                cases.
+                cases, but that sequences of a circle may have pages of their own where they shared some.
             DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to
                 change have ended, and all others are as before.
             OutOfRangeError: there is no such index.
@@ -603,7 +603,7 @@ class KVCache(Owner):
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in
-                `Sequence.extend`. All sequences hold their tokens as before.
+                `Sequence.extend`. All sequences hold their tokens as before, some perhaps on pages of their own.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
                 whole number, or lies behind a sequence's end.
         """

@@ -128,7 +128,8 @@ class Sequence:
             BusyError: another thread has changed the sequence meanwhile.
             ArgumentError, ValueError: `tokens` is no whole number, or negative.
             SuspendedError: its tokens are in host memory.
-            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases.
+            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases, but that one which
+                was truncated into shared pages may have pages of its own there, which hold the same.
         """
         tokens = check_tokens(tokens)
         if not self.extend_in_place(tokens):
