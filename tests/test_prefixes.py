@@ -440,6 +440,23 @@ def test_a_prefix_that_ends_within_a_large_frame_is_there_once() -> None:
     world.check()
 
 
+def test_who_has_no_room_costs_nobody_what_is_known() -> None:
+    """Copies of what lies within a large frame take pages before the rest is mapped; not if there is none for that."""
+    world = make(150, max_seq_len=900)
+    shared = world.random.randrange(17, 32)
+    world.commit(world.start([1] * 48 * 8))
+    for token in (2, 3):
+        world.commit(other := world.start([token] * 40 * 8))
+        world.free(other)
+    live = world.cache.sequence((70 - 48) * 8)
+    ids = [1] * shared * 8 + [4] * world.random.randint(97 - shared, 110 - shared) * 8  # of 96 pages it has 80, and 16
+    with pytest.raises(vmmkv.OutOfPagesError):
+        world.cache.sequence(token_ids=ids)
+    live.free()
+    assert [world.start([token] * 40 * 8 + [5]).cached_tokens for token in (2, 3)] == [40 * 8, 40 * 8]
+    world.check()
+
+
 def test_what_a_hit_is_laid_on_stays_there_while_room_is_made_for_copies() -> None:
     """Nobody uses it yet, and the tree may come to know copies of it instead."""
     world = make()

@@ -18,6 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from ..memory.calls import SET_READ_ACCESS
 from ..memory.fence import Fence, finished_on_error
 from ..memory.frames import LARGE, SEVERAL, Frames
@@ -145,7 +147,7 @@ class Laying:
         frames.share(sources)  # until they are copied: what holds a partial page is nobody's, and might go to this row
         try:
             with Undo() as undo:
-                self._map(row, laid, undo)
+                self._map(row, length, laid, undo)
                 self._afford(row, length, undo)
                 self._make_room(row, length)
                 copied, nowhere = self._copy(row, tokens, copies)
@@ -177,8 +179,9 @@ class Laying:
         arena, _ = self._books.ranges[index]
         return arena.table.row_with(at, piece.page)
 
-    def _map(self, row: int, laid: Sequence[list[Piece]], undo: Undo) -> None:
-        """Maps the pieces, and single pages for the copies among them, in ranges where any are shared.
+    def _map(self, row: int, length: int, laid: Sequence[list[Piece]], undo: Undo) -> None:
+        """Maps the pieces, and single pages for the copies among them, in ranges where any are shared, of a row that is
+        to have so many tokens.
 
         Raises:
             OutOfPagesError, DriverError: that could not be done; the row has no pages that anybody uses then.
@@ -192,6 +195,8 @@ class Laying:
         pool.frames.share(shared)  # before there is room for the copies: what is known of them may become others
         with Undo() as without_room:
             without_room.push(pool.give, self._account, shared)
+            if new:
+                self._check_allowed(length, shared)
             supply = self._reclaimer.supply(new, 0) if new else None
         change, splits = Change(pool), []
         for (arena, _), of in zip(self._books.ranges, kept):
@@ -207,6 +212,18 @@ class Laying:
                     change.place(arena.table, run, supply.pop(piece.pages, 0), end, since=run.begin)
             splits.append(end)
         self._sharing.run_shared(change, [row], [(0, split) for split in splits], undo)
+
+    def _check_allowed(self, length: int, shared: list[int]) -> None:
+        """Raises `OutOfPagesError`, before anything gives way to copies, where a row cannot have so many tokens, of
+        which some lie on these frames."""
+        frames, books = self._pool.frames, self._books
+        used = int(np.count_nonzero(frames.users[frames.in_pages(shared)]))
+        pages = sum(end for _, end in books.spans(0, length)) - used
+        books.under_way = pages
+        try:
+            self._reclaimer.check_allowed(pages)
+        finally:
+            books.under_way = 0
 
     def _afford(self, row: int, length: int, undo: Undo) -> None:
         """Sees to it that a row may have so many tokens beside what others are guaranteed, also where no page is
