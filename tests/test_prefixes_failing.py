@@ -17,6 +17,8 @@ from test_prefixes import LAYOUT, RANGES, World
 
 import vmmkv
 from vmmkv.errors import DriverError, OutOfPagesError
+from vmmkv.rows.sharing import Sharing
+from vmmkv.space.change import Change
 
 PROMPT = [1] * 150
 POLICIES: dict[str, dict[str, Any]] = {
@@ -253,3 +255,22 @@ def is_interrupted_everywhere(make: Make, operation: Operation, closes: bool = F
         except BaseException as error:
             error.add_note(f"{line=}")
             raise
+
+
+def test_copies_that_are_to_take_the_place_of_a_part_of_a_large_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is interrupted then has the frame unmapped whole, as the driver has it: both places are in doubt."""
+    world = World(Random(), 200, LAYOUT, max_seq_len=600)
+    world.commit(world.start([1] * 40 * 8))
+    sequence = world.start([1] * 33 * 8)
+    world.truncate(sequence, world.random.randrange(17 * 8, 31 * 8))
+    world.driver.unmaps_anything = True
+    put = Sharing._put
+
+    def interrupt(change: Change) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Sharing, "_put", lambda *args: (patch.setattr(Change, "make", interrupt), put(*args)))
+        with pytest.raises(KeyboardInterrupt):
+            sequence.extend(1)
+    world.check()

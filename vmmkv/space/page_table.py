@@ -318,7 +318,7 @@ class PageTable:
             DriverError: the doubt remains.
         """
         while self.doubt:
-            run = self.doubt[-1]
+            run = max(self.doubt, key=lambda run: run.end - run.begin)  # frames before what takes a part of their place
             if run.begin < run.end:  # what was mapped, and was to be made accessible, is not in doubt
                 self.driver.unmap(*self.range_of(run))
             row = run.row
@@ -326,7 +326,7 @@ class PageTable:
                 self.zeros[row] = max(self.zeros[row], run.end)
                 self.zeros_ready[row] = max(self.zeros[row], self.zeros_ready[row])
             self.take_off(run)
-            self.doubt.pop()
+            self.doubt.remove(run)
         np.minimum(self.owns, self.ends, out=self.owns)  # pages that were to be shared, and are not there
         self._places = None  # nobody knows how far it is right
 
