@@ -251,11 +251,9 @@ class Beginning:
         try:
             if accounts.overdraft(self._pool.limit_pages) <= 0:
                 return
-            pages = sum(end for _, end in books.spans(0, tokens))
-            books.claims, books.under_way = {}, pages
-            self._reclaimer.check_allowed(pages)  # before anything is lost
         finally:
-            books.claims, books.under_way = {}, 0
+            books.claims = {}
+        self._reclaimer.check_coming(sum(end for _, end in books.spans(0, tokens)))
         self._table.fences[row].wait()
         for arena, page in beyond:
             arena.unmap_back(row, page)

@@ -216,14 +216,9 @@ class Laying:
     def _check_allowed(self, length: int, shared: list[int]) -> None:
         """Raises `OutOfPagesError`, before anything gives way to copies, where a row cannot have so many tokens, of
         which some lie on these frames."""
-        frames, books = self._pool.frames, self._books
+        frames = self._pool.frames
         used = int(np.count_nonzero(frames.users[frames.in_pages(shared)]))
-        pages = sum(end for _, end in books.spans(0, length)) - used
-        books.under_way = pages
-        try:
-            self._reclaimer.check_allowed(pages)
-        finally:
-            books.under_way = 0
+        self._reclaimer.check_coming(sum(end for _, end in self._books.spans(0, length)) - used)
 
     def _afford(self, row: int, length: int, undo: Undo) -> None:
         """Sees to it that a row may have so many tokens beside what others are guaranteed, also where no page is

@@ -225,6 +225,14 @@ class Reclaimer:
                 pool.accounts.reclaim_from_others(self._account, lacking, wait=wait, guaranteed=cause is not None)
                 lacking = missing()
 
+    def check_coming(self, count: int) -> None:
+        """`check_allowed`, for pages that nobody claims yet: before anything is lost for them."""
+        self._books.under_way = count
+        try:
+            self.check_allowed(count)
+        finally:
+            self._books.under_way = 0
+
     def check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""
         allowed = self._pool.accounts.allowed(self._account)
