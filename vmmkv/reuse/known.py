@@ -36,7 +36,8 @@ class Chain(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Single pages of a path that follow each other: as many as a large frame has.
+    """Pages of a path that follow each other, and are known by other numbers from now on: as many single ones as a large
+    frame has, or some that a row has copied.
 
     Attributes:
         key: the path's.

@@ -163,7 +163,8 @@ class Laying:
         """Whether what a row has copied is better known by its copy.
 
         What lies on no row takes memory, and would have to be mapped for each copy. A piece of a large frame would be
-        copied for each row, where single pages are shared; but where nothing else is mapped, in few pieces, it is.
+        copied for each row, where single pages are shared. But where all is copied, and lies on single pages then, the
+        large frame stays known: it is copied in fewer pieces than these would be.
         """
         index, at, piece = copy
         is_large, (arena, _) = self._pool.frames.is_large, self._books.ranges[index]
