@@ -36,8 +36,8 @@ class Chain(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """Pages of a path that follow each other, and are known by other numbers from now on: as many single ones as a large
-    frame has, or some that a row has copied.
+    """Pages of a path that follow each other, which get other numbers: as many single ones as a large frame has, or
+    some that a row has copied.
 
     Attributes:
         key: the path's.
