@@ -10,6 +10,8 @@ been seen, and may have taken part in one step more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from functools import partial
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 
 from .attention import Batch, Numbers
 from .backend import KVBackend, pinned
+from .groups import MOST, Groups
 from .in_flight import InFlight
 from .model import Angles, Model
 from .paged import PagedKV
@@ -54,7 +57,8 @@ class Engine:
         graphs: run steps from CUDA graphs, where there is a GPU: decode by batch size, and with our attention, which
             takes no lengths from the host, prompts by number of tokens.
         reuse: begin prompts with what others have computed, with a backend of `REUSING`; the tokens of each step are
-            brought to the host for it, behind the next one.
+            brought to the host for it, behind the next one. Our attention, and torch's, reads what several sequences
+            have begun with once for all of them.
         suspend: preempted requests where that is cheaper than to compute them anew, with a backend of `SUSPENDING`.
         late: see `Schedule`.
         options: of the backend beside these, as `lookahead` and `pool` of "vmm".
@@ -90,14 +94,16 @@ class Engine:
         self.attention = ATTENTION[attention](self.kv)
         self.planned = self.attention if isinstance(self.attention, FlashInfer) else None
         # Prompts take two by token, of which each sequence that decodes beside them has one, four by sequence, one more
-        # where the last one ends, two by sequence that samples. Decode alone takes less.
-        self.inputs = torch.zeros(8 * max_sequences + 2 * chunk + 1, dtype=torch.int32, device=self.device)
+        # where the last one ends, two by sequence that samples. Decode alone takes less, with groups beside it.
+        self.inputs = torch.zeros(8 * max_sequences + 2 * (chunk + MOST + 1), dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.group_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.prompt_graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.use_graphs = graphs and self.device.type == "cuda"
         self.use_prompt_graphs = self.use_graphs and attention == "numba"
+        self.use_groups = reuse and attention in ("numba", "torch")
         self.hidden = torch.empty(0)
         """Where graphs of prompts, if there are any, leave hidden states, of which some are sampled from."""
 
@@ -240,19 +246,19 @@ class Engine:
             last = counts.cumsum()[starts + counts == schedule.known[requests]] - 1
             targets = self._launch_prompts(offsets, host, len(step.prefill), last, ends)
         else:
-            targets = self._launch_decode(offsets, host, ends)
+            targets = self._launch_decode(offsets, host, ends, step.groups if self.use_groups else None)
         return self.tokens[targets].to("cpu", non_blocking=True) if self.reuse else None
 
-    def _launch_decode(self, offsets: Numbers, host: Numbers, ends: Numbers) -> torch.Tensor:
+    def _launch_decode(self, offsets: Numbers, host: Numbers, ends: Numbers, groups: Groups | None) -> torch.Tensor:
         """A token of each sequence, from a graph where there is one; returns where samples go."""
         size = padded(len(offsets), self.graphs)
-        *_, targets = self._send([*self._decode_inputs(offsets, host, size), ends])
-        graph = self.graphs.get(size)
+        *_, targets = self._send([*self._decode_inputs(offsets, host, size), *group_inputs(groups), ends])
+        graph = (self.group_graphs if groups else self.graphs).get(size)
         self._plan(host, 0, size if graph else 0)
         if graph:
             graph.replay()
         else:
-            self._decode(size, host)
+            self._decode(size, host, has_groups=groups is not None)
         return targets
 
     def _launch_prompts(
@@ -313,11 +319,14 @@ class Engine:
             pad(np.append(0, ends), batch + 1, int(ends[-1])),
         ]
 
-    def _decode(self, size: int, host: Numbers | None = None) -> None:
+    def _decode(self, size: int, host: Numbers | None = None, *, has_groups: bool = False) -> None:
         """A token of each sequence of a batch, whose indices are at the beginning of the inputs."""
-        places, rows, seq_lens, cu_seqlens = self.inputs[: 4 * size + 1].split((size, size, size, size + 1))
+        sizes = [size, size, size, size + 1, MOST + 1, MOST]
+        places, rows, seq_lens, cu_seqlens, bounds, tokens = self.inputs[: sum(sizes)].split(sizes)
         positions = (seq_lens - 1).clamp_(min=0)
         batch = Batch(rows, positions, seq_lens, cu_seqlens, host, prompts=0)
+        if has_groups:
+            batch = replace(batch, groups=(bounds, tokens))
         hidden = self._forward(places, positions, batch)
         self._sample(hidden, places + 1)
 
@@ -363,6 +372,8 @@ class Engine:
         for size in sorted({min(size, most) for size in (2, 4, 8, *range(16, most, 16), most)}, reverse=True):
             self._plan(np.zeros((3, 0), np.int64), 0, size)
             self.graphs[size] = self._graph_of(self._decode, size, pool)
+            if self.use_groups:
+                self.group_graphs[size] = self._graph_of(partial(self._decode, has_groups=True), size, pool)
         torch.cuda.synchronize()
 
     def _graph_of(self, function: Callable[[int], None], size: int, pool: Any) -> torch.cuda.CUDAGraph:
@@ -386,8 +397,14 @@ class Engine:
     def close(self) -> None:
         """Gives all memory back; the engine is of no use any more."""
         self.graphs.clear()
+        self.group_graphs.clear()
         self.prompt_graphs.clear()
         self.kv.close()
+
+
+def group_inputs(groups: Groups | None) -> list[Numbers]:
+    """What `_decode` takes of groups, padded with empty ones; nothing, where there are none."""
+    return [pad(groups.bounds, MOST + 1, int(groups.bounds[-1])), pad(groups.tokens, MOST)] if groups else []
 
 
 def padded(size: int, graphs: Iterable[int]) -> int:
