@@ -47,7 +47,7 @@ class Step:
     prefill: Numbers
     counts: Numbers
     sampled: Numbers
-    groups: Groups | None
+    groups: Groups | None = None
 
 
 class Schedule:
