@@ -902,6 +902,25 @@ def test_graphs_and_batches_ahead_give_the_tokens_of_generate(name: str, options
 
 
 @pytest.mark.gpu
+def test_a_model_that_asks_the_device_runs_without_graphs() -> None:
+    """That is found out by a capture that fails, after which torch works as before."""
+    model = copy.deepcopy(tiny_model("llama-gqa-wide", "eager", "cuda"))
+    expected, stream = answers(model, Random(), 6, most=60), torch.cuda.current_stream()
+
+    def ask(module: torch.nn.Module, given: Any, output: torch.Tensor) -> None:
+        output.sum().item()
+
+    model.model.norm.register_forward_hook(ask)
+    rows.enable(model, max_bytes="1GiB", max_seq_len=200)
+    with Served(model) as served:
+        assert served.manager.continuous_batching_config.use_cuda_graph == (False, False)
+        assert torch.cuda.current_stream() == stream
+        assert 0 <= torch.rand(1, device="cuda").item() < 1
+        served.check(expected)
+    rows.disable(model)
+
+
+@pytest.mark.gpu
 def test_what_is_zeroed_at_a_start_is_zero_before_the_first_batch() -> None:
     """transformers does it on the default stream, which is long busy here."""
     model = tiny_model("llama-gqa-wide", "eager", "cuda")

@@ -142,11 +142,13 @@ def test_one_pool_and_compiled_forward_passes_are_refused(model: PreTrainedModel
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("name", ["llama-gqa-wide", "gemma3"])
-def test_a_model_on_two_gpus(name: str) -> None:
+@pytest.mark.parametrize("place", [("llama-gqa-wide", [0, 1]), ("llama-gqa-wide", [0, 0]), ("gemma3", [0, 0, 1, 1])])
+def test_a_model_on_two_gpus(place: Place) -> None:
+    """Also where all that attends is on one of them, and something else is not: no CUDA graph can hold that."""
+    name, places = place
     model = copy.deepcopy(tiny_model(name, "sdpa", "cpu")).to("cuda:0")
     expected = answers(model, Random(), 8, most=60)
-    layers = {f"model.layers.{index}": index // 2 for index in range(model.config.num_hidden_layers)}
+    layers = {f"model.layers.{layer}": device for layer, device in enumerate(places)}
     rest = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "lm_head"), 0) | {"model.norm": 1}
     model = dispatch_model(model, layers | rest, main_device=0)
     rows.enable(model, max_bytes="256MiB", max_seq_len=100)
@@ -154,5 +156,5 @@ def test_a_model_on_two_gpus(name: str) -> None:
         for _ in range(2):
             served.check(expected)
         caches = served.manager.batch_processor.cache.kv_caches
-        assert {cache.device for cache in caches} == {torch.device("cuda", 0), torch.device("cuda", 1)}
+        assert {cache.device for cache in caches} == {torch.device("cuda", device) for device in places}
     rows.disable(model)

@@ -117,12 +117,14 @@ def check_pool(pool: FramePool | None, groups: list[Group]) -> None:
 
 
 def can_be_captured(model: PreTrainedModel, run: Run) -> bool:
-    """Whether a forward pass can be a CUDA graph: some choose experts on the host."""
+    """Whether a forward pass can be a CUDA graph: some choose experts on the host, others go on on another device."""
     if model.device.type != "cuda":
         return False
+    from ..memory.driver.captures import trial_capture
+
     token = _token(model)
     try:
-        with torch.no_grad(), torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        with torch.no_grad(), trial_capture(model.device):
             run(model, token, Probe())
     except RuntimeError as error:
         logger.warning("%s runs without CUDA graphs: %s", type(model).__name__, error)

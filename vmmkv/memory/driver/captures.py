@@ -1,0 +1,38 @@
+"""Trying out whether work can be captured as a CUDA graph.
+
+A capture of `torch.cuda.graph` that fails leaves torch unusable: its generator of random numbers and its caching
+allocator believe that it goes on, and its stream stays the current one. So torch is not told of this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import cuda.bindings.driver as cu
+import torch
+
+from .cuda import check
+
+THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+
+
+@contextmanager
+def trial_capture(device: torch.device) -> Iterator[None]:
+    """Captures what this thread has a device do, which is then not done, and forgets it.
+
+    Raises:
+        DriverError: it cannot be captured. torch raises a RuntimeError of its own where it sees that first.
+    """
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()  # else the caching allocator may ask for events, which a capture does not allow
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(stream):
+        (status,) = cu.cuStreamBeginCapture(stream.cuda_stream, THREAD_LOCAL)
+        check("cuStreamBeginCapture", status)
+        try:
+            yield
+        finally:
+            status, graph = cu.cuStreamEndCapture(stream.cuda_stream)
+        check("cuStreamEndCapture", status)
+        cu.cuGraphDestroy(graph)
