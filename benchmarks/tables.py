@@ -20,7 +20,7 @@ from vmmkv.schemes import BLOCK_TOKENS
 from . import (
     aims,
     batching_tables,
-    counters,
+    counters_tables,
     eight_bits_tables,
     fragmentation,
     idle,
@@ -333,7 +333,12 @@ def overread_nan(result: Result) -> str:
 
 @table("counters_gpu.json")
 def kernel_bounds(result: Result) -> str:
-    return markdown(*counters.table(result))
+    return markdown(*counters_tables.bounds(result))
+
+
+@table("counters_gpu.json")
+def kernel_stalls(result: Result) -> str:
+    return markdown(*counters_tables.stalls(result))
 
 
 @table("layout_order_waste.json")
