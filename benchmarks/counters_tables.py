@@ -9,6 +9,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 """Titles of columns, and lines."""
 STALL = "stall_"
 """What the names of counters begin with that say why a warp issues nothing."""
+WORTH = 0.2
 
 
 class Column(NamedTuple):
@@ -40,10 +41,11 @@ def bounds(result: dict[str, Any]) -> Table:
 
 
 def stalls(result: dict[str, Any]) -> Table:
-    """Cycles from one of a warp's instructions to the next, and how many of them it waits for what. Few are of other
-    reasons, and one issues the instruction."""
-    names = dict.fromkeys(name for counters in result["kernels"].values() for name in counters)
-    reasons = {name.removeprefix(STALL): Column(name, "{:.1f}") for name in names if name.startswith(STALL)}
+    """Cycles from one of a warp's instructions to the next, and how many of them it waits for what, where some kernel's
+    does for `WORTH` of one. Few are of other reasons, and one issues the instruction."""
+    waits = [(name, cycles) for row in result["kernels"].values() for name, cycles in row.items()]
+    names = dict.fromkeys(name for name, cycles in waits if name.startswith(STALL) and (cycles or 0) >= WORTH)
+    reasons = {name.removeprefix(STALL): Column(name, "{:.1f}") for name in names}
     columns = {"cycles": Column("cycles_per_instruction", "{:.1f}")} | reasons
     return table(result, {title.replace("_", " "): column for title, column in columns.items()})
 

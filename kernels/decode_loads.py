@@ -114,8 +114,7 @@ def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
     _, address_of = make_addressing(variant.block_size)
     k_run, v_run = runs_of(variant)
     k_words, v_words = k_run.words, v_run.words
-    # As many bytes as divide a row come with it; where rows are not whole pieces of 64, those of neighbours are wanted.
-    load_16 = load_16_once[256 if k_run.nbytes % 64 else gcd(k_run.nbytes, 256)]
+    load_16 = load_16_once[max(gcd(k_run.nbytes, 256), 64)]  # no more than what divides a row comes with it
     load_k_run, load_v_run = make_load_run(k_run, load_16), make_load_run(v_run, load_16)
 
     @inlined

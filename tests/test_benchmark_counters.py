@@ -72,10 +72,20 @@ def test_what_ncu_does_not_tell_is_none() -> None:
     assert (row[silent], row[nan], row[missing]) == (None, None, None)
     assert row[told] == 2 * COUNTERS[told].scale
     shown = [counters_tables.bounds({"kernels": {"": row}}), counters_tables.stalls({"kernels": {"": row}})]
-    # what no table shows leaves no mark
     columns = {column.name for column in counters_tables.BOUNDS.values()} | {"cycles_per_instruction"}
-    expected = sum(name in columns or name.startswith(counters_tables.STALL) for name in (silent, nan, missing))
+    expected = sum(name in columns for name in (silent, nan, missing))  # what no table shows leaves no mark
     assert [cell for _, lines in shown for line in lines for cell in line].count("-") == expected
+
+
+def test_what_no_kernel_waits_for_has_no_column() -> None:
+    names = [name for name in COUNTERS if name.startswith(counters_tables.STALL)]
+    waits = [{name: Random().choice([None, 0.0, 0.19, 0.21, 5.0]) for name in names} for _ in range(2)]
+    (_, _, *titles), lines = counters_tables.stalls(
+        {"kernels": {str(at): {"cycles_per_instruction": 9.0, **each} for at, each in enumerate(waits)}}
+    )
+    expected = [name for name in names if any((each[name] or 0) > 0.2 for each in waits)]
+    assert sorted(titles) == sorted(each.removeprefix(counters_tables.STALL).replace("_", " ") for each in expected)
+    assert {len(line) for line in lines} == {2 + len(expected)}
 
 
 def left_out(chance: Random, kernels: list[str]) -> None:
