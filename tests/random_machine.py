@@ -59,6 +59,8 @@ STEPS = {
     "limit": 3,
 }
 """What is done, and how often."""
+WHOLE, UNKNOWN_WHOLE = {"extend", "fork"}, {"reorder", "overwrite"}
+"""What is one operation, which does all or nothing where the budget does not do; and what does if no token is known."""
 CHANGING = {"extend", "truncate", "reorder", "free", "slide", "overwrite", "begin_late"}
 """What leaves sequences of which nobody knows what they hold, if it is interrupted."""
 INTERRUPTED = ["", "/memory/fence", "/rows/reordering", "/rows/sharing", "/rows/laying", "/space"]
@@ -347,9 +349,16 @@ class Machine:
             if is_full and self.users:
                 self.free(random.choice(self.users))
 
+    def used(self) -> int:
+        """Pages that hold tokens."""
+        return sum(cache.stats().pages["used"] for cache in self.caches)
+
     def attempt(self, name: str, users: list[User], line: int, is_nested: bool) -> bool:
         """Does something with users, interrupted at a line if it comes to that; returns whether memory did not do."""
         step, before = getattr(self, name), len(self.users)
+        is_whole = name in WHOLE or (name in UNKNOWN_WHOLE and len(self.known) == 1)
+        is_whole &= not (line or is_nested or self.fails)
+        used = self.used() if is_whole else 0
         sources = SOURCES + self.random.choice(INTERRUPTED)
         try:
             if not line:
@@ -363,6 +372,7 @@ class Machine:
                         user.sequence.free()
         except (vmmkv.OutOfPagesError, vmmkv.OutOfRowsError) as error:
             self.log.append(repr(error)[:100])
+            assert not is_whole or self.used() == used, "who was refused has got some"
             return True
         except vmmkv.UnsupportedError:
             assert name == "reorder"

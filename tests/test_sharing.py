@@ -248,6 +248,69 @@ def test_what_cannot_be_unshared_is_as_before() -> None:
     assert used(cache) == 6
 
 
+EQUAL = vmmkv.KVLayout(3, 2, 16, torch.float32, layers_per_range=1)
+"""Three ranges of 16 tokens in a page."""
+
+
+def truncated(cache: vmmkv.KVCache) -> list[vmmkv.Sequence]:
+    """A sequence that fills two pages of each range, and a fork that has dropped half of the second."""
+    family = [parent := cache.sequence(32), parent.fork()]
+    family[1].truncate(24)
+    return family
+
+
+def begun(cache: vmmkv.KVCache) -> list[vmmkv.Sequence]:
+    """A sequence that fills three pages of each range, and a fork that has dropped all but the first."""
+    family = [parent := cache.sequence(48), parent.fork()]
+    family[1].truncate(16)
+    return family
+
+
+def forked(cache: vmmkv.KVCache) -> list[vmmkv.Sequence]:
+    """Two sequences that fill two pages of each range, an empty one, and a fork of each of the two."""
+    family = [cache.sequence(32), cache.sequence(32), cache.sequence()]
+    return [*family, family[0].fork(), family[1].fork()]
+
+
+Family = Callable[[vmmkv.KVCache], list[vmmkv.Sequence]]
+Use = Callable[[vmmkv.KVCache, list[vmmkv.Sequence]], object]
+
+
+@pytest.mark.parametrize(
+    ("begin", "use", "pages"),
+    [
+        pytest.param(truncated, lambda _, family: family[1].extend(1), 6 + 3, id="extend by a copy in each range"),
+        pytest.param(truncated, lambda _, family: family[1].extend(20), 6 + 3 + 3, id="and by a page behind it"),
+        pytest.param(truncated, lambda cache, family: cache.extend(family, [1, 1]), 6 + 3 + 3, id="extend two"),
+        pytest.param(begun, lambda cache, family: cache.unshare(family[:1]), 9 + 2 + 3, id="the last of three copies"),
+        pytest.param(forked, lambda cache, family: cache.unshare(family[3:]), 12 + 6 + 6, id="unshare two"),
+        pytest.param(forked, lambda cache, family: cache.reorder(family, [1, 0, 2, 3, 4]), 12 + 6 + 6, id="a circle"),
+        pytest.param(
+            forked, lambda cache, family: cache.reorder(family, [1, 0, 0, 3, 4]), 12 + 6 + 6 + 6, id="and a third one"
+        ),
+    ],
+)
+def test_who_cannot_have_all_for_its_own_has_none_of_it(begin: Family, use: Use, pages: int) -> None:
+    """Of several ranges, and several sequences, and what they grow by: with a page less than it takes nothing changes,
+    and all else goes on where it was."""
+    held, heads = {truncated: (6, 1), begun: (9, 1), forked: (12, 3)}[begin]
+    for missing in (*range(1, pages - held), 0):
+        cache = make(pages - missing, layout=EQUAL)
+        family = begin(cache)
+        values = [write(sequence) for sequence in family[:heads]]
+        values += [states[: fork.length] for fork, states in zip(family[heads:], values)]
+        before = used(cache)
+        if missing:
+            with pytest.raises(vmmkv.OutOfPagesError):
+                use(cache, family)
+            assert used(cache) == before
+            for sequence, held in zip(family, values):
+                check(sequence, held)
+        else:
+            use(cache, family)
+            assert used(cache) <= pages
+
+
 def test_who_is_the_last_to_have_a_page_needs_no_copy() -> None:
     """Also where no page is left, and those of the others are still in their rows."""
     cache = make(pages=3, rows=3)

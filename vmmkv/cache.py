@@ -561,7 +561,8 @@ class KVCache(Owner):
             OutOfPagesError: there is no memory for sequences that become longer, or for copies of shared pages.
             DriverOutOfMemoryError: there is no memory beside the cache for the up to 32 MiB that a circle needs.
             StreamCaptureError, UseAfterFreeError, SuspendedError: as in `Sequence.extend`. Nothing has changed in these
-                cases, but that sequences of a circle may have pages of their own where they shared some.
+                cases; but sequences of a circle may have copies of what they shared where the device has less memory
+                than the budget, or where what is known of their tokens takes the pages that were missing.
             DriverError: a driver call failed: before anything changed; or later, and then the sequences that were to
                 change have ended, and all others are as before.
             OutOfRangeError: there is no such index.
@@ -603,7 +604,9 @@ class KVCache(Owner):
 
         Raises:
             OutOfPagesError, DriverError, StreamCaptureError, UseAfterFreeError, SuspendedError: as in
-                `Sequence.extend`. All sequences hold their tokens as before, some perhaps on pages of their own.
+                `Sequence.extend`. All sequences hold their tokens as before: some perhaps in copies after a
+                `DriverError`, where the device has less memory than the budget, or where what is known of their tokens
+                takes the pages that were missing.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or `start` is not a
                 whole number, or lies behind a sequence's end.
         """
@@ -617,8 +620,7 @@ class KVCache(Owner):
         for sequence, row in zip(batch, rows):
             if start > self._rows.table.length[row]:
                 raise ValueError(f"asked for tokens from {shown(start)} on; {sequence!r} is shorter")
-        for row in rows:
-            self._rows.unshare(row, start)
+        self._rows.unshare(rows, start)
         self._rows.ring()
 
     def extend(

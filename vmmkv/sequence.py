@@ -128,8 +128,9 @@ class Sequence:
             BusyError: another thread has changed the sequence meanwhile.
             ArgumentError, ValueError: `tokens` is no whole number, or negative.
             SuspendedError: its tokens are in host memory.
-            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases, but that one which
-                was truncated into shared pages may have pages of its own there, which hold the same.
+            UseAfterFreeError: the sequence or its cache is gone. Nothing has changed in all cases; but after a
+                `DriverError`, or where the device has less memory than the budget, it may have copies of what it
+                shared.
         """
         tokens = check_tokens(tokens)
         if not self.extend_in_place(tokens):

@@ -227,11 +227,11 @@ class Reclaimer:
 
     def check_coming(self, count: int) -> None:
         """`check_allowed`, for pages that nobody claims yet: before anything is lost for them."""
-        self._books.under_way = count
+        self._books.under_way += count
         try:
             self.check_allowed(count)
         finally:
-            self._books.under_way = 0
+            self._books.under_way -= count
 
     def check_allowed(self, count: int, cause: DriverOutOfMemoryError | None = None) -> None:
         """Raises `OutOfPagesError`, where not even all surplus would do for `count` pages more, which are claimed."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +34,8 @@ from .sharing import Sharing
 
 Shrink = Callable[[int, int, int], None]
 """Says which tokens a live row keeps: `Rows.shrink`."""
+Pages = dict[int, list[int]]
+"""By row a page of each range."""
 
 
 class Move(NamedTuple):
@@ -43,12 +46,14 @@ class Move(NamedTuple):
         common: per arena the page up to which their frames are the same.
         splits: per arena the pages of the source on whose frames it is to begin, as in `Sharing.splits`; None: it
             copies what lies behind `common`.
+        spared: pages that it would not have to itself then, had it shared all that it could.
     """
 
     row: int
     source: int
     common: list[int]
     splits: list[Span] | None = None
+    spared: int = 0
 
 
 class Reordering:
@@ -79,6 +84,8 @@ class Reordering:
 
         Raises:
             OutOfPagesError, DriverOutOfMemoryError, UnsupportedError, StreamCaptureError: all rows hold what they did.
+                Those of a circle may have pages of their own where they shared some, if copies were made before that:
+                see `Sharing.make_own_from` and `_own_circles`.
             DriverError: either that, or the rows that were to change are nobody's any more.
         """
         sources = {row: source for row, source in sources.items() if row != source}
@@ -88,14 +95,17 @@ class Reordering:
         self._check_tenants(sources)
         fence = self._table.fence_after(self._driver, rows)
         chains, circles = _in_order(sources)
-        with Undo() as undo:
-            for circle in circles:
-                self._own_circle(circle, sources, undo)
-            turns = [self._turn(circle, sources) for circle in circles]
         turning = {row for circle in circles for row in circle}
-        moves = self._plan(chains, sources, turning if share else turning | {*sources.values()}, copy)
-        self._prepare([*moves, *(move for turn in turns for move in turn)])
+        alone = turning if share else turning | {*sources.values()}
+        own = self._ends(circles, sources)
+        turns = [self._turn(circle, sources, own) for circle in circles]
         scratch = self._scratch(turns)
+        if any(page < table.own[row] for row in own for table, page in zip(self._books.tables, own[row])):
+            moves = [*self._plan(chains, sources, alone, copy, own), *chain(*turns)]
+            self._sharing.check_parts(own, self._claims(moves), sum(map(self._missing, moves)))
+            turns = self._own_circles(circles, sources, own)
+        moves = self._plan(chains, sources, alone, copy, own)
+        self._prepare([*moves, *chain(*turns)])
         current = self._driver.current_stream()
         for fenced in (fence, *(self._table.fences[row] for row in rows)):  # and who reads on other streams
             fenced.order(current)
@@ -125,81 +135,99 @@ class Reordering:
 
     # ------------------------------------------------------------------ what is to be done
 
-    def _own_circle(self, circle: list[int], sources: dict[int, int], undo: Undo) -> None:
-        """Has rows that take each other's place have what they will write to for their own.
+    def _ends(self, circles: list[list[int]], sources: dict[int, int]) -> Pages:
+        """By row that takes another's place, the page in each range up to which all of them have the same frames;
+        behind it none is to have another's."""
+        ends = {}
+        for circle in circles:
+            same = [min(pages) for pages in zip(*(self._common(row, sources[row], {}) for row in circle))]
+            for row in circle:
+                places = zip(self._books.tables, same, self._books.used(row))
+                ends[row] = [table.frame_begin(row, max(page, first)) for table, page, (first, _) in places]
+        return ends
+
+    def _own_circles(self, circles: list[list[int]], sources: dict[int, int], own: Pages) -> list[list[Move]]:
+        """Has rows that take each other's place have what they will write to for their own; returns their moves.
 
         Raises:
-            OutOfPagesError, DriverError: as in `Sharing.make_own`.
+            OutOfPagesError, DriverError: as in `Sharing.make_own_from`.
+            UnsupportedError: one cannot hold what another does any more: it has given up its front for copies.
         """
-        same = [min(pages) for pages in zip(*(self._common(row, sources[row]) for row in circle))]
-        for row in circle:  # up to there all of them have the same frames, and behind it none of another's
-            begins = [max(page, first) for page, (first, _) in zip(same, self._books.used(row))]
-            self._sharing.make_own_from(row, begins, undo)
+        with Undo() as undo:
+            for row, pages in own.items():
+                self._sharing.make_own_from(row, pages, undo)
+            return [self._turn(circle, sources, own) for circle in circles]
 
-    def _turn(self, circle: list[int], sources: dict[int, int]) -> list[Move]:
-        """Moves of rows that take each other's place.
+    def _turn(self, circle: list[int], sources: dict[int, int], own: Pages) -> list[Move]:
+        """Moves of rows that take each other's place, and have their own from some pages on then.
 
         Raises:
             UnsupportedError: one cannot hold what another does.
         """
-        turn = [Move(row, sources[row], self._common(row, sources[row])) for row in circle]
-        if not all(map(self._can_write, turn)):
+        turn = [Move(row, sources[row], self._common(row, sources[row], own)) for row in circle]
+        if not all(self._can_write(move, own[move.row]) for move in turn):
             raise UnsupportedError(
                 "asked for sequences to take each other's place, of which one has given its front back "
                 "(release_before) and the other begins there; fork one of them, and free it"
             )
         return turn
 
-    def _plan(self, chains: list[int], sources: dict[int, int], alone: set[int], copy: bool) -> list[Move]:
+    def _plan(self, chains: list[int], sources: dict[int, int], alone: set[int], copy: bool, own: Pages) -> list[Move]:
         """Moves of rows in an order in which each is read before it changes.
 
         Args:
             alone: rows of which nothing may be shared, such as those that will copy to what they have to themselves.
             copy: whether a row may copy what it could share.
+            own: by row the page in each range from which on it has its own, or will have.
         """
         shared_ends = {row: [table.own[row] for table in self._books.tables] for row in chains}
         moves = []
         for row in chains:
             source = sources[row]
-            common = self._common(row, source)
+            common = self._common(row, source, own)
             is_own = all(end <= page for end, page in zip(shared_ends[row], common))
             can_copy = copy and is_own and self._reaches(row, source)
             splits = self._sharing.splits(source)
             if source in alone:
                 splits = [(first, first) for first, _ in splits]
-            if can_copy and not self._should_share(row, source, common, splits, source not in sources):
-                moves.append(Move(row, source, common))
+            spared = sum(max(split - page, 0) for page, (_, split) in zip(common, splits))
+            if can_copy and not self._should_share(row, source, common, splits, spared, source not in sources):
+                moves.append(Move(row, source, common, spared=spared))
                 continue
             if source in shared_ends:
                 shared_ends[source] = [max(end, split) for end, (_, split) in zip(shared_ends[source], splits)]
             moves.append(Move(row, source, common, splits))
         return moves
 
-    def _should_share(self, row: int, source: int, common: list[int], splits: list[Span], lasts: bool) -> bool:
+    def _should_share(
+        self, row: int, source: int, common: list[int], splits: list[Span], spared: int, lasts: bool
+    ) -> bool:
         """Whether a row that could copy had better share what is full, as `KVCache.reorder` says.
 
         Args:
             lasts: whether the source keeps its tokens.
         """
-        copying = sharing = spared = 0
+        copying = sharing = 0
         places = zip(self._books.tables, common, self._books.used(source), splits)
         for table, page, (_, used_end), (_, split) in places:
             copying += used_end - page + MAKE * max(used_end - max(table.end[row], page), 0)
             sharing += MAP * (len(table.frames_in(source, page, split)) if page < split else 0)
             sharing += MAKE * (used_end - max(split, page))
-            spared += max(split - page, 0)
-        self._table.debt[row] += spared
         is_fork = not self._table.length[row]
-        return bool(spared) and (is_fork or copying > sharing or (lasts and self._table.debt[row] >= sharing))
+        return bool(spared) and (is_fork or copying > sharing or (lasts and self._table.debt[row] + spared >= sharing))
 
-    def _common(self, row: int, source: int) -> list[int]:
-        """Per arena the page up to which a row has the same frames as a source, from the source's first token on."""
+    def _common(self, row: int, source: int, own: Pages) -> list[int]:
+        """Per arena the page up to which a row has the same frames as a source, from the source's first token on.
+
+        Args:
+            own: by row the page from which on it has its own, or will have.
+        """
         size, start = self._books.page_size, self._table.start[source]
         pages = []
         for (arena, record), (_, used_end) in zip(self._books.ranges, self._books.used(source)):
             first = arena.table.frame_begin(source, start * record // size)
             pages.append(first + _equal(arena.table, row, source, first, used_end))
-        return pages
+        return [min(ends) for ends in zip(pages, *(own[each] for each in (row, source) if each in own))]
 
     def _reaches(self, row: int, source: int) -> bool:
         """Whether a row's pages lead up to where a source's tokens begin, so that it can hold them."""
@@ -208,10 +236,14 @@ class Reordering:
             for table, (first, _) in zip(self._books.tables, self._books.touched(source))
         )
 
-    def _can_write(self, move: Move) -> bool:
-        """Whether a row has the pages where a source's tokens begin, and to itself what it will copy to."""
-        places = zip(self._books.tables, self._books.touched(move.source), move.common)
-        return all(table.first[move.row] <= first and table.own[move.row] <= page for table, (first, _), page in places)
+    def _can_write(self, move: Move, own: list[int]) -> bool:
+        """Whether a row that has its own from some pages on has those where a source's tokens begin, and to itself what
+        it will copy to."""
+        places = zip(self._books.tables, self._books.touched(move.source), move.common, own)
+        return all(
+            table.first[move.row] <= first and min(table.own[move.row], begin) <= page
+            for table, (first, _), page, begin in places
+        )
 
     # ------------------------------------------------------------------ doing it
 
@@ -219,16 +251,12 @@ class Reordering:
         """Sees to it that there is memory for all moves.
 
         Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.make_room`. Nothing has changed but that
+            OutOfPagesError, DriverError, StreamCaptureError: see `Growing.grow`. Nothing has changed but that
                 some of what is missing may be mapped.
         """
-        extents, claims = self._table.extents, {}
-        for move in moves:
-            (start, length), (new_start, new_length) = extents[move.row].tolist(), extents[move.source].tolist()
-            if move.splits is None:
-                claims[move.row] = min(start, new_start), max(length, new_length)
+        claims = self._claims(moves)
         try:
-            at_once(self._growing.make_room(claims, [*claims]))
+            at_once(self._growing.grow(claims, [*claims]))
             self._growing.fence_fills(claims)  # for what fails before anything is copied there
             missing = sum(self._missing(move) for move in moves)
             if missing:
@@ -242,6 +270,15 @@ class Reordering:
             for row in claims:
                 self._books.refresh(row)
 
+    def _claims(self, moves: list[Move]) -> dict[int, Span]:
+        """Tokens that rows which copy are to have room for: what they hold, and what they are to hold."""
+        extents, claims = self._table.extents, {}
+        for move in moves:
+            (start, length), (new_start, new_length) = extents[move.row].tolist(), extents[move.source].tolist()
+            if move.splits is None:
+                claims[move.row] = min(start, new_start), max(length, new_length)
+        return claims
+
     def _missing(self, move: Move) -> int:
         """Pages that a row will need that shares."""
         spans = zip(self._books.used(move.source), move.splits or [])
@@ -253,6 +290,7 @@ class Reordering:
             for arena, begin, end in self._parts(move):
                 self._sharing.copy(arena, move.source, move.row, begin, end)
             self._sharing.copy_scales(move.source, move.row)
+            self._table.debt[move.row] += move.spared
             self._keeping.keeper.inherit({move.row: move.source})
             self._settle(move.row, self._table.extents[move.source].tolist(), shrink)
             return

@@ -358,16 +358,16 @@ class Rows:
             UseAfterFreeError, BusyError: another thread has ended one of the sequences meanwhile, or changed it.
         """
         table = self.table
-        if self.pool.frames.has_shared:
-            self.sharing.make_own(rows[lengths > table.capacities[rows]].tolist())
-        capacities = table.capacities[rows] if starts is None else 0  # now: some may have given pages up
-        needing = rows[lengths > capacities].tolist()
         before, owners = table.extents[rows], table.owners[rows]
         extents = before.copy()
         extents[:, 1] = lengths
         if starts is not None:
             extents[:, 0] = starts
         claims = dict(zip(rows.tolist(), zip(*extents.T.tolist())))
+        if self.pool.frames.has_shared:
+            self.sharing.make_own(rows[lengths > table.capacities[rows]].tolist(), claims)
+        capacities = table.capacities[rows] if starts is None else 0  # now: some may have given pages up
+        needing = rows[lengths > capacities].tolist()
         yield from self.growing.grow(claims, needing)
         _check_same((owners == table.owners[rows]).all(), (before == table.extents[rows]).all())
         table.extents[rows] = extents
@@ -381,8 +381,8 @@ class Rows:
         """`grow` for one row, without arrays."""
         grows = length > self.table.capacity[row]
         if grows:
-            self.sharing.make_own([row])
             start, before, owner = self.table.start[row], self.table.length[row], self.table.owner[row]
+            self.sharing.make_own([row], {row: (start, length)})
             yield from self.growing.grow({row: (start, length)}, [row])
             is_same = (start, before) == (self.table.start[row], self.table.length[row])
             _check_same(self.table.owner[row] == owner, is_same)
@@ -415,15 +415,20 @@ class Rows:
 
     # ------------------------------------------------------------------ holding what others hold
 
-    def unshare(self, row: int, token: int) -> None:
-        """Has a live row have what it holds from a token on for its own. Raises what `Sharing.make_own` raises."""
-        places = zip(self.books.records, self.books.used(row))
-        pages = [max(token * record // self.books.page_size, first) for record, (first, _) in places]
-        with Undo() as undo:
-            self.sharing.make_own_from(row, pages, undo)
-        if self.rules.zero_tail:  # what lay behind is gone
-            at_once(self.growing.make_room({row: self.books.extent(row)}, [row]))
-        self.keeping.keeper.shorten(row, token)  # what is known to be there may be written over
+    def unshare(self, rows: list[int], token: int) -> None:
+        """Has live rows have what they hold from a token on for their own. Raises what `Sharing.make_own` raises."""
+        wanted = {}
+        for row in rows:
+            places = zip(self.books.records, self.books.used(row))
+            wanted[row] = [max(token * record // self.books.page_size, first) for record, (first, _) in places]
+        parting = self.sharing.check_parts(wanted, {})
+        for row in rows:
+            if row in parting:
+                with Undo() as undo:
+                    self.sharing.make_own_from(row, wanted[row], undo)
+            if self.rules.zero_tail:  # what lay behind is gone
+                at_once(self.growing.make_room({row: self.books.extent(row)}, [row]))
+            self.keeping.keeper.shorten(row, token)  # what is known to be there may be written over
 
     def reorder(self, sources: dict[int, int], share: bool, copy: bool) -> None:
         """Has live rows hold what others hold: see `Reordering.reorder`."""

@@ -28,6 +28,7 @@ from ..space.undo import Undo
 from .books import Books
 from .growing import Growing
 from .keeping import Keeping
+from .parting import Part, pages_needed, parts
 from .policy import Span
 from .reclaiming import Reclaimer
 
@@ -170,50 +171,68 @@ class Sharing:
 
     # ------------------------------------------------------------------ having it alone
 
-    def make_own(self, rows: Iterable[int]) -> None:
+    def make_own(self, rows: Iterable[int], claims: dict[int, Span]) -> None:
         """Sees to it that rows may write behind their last tokens.
 
+        Args:
+            claims: what rows are to hold then, as in `Growing.make_room`.
+
         Raises:
-            OutOfPagesError, DriverError, StreamCaptureError: there is no page to copy to, or a call failed. All rows
-                hold their tokens as before.
+            OutOfPagesError, DriverError, StreamCaptureError: see `check_parts` and `make_own_from`.
         """
         if not self._pool.frames.has_shared:
             return
-        with Undo() as undo:
-            for row in rows:
-                length, size = self._table.length[row], self._books.page_size
-                pages = [length * record // size for record in self._books.records]
-                if any(page < arena.table.own[row] for (arena, _), page in zip(self._books.ranges, pages)):
+        wanted = {}
+        for row in rows:
+            length, size = self._table.length[row], self._books.page_size
+            pages = [length * record // size for record in self._books.records]
+            if any(page < table.own[row] for table, page in zip(self._books.tables, pages)):
+                wanted[row] = pages
+        if wanted:
+            self.check_parts(wanted, claims)
+            with Undo() as undo:
+                for row, pages in wanted.items():
                     self.make_own_from(row, pages, undo)
+
+    def check_parts(self, wanted: dict[int, list[int]], claims: dict[int, Span], more: int = 0) -> set[int]:
+        """Checks, before anything is copied, that the budget allows what rows want for their own; returns those that
+        share some of it. What nobody uses is taken for what gives way.
+
+        Args:
+            wanted: by row the page in each range from which on it is to have its own, as for `make_own_from`.
+            claims: what rows are to hold then.
+            more: pages that are needed beside that.
+
+        Raises:
+            OutOfPagesError: it does not. Nothing has changed.
+        """
+        parting = [part for row, pages in wanted.items() for part in parts(self._books, row, pages)]
+        if parting:
+            self._reclaimer.check_coming(pages_needed(self._books, parting, claims, more))
+        return {part.run.row for part in parting}
 
     def make_own_from(self, row: int, pages: list[int], undo: Undo) -> None:
         """Sees to it that a row may write from a page on, in each range; to grow puts the zeros back that were behind
-        it, and so does `undo`. Raises what `make_own` raises."""
-        books, length = self._books, self._table.length[row]
-        undo.push(self._growing.look_again, [row])
-        places = zip(books.ranges, pages, books.touched(row), books.used(row))
-        for (arena, record), page, (first, end), used in places:
-            page = max(page, arena.table.first[row])
-            if page < arena.table.own[row]:
-                page = arena.table.frame_begin(row, page)
-                part = Run(row, page, max(end, page) if first < end else page)
-                arguments = arena, part, used, max(length * record - page * books.page_size, 0)
-                try:
-                    self._make_own(*arguments)
-                except OutOfPagesError:
-                    if self._is_elsewhere(arena, part):
-                        raise
-                    self._make_own(*arguments)  # those who had it, too, have given it up to make room
+        it, and so does `undo`.
 
-    def _make_own(self, arena: Arena, part: Run, used: Span, nbytes: int) -> None:
-        """Has a row have what it holds from a page on for its own: a part, of which some bytes hold tokens. What it
-        shares behind that is gone then.
-
-        Args:
-            used: pages of the row.
+        Raises:
+            OutOfPagesError, DriverError, StreamCaptureError: there is no page to copy to, for reasons that
+                `check_parts` does not know, or a call failed. All rows hold their tokens as before, some perhaps on
+                pages of their own.
         """
-        books, table, row, page = self._books, arena.table, part.row, part.begin
-        left = max(used[0], page), used[1]
+        undo.push(self._growing.look_again, [row])
+        for part in parts(self._books, row, pages):
+            try:
+                self._make_own(part)
+            except OutOfPagesError:
+                if self._is_elsewhere(part.arena, part.run):
+                    raise
+                self._make_own(part)  # those who had it, too, have given it up to make room
+
+    def _make_own(self, parting: Part) -> None:
+        """Has a row have a part for its own. What it shares behind that is gone then."""
+        arena, part, left, nbytes = parting.arena, parting.run, parting.left, parting.nbytes
+        books, table, row = self._books, arena.table, part.row
         books.duplicates -= table.leave(row, *left)  # what is to be had for it is no less for what it leaves
         try:
             fence = self._table.fences[row] | self._table.fence_after(self._driver, [row])
