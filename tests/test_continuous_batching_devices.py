@@ -53,6 +53,18 @@ def devices(monkeypatch: pytest.MonkeyPatch) -> Devices:
     return devices
 
 
+class FromTheLastLayer(torch.Tensor):
+    """Cannot be indexed by tensors, which are on another device, before it is brought there."""
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        if isinstance(index, tuple) and any(isinstance(each, torch.Tensor) for each in index):
+            raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor")
+        return self.as_subclass(torch.Tensor)[index]
+
+    def to(self, *where: Any, **how: Any) -> torch.Tensor:
+        return self.as_subclass(torch.Tensor)
+
+
 @pytest.fixture
 def model(
     request: pytest.FixtureRequest, devices: Devices, monkeypatch: pytest.MonkeyPatch
@@ -66,6 +78,8 @@ def model(
         return attend(probe, layer, query, key.as_subclass(kind), *given)
 
     monkeypatch.setattr(Probe, "attend", attend_there)
+    model.model.norm.register_forward_hook(lambda _module, _given, output: output.as_subclass(FromTheLastLayer))
+    monkeypatch.setattr("vmmkv.integrations.batching.runner.devices", lambda _: set(places))
     yield dispatch_model(model, {"": "cpu"}, force_hooks=True)
     rows.disable(model)
 

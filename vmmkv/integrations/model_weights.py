@@ -1,4 +1,4 @@
-"""What K and V depend on beside tokens: the weights of a model."""
+"""The weights of a model: what K and V depend on beside tokens."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ import torch
 
 
 def addresses(model: torch.nn.Module) -> list[int]:
-    """Where the weights of a model are."""
+    """At which addresses the weights of a model are."""
     return [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
+
+
+def devices(model: torch.nn.Module) -> set[torch.device]:
+    """Where the weights of a model are."""
+    return {each.device for each in model.parameters()}
 
 
 def adapters(model: Any) -> Hashable:

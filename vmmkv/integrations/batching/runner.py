@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
+import torch
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
+from ..model_weights import devices
 from .config import decode_sizes
 
 
@@ -20,6 +23,15 @@ class RowRunner(ModelRunner):
         """Those that a warm-up was for."""
         self._made_up = 0
         """The size of the batch that is made up now; 0: none is."""
+        self._is_spread: bool | None = None
+        """Whether the weights of the model are on several devices; None: nobody has looked."""
+
+    def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
+        """Runs a batch: see `ModelRunner.compute_batch`."""
+        if self._is_spread is None:
+            self._is_spread = len(devices(model)) > 1
+        with _hidden_states_at(batch_data["logits_indices"].device, model) if self._is_spread else nullcontext():
+            super().compute_batch(model, batch_data)
 
     def maybe_pad_inputs(self, num_q_tokens: int, max_kv_read: int, use_decode_fast_path: bool) -> tuple[int, int]:
         tokens, read = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
@@ -45,3 +57,13 @@ class RowRunner(ModelRunner):
                     self._sizes = sorted({*self._sizes, size})
                     took += seconds
         return took
+
+
+def _hidden_states_at(device: torch.device, model: Any) -> AbstractContextManager[Any]:
+    """Has what a decoder returns brought to a device, from where its last layer is: the model picks tokens there, by
+    indices that are on the device of its inputs, before the next module's hook brings anything anywhere."""
+
+    def bring(_module: torch.nn.Module, _given: Any, output: Any) -> None:
+        output.last_hidden_state = output.last_hidden_state.to(device)
+
+    return cast(AbstractContextManager[Any], model.get_decoder().register_forward_hook(bring))
