@@ -124,6 +124,7 @@ BENCHMARKS = {
     "sharing": Benchmark(Kind.GPU, 0.8, "-m benchmarks.sharing --rounds 4 --json"),
     "prefixes": Benchmark(Kind.GPU, 0.3, "-m benchmarks.prefixes --json"),
     "attention_shapes": Benchmark(Kind.GPU, 0.4, "-m benchmarks.attention --only shapes --json"),
+    "attention_small": Benchmark(Kind.GPU, 0.4, "-m benchmarks.attention --only small --json"),
     "attention_prompts": Benchmark(Kind.GPU, 1, "-m benchmarks.attention --only prompts --json"),
     "layout_order": Benchmark(Kind.GPU, 1, "-m benchmarks.layout_order --speed --json"),
     "overread": Benchmark(Kind.GPU, 0.3, "-m benchmarks.overread --trace {conv} --json"),

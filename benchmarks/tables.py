@@ -270,7 +270,7 @@ def attention_cascade(result: Result) -> str:
     return markdown(columns, rows) if rows else NOT_MEASURED
 
 
-@table("attention_gpu.json")
+@table("attention_small_gpu.json")
 def attention_rotary(result: Result) -> str:
     rows = [
         (row["kernel"], f"{row['sequences']:,}", f"{row['microseconds']:.1f}", f"{row['host_microseconds']:.1f}")
@@ -279,9 +279,9 @@ def attention_rotary(result: Result) -> str:
     return markdown(("kernel", "sequences", "µs", "µs of the host"), rows) if rows else NOT_MEASURED
 
 
-@table("attention_gpu.json", "attention_shapes_gpu.json", "eight_bits.json")
-def attention_aims(result: Result, shapes: Result, eight_bits: Result) -> str:
-    return markdown(aims.COLUMNS, aims.lines(aims_tables.compare(result, shapes, eight_bits)))
+@table("attention_gpu.json", "attention_shapes_gpu.json", "attention_small_gpu.json", "eight_bits.json")
+def attention_aims(result: Result, shapes: Result, small: Result, eight_bits: Result) -> str:
+    return markdown(aims.COLUMNS, aims.lines(aims_tables.compare(result, shapes, small, eight_bits)))
 
 
 def grouped(case: str) -> str:

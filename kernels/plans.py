@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from numbers import Number
-from operator import itemgetter
+from operator import is_, itemgetter
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -113,7 +113,8 @@ class Plans(Generic[Plan]):
         for known, places, check, plan in self._recent:  # replaced as a whole: another thread sees what was, or what is
             distinct, twins, missing, nones = places
             given = distinct(tensors)
-            if known == options and check(*given) and missing(tensors) == nones and (not twins or same(tensors, twins)):
+            is_missing = map(is_, missing(tensors), nones)  # by ==, a tensor and None take torch longer than all else here
+            if known == options and check(*given) and all(is_missing) and (not twins or same(tensors, twins)):
                 return plan, addresses_of(tensors if twins else given)
         if not all(isinstance(option, (int, float, str, NoneType, Number)) for option in options):
             raise TypeError(f"got {options}; each must be a number or a string: others may change unseen")

@@ -73,6 +73,16 @@ def test_what_comes_again_is_found() -> None:
     assert calls == 4
 
 
+def test_tensors_are_not_compared_with_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls with a tensor that others leave out are found without asking torch whether it equals None."""
+    plans: Plans[Any] = Plans(lambda geometry: geometry)
+    tensors = torch.empty(2, 3), torch.empty(4)
+    monkeypatch.setattr(torch.Tensor, "__eq__", lambda *_: pytest.fail("compared a tensor"))
+    for _ in range(3):
+        assert plans.find(tensors)[0] != plans.find((tensors[0], None))[0]
+        assert plans.find((None, tensors[1]))[0] != plans.find(tensors)[0]
+
+
 def test_a_tensor_that_is_there_twice_is_found() -> None:
     """As queries are that are rotated in place; another one in its second place is another call."""
     made: list[Any] = []

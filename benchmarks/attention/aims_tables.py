@@ -24,17 +24,18 @@ class Found(NamedTuple):
     where: str
 
 
-def compare(attention: Row, shapes: Row, eight_bits: Row) -> list[Row]:
-    """A line for each aim, from the results of the whole benchmark, of `--only shapes` and of `eight_bits`."""
+def compare(attention: Row, shapes: Row, small: Row, eight_bits: Row) -> list[Row]:
+    """A line for each aim, from the results of the whole benchmark, of `--only shapes` and `small`, and of
+    `eight_bits`."""
     cells = {(row["case"], row["layout"], row["kernel"]): row for row in attention["decode"]}
     prefill = {(row["case"], row["layout"], row["kernel"]): row["tflops"] for row in attention["prefill"]}
     lines = [*narrow_heads(shapes), *more_queries(shapes), token_major(cells), *beside_peers(cells)]
     lines.append(at_least("prefill, 1 x 16384, TFLOP/s", [Found(prefill["1 x 16384", "contiguous", OURS], "")], 700))
     lines.append(at_least("prefill, 4 x 4096, TFLOP/s over FlashAttention-3's", over_peer(prefill), 0.95))
     for call in ("append", "copy_tokens"):
-        found = [Found(row["of_copy"], row["layout"]) for row in attention["copies"] if row["kernel"] == call]
+        found = [Found(row["of_copy"], row["layout"]) for row in small["copies"] if row["kernel"] == call]
         lines.append(at_least(f"{call}, GB/s over a device copy's", found, 0.85))
-    lines += host_time(attention["host"])
+    lines += host_time(small["host"])
     lines += [*eight_bit_lines(shapes, eight_bits), cascade(attention.get("cascade", []))]
     return lines
 
