@@ -84,8 +84,8 @@ def main(
 
 def ages(root: Path) -> list[Age]:
     """Of all result files of a repository, by name."""
-    project = Project(root)
-    return [_age(project, path) for path in sorted((root / RESULTS).glob("*.json"))]
+    project, head = Project(root), (_git(root, "rev-parse", "HEAD") or "").strip()
+    return [_age(project, head, path) for path in sorted((root / RESULTS).glob("*.json"))]
 
 
 def has_history(root: Path) -> bool:
@@ -93,14 +93,15 @@ def has_history(root: Path) -> bool:
     return (_git(root, "rev-parse", "--is-shallow-repository") or "").strip() == "false"
 
 
-def _age(project: Project, path: Path) -> Age:
+def _age(project: Project, head: str, path: Path) -> Age:
     facts = json.loads(path.read_text()).get("environment", {})
     modules = project.closure(measured_by(project, facts.get("command", "")))
     commit = facts.get("commit") or "unknown"
-    then = _files_at(project.root, commit)
+    then, now = _files_at(project.root, commit), _files_at(project.root, head) or {}
     changed, mended = None, set[str]()
     if then is not None and modules:
-        since = {name: _since(project, name, commit, then) for name in modules if not DESCRIBING.search(name)}
+        measured = {name: project.paths[name] for name in modules if not DESCRIBING.search(name)}
+        since = {name: _since(project.root, path, (commit, then), (head, now)) for name, path in measured.items()}
         known = reasons(project.root / MENDS).keys()
         changed = sorted(name for name, commits in since.items() if commits - known)
         mended = known & set[str]().union(*since.values())
@@ -116,25 +117,28 @@ def measured_by(project: Project, command: str) -> str:
     return next((name for name in names if name in project.paths), "")
 
 
+@cache
 def _files_at(root: Path, commit: str) -> dict[str, str] | None:
     """The object of each file of a commit; None: there is no such commit."""
     done = _git(root, "ls-tree", "-r", "--format=%(objectname) %(path)", commit)
     return None if done is None else {path: name for name, path in (line.split(" ", 1) for line in done.splitlines())}
 
 
-def _since(project: Project, module: str, commit: str, then: dict[str, str]) -> set[str]:
-    """Commits after which a module does something else than it did at one with these files; `NOT_COMMITTED` if it does
-    so by what is in no commit."""
-    path = project.paths[module]
-    name, now = str(path.relative_to(project.root)), path.read_bytes()
-    if then.get(name) == hashlib.sha1(b"blob %d\0" % len(now) + now, usedforsecurity=False).hexdigest():
+Commit = tuple[str, dict[str, str]]
+"""A commit and the objects of its files."""
+
+
+def _since(root: Path, path: Path, measured: Commit, head: Commit) -> set[str]:
+    """Commits after which a module does something else than it did at the one that was measured; `NOT_COMMITTED` if it
+    does so by what is in no commit."""
+    name, now = str(path.relative_to(root)), path.read_bytes()
+    object_name = hashlib.sha1(b"blob %d\0" % len(now) + now, usedforsecurity=False).hexdigest()
+    then = measured[1].get(name)
+    if then == object_name or (then and _code_of(root, then) == code(now.decode())):
         return set()
-    if _code_at(project.root, commit, name) == code(now.decode()):
-        return set()
-    if _git(project.root, "show", f"HEAD:{name}") != now.decode():
+    if head[1].get(name) != object_name:
         return {NOT_COMMITTED}
-    since = (_git(project.root, "log", "--no-merges", "--format=%H", f"{commit}..HEAD", "--", name) or "").split()
-    return {each for each in since if _changes(project.root, each, name)} or {NOT_COMMITTED}
+    return _changes(root, measured[0], head[0], name) or {NOT_COMMITTED}
 
 
 def reasons(path: Path) -> dict[str, str]:
@@ -143,16 +147,19 @@ def reasons(path: Path) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in lines)
 
 
+# What commits and objects are never changes: to ask git for it again would be a process for each module of each file.
 @cache
-def _changes(root: Path, commit: str, name: str) -> bool:
-    """Whether a file does something else after a commit than before it."""
-    return _code_at(root, f"{commit}^", name) != _code_at(root, commit, name)
+def _changes(root: Path, first: str, last: str, name: str) -> set[str]:
+    """Commits behind one and up to another after which a file does something else than before."""
+    log = ("log", "--no-merges", "--no-renames", "--raw", "--no-abbrev", "--format=%H", f"{first}..{last}", "--", name)
+    found = re.findall(r"^(\w+)\n\n:\d+ \d+ (\w+) (\w+) ", _git(root, *log) or "", re.MULTILINE)
+    return {commit for commit, *objects in found if len({_code_of(root, each) for each in objects}) > 1}
 
 
 @cache
-def _code_at(root: Path, commit: str, name: str) -> str | None:
-    """What a file did at a commit, by its name; None: it was not there."""
-    source = _git(root, "show", f"{commit}:{name}")
+def _code_of(root: Path, name: str) -> str | None:
+    """What a file does, by the name of its object; None: there is none, as before it was made."""
+    source = _git(root, "cat-file", "blob", name)
     return None if source is None else code(source)
 
 
