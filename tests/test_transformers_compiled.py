@@ -451,7 +451,7 @@ def test_no_compiler_copies_rows(device: str) -> None:
     model = LlamaForCausalLM(config).to(device).eval()
     (layer,) = model.model.layers
     layer.mlp = layer.input_layernorm = layer.post_attention_layernorm = model.model.norm = torch.nn.Identity()
-    max_seq_len, rows = (8_000_000, 256) if device == "cuda" else (2000, 100_000)
+    max_seq_len, rows = (8_000_000, 256) if device == "cuda" else (20_000, 10_000)
     tokens = random_tokens(model, 1, 5)
     cache = vmm_cache(model.config, device, max_seq_len, max_batch_size=rows, compile=True)
     lengths = {"max_new_tokens": 3, "min_new_tokens": 3}
