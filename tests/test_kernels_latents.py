@@ -276,6 +276,10 @@ def test_latents_stand_for_heads_of_their_own() -> None:
         )[:, 0])  # fmt: skip
 
 
+HEADS = {"wgmma": 64, "mma": 16, "plain": 4}
+"""As few as a kernel takes; of "plain", which computes them one by one, some."""
+
+
 def latents(heads: int = 16, dtype: torch.dtype = bf16) -> tuple[torch.Tensor, ...]:
     """Queries of two sequences, latents with room for 64 tokens, and lengths."""
     q = torch.randn(2, 1, heads, WIDTH, device=DEVICE).to(dtype)
@@ -285,7 +289,7 @@ def latents(heads: int = 16, dtype: torch.dtype = bf16) -> tuple[torch.Tensor, .
 @pytest.mark.parametrize("kernel", ["mma", "plain"])
 def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
     """An empty sequence, and one that is nothing but padding."""
-    q, k, _ = latents()
+    q, k, _ = latents(HEADS[kernel])
     k[0, 5:], k[1] = torch.nan, torch.nan
     lens, starts = int32([5, 0]), int32([5, 0])
     assert (decode(q, k, k[..., :V_WIDTH], lens, None, starts, scale=SCALE, kernel=kernel) == 0).all()
@@ -296,7 +300,7 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
 @pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
 def test_what_would_lie_before_a_row_is_not_read(kernel: str) -> None:
     """A start there is one at its first token, and a length below nothing is none."""
-    q, k, _ = latents(64 if kernel == "wgmma" else 16)
+    q, k, _ = latents(HEADS[kernel])
     k[0], rows, cu_seqlens = torch.nan, int32([1, 1]), int32([0, 1, 2])
     below = -python_random.choice([1, 17, 40])
     given = int32([33, below]), rows, int32([below, 0])
@@ -313,10 +317,10 @@ def test_what_would_lie_before_a_row_is_not_read(kernel: str) -> None:
 
 @pytest.mark.parametrize("kernel", ["mma", "plain"])
 def test_a_sink_that_is_no_number_shows(kernel: str) -> None:
-    q, k, lens = latents()
-    sinks = torch.zeros(16, device=DEVICE)
+    q, k, lens = latents(heads := HEADS[kernel])
+    sinks = torch.zeros(heads, device=DEVICE)
     sinks[3] = torch.nan
-    expected = (torch.arange(16, device=DEVICE) == 3)[:, None].expand(2, 1, 16, V_WIDTH)
+    expected = (torch.arange(heads, device=DEVICE) == 3)[:, None].expand(2, 1, heads, V_WIDTH)
     out = decode(q, k, k[..., :V_WIDTH], lens, sinks=sinks, scale=SCALE, kernel=kernel)
     assert torch.equal(out.isnan(), expected)
 
