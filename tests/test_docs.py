@@ -12,7 +12,8 @@ import zlib
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+import torch
+from conftest import ROOT, run_python
 
 import vmmkv
 import vmmkv.events
@@ -64,9 +65,23 @@ def test_guides_name_every_option_of_the_server_and_every_metric() -> None:
     assert [name for name in metrics if f"`{name}`" not in guide] == []
 
 
+FORKED = """
+    import multiprocessing, runpy
+    import vmmkv
+    fork = multiprocessing.get_context("fork")
+    multiprocessing.get_context = lambda _: fork
+    runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+"""Runs what starts processes: what is imported once is there in all. Who has used a GPU cannot be forked."""
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_example_runs(path: Path) -> None:
-    runpy.run_path(str(path), run_name="__main__")
+    if "multiprocessing" in path.read_text() and not torch.cuda.is_available():
+        done = run_python(FORKED, str(path))
+        assert done.returncode == 0, done.stderr
+    else:
+        runpy.run_path(str(path), run_name="__main__")
 
 
 def test_the_readmes_examples_run() -> None:
