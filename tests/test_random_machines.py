@@ -11,7 +11,7 @@ from random_machine import Machine
 
 @pytest.mark.parametrize("policy", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 def test_streams_that_run_late_see_their_own_bytes(policy: dict[str, bool]) -> None:
-    for _ in range((10 if policy else 30) * ROUNDS):
+    for _ in range((7 if policy else 20) * ROUNDS):
         seed = Random().randrange(1 << 32)
         try:
             Machine(Random(seed), **policy).run()
