@@ -12,7 +12,9 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, PreTrainedCon
 
 from vmmkv.integrations.transformers import VmmCache
 
-LENGTHS = {"max_new_tokens": 24, "min_new_tokens": 24}
+NEW = 16
+"""Tokens behind a prompt of a dozen: together four windows of the tiny models, and several pages on the host."""
+LENGTHS = {"max_new_tokens": NEW, "min_new_tokens": NEW}
 
 PAGE_SIZE = {"cpu": 4096, "cuda": 2 << 20}
 

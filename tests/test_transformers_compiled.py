@@ -12,6 +12,7 @@ import pytest
 import torch
 from generation import (
     LENGTHS,
+    NEW,
     PAGE_SIZE,
     caches,
     check_same_generation,
@@ -485,12 +486,12 @@ def test_compiled_by_hand(name: str, attention: str, device: str) -> None:
     step = torch.compile(model, fullgraph=True, **mode)
     with torch.no_grad():
         tokens = [prompt, model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)]
-        cache.reserve(12 + 24)
-        while len(tokens) < 25:
+        cache.reserve(12 + NEW)
+        while len(tokens) < 1 + NEW:
             tokens.append(step(tokens[-1], past_key_values=cache).logits[:, -1:].argmax(-1))
     assert torch.equal(torch.cat(tokens, 1), expected)
     check_one_graph()
-    assert cache.get_seq_length() == 12 + 23
+    assert cache.get_seq_length() == 12 + NEW - 1
 
 
 def test_layers_of_different_shapes(device: str) -> None:
@@ -554,15 +555,15 @@ def test_captured_by_hand(name: str) -> None:
             with pytest.raises(vmmkv.StreamCaptureError, match=r"reserve\(seq_len\)"), torch.cuda.graph(graph):
                 model(token, past_key_values=refused)
             graph = torch.cuda.CUDAGraph()
-        cache.reserve(12 + 24)
+        cache.reserve(12 + NEW)
         with torch.cuda.graph(graph):
             token.copy_(model(token, past_key_values=cache).logits[:, -1:].argmax(-1))
-        while len(tokens) < 25:
+        while len(tokens) < 1 + NEW:
             graph.replay()
             tokens.append(token.clone())
     stream.synchronize()
     assert torch.equal(torch.cat(tokens, 1), expected)
-    assert cache.get_seq_length() == 12 + 23
+    assert cache.get_seq_length() == 12 + NEW - 1
 
 
 # ---------------------------------------------------------------------- memory
