@@ -418,6 +418,21 @@ class Machine:
             ids = user.ids[: self.random.choice([len(user.ids), self.random.randint(0, len(user.ids))])]
             user.sequence.commit(ids)
             self.known = [*self.known[-11:], ids]
+            for other in self.users:  # with whom nobody can have it hold other tokens
+                if other.is_live and self.share_page(user, other, min(len(ids), len(other.ids))):
+                    with pytest.raises(ValueError, match="other token ids"):
+                        other.sequence.commit([ids[0] + 1, *other.ids[1:]])
+
+    def share_page(self, user: User, other: User, tokens: int) -> bool:
+        """Whether two have a page that is full of their first tokens."""
+        if user.cache is not other.cache or other.sequence.start:
+            return False
+        for arena, record in user.cache._rows.ranges:
+            end = tokens * record // arena.page_size
+            here, there = (arena.table.pages_in(each.sequence.row, 0, end) for each in (user, other))
+            if (here == there).any():
+                return True
+        return False
 
     def extend(self, user: User) -> None:
         count = self.random.randint(0, min(MAX_SEQ_LEN - len(user.ids), self.random.choice([1, 5, 30, 100])))

@@ -623,6 +623,41 @@ def test_misuse() -> None:
     world.cache.check()
 
 
+@pytest.mark.parametrize("layout", [LAYOUT, RANGES], ids=["one range", "three"])
+@pytest.mark.parametrize(("known", "ends"), [(False, False), (True, False), (False, True)])
+def test_what_sequences_share_holds_the_same_tokens(layout: vmmkv.KVLayout, known: bool, ends: bool) -> None:
+    """Who commits other ids for it is refused, also if the tree knows the right ones by other pages, or if who has
+    committed them has ended; and nobody else notices."""
+    ids, others = [1] * 80, [2] * 80
+    world = World(Random(), 80, layout, rows=50, large_frames=False)
+    first = world.start(ids)
+    child = world.fork_of(first)
+    third = world.start(ids)
+    if known:
+        world.commit(third)
+    world.commit(child)
+    if ends:
+        world.free(child)
+    before = world.cache.stats()
+    for wrong in (others, ids[:60] + others[60:]):
+        with pytest.raises(ValueError, match="other token ids"):
+            first.commit(wrong)
+        assert world.cache.stats() == before
+        world.check()
+    world.free(third)
+    with suppress(vmmkv.OutOfPagesError):  # before that all gives way that nobody uses
+        while True:
+            world.start([3] * 16, reuse=False)
+    world.check()
+    for sequence in world.ids.keys() - {first}:
+        world.free(sequence)
+    world.cache.unshare([first])
+    world.ids[first] = others
+    world.write(first, 0)
+    world.commit(first)
+    world.check()
+
+
 def test_what_the_system_refuses_is_no_interruption(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory, for pages, on the host, or beside the cache: nothing has changed, and what is known stays so."""
     cache = vmmkv.KVCache(LAYOUT, 4, 400, max_bytes="1MiB", driver=small_driver("cpu"), host_bytes="1MiB")

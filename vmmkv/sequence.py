@@ -207,7 +207,7 @@ class Sequence:
         Raises:
             ArgumentError: it has fewer tokens than that, or was started without `token_ids` or with `reuse=False`; or
                 the cache has an event log, which cannot express these ids.
-            ValueError: other ids were committed for the same tokens.
+            ValueError: other ids were committed for the same tokens, by itself or by one that it shares them with.
             ShapeError, DtypeError: `token_ids` are no one-dimensional array of whole numbers.
             UnsupportedError: its first tokens were given back; or the layout has scales of whole sequences, with which
                 others would read other numbers.

@@ -19,10 +19,10 @@ from ..events import EventLog
 from ..memory.fence import Fence
 from ..rows.rows import Rows
 from .held import Held
-from .node import Ids, Node
+from .node import Ids, Node, common
 from .retention import Retention
 from .tails import Tail, Tails
-from .tree import PrefixTree
+from .tree import OTHER_IDS, PrefixTree
 
 
 class Chain(NamedTuple):
@@ -122,12 +122,18 @@ class Known:
 
     def insert(self, row: int, key: Hashable, ids: Ids, retention: Iterable[Retention]) -> int:
         """Has the tree know the pages of a row, which is known to hold no other tokens than these, and holds those that
-        it did not know; has the row be known to hold them all. Returns how many of the tokens the tree knows now."""
+        it did not know; has the row be known to hold them all. Returns how many of the tokens the tree knows now.
+
+        Raises:
+            ValueError: a page that it shares is known to hold others.
+        """
         before = self.chains.get(row)
         held = before.node if before and before.key == key else None
         known, geometry = held.end if held else 0, self.tree.geometry
-        counts = geometry.pages(len(ids))
-        spans = zip(self.books.tables, geometry.pages(known), counts)
+        firsts, counts = geometry.pages(known), geometry.pages(len(ids))
+        spans = [*zip(self.books.tables, firsts, counts)]
+        if any(first < table.own[row] for table, first, _ in spans):
+            self._check_shared(row, ids)
         pages = [table.pages_in(row, first, count).tolist() for table, first, count in spans]
         insertion = self.tree.insert(key, ids, pages, retention, held)
         for new in insertion.new:
@@ -143,6 +149,16 @@ class Known:
             self.tree.lock(insertion.node)
             self.hold(row, chain)
         return insertion.tokens
+
+    def _check_shared(self, row: int, ids: Ids) -> None:
+        """Raises `ValueError` where a row that has pages of this one is known to hold other tokens there than these.
+        The tree need not know such pages: it may know others by those tokens."""
+        geometry = self.tree.geometry
+        for other, chain in self.chains.items():
+            same, both = common(chain.ids, ids), min(len(chain.ids), len(ids))
+            for table, first, end in zip(self.books.tables, geometry.pages(same), geometry.pages(both)):
+                if first < end and (table.pages_in(row, first, end) == table.pages_in(other, first, end)).any():
+                    raise ValueError(OTHER_IDS)
 
     # ------------------------------------------------------------------ tails
 

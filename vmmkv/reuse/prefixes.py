@@ -203,7 +203,7 @@ class Prefixes(Keeper):
 
         Raises:
             ArgumentError: the row has not as many tokens.
-            ValueError: the row is known to hold others.
+            ValueError: the row is known to hold others, or pages of it are.
             UnsupportedError: its first tokens were given back.
             RetentionError: ranges overlap.
             StreamCaptureError: a CUDA graph is being captured. Nothing has changed in all cases.

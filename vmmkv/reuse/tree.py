@@ -39,6 +39,12 @@ from .order import EvictionOrder
 from .retention import MAX_PRIORITY, Retention, in_order
 from .telling import Teller
 
+OTHER_IDS = (
+    "asked to commit other token ids than were committed for the same K and V, in pages that are shared; unshare() "
+    "a sequence before you write others there"
+)
+"""Said where a page would be known to hold K and V of two beginnings."""
+
 
 class Match(NamedTuple):
     """What is there of a sequence's beginning. It is good until the tree changes.
@@ -168,7 +174,8 @@ class PrefixTree:
         Raises:
             ArgumentError, ShapeError, DtypeError: the ids are none, or there are more pages or fewer.
             RetentionError: ranges overlap.
-            InvariantError: a page has the number of another one. The tree is unchanged, as after all of these.
+            ValueError: a page is known to hold other tokens.
+            InvariantError: two pages have one number. The tree is unchanged, as after all of these.
         """
         ids, ranges = token_ids(ids), in_order(retention)
         root = self._root(key)
@@ -207,7 +214,7 @@ class PrefixTree:
             new: what has these numbers holds the same.
 
         Raises:
-            InvariantError: one of them is another page already.
+            InvariantError: one of them is another page already, or two are the same.
         """
         places, end = [], first + len(old)
         for node in path:
@@ -217,7 +224,8 @@ class PrefixTree:
                 places.append((node.pages[arena], low, high, begin - first))
         if [number for numbers, low, high, _ in places for number in numbers[low:high]] != old:
             return False
-        self._check_new([new if each == arena else [] for each in range(len(self.numbers))])
+        if not self.numbers[arena].isdisjoint(new) or len(set(new)) < len(new):
+            raise InvariantError(f"asked to know pages of arena {arena} by {new}; one is another page, or there twice")
         for numbers, low, high, offset in places:
             numbers[low:high] = new[low + offset : high + offset]
         self.numbers[arena].difference_update(old)
@@ -352,11 +360,11 @@ class PrefixTree:
         return leaf
 
     def _check_new(self, pages: Iterable[list[int]]) -> None:
-        """Raises `InvariantError` where the tree knows a page, by arena, or one is there twice."""
+        """Raises `ValueError` where the tree knows a page, by arena, at another place than it is inserted at, and
+        `InvariantError` where one is there twice."""
         for arena, (new, numbers) in enumerate(zip(pages, self.numbers)):
             if not numbers.isdisjoint(new):
-                known = min(numbers.intersection(new))
-                raise InvariantError(f"asked to insert page {known} of arena {arena}, which is another page already")
+                raise ValueError(OTHER_IDS)
             if len(set(new)) < len(new):
                 raise InvariantError(f"asked to insert pages of arena {arena} of which two have one number")
 
