@@ -4,18 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from vmmkv.kernels import RotateHalf, append, cascade, decode, mixed, prefill
 
-from .backend import KVBackend
+from .backend import KVBackend, Numbers
 from .model import Angles, rotate
-
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Rows = npt.NDArray[np.int64]
-Ids = npt.NDArray[np.int64]
+Numbers = npt.NDArray[np.int64]
+Rows = Numbers
+Ids = Numbers
 """Token ids, `[tokens]`."""
 Number = TypeVar("Number", int, float)
 

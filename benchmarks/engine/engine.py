@@ -16,11 +16,10 @@ from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from .attention import Batch, Numbers
-from .backend import KVBackend, pinned
+from .attention import Batch
+from .backend import KVBackend, Numbers, pinned
 from .groups import MOST, Groups
 from .in_flight import InFlight
 from .model import Angles, Model
@@ -222,7 +221,7 @@ class Engine:
         flight.run.running.append(len(schedule.running))
         flight.run.waiting.append(len(schedule.waiting))
 
-    def _take_tokens(self, prompts: list[torch.Tensor], totals: npt.NDArray[np.int64]) -> None:
+    def _take_tokens(self, prompts: list[torch.Tensor], totals: Numbers) -> None:
         """Lays the tokens of all requests out, each in so many places."""
         ends = totals.cumsum()
         if ends[-1] > len(self.tokens) - 2:

@@ -9,11 +9,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from .backend import Ids
-
-Numbers = npt.NDArray[np.int64]
+from .backend import Ids, Numbers
 
 MOST = 16
 """Groups of a batch. Those that save less are read one by one."""

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .attention import Attend, Batch, Numbers, Write, numba_attention, numba_write, torch_attention, torch_write
-from .backend import KVBackend, pinned
+from .attention import Attend, Batch, Write, numba_attention, numba_write, torch_attention, torch_write
+from .backend import KVBackend, Numbers, pinned
 from .paged import PagedKV
 
 WORKSPACE_BYTES = 512 << 20

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from .backend import Numbers
 from .schedule import Step
 
 SAMPLE_SECONDS = 0.1
@@ -33,22 +34,22 @@ class Run:
     """
 
     arrivals: npt.NDArray[np.float64]
-    prompts: npt.NDArray[np.int64]
-    outputs: npt.NDArray[np.int64]
+    prompts: Numbers
+    outputs: Numbers
     first: npt.NDArray[np.float64] = field(init=False)
     finish: npt.NDArray[np.float64] = field(init=False)
     longest_gap: npt.NDArray[np.float64] = field(init=False)
     latest: npt.NDArray[np.float64] = field(init=False)
-    tokens: npt.NDArray[np.int64] = field(init=False)
+    tokens: Numbers = field(init=False)
     seconds: float = 0.0
     generated: int = 0
     running: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    preempted: npt.NDArray[np.int64] = field(init=False)
+    preempted: Numbers = field(init=False)
     suspensions: int = 0
     recomputed: int = 0
-    cached: npt.NDArray[np.int64] = field(init=False)
+    cached: Numbers = field(init=False)
     manager_ns: list[int] = field(default_factory=list)
     host_ns: int = 0
     samples: list[tuple[float, int, int]] = field(default_factory=list)

@@ -19,12 +19,10 @@ from time import perf_counter_ns
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
-from .backend import Ids, KVBackend, ReusingKV, SuspendingKV
+from .backend import Ids, KVBackend, Numbers, ReusingKV, SuspendingKV
 from .groups import Beginnings, Groups
 
-Numbers = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 HEADROOM = 16

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from .backend import Ids
+from .backend import Ids, Numbers
 
 
 class SeenTokens:
@@ -16,7 +15,7 @@ class SeenTokens:
         totals: tokens that each will have.
     """
 
-    def __init__(self, prompts: list[torch.Tensor], totals: npt.NDArray[np.int64]) -> None:
+    def __init__(self, prompts: list[torch.Tensor], totals: Numbers) -> None:
         self._begins = totals.cumsum() - totals
         self._tokens = np.zeros(int(totals.sum()), np.int64)
         self._counts = np.array([len(prompt) for prompt in prompts])
@@ -28,7 +27,7 @@ class SeenTokens:
         begin = self._begins[request]
         return self._tokens[begin : begin + self._counts[request]]
 
-    def take(self, requests: npt.NDArray[np.int64], tokens: Ids) -> None:
+    def take(self, requests: Numbers, tokens: Ids) -> None:
         """Takes down a token more of each of these."""
         self._tokens[self._begins[requests] + self._counts[requests]] = tokens
         self._counts[requests] += 1
