@@ -113,9 +113,7 @@ class Plans(Generic[Plan]):
         for known, places, check, plan in self._recent:  # replaced as a whole: another thread sees what was, or what is
             distinct, twins, missing, nones = places
             given = distinct(tensors)
-            is_missing = map(
-                is_, missing(tensors), nones
-            )  # by ==, a tensor and None take torch longer than all else here
+            is_missing = map(is_, missing(tensors), nones)  # to ask torch whether a tensor equals None takes long
             if known == options and check(*given) and all(is_missing) and (not twins or same(tensors, twins)):
                 return plan, addresses_of(tensors if twins else given)
         if not all(isinstance(option, (int, float, str, NoneType, Number)) for option in options):
