@@ -100,8 +100,8 @@ def _age(project: Project, head: str, path: Path) -> Age:
     then, now = _files_at(project.root, commit), _files_at(project.root, head) or {}
     changed, mended = None, set[str]()
     if then is not None and modules:
-        measured = {name: project.paths[name] for name in modules if not DESCRIBING.search(name)}
-        since = {name: _since(project.root, path, (commit, then), (head, now)) for name, path in measured.items()}
+        files = {name: project.paths[name] for name in modules if not DESCRIBING.search(name)}
+        since = {name: _since(project.root, file, (commit, then), (head, now)) for name, file in files.items()}
         known = reasons(project.root / MENDS).keys()
         changed = sorted(name for name, commits in since.items() if commits - known)
         mended = known & set[str]().union(*since.values())
@@ -147,7 +147,7 @@ def reasons(path: Path) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in lines)
 
 
-# What commits and objects are never changes: to ask git for it again would be a process for each module of each file.
+# What a commit or an object holds never changes: to ask git again would be a process for each module of each file.
 @cache
 def _changes(root: Path, first: str, last: str, name: str) -> set[str]:
     """Commits behind one and up to another after which a file does something else than before."""

@@ -158,8 +158,9 @@ def run_ncu() -> tuple[str, dict[str, list[str]]]:
 
 
 def refuse(reason: str, printed: str = "") -> NoReturn:
-    """Ends with what ncu printed, all of it: there may be figures in it."""
-    errors.print(printed, markup=False, highlight=False, soft_wrap=True)
+    """Says why, behind all that ncu printed, if it ran, since there may be figures in it; ends."""
+    if printed:
+        errors.print(printed, markup=False, highlight=False, soft_wrap=True)
     errors.print(reason, style="red", markup=False)
     raise typer.Exit(1)
 

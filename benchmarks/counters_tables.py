@@ -10,6 +10,7 @@ Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 STALL = "stall_"
 """What the names of counters begin with that say why a warp issues nothing."""
 WORTH = 0.2
+"""Cycles that some kernel waits for a reason, for it to have a column."""
 
 
 class Column(NamedTuple):

@@ -118,8 +118,8 @@ def headline(generated: Result, served: Result, replayed: Result) -> str:
         (
             "a decode step of `generate`, 8 x 32,768 tokens",
             f"{steps['VmmCache, vmmkv, compiled']} ms",
-            f"{steps['DynamicCache, sdpa, flash']} with `DynamicCache` and SDPA's flash kernel, "
-            f"{steps['StaticCache, sdpa, compiled']} with a compiled `StaticCache`",
+            f"{steps['StaticCache, sdpa']} with `StaticCache`, {steps['StaticCache, sdpa, compiled']} with a compiled "
+            f"one, {steps['DynamicCache, sdpa, flash']} with `DynamicCache` and SDPA's flash kernel",
         ),
         (
             f"tokens/s of our engine for benchmarks on rows, {format_bytes(served['budget_bytes'])} of K and V",
@@ -127,7 +127,7 @@ def headline(generated: Result, served: Result, replayed: Result) -> str:
             f"{engines['vllm']} by vLLM {served['peers']['vllm']} in the same run",
         ),
         (
-            "memory that holds no token, Azure trace",
+            "of pages in use, what holds no token, Azure trace",
             waste["vmmkv"],
             f"{waste['block_table_16']} in blocks of 16; {waste['static']} with 8,192 tokens reserved",
         ),

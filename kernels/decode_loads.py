@@ -114,7 +114,8 @@ def make_loads(variant: Variant) -> tuple[Any, Any, Any]:
     _, address_of = make_addressing(variant.block_size)
     k_run, v_run = runs_of(variant)
     k_words, v_words = k_run.words, v_run.words
-    load_16 = load_16_once[max(gcd(k_run.nbytes, 256), 64)]  # no more than what divides a row comes with it
+    # As many bytes as divide a row come with it, and 64 at least: there is no less.
+    load_16 = load_16_once[max(gcd(k_run.nbytes, 256), 64)]
     load_k_run, load_v_run = make_load_run(k_run, load_16), make_load_run(v_run, load_16)
 
     @inlined

@@ -12,7 +12,7 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from random import Random
 from types import SimpleNamespace
@@ -901,16 +901,22 @@ def test_graphs_and_batches_ahead_give_the_tokens_of_generate(name: str, options
         rows.disable(model)
 
 
+def asks_the_device(_module: torch.nn.Module, _given: Any, output: torch.Tensor) -> None:
+    output.sum().item()
+
+
+def refuses_captures(_module: torch.nn.Module, _given: Any, output: torch.Tensor) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("this model is not for CUDA graphs")
+
+
 @pytest.mark.gpu
-def test_a_model_that_asks_the_device_runs_without_graphs() -> None:
-    """That is found out by a capture that fails, after which torch works as before."""
+@pytest.mark.parametrize("hook", [asks_the_device, refuses_captures])
+def test_a_model_that_cannot_be_captured_runs_without_graphs(hook: Callable[..., None]) -> None:
+    """That is found out by a capture that fails, or is broken off, after which torch works as before."""
     model = copy.deepcopy(tiny_model("llama-gqa-wide", "eager", "cuda"))
     expected, stream = answers(model, Random(), 6, most=60), torch.cuda.current_stream()
-
-    def ask(module: torch.nn.Module, given: Any, output: torch.Tensor) -> None:
-        output.sum().item()
-
-    model.model.norm.register_forward_hook(ask)
+    model.model.norm.register_forward_hook(hook)
     rows.enable(model, max_bytes="1GiB", max_seq_len=200)
     with Served(model) as served:
         assert served.manager.continuous_batching_config.use_cuda_graph == (False, False)

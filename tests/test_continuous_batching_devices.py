@@ -61,7 +61,8 @@ class FromTheLastLayer(torch.Tensor):
             raise RuntimeError("indices should be either on cpu or on the same device as the indexed tensor")
         return self.as_subclass(torch.Tensor)[index]
 
-    def to(self, *where: Any, **how: Any) -> torch.Tensor:
+    def to(self, device: torch.device) -> torch.Tensor:  # type: ignore[override]
+        assert device == torch.device("cpu")  # where the model's inputs are
         return self.as_subclass(torch.Tensor)
 
 

@@ -291,10 +291,9 @@ Use = Callable[[vmmkv.KVCache, list[vmmkv.Sequence]], object]
     ],
 )
 def test_who_cannot_have_all_for_its_own_has_none_of_it(begin: Family, use: Use, pages: int) -> None:
-    """Of several ranges, and several sequences, and what they grow by: with a page less than it takes nothing changes,
-    and all else goes on where it was."""
-    held, heads = {truncated: (6, 1), begun: (9, 1), forked: (12, 3)}[begin]
-    for missing in (*range(1, pages - held), 0):
+    """Of several ranges and sequences, and what they grow by: with a page less than it takes nothing changes."""
+    begun_with, heads = {truncated: (6, 1), begun: (9, 1), forked: (12, 3)}[begin]
+    for missing in (*range(1, pages - begun_with), 0):
         cache = make(pages - missing, layout=EQUAL)
         family = begin(cache)
         values = [write(sequence) for sequence in family[:heads]]

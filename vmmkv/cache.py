@@ -567,7 +567,8 @@ class KVCache(Owner):
                 change have ended, and all others are as before.
             OutOfRangeError: there is no such index.
             UnsupportedError: in a circle one has given back its front (`release_before`) where another begins; or
-                tokens would come to another tenant. Nothing has changed.
+                tokens would come to another tenant. Nothing has changed, but that sequences of a circle may have copies
+                of what they shared, if pages in front of a start gave way to them.
             TypeError, ValueError: these are not sequences of this cache, or one is named twice; or the indices are not
                 whole numbers, or not one for each sequence.
         """

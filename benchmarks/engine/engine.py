@@ -93,7 +93,8 @@ class Engine:
         self.attention = ATTENTION[attention](self.kv)
         self.planned = self.attention if isinstance(self.attention, FlashInfer) else None
         # Prompts take two by token, of which each sequence that decodes beside them has one, four by sequence, one more
-        # where the last one ends, two by sequence that samples. Decode alone takes less, with groups beside it.
+        # where the last one ends, two by sequence that samples. Decode alone takes less; beside that two by group, and
+        # one more.
         self.inputs = torch.zeros(8 * max_sequences + 2 * (chunk + MOST + 1), dtype=torch.int32, device=self.device)
         # Behind the last token one place is read for padding and one is written.
         self.tokens = torch.zeros(max_tokens + 2, dtype=torch.int64, device=self.device)

@@ -14,7 +14,7 @@ def addresses(model: torch.nn.Module) -> list[int]:
 
 
 def devices(model: torch.nn.Module) -> set[torch.device]:
-    """Where the weights of a model are."""
+    """The devices that the weights of a model are on."""
     return {each.device for each in model.parameters()}
 
 

@@ -3,7 +3,7 @@
     row    |f0|f1|p2|        is to be written to from its second page on: where another has f1, too, both are copied,
     part      |f1|p2|        and then their old places are given up; where nobody has, they stay what they are
 
-Nothing here maps, unmaps or touches memory.
+Nothing here maps, unmaps or touches memory. The books are changed while it is worked out, and are as before then.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Part(NamedTuple):
 
     Attributes:
         arena: the range.
-        run: those of these pages that tokens lie in, in whole frames at its beginning.
-        first: of these the first one that tokens lie in.
+        run: its pages that tokens lie in, from the beginning of a frame on.
+        first: the first page of the row that tokens lie in, before the part or in it.
         used: pages of the row that are used in this range.
         nbytes: how many bytes of the part hold tokens.
     """
@@ -55,7 +55,12 @@ def parts(books: Books, row: int, pages: list[int]) -> Iterator[Part]:
 
 def pages_needed(books: Books, parting: list[Part], claims: dict[int, Span], more: int) -> int:
     """Pages that are kept at most, beside those that are now: while rows get parts for their own, one after another, or
-    then, when they hold what they claim, and somebody else has so many more."""
+    then.
+
+    Args:
+        claims: tokens that rows are to hold then.
+        more: pages that others are to be given then.
+    """
     before = books.kept_pages
     with _left(books, parting) as others:
         at_once, staying = _at_once(books, parting, others), dict[tuple[int, Arena], Span]()
@@ -65,10 +70,13 @@ def pages_needed(books: Books, parting: list[Part], claims: dict[int, Span], mor
         rows = {part.run.row for part in parting}
         if books.rules.zero_tail:  # who is empty gives back what lies behind its claim
             rows.update(row for row in claims if not books.table.length[row])
-        books.claims = claims
-        alone = sum(_pages(books, row, staying) for row in rows)
-        books.claims = claims | dict.fromkeys(rows, (0, 0))
-        return max(at_once, alone + books.kept_pages - before + more)
+        try:
+            books.claims = claims
+            alone = sum(_pages(books, row, staying) for row in rows)
+            books.claims = claims | dict.fromkeys(rows, (0, 0))
+            return max(at_once, alone + books.kept_pages - before + more)
+        finally:
+            books.claims = {}
 
 
 @contextmanager
@@ -79,7 +87,6 @@ def _left(books: Books, parting: list[Part]) -> Iterator[list[int]]:
     try:
         yield others
     finally:
-        books.claims = {}
         books.duplicates += sum([part.arena.table.use(part.run.row, *part.left) for part in parting])
 
 

@@ -191,24 +191,24 @@ class Reordering:
             if source in alone:
                 splits = [(first, first) for first, _ in splits]
             spared = sum(max(split - page, 0) for page, (_, split) in zip(common, splits))
-            if can_copy and not self._should_share(row, source, common, splits, spared, source not in sources):
-                moves.append(Move(row, source, common, spared=spared))
+            move = Move(row, source, common, splits, spared)
+            if can_copy and not self._should_share(move, source not in sources):
+                moves.append(move._replace(splits=None))
                 continue
             if source in shared_ends:
                 shared_ends[source] = [max(end, split) for end, (_, split) in zip(shared_ends[source], splits)]
-            moves.append(Move(row, source, common, splits))
+            moves.append(move)
         return moves
 
-    def _should_share(
-        self, row: int, source: int, common: list[int], splits: list[Span], spared: int, lasts: bool
-    ) -> bool:
+    def _should_share(self, move: Move, lasts: bool) -> bool:
         """Whether a row that could copy had better share what is full, as `KVCache.reorder` says.
 
         Args:
             lasts: whether the source keeps its tokens.
         """
+        row, source, spared = move.row, move.source, move.spared
         copying = sharing = 0
-        places = zip(self._books.tables, common, self._books.used(source), splits)
+        places = zip(self._books.tables, move.common, self._books.used(source), move.splits or [])
         for table, page, (_, used_end), (_, split) in places:
             copying += used_end - page + MAKE * max(used_end - max(table.end[row], page), 0)
             sharing += MAP * (len(table.frames_in(source, page, split)) if page < split else 0)

@@ -416,14 +416,15 @@ class Rows:
     # ------------------------------------------------------------------ holding what others hold
 
     def unshare(self, rows: list[int], token: int) -> None:
-        """Has live rows have what they hold from a token on for their own. Raises what `Sharing.make_own` raises."""
+        """Has live rows have what they hold from a token on for their own. Raises what `Sharing.check_parts`
+        and `make_own_from` raise."""
         wanted = {}
         for row in rows:
             places = zip(self.books.records, self.books.used(row))
             wanted[row] = [max(token * record // self.books.page_size, first) for record, (first, _) in places]
-        parting = self.sharing.check_parts(wanted, {})
+        sharing = self.sharing.check_parts(wanted, {})
         for row in rows:
-            if row in parting:
+            if row in sharing:
                 with Undo() as undo:
                     self.sharing.make_own_from(row, wanted[row], undo)
             if self.rules.zero_tail:  # what lay behind is gone

@@ -229,33 +229,32 @@ class Sharing:
                     raise
                 self._make_own(part)  # those who had it, too, have given it up to make room
 
-    def _make_own(self, parting: Part) -> None:
+    def _make_own(self, part: Part) -> None:
         """Has a row have a part for its own. What it shares behind that is gone then."""
-        arena, part, left, nbytes = parting.arena, parting.run, parting.left, parting.nbytes
-        books, table, row = self._books, arena.table, part.row
+        arena, run, left, nbytes = part.arena, part.run, part.left, part.nbytes
+        books, table, row = self._books, arena.table, run.row
         books.duplicates -= table.leave(row, *left)  # what is to be had for it is no less for what it leaves
         try:
             fence = self._table.fences[row] | self._table.fence_after(self._driver, [row])
-            if self._is_elsewhere(arena, part):
-                self._copy_out(arena, part, nbytes, fence)
+            if self._is_elsewhere(arena, run):
+                self._copy_out(arena, run, nbytes, fence)
             else:
-                part = self._lift(arena, part)
+                run = self._lift(arena, run)
             fence.wait()
             self._table.fences[row].wait()  # for who has begun to read there since: copies to the host of what gave way
-            self._replace(arena, part)
+            self._replace(arena, run)
             self.clear()
         except VmmkvError as error:
             books.duplicates += table.use(row, *left)
-            if is_own(error) and table.ready[row] < part.end:
+            if is_own(error) and table.ready[row] < run.end:
                 error.add_note(f"Sequence {self._table.owner[row]} has ended: the driver did not map its tokens again")
                 self.lose(row)
             raise
         finally:
             books.retire_front(row)
             books.refresh(row)
-            self._keeping.keeper.inherit(
-                {row: row}
-            )  # now: what it has left can give way to what other ranges, and other rows, need
+            # Now: what it has left can give way to what other ranges, and other rows, need.
+            self._keeping.keeper.inherit({row: row})
 
     def _frames_of(self, arena: Arena, part: Run) -> list[int]:
         """The frames that a part begins with, and lies on."""

@@ -12,14 +12,14 @@ from contextlib import contextmanager
 import cuda.bindings.driver as cu
 import torch
 
-from .cuda import check
+from .cuda import SUCCESS, check
 
 THREAD_LOCAL = cu.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 
 
 @contextmanager
 def trial_capture(device: torch.device) -> Iterator[None]:
-    """Captures what this thread has a device do, which is then not done, and forgets it.
+    """Captures what is launched on a stream of a device, the current one meanwhile: it is not run, and forgotten.
 
     Raises:
         DriverError: it cannot be captured. torch raises a RuntimeError of its own where it sees that first.
@@ -34,5 +34,6 @@ def trial_capture(device: torch.device) -> Iterator[None]:
             yield
         finally:
             status, graph = cu.cuStreamEndCapture(stream.cuda_stream)
+            if status == SUCCESS:
+                cu.cuGraphDestroy(graph)
         check("cuStreamEndCapture", status)
-        cu.cuGraphDestroy(graph)
