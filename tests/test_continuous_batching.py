@@ -396,14 +396,14 @@ def test_after_the_end_of_all_a_name_is_anothers() -> None:
     ids, layout = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
     with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
         requests = RowRequests([cache], [0], reuse=True, has_host=False)
-        admission = Admission(requests, Ranks(1, 0, Mock()), 1000, lambda: None)
+        admission = Admission(requests, Ranks(1, 0, Mock()), 1000, lambda: None, lambda: None)
         admission.begin_known("child", ids)
         assert admission.admit("child", 0, 40, expected=40)
         admission.commit("child", 40, ids)
         admission.end_all()
         assert admission.begin_known("parent", ids[::-1]) == 0
         assert admission.admit("parent", 0, 10, expected=10)
-        assert requests.fork("parent", ["child"]) == ["child"]
+        assert admission.fork("parent", ["child"]) == ["child"]
         assert requests.make_room("child", 10, 32)
         assert admission.commits("child", 32, is_over=False)
         admission.end_all()
@@ -653,7 +653,7 @@ def test_who_was_to_fork_from_a_request_that_there_is_no_memory_for_is_told_too(
 # ---------------------------------------------------------------------- other weights
 
 
-@pytest.mark.parametrize("how", ["paused", "started again", "another adapter"])
+@pytest.mark.parametrize("how", ["paused", "started again", "written to", "another adapter"])
 def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
     """Neither with what was known before, nor with what a request that runs meanwhile leaves."""
     before, after = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
@@ -682,11 +682,60 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
             served.manager.start()
         else:
             model.load_state_dict(after.state_dict())
-            model.tuned.active_adapters = ["other"]
+            if how == "another adapter":
+                model.tuned.active_adapters = ["other"]
         served.check([new])
         assert served.cache.stats().cached_tokens == (60 - 1 if how == "paused" else 0)
         served.check([new])
         assert served.cache.stats().cached_tokens > 0
+
+
+def test_nothing_begins_with_what_two_adapters_have_made() -> None:
+    """A request that runs while they change, and back, is computed with both."""
+    one, other = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
+    model, random, expected = copy.deepcopy(one), Random(), None
+    model.peft_config, model.tuned = {}, Adapted()
+
+    def switch(to: PreTrainedModel, name: str) -> None:
+        """As PEFT does it: what is computed changes, and nothing is written to."""
+        for each, given in zip(model.parameters(), to.parameters(), strict=True):
+            each.data.copy_(given)
+        model.tuned.active_adapters = [name]
+
+    rows.enable(model, pool=pool(600), max_seq_len=600)
+    with Served(model) as served:
+        while expected is None:  # two tokens were as likely
+            prompt = [random.randrange(2, VOCABULARY) for _ in range(20)]
+            served.manager.add_request(prompt, max_new_tokens=300, streaming=True)
+            result = served.manager.get_result(timeout=60)
+            switch(other, "other")
+            while not result.is_finished():
+                result = served.manager.get_result(timeout=60)
+            switch(one, "one")
+            expected = answer(one, [*prompt, *result.generated_tokens, 5])
+        served.check([expected])
+    rows.disable(model)
+
+
+def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either() -> None:
+    ids, layout, used = torch.randint(100, (40,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32), ["one"]
+    with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
+        requests = RowRequests([cache], [0], reuse=True, has_host=False)
+        admission = Admission(requests, Ranks(1, 0, Mock()), 1000, lambda: used[0], lambda: used[0])
+        admission.begin_known("before", ids)
+        assert admission.admit("before", 0, 40, expected=40)
+        used[0] = "other"
+        admission.look_at_adapters()
+        assert admission.fork("before", ["child"]) == ["child"]
+        used[0] = "one"
+        admission.begin_known("behind", ids)
+        assert admission.admit("behind", 0, 40, expected=40)
+        assert [admission.commits(name, 40, is_over=True) for name in ("before", "child", "behind")] == [
+            False,
+            False,
+            True,
+        ]
+        admission.end_all()
 
 
 class Adapted(torch.nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
@@ -11,6 +11,11 @@ import torch
 def addresses(model: torch.nn.Module) -> list[int]:
     """At which addresses the weights of a model are."""
     return [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
+
+
+def writes(parameters: Iterable[torch.Tensor]) -> int:
+    """How often these have been written to, as far as torch counts it: not through `.data`."""
+    return sum(each._version for each in parameters if not each.is_inference())
 
 
 def devices(model: torch.nn.Module) -> set[torch.device]:

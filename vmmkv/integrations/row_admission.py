@@ -3,7 +3,7 @@ begins with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
 
 from ..errors import OutOfPagesError
@@ -20,12 +20,23 @@ class Admission:
         ranks: the processes, of which each holds a share of every request.
         max_seq_len: tokens of a row.
         weights: says what K and V depend on beside tokens.
+        adapters: says which of that change under requests that run.
     """
 
-    def __init__(self, requests: Requests, ranks: Ranks, max_seq_len: int, weights: Callable[[], Hashable]) -> None:
+    def __init__(
+        self,
+        requests: Requests,
+        ranks: Ranks,
+        max_seq_len: int,
+        weights: Callable[[], Hashable],
+        adapters: Callable[[], Hashable],
+    ) -> None:
         self._requests, self._ranks, self._max_seq_len, self._weights = requests, ranks, max_seq_len, weights
         self._committed: dict[str, int] = {}
         """By request: tokens that others may begin with."""
+        self._adapters, self._used = adapters, adapters()
+        self._mixed: set[str] = set()
+        """Requests that were computed with several adapters: nobody may begin with what they hold."""
 
     def fits(self, name: str, tokens: int) -> bool:
         """Whether there is room for a request to grow to so many tokens."""
@@ -69,14 +80,30 @@ class Admission:
 
     def _begin(self, name: str, expected: int, token_ids: list[int] | None = None) -> bool:
         """Starts a request; returns whether there is a row for it."""
+        self.look_at_adapters()
         with suppress(*NO_ROOM):
             self._committed[name] = self._requests.begin(name, expected, token_ids, self._weights())
+            self._mixed.discard(name)
             return True
         return False
 
+    def look_at_adapters(self) -> None:
+        """Looks which adapters a forward pass has, before it and behind it."""
+        if (used := self._adapters()) != self._used:
+            self._used = used
+            self._mixed.update(self._committed)
+
+    def fork(self, parent: str, children: Sequence[str]) -> list[str]:
+        """Starts requests that hold what another holds, as many as there is room for; returns which."""
+        started = self._requests.fork(parent, children)
+        self._committed.update(dict.fromkeys(started, self._committed.get(parent, 0)))
+        if parent in self._mixed:
+            self._mixed.update(started)
+        return started
+
     def commits(self, name: str, tokens: int, is_over: bool) -> bool:
         """Whether a request that holds so many tokens has some to make known to others."""
-        if name not in self._requests:
+        if name not in self._requests or name in self._mixed:
             return False
         return is_over or self._requests.fills_pages(self._committed.get(name, 0), tokens)
 
@@ -89,11 +116,13 @@ class Admission:
         """Ends a request, if there is one of this name."""
         self._requests.end(name)
         self._committed.pop(name, None)
+        self._mixed.discard(name)
 
     def end_all(self) -> None:
         """Ends all requests."""
         self._requests.end_all()
         self._committed.clear()
+        self._mixed.clear()
 
     def free_pages(self, relative: bool) -> float:
         """Bytes that hold no tokens of any request; or their share of all. Of several devices where it is the least."""

@@ -37,6 +37,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         options: what `enable` was told.
         groups: the layer groups of the model.
         weights: says what K and V depend on beside tokens.
+        adapters: says which of PEFT's the model has.
         config, continuous_batching_config, device, distributed_helper, dtype, model_supports_logits_to_keep: as
             transformers gives them.
     """
@@ -46,6 +47,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         options: Options,
         groups: list[Group],
         weights: Callable[[], Hashable],
+        adapters: Callable[[], Hashable],
         config: Any,
         continuous_batching_config: Any,
         device: torch.device | str,
@@ -69,7 +71,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             max_seq_len=options.max_seq_len,
             **{name: getattr(batching, name) for name in ALIKE},
         )
-        self.admission = Admission(self.requests, ranks, options.max_seq_len, weights)
+        self.admission = Admission(self.requests, ranks, options.max_seq_len, weights, adapters)
         self.attention = RowAttention(groups, self.kv_caches)
         self.idle_memory = IdleMemory(options.idle_seconds, self.requests.forget_known)
         names = dict.fromkeys(group.name for group in groups)
@@ -155,7 +157,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         self, src_state: RequestState, dst_req_ids: list[str], copy_src_and_dst: dict[str, Any]
     ) -> list[str]:
         with stream_context(self.stream):
-            return self.requests.fork(src_state.request_id, dst_req_ids)
+            return self.admission.fork(src_state.request_id, dst_req_ids)
 
     def perform_cache_copy(self, copy_src_and_dst: dict[str, Any]) -> None:
         pass  # a fork has copied what it does not share
@@ -182,6 +184,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
 
     def begin_batch(self, requests: list[Any]) -> None:
         """Takes the requests of the next forward pass, with their new tokens."""
+        self.admission.look_at_adapters()
         self._batch_size, self._max_prompts = len(requests), sum(each.query_length > 1 for each in requests)
         if len(self.requests.stages) > 1:  # what transformers' tensors hold of rows is for one device
             self._rows = [self.requests.rows(each.state.request_id) for each in requests]

@@ -14,7 +14,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ...errors import ArgumentError, UnsupportedError
-from ..model_weights import adapters, addresses
+from ..model_weights import adapters, addresses, writes
 from ..request_checks import (
     check_generation,
     check_length,
@@ -137,7 +137,10 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> Any:
         self._addresses = addresses(self.model)
-        made = functools.partial(RowCache, self.options, self.groups, self.weights)
+        self._parameters = list(self.model.parameters())
+        made = functools.partial(
+            RowCache, self.options, self.groups, self.weights, functools.partial(adapters, self.model)
+        )
         create = with_names(
             their_api.ContinuousBatchingManager._create_batch_processor,
             PagedAttentionCache=made,
@@ -158,8 +161,7 @@ class RowManager(their_api.ContinuousBatchingManager):
     def weights(self) -> Hashable:
         """What K and V depend on beside tokens: weights, as far as can be told, and the adapters that PEFT has put into
         the model."""
-        used = adapters(self.model)
-        return self._weights if used is None else (self._weights, used)
+        return self._weights, writes(self._parameters), adapters(self.model)
 
     # ------------------------------------------------------------------ requests
 

@@ -105,6 +105,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         self.scheduler.set_request_cancellation(state.request_id)
 
     def update_batch(self) -> None:
+        self.cache.admission.look_at_adapters()
         before = set(self.scheduler.active_requests)
         self.scheduler.forget_parents_that_are_gone()
         super().update_batch()
