@@ -402,3 +402,31 @@ def test_who_is_suspended_has_nothing_that_is_not_lent() -> None:
     assert (sequence.k(0) == 7).all()
     for cache in (owner, other):
         cache.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
+@pytest.mark.parametrize("mapped", ["all", "some"])
+def test_who_comes_back_to_pages_that_lie_there_still_asks_for_them(mapped: str, options: dict[str, bool]) -> None:
+    """What lies behind its tokens goes where others are guaranteed it; who cannot have those themselves stays away."""
+    driver = small_driver("cpu")
+    pool = vmmkv.FramePool((16 + options.get("zero_tail", False)) * driver.page_size, driver=driver)
+    common = {"pool": pool, "lookahead": 0, "large_frames": False}
+    mine = vmmkv.KVCache(LAYOUT, 3, MAX_SEQ_LEN, host_bytes="1MiB", **common, **options)  # type: ignore[arg-type]
+    owner = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, guaranteed=8 * driver.page_size, **common)  # type: ignore[arg-type]
+    sequence = mine.sequence(8 * TOKENS)
+    sequence.k(0).fill_(7)
+    sequence.truncate(3 * TOKENS)
+    sequence.suspend()
+    if mapped == "some":
+        mine._rows.reclaimer.unmap_surplus({sequence.index: 2 * TOKENS})
+    others = [mine.sequence(5 * TOKENS), mine.sequence(TOKENS)]
+    with pytest.raises(OutOfPagesError, match=r"asked for 3 more pages .* 2 can be had"):
+        sequence.resume()
+    assert sequence.is_suspended
+    mine.check()
+    others.pop().free()
+    sequence.resume()
+    mine.check()
+    assert (sequence.k(0) == 7).all()
+    assert owner.sequence(8 * TOKENS).length == 8 * TOKENS
+    owner.check()

@@ -60,10 +60,11 @@ class Growing:
         """
         self._books.claims = claims
         plan = self._plan(needing)
-        if plan or self._books.rules.cleans:
+        away = [row for row in needing if row in self._table.suspended]
+        if plan or away or self._books.rules.cleans:
             with Undo() as undo, self._pool.nvtx.growth:
                 undo.push(self.look_again, needing)
-                self._reclaimer.afford(sum([growth.missing for growth in plan]))
+                self._reclaimer.afford(self._asked(plan, away))
                 yield from self._map(needing, plan, undo)
         self._books.claims = {}
         for row in needing:
@@ -132,6 +133,12 @@ class Growing:
                     large = policy.large_frames(missing, start) if is_large else 0
                     plan.append(Growth(arena, row, first, end, missing, large, ready))
         return plan
+
+    def _asked(self, plan: list[Growth], away: list[int]) -> int:
+        """The pages that rows may not have unasked: those that are missing, and all of those that are suspended, which
+        others may have been given for their own."""
+        asked = sum([growth.missing for growth in plan if growth.row not in away])
+        return asked + sum(end - first for row in away for first, end in self._books.used(row))
 
     def _supply(self, plan: list[Growth]) -> Supply:
         """Frames for a plan. Raises what `Reclaimer.supply` raises."""
