@@ -133,6 +133,24 @@ def test_what_is_away_takes_no_memory() -> None:
     assert not driver.handles
 
 
+def test_who_is_refused_what_others_have_of_its_pages_has_nothing() -> None:
+    """Also of those that lie behind them, and whoever counts meanwhile."""
+    cache, _ = make(pages=20, large_frames=False, lookahead=0)
+    sequence = cache.sequence(8 * 8)
+    fork = sequence.fork()
+    sequence.extend(4 * 8)
+    values = write(sequence)
+    beside = cache.sequence(4 * 8)
+    sequence.suspend()
+    with pytest.raises(vmmkv.OutOfPagesError):
+        sequence.resume()
+    cache.check()
+    fork.free()
+    beside.free()
+    sequence.resume()
+    assert holds(sequence, values)
+
+
 def test_what_comes_back_comes_behind_what_went() -> None:
     """On whatever streams a sequence is suspended and resumed."""
     device = SimulatedDevice(Random())

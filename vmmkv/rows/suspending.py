@@ -64,6 +64,7 @@ class Suspending:
             at_once(grow(np.array([row]), np.array([record.length]), np.array([record.start])))
         except VmmkvError:
             record.place, self._table.expected[row] = Place.AWAY, 0
+            self._books.refresh(row)  # it may have been counted as one that grows
             raise
 
     def settle_back(self, row: int) -> None:
