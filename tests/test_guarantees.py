@@ -430,3 +430,22 @@ def test_who_comes_back_to_pages_that_lie_there_still_asks_for_them(mapped: str,
     assert (sequence.k(0) == 7).all()
     assert owner.sequence(8 * TOKENS).length == 8 * TOKENS
     owner.check()
+
+
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
+def test_who_comes_back_without_tokens_has_no_more_behind_it_than_it_may(options: dict[str, bool]) -> None:
+    driver = small_driver("cpu")
+    pool = vmmkv.FramePool((16 + options.get("zero_tail", False)) * driver.page_size, driver=driver)
+    common = {"pool": pool, "lookahead": 0, "large_frames": False}
+    mine = vmmkv.KVCache(LAYOUT, 3, MAX_SEQ_LEN, host_bytes="1MiB", **common, **options)  # type: ignore[arg-type]
+    owner = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, guaranteed=8 * driver.page_size, **common)  # type: ignore[arg-type]
+    sequence = mine.sequence(8 * TOKENS)
+    sequence.truncate(0)
+    sequence.suspend()
+    other = mine.sequence(6 * TOKENS)
+    sequence.resume()
+    mine.check()
+    assert owner.sequence(8 * TOKENS).length == 8 * TOKENS
+    sequence.extend(2 * TOKENS)
+    owner.check()
+    assert other.length == 6 * TOKENS

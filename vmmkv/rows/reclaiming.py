@@ -56,7 +56,8 @@ class Reclaimer:
     def slacken(self, count: int, *, wait: bool = False) -> int:
         """`reclaim`, of what lies behind live rows alone."""
         self._books.catch_up()
-        rows = policy.slack(self._table, self._books.rules.zero_tail, self._books.claims)
+        claimed = [row for row, (_, length) in self._books.claims.items() if length]  # others are not read behind that
+        rows = policy.slack(self._table, self._books.rules.zero_tail, claimed)
         return self._reclaim_from(rows, count, wait)
 
     def _reclaim_from(self, rows: Iterable[tuple[int, int]], count: int, wait: bool = False) -> int:

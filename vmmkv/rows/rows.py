@@ -366,7 +366,8 @@ class Rows:
         claims = dict(zip(rows.tolist(), zip(*extents.T.tolist())))
         if self.pool.frames.has_shared:
             self.sharing.make_own(rows[lengths > table.capacities[rows]].tolist(), claims)
-        capacities = table.capacities[rows] if starts is None else 0  # now: some may have given pages up
+        # Now: some may have given pages up. Who was suspended asks also if it has no token.
+        capacities = table.capacities[rows] if starts is None else np.minimum(table.capacities[rows], 0)
         needing = rows[lengths > capacities].tolist()
         yield from self.growing.grow(claims, needing)
         _check_same((owners == table.owners[rows]).all(), (before == table.extents[rows]).all())
