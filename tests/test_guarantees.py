@@ -73,6 +73,8 @@ class House:
         self.caches: list[vmmkv.KVCache] = []
         self.live: dict[tuple[int, int], vmmkv.Sequence] = {}
         self.streams: dict[tuple[int, int], Stream] = {}
+        self.away: dict[tuple[int, int], int] = {}
+        """Lengths of those that are suspended, which nothing is needed for."""
         left = self.limit
         for lookahead in (0, self.chance.choice([0, 12]), 12):
             guaranteed = self.chance.randint(0, left // 2)
@@ -80,7 +82,8 @@ class House:
             most = self.chance.choice([self.limit, self.chance.randint(max(guaranteed, 1), self.limit)])
             self.book.append(Entry(guaranteed, most))
             options = {"guaranteed": guaranteed * size, "max_bytes": most * size, "lookahead": lookahead}
-            self.caches.append(vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, pool=self.pool, large_frames=False, **options))
+            common = {"pool": self.pool, "large_frames": False, "host_bytes": "1MiB", "host_priority": None}
+            self.caches.append(vmmkv.KVCache(LAYOUT, 8, MAX_SEQ_LEN, **common, **options))
 
     def prompt(self, index: int, number: int, length: int) -> np.ndarray:
         """Ids that begin as those of no other number do."""
@@ -103,7 +106,9 @@ class House:
             elif self.chance.random() < 0.7:
                 sequence = cache.sequence(token_ids=self.prompt(index, number, length))
             else:
-                sequence = cache.sequence(length, expected_tokens=self.chance.choice([0, length + 20]))
+                sequence = cache.sequence(
+                    length, expected_tokens=self.chance.choice([0, min(length + 20, MAX_SEQ_LEN)])
+                )
         if missing > available or sequence is None:
             return
         self.live[index, number], self.streams[index, number] = sequence, self.device.current
@@ -119,13 +124,29 @@ class House:
                 sequence.commit(self.prompt(index, number, length))
         sequence.free()
 
+    def suspend(self, index: int, number: int) -> None:
+        self.live[index, number].suspend()
+        self.away[index, number] = self.book[index].lengths.pop(number)
+
+    def resume(self, index: int, number: int) -> None:
+        """Brings one back, which the book says whether it can be done."""
+        entry, length = self.book[index], self.away[index, number]
+        is_refused = pages(length) > can_have(self.book, entry, self.limit)
+        with pytest.raises(OutOfPagesError) if is_refused else nullcontext():
+            self.live[index, number].resume()
+        if not is_refused:
+            entry.lengths[number] = self.away.pop((index, number))
+            self.read(self.live[index, number])
+
     def step(self) -> None:
         index, number = self.chance.randrange(len(self.caches)), self.chance.randrange(4)
         own = self.streams.get((index, number))
         self.device.current = own or self.chance.choice(self.device.streams[:3])
-        entry, what = self.book[index], self.chance.randrange(10)
+        entry, what = self.book[index], self.chance.randrange(12)
         held = entry.lengths.get(number)
-        if what < 4 and held is None:
+        if what < 7 and (index, number) in self.away:
+            self.resume(index, number)
+        elif what < 4 and held is None:
             self.grow(index, number, self.chance.choice([self.chance.randint(1, 100), 60]))
         elif what < 4 and held is not None:
             self.grow(index, number, min(held + self.chance.randint(0, 40), MAX_SEQ_LEN))
@@ -139,7 +160,9 @@ class House:
         elif what == 8:
             while self.pool.mapper.work():
                 pass
-        elif what == 9 and self.chance.random() < 0.3:
+        elif what in (9, 10) and held is not None:
+            self.suspend(index, number)
+        elif what == 11 and self.chance.random() < 0.3:
             self.set_limit(self.chance.randint(20, 44))
 
     def set_limit(self, limit: int) -> None:
@@ -175,7 +198,7 @@ def test_a_book_of_plain_numbers_says_who_can_have_what(seed: int) -> None:
             number = next(number for number in range(100, 200) if number not in entry.lengths)
             house.grow(index, number, min(room, MAX_SEQ_LEN // TOKENS) * TOKENS)
             house.check()
-            if len(entry.lengths) == house.caches[index].max_sequences:
+            if house.caches[index].stats().rows["live"] == house.caches[index].max_sequences:
                 break
     house.device.finish()
 
