@@ -1,8 +1,8 @@
 """A random machine: caches on a device whose work runs when it likes, and users who do all that is allowed there.
 
-They start, fork, grow, truncate, slide, write over, reorder and free sequences on any streams, of several tenants, with
-beginnings that others have made known; some of that while the mapper is at work. Calls fail, and Ctrl-C comes at any
-line.
+They start, fork, grow, truncate, slide, write over, reorder, suspend, resume and free sequences on any streams, of
+several tenants, with beginnings that others have made known; some of that while the mapper is at work, and beside what
+others are guaranteed. Calls fail, and Ctrl-C comes at any line.
 
 The number that each token holds follows from its id, from those before it and from whose it is. Who reads it expects
 that number, whenever the reading runs; who has a new token expects no other tenant's, and where pages are cleaned
@@ -18,7 +18,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +29,7 @@ from simulated_device import Event, SimulatedDevice, Stream
 
 import vmmkv
 from vmmkv.errors import BusyError
+from vmmkv.reuse import host_tier
 from vmmkv.rows.reordering import Reordering
 
 LAYOUTS = {
@@ -53,17 +54,19 @@ STEPS = {
     "read": 5,
     "slide": 3,
     "overwrite": 2,
+    "suspend": 8,
+    "resume": 10,
     "begin_late": 2,
     "trim": 2,
     "prewarm": 3,
     "limit": 3,
 }
 """What is done, and how often."""
-WHOLE, UNKNOWN_WHOLE = {"extend", "fork"}, {"reorder", "overwrite"}
+WHOLE, UNKNOWN_WHOLE = {"extend", "fork", "resume"}, {"reorder", "overwrite"}
 """What is one operation, which does all or nothing where the budget does not do; and what does if no token is known."""
 CHANGING = {"extend", "truncate", "reorder", "free", "slide", "overwrite", "begin_late"}
 """What leaves sequences of which nobody knows what they hold, if it is interrupted."""
-INTERRUPTED = ["", "/memory/fence", "/rows/reordering", "/rows/sharing", "/rows/laying", "/space"]
+INTERRUPTED = ["", "/reuse/host_tier", "/memory/fence", "/rows/reordering", "/rows/sharing", "/rows/laying", "/space"]
 """Where Ctrl-C comes: anywhere, and more often where bytes are copied, and pages moved."""
 
 Words = npt.NDArray[np.int64]
@@ -199,6 +202,20 @@ class User:
         self.submit(stream, first, end, check)
 
 
+class Late(torch.Tensor):
+    """Tokens on a row, which are copied from there, and to there, when the stream comes to it."""
+
+    submit: ClassVar[Callable[[torch.Tensor, torch.Tensor], None]]
+    """Has it come to a copy, to the first one."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), options: Any = None) -> Any:
+        if function is not torch.Tensor.copy_:
+            return super().__torch_function__(function, types, arguments, options)
+        cls.submit(*arguments)
+        return arguments[0]
+
+
 class WatchedDevice(SimulatedDevice):
     """One in the middle of whose calls something else may happen."""
 
@@ -235,18 +252,29 @@ class Machine:
         nbytes = factor * random.choice([40, 80, 200, 3000]) * self.device.page_size
         self.nbytes = nbytes
         self.pool = vmmkv.FramePool(max_bytes=nbytes, driver=self.device)
-        guarantees = [{}, {}, {"guaranteed": nbytes // 4}]
+        guarantees = [{}, {}, {"guaranteed": nbytes // 4}, {"guaranteed": nbytes // 2}]
         self.caches = [
             vmmkv.KVCache(
-                layout, random.choice([3, 6]), MAX_SEQ_LEN, pool=self.pool, **options, **random.choice(guarantees)
+                layout,
+                random.choice([3, 6]),
+                MAX_SEQ_LEN,
+                pool=self.pool,
+                host_bytes="1GiB",
+                host_priority=None,
+                **options,
+                **random.choice(guarantees),
             )
-            for _ in range(random.choice([1, 1, 2]))
+            for _ in range(random.choice([1, 2]))
         ]
+        self.used_caches = self.caches[: random.choice([1, 2])]
+        """Others have what they are guaranteed, and never use it."""
         self.mapper: Any = self.pool.mapper
         if self.mapper:  # works when it is told to
             self.mapper.ring = self.mapper.ring_later = lambda: None
         self.keys = random.choice([KEYS, KEYS[:2]])
         self.users: list[User] = []
+        self.away: list[User] = []
+        """Those whose sequences are suspended."""
         self.scratch: list[torch.Tensor] = []
         self.known: list[list[int]] = [[]]
         """What new prompts begin like."""
@@ -257,6 +285,9 @@ class Machine:
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Reordering, "_scratch", self.watched(Reordering._scratch))
+                states_of = host_tier.states_of
+                patch.setattr(host_tier, "states_of", lambda *row: [each.as_subclass(Late) for each in states_of(*row)])
+                patch.setattr(Late, "submit", self.copy, raising=False)
                 with suppress(vmmkv.InterruptedChangeError) if self.is_interrupted else nullcontext():
                     for _ in range(steps):
                         self.step()
@@ -279,12 +310,22 @@ class Machine:
 
         def watch(reordering: Reordering, turns: object) -> torch.Tensor:
             memory = scratch(reordering, turns)
-            self.scratch.append(memory)
-            self.device.host[memory.data_ptr()] = len(memory)
-            weakref.finalize(memory, self.device.host.pop, memory.data_ptr(), None)
+            self.keep(memory)
             return memory
 
         return watch
+
+    def keep(self, memory: torch.Tensor) -> None:
+        """Has some of the host's memory stay until the end."""
+        self.scratch.append(memory)
+        self.device.host[memory.data_ptr()] = memory.nbytes
+        weakref.finalize(memory, self.device.host.pop, memory.data_ptr(), None)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Has the current stream move tokens to the host, or back."""
+        if not isinstance(target, Late):
+            self.keep(target)
+        self.device.copy(target.data_ptr(), source.data_ptr(), source.nbytes)
 
     def any_stream(self, user: User) -> Stream:
         """One that a user works on."""
@@ -330,7 +371,8 @@ class Machine:
         if random.random() < 0.5:
             self.device.current = random.choice(self.streams)
         (name,) = random.choices(list(STEPS), [*STEPS.values()])
-        users = [random.choice(self.users)] if self.users else []
+        concerned = {"resume": self.away, "free": self.users + self.away}.get(name, self.users)
+        users = [random.choice(concerned)] if concerned else []
         if name == "reorder" and users:
             alike = [user for user in self.users if (user.cache, user.key[1]) == (users[0].cache, users[0].key[1])]
             users = random.sample(alike, random.randint(1, len(alike)))
@@ -346,8 +388,8 @@ class Machine:
         is_full = self.attempt(name, users, line, is_nested)
         if not is_nested:
             self.device.heal()
-            if is_full and self.users:
-                self.free(random.choice(self.users))
+            if is_full and (users := self.users + self.away):
+                self.free(random.choice(users))
 
     def used(self) -> int:
         """Pages that hold tokens."""
@@ -366,7 +408,7 @@ class Machine:
             elif interrupted(lambda: step(*users), line, sources) is None:
                 self.log.append(f"interrupted at line {line} of {sources}")
                 doubtful = self.users[before:] + (users if name in CHANGING else [])
-                self.users = [user for user in self.users if user not in doubtful]
+                self.leave(doubtful)
                 for user in doubtful:
                     with suppress(vmmkv.UseAfterFreeError):
                         user.sequence.free()
@@ -382,10 +424,20 @@ class Machine:
         except vmmkv.DriverError as error:
             self.log.append(repr(error)[:100])
             assert self.fails
-            gone = [user for user in self.users if not user.is_live]
+            gone = [user for user in self.users + self.away if not user.is_live]
             assert not gone or (name == "reorder" and set(gone) <= set(users)), "a failed call has ended a sequence"
-            self.users = [user for user in self.users if user not in gone]
+            self.leave(gone)
+        finally:
+            if name in ("suspend", "resume"):  # whether it was done or not
+                here = [user for user in self.users + self.away if not user.sequence.is_suspended]
+                self.away = [user for user in self.users + self.away if user not in here]
+                self.users = here
         return False
+
+    def leave(self, users: list[User]) -> None:
+        """Has users go whose sequences have ended, or are to."""
+        self.users = [user for user in self.users if user not in users]
+        self.away = [user for user in self.away if user not in users]
 
     def ids(self, count: int) -> list[int]:
         """Any new ones."""
@@ -396,7 +448,7 @@ class Machine:
         random, known = self.random, self.random.choice(self.known)
         known = known[: random.choice([len(known), random.randint(0, len(known)), len(known) // 8 * 8])]
         ids = (known + self.ids(random.choice([1, 2, random.randint(1, 60), random.randint(1, 120)])))[:MAX_SEQ_LEN]
-        cache, (salt, tenant) = random.choice(self.caches), random.choice(self.keys)
+        cache, (salt, tenant) = random.choice(self.used_caches), random.choice(self.keys)
         expected = random.choice([0, 0, min(len(ids) + 40, MAX_SEQ_LEN), MAX_SEQ_LEN])
         key: tuple[Any, ...] = salt, tenant
         if cache._rows.rules.zero_tail:
@@ -465,7 +517,7 @@ class Machine:
 
     def free(self, user: User) -> None:
         user.sequence.free()
-        self.users.remove(user)
+        self.leave([user])
 
     def read(self, user: User) -> None:
         user.read(self.any_stream(user))
@@ -480,6 +532,12 @@ class Machine:
         user.ids[token:] = self.ids(len(user.ids) - token)
         del user.values[token:]
         user.write(self.any_stream(user))
+
+    def suspend(self, user: User) -> None:
+        user.sequence.suspend()
+
+    def resume(self, user: User) -> None:
+        user.sequence.resume()
 
     def begin_late(self, user: User) -> None:
         """Drops all tokens, and begins with a later one."""
