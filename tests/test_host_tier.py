@@ -9,9 +9,11 @@ import torch
 from conftest import small_driver
 from faulty import FaultyDriver
 from interruption import interrupted
+from random_machine import Late
 from simulated_device import SimulatedDevice
 
 import vmmkv
+from vmmkv.reuse import host_tier
 
 LAYOUTS = {
     "one range": vmmkv.KVLayout(2, 2, 16, torch.float32),
@@ -170,6 +172,36 @@ def test_what_comes_back_comes_behind_what_went() -> None:
     gone.append(sequence)
     device.finish()
     assert back
+
+
+@pytest.mark.parametrize("how", ["interrupted", "failed"])
+def test_what_did_not_go_is_not_copied_any_more(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On whatever stream it was to go: its pages may be others' at once."""
+    device, states_of = SimulatedDevice(Random()), host_tier.states_of
+    cache, _ = make(driver=device, lookahead=0, host_priority=None)
+    host: list[torch.Tensor] = []
+
+    def submit(target: torch.Tensor, source: torch.Tensor) -> None:
+        host.append(target)
+        monkeypatch.setitem(device.host, target.data_ptr(), target.nbytes)
+        device.copy(target.data_ptr(), source.data_ptr(), source.nbytes)
+        if how == "interrupted":
+            raise KeyboardInterrupt
+        device.fail("record", 0)
+
+    monkeypatch.setattr(host_tier, "states_of", lambda *row: [each.as_subclass(Late) for each in states_of(*row)])
+    monkeypatch.setattr(Late, "submit", submit, raising=False)
+    sequence = cache.sequence(100)
+    device.current = device.streams[1]
+    with pytest.raises(KeyboardInterrupt if how == "interrupted" else vmmkv.DriverError):
+        sequence.suspend()
+    device.heal()
+    device.current = device.streams[0]
+    sequence.free()
+    cache.trim()
+    device.finish()
+    assert host
+    cache.check()
 
 
 def test_the_tier_has_an_end() -> None:

@@ -19,6 +19,7 @@ import torch
 from ..errors import OutOfHostMemoryError, VmmkvError
 from ..events import EventLog
 from ..memory.budget import parse_bytes
+from ..memory.fence import finished_on_error
 from ..rows.rows import Rows
 from ..rows.table import Suspended
 from .host_prefixes import HostPrefixes
@@ -83,10 +84,11 @@ class HostTier:
             raise OutOfHostMemoryError(
                 f"asked to suspend a sequence of {nbytes} bytes, which the tier has room for, but not the host: {error}"
             ) from error
-        for state, source in zip(states, sources):
-            state.copy_(source, non_blocking=True)
         start, length = table.extents[row].tolist()
-        self._rows.put_away(row, Suspended(start, length, table.expected[row], states, nbytes))
+        with finished_on_error(driver):
+            for state, source in zip(states, sources):
+                state.copy_(source, non_blocking=True)
+            self._rows.put_away(row, Suspended(start, length, table.expected[row], states, nbytes))
 
     def resume(self, row: int) -> None:
         """Moves a suspended row's tokens back.
