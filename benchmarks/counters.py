@@ -134,7 +134,7 @@ def launches() -> Iterator[list[str]]:
     run = Launch.run
 
     def noting(launch: Launch, *changing: Any) -> None:
-        names.append(launch._kernel.name)
+        names.append(launch.kernel.name)
         run(launch, *changing)
 
     with patch.object(Launch, "run", noting):

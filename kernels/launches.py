@@ -70,7 +70,7 @@ class Launch:
     """
 
     def __init__(self, kernel: Kernel, blocks: tuple[int, int], index: int, arguments: tuple[Any, ...]) -> None:
-        self._kernel = kernel
+        self.kernel = kernel
         self._blocks = blocks
         self._index = index
         self._arguments = arguments
@@ -99,7 +99,7 @@ class Launch:
             return
         if SIMULATED:
             values = iter(changing)
-            self._kernel.simulate(self._blocks, [next(values) if each is None else each for each in self._arguments])
+            self.kernel.simulate(self._blocks, [next(values) if each is None else each for each in self._arguments])
             return
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
@@ -117,7 +117,7 @@ class Launch:
         cu = driver()
         _, context = cu.cuCtxGetCurrent()
         if status != cu.CUresult.CUDA_ERROR_INVALID_CONTEXT or int(context):
-            raise RuntimeError(f"cuLaunchKernelEx failed with {status.name} for {self._kernel}")
+            raise RuntimeError(f"cuLaunchKernelEx failed with {status.name} for {self.kernel}")
         enter_context(self._index)
         self.run(*changing)
 

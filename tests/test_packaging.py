@@ -99,7 +99,7 @@ PRIVATE = {
     # torch: what has no public name. The streams and captures that Python's own functions are too slow, or too
     # strict, to tell; the allocator of a memory pool; a check on the device in a compiled graph; tensors that only
     # stand for one; what an operation writes to; the ways of a storage to another process, which are refused; the
-    # comparison of tensors with those of an earlier call.
+    # comparison of tensors with those of an earlier call; how often one was written to.
     "_C",
     "_assert_async",
     "_cuda_customAllocator",
@@ -114,6 +114,7 @@ PRIVATE = {
     "_share_fd_cpu_",
     "_share_filename_cpu_",
     "_to_copy",
+    "_version",
     # Numba: the variables of a function that it compiles, which it copies over and over.
     "_con",
     # transformers: which attention a model runs, and may run; of continuous batching what runs a step, pads it, and

@@ -193,7 +193,7 @@ class Reordering:
             spared = sum(max(split - page, 0) for page, (_, split) in zip(common, splits))
             move = Move(row, source, common, splits, spared)
             if can_copy and not self._should_share(move, source not in sources):
-                moves.append(move._replace(splits=None))
+                moves.append(Move(row, source, common, spared=spared))
                 continue
             if source in shared_ends:
                 shared_ends[source] = [max(end, split) for end, (_, split) in zip(shared_ends[source], splits)]
