@@ -4,6 +4,7 @@ A head's scale brings its greatest number to the greatest that a byte holds. Wha
 
     a head that holds a NaN or an infinity   its scale is NaN and its numbers are 0, so it is NaN as a whole
     a head of zeros, or below 2**-100        its numbers are 0
+    a head of no width                       it has no numbers, and the scale of one of zeros
 
 A scale that is given, of a head of a whole sequence, say, stays what it is, and so cannot tell of any of this:
 
@@ -43,6 +44,7 @@ def quantize(
         8-bit numbers like `states`, and fp32 scales `[...]`, or those that were given.
 
     Raises:
+        ValueError: states are a single number.
         TypeError: there is no such 8-bit format, or states or scales have another dtype.
     """
     _check_states(states)
@@ -51,7 +53,7 @@ def quantize(
     largest, states = _largest(dtype), states.float()
     # Products, which every device rounds alike: torch makes divisions by a number products on some of them.
     if scales is None:
-        top = states.abs().amax(-1)
+        top = _top(states, -1)
         finite = top < torch.inf
         scales = torch.where(finite, top * (1 / largest), torch.nan)
         usable, numbers = finite & (top >= LEAST), states * (top.reciprocal() * largest)[..., None]
@@ -83,7 +85,7 @@ def sequence_scales(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         raise ValueError(
             f"got states {list(states.shape)}; they must be [tokens, num_kv_heads, head_dim], of a token or more"
         )
-    top = states.float().abs().amax((0, 2))
+    top = _top(states.float(), (0, 2))
     scales = torch.where(top < torch.inf, top * (1 / _largest(dtype)), torch.nan)
     return torch.where(scales < LEAST, 1, scales)
 
@@ -91,6 +93,15 @@ def sequence_scales(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _check_states(states: torch.Tensor) -> None:
     if not states.dtype.is_floating_point:
         raise TypeError(f"got states of {states.dtype}; they must be floating-point")
+    if not states.dim():
+        raise ValueError("got states []; they must be [..., head_dim]")
+
+
+def _top(states: torch.Tensor, dims: int | tuple[int, ...]) -> torch.Tensor:
+    """The greatest size of a number along dimensions, the last of which is the width of heads; 0 if that is 0."""
+    if not states.shape[-1]:
+        states = states.new_zeros(*states.shape[:-1], 1)
+    return states.abs().amax(dims)
 
 
 def _largest(dtype: torch.dtype) -> float:

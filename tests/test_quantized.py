@@ -114,6 +114,17 @@ def test_a_sequence_that_holds_no_number_has_no_scale(dtype) -> None:
     assert dequantize(*quantize(states, dtype, scales))[:, :2].isnan().all()
 
 
+@pytest.mark.parametrize("dtype", LARGEST, ids=str)
+def test_heads_of_no_width_are_like_zeros(dtype) -> None:
+    """As V of latents, which are in K."""
+    states, zeros = torch.zeros(3, 2, 0), torch.zeros(3, 2, 16)
+    numbers, scales = quantize(states, dtype)
+    assert (numbers.shape, numbers.dtype) == (states.shape, dtype)
+    assert torch.equal(scales, quantize(zeros, dtype)[1])
+    assert torch.equal(sequence_scales(states, dtype), sequence_scales(zeros, dtype))
+    assert quantize(states, dtype, torch.ones(2))[0].shape == states.shape
+
+
 def test_other_formats_are_refused() -> None:
     for refused in (lambda dtype: quantize(torch.zeros(1, 16), dtype),
                     lambda dtype: quantize(torch.zeros(1, 16), dtype, torch.ones(1)),
@@ -127,6 +138,7 @@ def test_what_is_no_state_scale_or_number_is_refused() -> None:
     for error, match, call in (
         (TypeError, "states of torch.complex64", lambda: quantize(states.to(torch.complex64), torch.int8)),
         (TypeError, "states of torch.int64", lambda: quantize(states.long(), torch.int8)),
+        (ValueError, r"states \[\]", lambda: quantize(states[0, 0, 0], torch.int8)),
         (TypeError, "scales of torch.bfloat16", lambda: quantize(states, torch.int8, scales.bfloat16())),
         (TypeError, "scales of torch.float64", lambda: quantize(states, torch.int8, scales.double())),
         (TypeError, "states of torch.int32", lambda: sequence_scales(states.int(), torch.int8)),
