@@ -68,6 +68,8 @@ def check_new(k: Geometry, v: Geometry) -> None:
     check_device(k.device)
     if len(k.shape) != 3 or len(v.shape) != 3 or k.shape[:2] != v.shape[:2]:
         raise ValueError(f"got k {list(k.shape)} and v {list(v.shape)}; both must be [tokens, num_kv_heads, head_dim]")
+    if 0 in k.shape[1:]:
+        raise ValueError(f"got k {list(k.shape)}; num_kv_heads and head_dim must be 1 at least")
     if k.dtype != v.dtype or k.device != v.device:
         raise ValueError(f"got k of {k.dtype} on {k.device} and v of {v.dtype} on {v.device}; they must be the same")
     _check_vectors("k", k)
@@ -134,7 +136,7 @@ def _check_int32(device: torch.device, name: str, tensor: Geometry) -> None:
 
 
 def check_written(**tensors: Geometry) -> None:
-    """What is written must not overlap itself."""
+    """What is written must not repeat itself by a stride of 0; other strides by which it overlaps are not found."""
     for name, tensor in tensors.items():
         if any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.strides)):
             raise ValueError(f"got {name} of strides {tensor.strides}; it must not repeat itself, since it is written")

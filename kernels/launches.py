@@ -30,6 +30,9 @@ FROM_STREAM = struct.Struct("=q16x")
 """Its end, from the stream on: there are no attributes."""
 ALIGNMENT = 64
 
+MOST_BLOCKS = (1 << 31) - 1, 65_535
+"""Of a grid."""
+
 
 class Layout(NamedTuple):
     """Where arguments lie behind `CONFIG`: those that change, then the others."""
@@ -67,9 +70,17 @@ class Launch:
         blocks: of the grid; if there are none, nothing is launched.
         index: of the CUDA device; -1: the simulator.
         arguments: the fields of all structs, in order; None: `run` takes this one.
+
+    Raises:
+        ValueError: there are more blocks than a grid has.
     """
 
     def __init__(self, kernel: Kernel, blocks: tuple[int, int], index: int, arguments: tuple[Any, ...]) -> None:
+        if blocks[0] > MOST_BLOCKS[0] or blocks[1] > MOST_BLOCKS[1]:
+            raise ValueError(
+                f"got work for {blocks[0]:,} x {blocks[1]:,} blocks of threads; a grid has {MOST_BLOCKS[0]:,} x "
+                f"{MOST_BLOCKS[1]:,} at most: it must be given in several calls, of fewer tokens or sequences each"
+            )
         self.kernel = kernel
         self._blocks = blocks
         self._index = index

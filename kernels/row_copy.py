@@ -11,9 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from numba import cuda
 
-from .checks import ALIGNMENT, Geometry, Key, check_cache, check_device, check_indices, check_written, refuse_alignment
+from .checks import (
+    ALIGNMENT,
+    Geometry,
+    Key,
+    check_cache,
+    check_device,
+    check_indices,
+    check_integer,
+    check_written,
+    refuse_alignment,
+)
 from .compiler import Kernel
-from .launches import Launch, index_of
+from .launches import MOST_BLOCKS, Launch, index_of
 from .memory import load_i32
 from .plans import Plans
 from .ptx import inlined
@@ -64,7 +74,8 @@ def copy_tokens(
     Args:
         source: `[rows, tokens, num_kv_heads, head_dim]`, any dtype, any strides of rows, tokens and heads.
         target: likewise, with the same heads and widths; may be `source`.
-        source_rows: int32 `[ranges]`, on the device, like the next four: the row that each range is copied from.
+        source_rows: int32 `[ranges]`, on the device, like the next four: the row that each range is copied from. There
+            may be 65,535 ranges.
         source_starts: the first token of each range there.
         target_rows: the row that each range goes to.
         target_starts: where its first token goes.
@@ -89,17 +100,24 @@ def copy_tokens(
 @lru_cache(1024)
 def _prepare(max_length: int, geometry: tuple[Key | None, ...]) -> Launch:
     """Checks a call and prepares its launch."""
+    max_length = check_integer("max_length", max_length)
     if max_length < 0:
         raise ValueError(f"got max_length {max_length}; it must not be negative")
+    if None in geometry:
+        raise TypeError(f"got {CopyAddresses._fields[geometry.index(None)]} None; it must be a tensor")
     source, target, *indices = (Geometry._make(key) for key in geometry if key)
     check_device(source.device)
     check_cache("source", source)
     check_written(target=target)
     check_cache("target", target, like=source)
     check_indices(source.device, indices[-1].shape[:1], **dict(zip(CopyAddresses._fields[2:], indices)))
+    if 0 in source.shape[2:]:
+        raise ValueError(f"got source {list(source.shape)}; num_kv_heads and head_dim must be 1 at least")
+    ranges = indices[-1].shape[0]
+    if ranges > MOST_BLOCKS[1]:
+        raise ValueError(f"got {ranges:,} ranges; in one call there must be no more than {MOST_BLOCKS[1]:,}")
     size = source.dtype.itemsize
     head_vectors = source.shape[3] * size // 16
-    ranges = indices[-1].shape[0]
     vectors = source.shape[2] * head_vectors
     tokens = tokens_of_block(max_length * ranges, vectors, multiprocessors(source.device))
     shape = CopyShape(max_length, tokens, *(stride * size for stride in (*source.strides[:3], *target.strides[:3])))

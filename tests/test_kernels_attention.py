@@ -533,6 +533,14 @@ def test_tokens_behind_the_last_sequence_are_left_alone() -> None:
         assert (out[4:] == 7).all()
 
 
+def test_more_prompts_than_a_grid_has_blocks_are_refused() -> None:
+    """By `mma`, whose grid has one for each of them and more."""
+    q, k, v, *_ = new_tokens()
+    rows = torch.zeros(65_537, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"4 x 65,536 blocks of threads"):
+        prefill(q[:, 0], k, v, rows, rows[1:], rows[1:], kernel="mma")
+
+
 def test_what_does_not_fit_is_refused_before_any_launch() -> None:
     q, k, v, lens, _ = new_tokens()
     many = q[:, 0].expand(-1, -1, -1).repeat(3, 1, 1)

@@ -390,6 +390,8 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
         (TypeError, (k, k, cache, cache, rows.long(), starts)),
         (ValueError, (k, k, cache, cache, rows[:1], starts)),
         (ValueError, (k, k, cache, cache, rows, starts, int32([0, 1]))),
+        (ValueError, (k[..., :0], k, cache[..., :0], cache, rows, starts)),
+        (ValueError, (k[:, :0], k[:, :0], cache[:, :, :0], cache[:, :, :0], rows, starts)),
     ):
         with pytest.raises(error, match=r"must|differ|on "):
             append(*arguments)
@@ -414,6 +416,26 @@ def test_what_does_not_fit_is_refused_before_any_launch() -> None:
     eights = [each.to(torch.float8_e4m3fn) for each in (k, k, cache, cache)]
     with pytest.raises(TypeError, match="must"):
         append(*eights, rows, starts, rotary=RotateHalf(q, q, angles, angles))
+    assert equal(cache, before)
+
+
+def test_what_cannot_be_copied_is_refused_before_any_launch() -> None:
+    cache = random(2, 8, 2, 64, dtype=torch.float16)
+    before, ranges = cache.clone(), [int32([each]) for each in (0, 0, 1, 0, 1)]
+    many = [each.repeat(65_536) for each in ranges]
+    for error, match, arguments in (
+        (ValueError, r"\[2, 8, 2, 0\]", (cache[..., :0], cache[..., :0], *ranges, 1)),
+        (ValueError, r"\[2, 8, 0, 64\]", (cache[:, :, :0], cache[:, :, :0], *ranges, 1)),
+        (TypeError, "lengths None", (cache, cache, *ranges[:4], None, 1)),
+        (TypeError, "source_rows None", (cache, cache, None, *ranges[1:], 1)),
+        (TypeError, "max_length 1.5", (cache, cache, *ranges, 1.5)),
+        (TypeError, "max_length None", (cache, cache, *ranges, None)),
+        (ValueError, "max_length -1", (cache, cache, *ranges, -1)),
+        (ValueError, "65,536 ranges", (cache, cache, *many, 1)),
+        (ValueError, "blocks of threads", (cache, cache, *ranges, 1 << 40)),
+    ):
+        with pytest.raises(error, match=match):
+            copy_tokens(*arguments)
     assert equal(cache, before)
 
 
