@@ -44,6 +44,10 @@ def decode(
 
     K and V of the new tokens are in the cache already. Lengths are data on the device: one captured graph serves all.
 
+    On tensor cores scores, scaled, must stay below some 1e9 in size: with greater ones the result may be NaN or zeros,
+    although all of Q, K and V are finite. If K and V are in 8 bits, what they stand for must be below some 1e7 in K,
+    for the same reason, and above some 1e-20 in V, or it is lost. `kernel="plain"` takes them all.
+
     Args:
         q: `[batch, q_len, num_heads, head_dim]`, fp32, fp16 or bf16; `q_len` up to 8, `head_dim` 64, 80, 96, 128, 192
             or 256. K and V have the same dtype, or 8 bits with scales. Or 576, for MLA's latents

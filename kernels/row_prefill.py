@@ -41,6 +41,9 @@ def prefill(
     Computes what `decode` does. K and V of the new tokens are in the cache already, behind those of earlier chunks or
     of a shared prefix.
 
+    On tensor cores scores, scaled, must stay below some 1e9 in size: with greater ones the result may be NaN or zeros,
+    although all of Q, K and V are finite. `kernel="plain"` takes them all.
+
     Args:
         q: `[tokens, num_heads, head_dim]`, fp32, fp16 or bf16, `head_dim` 64, 80, 96, 128, 192 or 256: the new tokens
             of all sequences, one after the other. K and V have the same dtype, or 8 bits with scales. Or 576, for
