@@ -108,6 +108,11 @@ BENCHMARKS = {
         2.4,
         "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 20 --rounds 1 --json",
     ),
+    "batching_qwen3": Benchmark(
+        Kind.GPU,
+        2,
+        "-m benchmarks.batching --trace {conv} --model Qwen3-0.6B --memory 16GiB --seconds 20 --rounds 1 --json",
+    ),
     "attention": Benchmark(Kind.GPU, 2.7, "-m benchmarks.attention --trace {conv} --json"),
     "serve_reuse": Benchmark(
         Kind.SERVING,
@@ -161,6 +166,12 @@ BENCHMARKS = {
         Kind.SERVING,
         2,
         "-m benchmarks.step_times --memory 4GiB --trace {conv} --model qwen3-0.6b --json",
+    ),
+    "step_times_reuse": Benchmark(
+        Kind.GPU,
+        1.5,
+        "-m benchmarks.step_times --reuse --memory 8GiB --requests 600 --tokens 500000 --max-sequences 128"
+        " --model qwen3-0.6b --json",
     ),
     "step_times_mooncake": Benchmark(
         Kind.SERVING,

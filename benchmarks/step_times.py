@@ -1,10 +1,11 @@
 """Where the time of serving goes on rows and in blocks: kernels of the device, and what the host does between them.
 
-    python -m benchmarks.step_times [--trace FILE]... [--model NAME] [--memory BYTES] [--rounds N] [--json]
+    python -m benchmarks.step_times [--trace FILE]... [--reuse] [--model NAME] [--memory BYTES] [--rounds N] [--json]
 
 Requests are served as in `benchmarks.serve`, all waiting from the beginning, in rounds in turns; then once more under
 torch's profiler, which adds up the time of each kernel. A run that takes longer than its kernels waits for the host:
-for its cache manager, the driver calls in it, scheduling, and launches.
+for its cache manager, the driver calls in it, scheduling, and launches. With `--reuse` requests begin with what others
+have computed, on rows and in blocks; without a trace their prompts begin with one of a few.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from vmmkv.memory.driver import open_driver
 
 from .engine.engine import Engine
 from .serve import options
-from .serve.measure import Load, Settings, free_memory, make_engine, middle, run_load, turns
+from .serve.measure import REUSE, Load, Settings, free_memory, make_engine, middle, run_load, turns
 from .serve.setup import GPU, HOST, describe, find_config, longest_request, make_model
-from .serve.workloads import Limits, Workload, make_workload
+from .serve.workloads import Limits, Workload, make_workload, system_prompts
 
 Row = dict[str, Any]
 BACKENDS = BLOCKS, ROWS = "paged", "vmm"
+PROMPTS = 8
+"""That requests begin with, with reuse and without a trace."""
 SHOWN = 8
 """Kernels that are named, of those that take the most time; of the others the sum is told."""
 
@@ -49,6 +52,7 @@ class Kernel(NamedTuple):
 
 def main(
     trace: options.Traces = None,
+    reuse: Annotated[bool, typer.Option("--reuse", help="With prefix reuse.")] = False,
     model: options.ModelName = None,
     memory: options.Memory = None,
     requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 150,
@@ -69,16 +73,19 @@ def main(
     longest = longest_request(config, dtype, max_bytes)
     limits = Limits(requests, tokens, longest, usual.max_seq_len, shorten or usual.shorten)
     workloads = [make_workload(path, limits, seed) for path in trace or [None]]
+    if reuse and not trace:
+        workloads = [system_prompts(PROMPTS, limits, seed)]
     positions = max(workload.max_seq_len for workload in workloads)
     weights = make_model(name, config, positions, driver.device, dtype)
-    settings = Settings(weights, max_bytes, max_sequences, chunk, inf, seed)
+    settings = Settings(weights, max_bytes, max_sequences, chunk, inf, seed, late=reuse)
     result = {
         "environment": environment(driver.device),
         "model": name,
+        "reuse": reuse,
         "budget_bytes": max_bytes,
         "chunk": chunk,
         "workloads": [describe(workload) for workload in workloads],
-        "serving": [row for workload in workloads for row in measure(settings, workload, rounds)],
+        "serving": [row for workload in workloads for row in measure(settings, workload, rounds, reuse)],
     }
     result["comparisons"] = compare(result)
     if json_output:
@@ -87,11 +94,12 @@ def main(
         show(result)
 
 
-def measure(settings: Settings, workload: Workload, rounds: int) -> list[Row]:
+def measure(settings: Settings, workload: Workload, rounds: int, reuse: bool) -> list[Row]:
     """A row for each backend: of the run with the median throughput, with the kernels of one more."""
     found: dict[str, list[Row]] = {name: [] for name in BACKENDS}
     with ExitStack() as stack:
-        engines = {name: stack.enter_context(closing(make_engine(settings, workload, name))) for name in BACKENDS}
+        made = {name: make_engine(settings, workload, f"{name}+{REUSE}" if reuse else name) for name in BACKENDS}
+        engines = {name: stack.enter_context(closing(engine)) for name, engine in made.items()}
         for _, name, _ in turns(list(BACKENDS), [Load()], rounds, 0):
             found[name].append(serve(settings, workload, engines[name]))
         about = {name: {"trace": workload.name, "backend": name} for name in BACKENDS}

@@ -316,6 +316,11 @@ def step_times_conv(result: Result) -> str:
     return markdown(*step_times.table(result))
 
 
+@table("step_times_reuse_gpu.json")
+def step_times_reuse(result: Result) -> str:
+    return markdown(*step_times.table(result))
+
+
 @table("step_times_mooncake_gpu.json")
 def step_times_mooncake(result: Result) -> str:
     return markdown(*step_times.table(result))
@@ -679,6 +684,11 @@ def cache_sizes() -> str:
 
 @table("batching_gpu.json")
 def batching(result: Result) -> str:
+    return markdown(*batching_tables.batching_table(result))
+
+
+@table("batching_qwen3_gpu.json")
+def batching_qwen3(result: Result) -> str:
     return markdown(*batching_tables.batching_table(result))
 
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import json
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from conftest import run_module_here
 
-from benchmarks.step_times import BACKENDS, SHOWN, Kernel, compare, largest, table
+from benchmarks.step_times import BACKENDS, SHOWN, Kernel, compare, largest, measure, table
 
 
-def test_a_step_is_as_long_as_what_it_consists_of() -> None:
-    done = run_module_here("benchmarks.step_times", "--device", "cpu", "--rounds", "1", "--requests", "6", "--json")
+@pytest.mark.parametrize(("requests", "reuse"), [(6, []), (4, ["--reuse"])], ids=["alone", "reuse"])
+def test_a_step_is_as_long_as_what_it_consists_of(requests: int, reuse: list[str]) -> None:
+    few = "--device", "cpu", "--rounds", "1", "--requests", str(requests)
+    done = run_module_here("benchmarks.step_times", *few, *reuse, "--json")
     assert not done.returncode, done.stderr
     result = json.loads(done.stdout)
     assert [row["backend"] for row in result["serving"]] == list(BACKENDS)
     for row in result["serving"]:
-        assert row["finished"] == row["requests"] == 6
+        assert row["finished"] == row["requests"] == requests
         step = row["seconds"] * 1e6 / row["steps"]
         assert 0 <= row["driver_us"] <= row["manager_us"] <= row["host_us"] <= step
         assert row["device_us"] == 0  # there is no device
+        assert ("system prompts" in row["trace"]) == result["reuse"] == bool(reuse)
     _, lines = table(result)
     assert list(lines[0][1:]) == [f"{row['seconds'] * 1e6 / row['steps']:,.0f}" for row in result["serving"]]
 
@@ -47,3 +51,18 @@ def test_rows_are_compared_with_blocks() -> None:
     assert (speed["value"], speed["met"]) == (0.98, False)
     assert kernels["value"] == 1.02
     assert "met" not in kernels
+
+
+def test_engines_of_both_backends_reuse_or_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+
+    def make(_settings: Any, _workload: Any, name: str) -> Mock:
+        made.append(name)
+        return Mock()
+
+    monkeypatch.setattr("benchmarks.step_times.make_engine", make)
+    for name in ("serve", "middle", "profiled"):
+        monkeypatch.setattr(f"benchmarks.step_times.{name}", lambda *_: {})
+    for reuse in (False, True):
+        measure(Mock(), Mock(), 1, reuse)
+    assert made == [*BACKENDS, *(f"{name}+reuse" for name in BACKENDS)]
