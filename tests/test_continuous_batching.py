@@ -546,6 +546,60 @@ def test_two_models_share_a_pool() -> None:
             rows.disable(each)
 
 
+@pytest.mark.parametrize("begins", ["first", "second"])
+def test_models_of_one_config_attend_to_rows_until_the_last_is_done(begins: str) -> None:
+    """The config has the name of their attention, whoever of them began, and here the first ends first."""
+    first, other = (copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu", seed)) for seed in (0, 1))
+    second = type(first)(first.config).eval()
+    second.load_state_dict(other.state_dict())
+    assert second.config is first.config
+    (expected,), own = answers(other, Random(), 1), pool(60)
+    for each in (first, second):
+        rows.enable(each, pool=own, max_seq_len=100)
+    if begins == "first":
+        ends = Served(first)
+    with Served(second) as served:
+        if begins == "second":
+            ends = Served(first)
+        with ends:
+            served.check([expected])
+        served.check([expected])
+    assert first.config._attn_implementation == "eager"
+
+
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_that_was_made_under_a_manager_attends_by_itself_once_disabled(
+    model: PreTrainedModel, copied: Callable[[PreTrainedModel], PreTrainedModel]
+) -> None:
+    """And who says that of the model itself has its manager go on."""
+    (expected,) = answers(model, Random(), 1)
+    ids, options = torch.tensor([expected.prompt]), {"generation_config": config()["generation_config"]}
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model) as served:
+        made = copied(model)
+        for each in (model, made):
+            with pytest.raises(vmmkv.UnsupportedAttentionError, match=r"stop .* manager .* copy .*disable\(model\)"):
+                each.generate(ids, **options)
+        for each in (model, made):
+            rows.disable(each)
+        assert made.generate(ids, **options)[0, len(expected.prompt) :].tolist() == expected.tokens
+        assert made.config._attn_implementation == "sdpa"
+        served.check([expected])
+
+
+def test_a_copy_that_runs_on_rows_itself_attends_by_itself_afterwards(model: PreTrainedModel) -> None:
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model):
+        made = copy.deepcopy(model)
+    with Served(made):
+        rows.disable(made)
+        assert made.config._attn_implementation == rows.NAME
+    assert made.config._attn_implementation == "sdpa"
+
+
 def test_memory_that_others_have_is_waited_for(model: PreTrainedModel) -> None:
     own, expected = pool(30), answers(model, Random(), 3)
     rows.enable(model, pool=own, max_seq_len=100)

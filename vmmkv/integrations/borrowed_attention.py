@@ -8,6 +8,17 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 
+class Loan:
+    """The attention of a config, which has a name for it: so all models that share the config attend alike."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.before: str | None = None
+        """How its models attend otherwise; None: nobody has told."""
+        self.users: WeakSet[object] = WeakSet()
+        """Of any of them."""
+
+
 class BorrowedAttention:
     """Has models run one `attn_implementation` for those who need it. Threads may begin and end with one model.
 
@@ -19,25 +30,44 @@ class BorrowedAttention:
     def __init__(self, name: str, clear: Callable[[Any], None]) -> None:
         self._name, self._clear = name, clear
         self._lock = threading.RLock()
-        """Of the two tables below."""
-        self._before: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-        """How models attend otherwise."""
-        self._users: WeakKeyDictionary[Any, WeakSet[object]] = WeakKeyDictionary()
+        """Of the loans."""
+        self._loans: WeakKeyDictionary[Any, Loan] = WeakKeyDictionary()
+        """By model; models that share a config share one."""
 
     def borrow(self, model: Any, user: object) -> None:
         """Has a model attend so, until this user gives it back, and all others."""
         with self._lock:
             before = model.config._attn_implementation
+            model.set_attn_implementation(self._name)
+            loan = self._loans[model] = self._loan_of(model.config) or Loan(model.config)
             if before != self._name:
-                model.set_attn_implementation(self._name)
-                self._before[model] = before
-            self._users.setdefault(model, WeakSet()).add(user)
+                loan.before = before
+            loan.users.add(user)
 
     def give_back(self, model: Any, user: object) -> None:
         """Has a model attend as before, unless others use it; of who has it no more, it changes nothing."""
         with self._lock:
-            users = self._users.get(model, WeakSet())
-            users.discard(user)
-            if not users and (before := self._before.pop(model, None)):
-                model.set_attn_implementation(before)
-                self._clear(model)
+            if loan := self._loans.get(model):
+                loan.users.discard(user)
+                self._end_unused(loan)
+
+    def restore(self, model: Any) -> None:
+        """Has a model that nobody uses attend as before, also where it never was lent: a copy of one that was attends
+        so, too. How it did before nobody knows, so it attends as it would if nobody had chosen."""
+        with self._lock:
+            loan = self._loan_of(model.config)
+            if loan is None and model.config._attn_implementation == self._name:
+                loan = self._loans[model] = Loan(model.config)
+            if loan is not None:
+                self._end_unused(loan)
+
+    def _loan_of(self, config: Any) -> Loan | None:
+        return next((loan for loan in self._loans.values() if loan.config is config), None)
+
+    def _end_unused(self, loan: Loan) -> None:
+        if loan.users:
+            return
+        for model in [model for model, its in self._loans.items() if its is loan]:
+            del self._loans[model]
+            model.set_attn_implementation(loan.before or model.get_correct_attn_implementation(None))
+            self._clear(model)

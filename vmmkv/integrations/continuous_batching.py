@@ -78,7 +78,8 @@ def enable(
 
 def disable(model: PreTrainedModel) -> None:
     """Makes a model's continuous batching keep K and V in blocks again, from the next manager on. Does nothing to a
-    model that was not enabled."""
+    model that was not enabled, but for a copy that was made while a manager ran the model: it attends as it would if
+    nobody had chosen how."""
     take_off_rows(model)
 
 

@@ -63,9 +63,10 @@ def attend_rows(
         )
     is_in_batch = isinstance(cache, Inside) or (isinstance(cache, RowCache | Probe) and OF_BATCH in told)
     if not is_in_batch or unknown:
-        what = f"told its attention {', '.join(unknown)}" if unknown else "called it without a batch of requests"
+        what = f"told its attention {', '.join(unknown)}" if is_in_batch else "called it without a batch of requests"
         raise UnsupportedAttentionError(
-            f"{type(module).__name__} {what}, and attention on rows knows none of that; "
+            f"{type(module).__name__} {what}, and attention on rows knows none of that; stop every manager that runs "
+            "the model, or one of the same config. Then, and of a copy that was made under a manager, "
             "vmmkv.integrations.continuous_batching.disable(model) leaves the model to transformers"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

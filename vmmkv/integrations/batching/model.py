@@ -18,6 +18,7 @@ from ..rotation import defer_rotation, restore_rotation
 from ..row_caches import Options
 from ..whole_layers import Inside
 from ..with_names import with_names
+from .attention import ATTENTION
 from .cache import RowCache
 from .manager import RowManager
 
@@ -52,6 +53,7 @@ def take_off_rows(model: PreTrainedModel) -> None:
     if getattr(vars(model).get("generate"), "__func__", None) is _generate:
         del vars(model)["generate"]
     restore_rotation(model)
+    ATTENTION.restore(model)
 
 
 def _is_of_class(model: PreTrainedModel, name: str) -> bool:
