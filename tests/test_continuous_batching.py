@@ -1204,6 +1204,52 @@ def test_paged_generation_is_that_of_generate_or_refused(model: PreTrainedModel)
         model.generate(ids, cache_implementation="paged", num_beams=3, **options)
 
 
+@pytest.mark.parametrize("given", [True, False], ids=["by_config", "by_keyword"])
+def test_paged_generation_refuses_what_it_cannot_return(model: PreTrainedModel, given: bool) -> None:
+    """Before any work, however it is given. A length that nobody has asked for, or that `max_new_tokens` overrides, is
+    none."""
+
+    def generate(**asked: Any) -> torch.Tensor:
+        told: dict[str, Any] = {"generation_config": GenerationConfig(**asked)} if given else asked
+        return model.generate(torch.tensor([[5, 6, 7]]), cache_implementation="paged", **told)
+
+    rows.enable(model, pool=pool(100), max_seq_len=20)
+    with patch.object(type(model), "generate_batch", side_effect=AssertionError):
+        for name, value in (("num_return_sequences", 2), ("return_dict_in_generate", True), ("max_length", 8)):
+            with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {name}={value}, which generate"):
+                generate(**{name: value}, do_sample=name == "num_return_sequences")
+    assert generate(max_length=8, max_new_tokens=3, num_return_sequences=1).shape == (1, 1, 6)
+    with patch.object(model.generation_config, "max_length", 8):
+        assert generate(max_length=None).shape == (1, 1, 20)
+
+
+@pytest.mark.parametrize("pad", [0, None])
+def test_paged_generation_pads_as_generate_does(pad: int | None) -> None:
+    """Answers that end before others; the last id that ends one, where there is none for padding."""
+    model = copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu"))
+    model.generation_config.pad_token_id = pad
+    (long, ends), random = ([], []), Random()
+    while not ends:
+        prompts = [[random.randrange(2, VOCABULARY) for _ in range(12)] for _ in range(2)]
+        if (short := answer(model, prompts[0])) and (long := answer(model, prompts[1])):
+            ends = [token for token in short.tokens[:-1] if token not in long.tokens]
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": [ends[0], 1 << 20]}
+    ids = torch.tensor(prompts)
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    assert expected[0, -1] == (ends[0] if pad is None else pad)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    assert model.generate(ids, cache_implementation="paged", **options)[0].equal(expected)
+    results = model.generate_batch(prompts, GenerationConfig(**options, cache_implementation="paged"))
+    assert [len(result.generated_tokens) for result in results.values()] == [short.tokens.index(ends[0]) + 1, NEW]
+
+
+def test_paged_generation_says_that_a_request_failed(model: PreTrainedModel) -> None:
+    """A tensor has no place for that: the answer would be a short one, or padded."""
+    rows.enable(model, pool=pool(4), max_seq_len=100)
+    with pytest.raises(vmmkv.VmmkvError, match="req_0 of the prompts of generate ended with an error: "):
+        model.generate(torch.full((1, 60), 5), cache_implementation="paged", max_new_tokens=30, do_sample=False)
+
+
 def test_generate_refuses_what_transformers_does_not_hand_on(model: PreTrainedModel) -> None:
     """Also where it is given by place; and only of continuous batching. What others have put in the place of `generate`
     stays there."""
@@ -1554,8 +1600,9 @@ def test_arguments_and_versions_that_are_refused(model: PreTrainedModel, monkeyp
         rows.enable(model, pool=3)
     with pytest.raises(vmmkv.LayoutError, match="max_seq_len"):
         rows.enable(model, max_seq_len=0)
-    with pytest.raises(vmmkv.ArgumentError, match="idle_seconds"):
-        rows.enable(model, idle_seconds=-1)
+    for seconds in (-1, float("nan"), "3", None, [3]):
+        with pytest.raises(vmmkv.ArgumentError, match="got idle_seconds="):
+            rows.enable(model, idle_seconds=seconds)
     rows.enable(model, pool=pool(10))
     with pytest.raises(ValueError, match="page_size"):  # transformers' own
         model.init_continuous_batching(**config(page_size=1))

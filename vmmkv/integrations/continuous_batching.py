@@ -8,6 +8,7 @@ their insides is in `batching`.
 from __future__ import annotations
 
 import inspect
+from numbers import Real
 
 from transformers import PreTrainedModel
 
@@ -58,14 +59,15 @@ def enable(
     Raises:
         UnsupportedError: this version of transformers is not supported, or the model cannot run on rows.
         ArgumentError: the model is no `PreTrainedModel`, `max_seq_len` is missing or no number, `idle_seconds` is
-            negative, or `max_bytes` is given with a pool; or the pool is not a `FramePool`, or is a cache's own.
+            negative or no number, or `max_bytes` is given with a pool; or the pool is not a `FramePool`, or is a
+            cache's own.
         BudgetError, LayoutError: a number is out of range.
         DtypeError: there is no such kv_dtype, or the model's K and V cannot be stored in it.
     """
     check_version()
     _check_model(model)
     check_memory(pool, max_bytes=max_bytes)
-    if not idle_seconds >= 0:
+    if not (isinstance(idle_seconds, Real) and idle_seconds >= 0):
         raise ArgumentError(f"got idle_seconds={idle_seconds!r}; it must be 0 or more, or infinity for never")
     if max_seq_len is None:
         max_seq_len = getattr(model.config.get_text_config(), "max_position_embeddings", None)

@@ -132,6 +132,31 @@ def check_told(told: Mapping[str, Any], inputs: Any, config: GenerationConfig) -
             )
 
 
+def check_paged(config: GenerationConfig, max_length: int | None) -> None:
+    """Checks what `generate` is asked for where it runs continuous batching, which returns one tensor of one answer to
+    each prompt, and ends no request by its whole length.
+
+    Args:
+        config: what it uses.
+        max_length: what it was given, which `max_new_tokens` overrides.
+
+    Raises:
+        UnsupportedError: it is asked for something else.
+    """
+    how = 'cache_implementation="paged"'
+    for name, neutral in (("num_return_sequences", 1), ("return_dict_in_generate", False)):
+        value = getattr(config, name)
+        if value is not None and value != neutral:
+            raise UnsupportedError(
+                f"asked for {name}={value!r}, which generate does not return with {how}; leave one out, or call "
+                "generate_batch"
+            )
+    if max_length is not None and config.max_new_tokens is None:
+        raise UnsupportedError(
+            f"asked for max_length={max_length!r}, which generate does not heed with {how}; give max_new_tokens"
+        )
+
+
 def check_positions(model: PreTrainedModel, max_seq_len: int) -> None:
     """Raises `UnsupportedError` where a model cannot tell positions of so many tokens, or not those of requests that
     lie in one batch with longer ones: some turn all of them otherwise as soon as one is far behind."""

@@ -9,11 +9,20 @@ from types import MethodType
 from typing import Any
 
 import torch
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.continuous_batching import continuous_api as their_api
 
-from ...errors import UnsupportedError
-from ..request_checks import check_length, check_same, check_told, token_ids, vocabulary_of, within_vocabulary
+from ...errors import UnsupportedError, VmmkvError
+from ..request_checks import (
+    check_length,
+    check_paged,
+    check_same,
+    check_told,
+    end_ids,
+    token_ids,
+    vocabulary_of,
+    within_vocabulary,
+)
 from ..rotation import defer_rotation, restore_rotation
 from ..row_caches import Options
 from ..whole_layers import Inside
@@ -28,6 +37,10 @@ OF_GENERATE_BATCH = inspect.signature(their_api.ContinuousMixin.generate_batch).
 """What transformers heeds."""
 NOT_HANDED_ON = ("logits_processor", "custom_generate")
 """What `generate` leaves out without a word where it runs continuous batching. Of others it says so itself."""
+
+
+class OfGenerate(str):
+    """The `cache_implementation` with which `generate` calls `generate_batch`: it makes one tensor of all answers."""
 
 
 def put_on_rows(model: PreTrainedModel, options: Options) -> None:
@@ -82,9 +95,29 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
         new = config.max_new_tokens if max_new_tokens is None else max_new_tokens
         check_length(max_seq_len, max(map(len, ids), default=0), new)
-        return type(model).generate_batch(model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs)
+        results = type(model).generate_batch(
+            model, ids, generation_config, *args, max_new_tokens=max_new_tokens, **kwargs
+        )
+        if isinstance(kwargs.get("cache_implementation"), OfGenerate):
+            _pad(results, config)
+        return results
 
     return generate_batch
+
+
+def _pad(results: dict[str, Any], config: GenerationConfig) -> None:
+    """Has answers be as long as each other, as `generate` does.
+
+    Raises:
+        VmmkvError: one is none, which a tensor cannot tell.
+    """
+    for name, result in results.items():
+        if result.error is not None:
+            raise VmmkvError(f"{name} of the prompts of generate ended with an error: {result.error}")
+    pad = end_ids(config.eos_token_id)[0] if config.pad_token_id is None else config.pad_token_id
+    longest = max((len(result.generated_tokens) for result in results.values()), default=0)
+    for result in results.values():
+        result.generated_tokens = result.generated_tokens + [pad] * (longest - len(result.generated_tokens))
 
 
 @functools.wraps(GenerationMixin.generate)
@@ -99,6 +132,11 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
                     f"asked for {name}, which generate does not hand on to continuous batching; leave it out, or "
                     'cache_implementation="paged"'
                 )
+        if not given.get("custom_generate"):
+            told, config = given["kwargs"], given.get("generation_config")
+            max_length = told.get("max_length", getattr(config, "max_length", None))
+            check_paged(model._prepare_generation_config(config, **told)[0], max_length)
+            kwargs["cache_implementation"] = OfGenerate("paged")
     return type(model).generate(model, *args, **kwargs)
 
 
