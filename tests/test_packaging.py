@@ -118,7 +118,7 @@ PRIVATE = {
     # Numba: the variables of a function that it compiles, which it copies over and over.
     "_con",
     # transformers: which attention a model runs, and may run; of continuous batching what runs a step, pads it, and
-    # admits, ends and keeps; the manager of its server, and what its handlers
+    # admits, ends and keeps; what `generate` makes of its arguments; the manager of its server, and what its handlers
     # make of requests.
     "_attn_implementation",
     "_build_generation_config",
@@ -131,6 +131,7 @@ PRIVATE = {
     "_get_waiting_candidates",
     "_handle_request_error",
     "_normalize_input",
+    "_prepare_generation_config",
     "_resolve_model",
     "_validate_request",
     "_run_generation_loop",
