@@ -30,9 +30,9 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=DEVICE).bfloat16()
 
 
-def rows() -> list[torch.Tensor]:
+def rows(head_dim: int = DIM) -> list[torch.Tensor]:
     """K and V, `[rows, tokens, kv_heads, head_dim]`."""
-    return [random(len(LENGTHS), CAPACITY, KV_HEADS, DIM) for _ in "kv"]
+    return [random(len(LENGTHS), CAPACITY, KV_HEADS, head_dim) for _ in "kv"]
 
 
 def blocks() -> list[torch.Tensor]:
@@ -90,6 +90,19 @@ def append_by_address() -> list[torch.Tensor]:
     return [k, v]
 
 
+def rotary_of(tokens: int, rotary_dim: int = DIM) -> RotateHalf:
+    """Rotates new tokens, and their queries."""
+    query = random(tokens, HEADS, DIM)
+    return RotateHalf(query, torch.empty_like(query), random(tokens, rotary_dim), random(tokens, rotary_dim))
+
+
+def append_rotated() -> list[torch.Tensor]:
+    """Half of each head is rotated, and half is not."""
+    (k, v), rotary = rows(), rotary_of(sum(LENGTHS), DIM // 2)
+    append(*new(sum(LENGTHS)), k, v, int32(0, 1, 2), int32(0, 0, 0), cumulated(LENGTHS), rotary=rotary)
+    return [k, v, rotary.rotated]
+
+
 def append_in_8_bits() -> list[torch.Tensor]:
     held = in_8_bits(torch.int8)
     scales = {name: held[name] for name in ("k_scales", "v_scales")}
@@ -98,10 +111,8 @@ def append_in_8_bits() -> list[torch.Tensor]:
 
 
 def append_rotated_in_8_bits() -> list[torch.Tensor]:
-    held, tokens = in_8_bits(), len(LENGTHS)
-    query, starts = random(tokens, HEADS, DIM), last_ones()
-    rotary = RotateHalf(query, torch.empty_like(query), random(tokens, DIM), random(tokens, DIM))
-    append(*new(), held["k"], held["v"], int32(0, 1, 2), starts, rotary=rotary,
+    held, rotary = in_8_bits(), rotary_of(len(LENGTHS))
+    append(*new(), held["k"], held["v"], int32(0, 1, 2), last_ones(), rotary=rotary,
            k_scales=held["k_scales"], v_scales=held["v_scales"])  # fmt: skip
     return [held["k_scales"], held["v_scales"], rotary.rotated]
 
@@ -115,6 +126,10 @@ def append_in_8_bits_of_sequences() -> list[torch.Tensor]:
 
 def decode_with(kernel: str) -> Callable[[], list[torch.Tensor]]:
     return lambda: [decode(random(len(LENGTHS), 1, HEADS, DIM), *rows(), int32(*LENGTHS), kernel=kernel)]
+
+
+def decode_heads(head_dim: int, heads: int = HEADS, q_len: int = 1) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [decode(random(len(LENGTHS), q_len, heads, head_dim), *rows(head_dim), int32(*LENGTHS))]
 
 
 def decode_blocks() -> list[torch.Tensor]:
@@ -208,12 +223,15 @@ CALLS: dict[str, Callable[[], list[torch.Tensor]]] = {
     "append, blocks": append_in_blocks,
     "append, behind": append_behind_lengths,
     "append, by address": append_by_address,
+    "append, rotary": append_rotated,
     "append, 8 bits": append_in_8_bits,
     "append, rotary, 8 bits": append_rotated_in_8_bits,
     "append, 8 bits of sequences": append_in_8_bits_of_sequences,
     "decode": decode_with("auto"),
     "decode, plain": decode_with("plain"),
     "decode, blocks": decode_blocks,
+    "decode, queries in shared memory": decode_heads(128, 4 * KV_HEADS, 8),
+    "decode, pairs of KV heads": decode_heads(80),
     "decode, 8 bits": decode_8_bits(torch.float8_e4m3fn),
     "decode, int8": decode_8_bits(torch.int8),
     "prefill": prefill_with("auto"),
