@@ -3,7 +3,9 @@ of the call that launched it, or refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -11,11 +13,11 @@ import pytest
 import torch
 from conftest import DEVICE, int32, run_module_here
 
-from benchmarks import counters_tables
+from benchmarks import counters_calls, counters_tables
 from benchmarks.counters import COUNTERS, by_call, launches, parse
 from benchmarks.counters_calls import CALLS
 from benchmarks.tables import NOT_MEASURED, TABLES
-from vmmkv.kernels import copy_tokens, decode
+from vmmkv.kernels import attention, copy_tokens, decode
 
 OLD = {"kernels": {"decode, mma, 64 x 4096": {"microseconds": 356.224, "registers": 192.0}}}
 """What results hold that know neither of other calls nor of what warps wait for."""
@@ -136,6 +138,43 @@ def test_launches_are_noted_in_their_order() -> None:
     copy(ones, zeros)
     assert names == ["vmmkv_copy", "vmmkv_plain", "vmmkv_copy"]
     assert torch.equal(kv[0], kv[1])
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> list[attention.Call]:
+    """Calls of attention, which are planned, of little data, and not launched; no kernel depends on how much there
+    is."""
+    batch, call, prompt = counters_calls.make_batch, counters_calls.make_call, counters_calls.make_prompt
+    small: dict[str, Callable[..., object]] = {
+        "make_batch": lambda case, *to: batch(replace(case, seq_lens=(16,), q_len=min(case.q_len, 16)), *to),
+        "make_call": lambda shape, _, __, device: call(shape, 1, 16, device),
+        "make_prompt": lambda shape, _, device: prompt(shape, 64, device),
+    }
+    for name, making in small.items():
+        monkeypatch.setattr(counters_calls, name, making)
+    calls: list[attention.Call] = []
+    monkeypatch.setattr(attention, "launch", lambda call, *_: calls.append(call))
+    return calls
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="plans are those of a Hopper without a GPU alone, which compiles nothing")
+@pytest.mark.parametrize("name", [name for name in CALLS if name.startswith(("decode", "prefill"))])
+def test_calls_launch_what_their_names_say(name: str, planned: list[attention.Call]) -> None:
+    def said(what: str, otherwise: int) -> int:
+        found = re.search(what, name)
+        return int(found[1]) if found else otherwise
+
+    with CALLS[name](torch.device(DEVICE)) as call:
+        call()
+    (kernel,) = (each.launch.kernel for each in planned)
+    variant, latents = kernel.constants[0], "latents" in name
+    part, how, *_ = name.split(", ")
+    assert (kernel.name, kernel.factory.__module__.split("_")[-1]) == (f"vmmkv_{part}", how)
+    assert variant.head_dim == said(r"heads of (\d+)", 576 if latents else 128)
+    assert variant.heads_per_kv == said(r"(\d+) heads", 4)
+    assert variant.q_len == (said(r"(\d+) queries", 1) if part == "decode" else 0)
+    assert variant.kv_dtype == (torch.float8_e4m3fn if "fp8" in name else None)
+    assert variant.causal
 
 
 def test_results_without_later_counters_have_tables() -> None:
