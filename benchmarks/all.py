@@ -148,7 +148,7 @@ BENCHMARKS = {
         " --json",
     ),
     "sleeping": Benchmark(Kind.SERVING, 1.7, "-m benchmarks.sleeping --vllm {vllm} --json"),
-    "counters": Benchmark(Kind.GPU, 1.5, "-m benchmarks.counters --json"),
+    "counters": Benchmark(Kind.GPU, 2.5, "-m benchmarks.counters --json"),
     "swap": Benchmark(Kind.GPU, 1, "-m benchmarks.swap --json"),
     "serve_rates": Benchmark(
         Kind.GPUS,
