@@ -165,8 +165,9 @@ class SimulatedDevice(FaultyDriver):
                 return
             stream = self.random.choice(ready)
             if stream.queue[0]() is not False:
-                stream.queue.popleft()
+                done = stream.queue.popleft()
                 stream.done += 1
+                del done  # only now: whoever ends with it may wait for the device
 
     def run_until(self, finished: Callable[[], bool]) -> None:
         """What the host does when it waits."""
