@@ -427,15 +427,21 @@ def test_who_is_suspended_has_nothing_that_is_not_lent() -> None:
         cache.check()
 
 
-@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
-@pytest.mark.parametrize("mapped", ["all", "some"])
-def test_who_comes_back_to_pages_that_lie_there_still_asks_for_them(mapped: str, options: dict[str, bool]) -> None:
-    """What lies behind its tokens goes where others are guaranteed it; who cannot have those themselves stays away."""
+def beside_guarantees(options: dict[str, bool]) -> tuple[vmmkv.KVCache, vmmkv.KVCache]:
+    """A cache that may suspend, and one on its pool that is guaranteed half of the pages, 16 that hold tokens."""
     driver = small_driver("cpu")
     pool = vmmkv.FramePool((16 + options.get("zero_tail", False)) * driver.page_size, driver=driver)
     common = {"pool": pool, "lookahead": 0, "large_frames": False}
     mine = vmmkv.KVCache(LAYOUT, 3, MAX_SEQ_LEN, host_bytes="1MiB", **common, **options)  # type: ignore[arg-type]
     owner = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, guaranteed=8 * driver.page_size, **common)  # type: ignore[arg-type]
+    return mine, owner
+
+
+@pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
+@pytest.mark.parametrize("mapped", ["all", "some"])
+def test_who_comes_back_to_pages_that_lie_there_still_asks_for_them(mapped: str, options: dict[str, bool]) -> None:
+    """What lies behind its tokens goes where others are guaranteed it; who cannot have those themselves stays away."""
+    mine, owner = beside_guarantees(options)
     sequence = mine.sequence(8 * TOKENS)
     sequence.k(0).fill_(7)
     sequence.truncate(3 * TOKENS)
@@ -457,11 +463,7 @@ def test_who_comes_back_to_pages_that_lie_there_still_asks_for_them(mapped: str,
 
 @pytest.mark.parametrize("options", [{}, {"scrub": True}, {"zero_tail": True}], ids=str)
 def test_who_comes_back_without_tokens_has_no_more_behind_it_than_it_may(options: dict[str, bool]) -> None:
-    driver = small_driver("cpu")
-    pool = vmmkv.FramePool((16 + options.get("zero_tail", False)) * driver.page_size, driver=driver)
-    common = {"pool": pool, "lookahead": 0, "large_frames": False}
-    mine = vmmkv.KVCache(LAYOUT, 3, MAX_SEQ_LEN, host_bytes="1MiB", **common, **options)  # type: ignore[arg-type]
-    owner = vmmkv.KVCache(LAYOUT, 2, MAX_SEQ_LEN, guaranteed=8 * driver.page_size, **common)  # type: ignore[arg-type]
+    mine, owner = beside_guarantees(options)
     sequence = mine.sequence(8 * TOKENS)
     sequence.truncate(0)
     sequence.suspend()
