@@ -28,9 +28,9 @@ def trial_capture(device: torch.device) -> Iterator[None]:
     torch.cuda.empty_cache()  # else the caching allocator may ask for events, which a capture does not allow
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     with torch.cuda.stream(stream):
-        (status,) = cu.cuStreamBeginCapture(stream.cuda_stream, THREAD_LOCAL)
-        check("cuStreamBeginCapture", status)
-        try:
+        try:  # from here on: else an interruption leaves a stream in capture that somebody else is given
+            (status,) = cu.cuStreamBeginCapture(stream.cuda_stream, THREAD_LOCAL)
+            check("cuStreamBeginCapture", status)
             yield
         finally:
             status, graph = cu.cuStreamEndCapture(stream.cuda_stream)
