@@ -173,6 +173,16 @@ BENCHMARKS = {
         "-m benchmarks.step_times --reuse --memory 8GiB --requests 600 --tokens 500000 --max-sequences 128"
         " --model qwen3-0.6b --json",
     ),
+    "step_times_wait": Benchmark(
+        Kind.GPU,
+        1.5,
+        "-m benchmarks.step_times --wait --memory 4GiB --trace {conv} --model qwen3-0.6b --json",
+    ),
+    "step_times_8b": Benchmark(
+        Kind.GPUS,
+        2.5,
+        "-m benchmarks.step_times --memory 8GiB --requests 90 --rounds 2 --trace {conv} --model llama-3.1-8b --json",
+    ),
     "step_times_mooncake": Benchmark(
         Kind.SERVING,
         1.7,

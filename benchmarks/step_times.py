@@ -1,11 +1,13 @@
 """Where the time of serving goes on rows and in blocks: kernels of the device, and what the host does between them.
 
-    python -m benchmarks.step_times [--trace FILE]... [--reuse] [--model NAME] [--memory BYTES] [--rounds N] [--json]
+    python -m benchmarks.step_times [--trace FILE]... [--reuse] [--wait] [--model NAME] [--memory BYTES] [--rounds N]
+                                    [--json]
 
 Requests are served as in `benchmarks.serve`, all waiting from the beginning, in rounds in turns; then once more under
 torch's profiler, which adds up the time of each kernel. A run that takes longer than its kernels waits for the host:
 for its cache manager, the driver calls in it, scheduling, and launches. With `--reuse` requests begin with what others
-have computed, on rows and in blocks; without a trace their prompts begin with one of a few.
+have computed, on rows and in blocks; without a trace their prompts begin with one of a few. With `--wait` the host
+takes the tokens of each step before it plans the next.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class Kernel(NamedTuple):
 def main(
     trace: options.Traces = None,
     reuse: Annotated[bool, typer.Option("--reuse", help="With prefix reuse.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="For the tokens of each step.")] = False,
     model: options.ModelName = None,
     memory: options.Memory = None,
     requests: Annotated[int, typer.Option(min=1, help="Most requests of a trace.")] = 150,
@@ -82,10 +85,13 @@ def main(
         "environment": environment(driver.device),
         "model": name,
         "reuse": reuse,
+        "wait": wait,
         "budget_bytes": max_bytes,
         "chunk": chunk,
         "workloads": [describe(workload) for workload in workloads],
-        "serving": [row for workload in workloads for row in measure(settings, workload, rounds, reuse)],
+        "serving": [
+            row for workload in workloads for row in measure(settings, workload, Load(wait=wait), rounds, reuse)
+        ],
     }
     result["comparisons"] = compare(result)
     if json_output:
@@ -94,30 +100,32 @@ def main(
         show(result)
 
 
-def measure(settings: Settings, workload: Workload, rounds: int, reuse: bool) -> list[Row]:
+def measure(settings: Settings, workload: Workload, load: Load, rounds: int, reuse: bool) -> list[Row]:
     """A row for each backend: of the run with the median throughput, with the kernels of one more."""
     found: dict[str, list[Row]] = {name: [] for name in BACKENDS}
     with ExitStack() as stack:
         made = {name: make_engine(settings, workload, f"{name}+{REUSE}" if reuse else name) for name in BACKENDS}
         engines = {name: stack.enter_context(closing(engine)) for name, engine in made.items()}
-        for _, name, _ in turns(list(BACKENDS), [Load()], rounds, 0):
-            found[name].append(serve(settings, workload, engines[name]))
+        for _, name, _ in turns(list(BACKENDS), [load], rounds, 0):
+            found[name].append(serve(settings, workload, engines[name], load))
         about = {name: {"trace": workload.name, "backend": name} for name in BACKENDS}
-        return [about[name] | middle(found[name]) | profiled(settings, workload, engines[name]) for name in BACKENDS]
+        return [
+            about[name] | middle(found[name]) | profiled(settings, workload, engines[name], load) for name in BACKENDS
+        ]
 
 
-def serve(settings: Settings, workload: Workload, engine: Engine) -> Row:
+def serve(settings: Settings, workload: Workload, engine: Engine, load: Load) -> Row:
     """What one run took, all requests at once."""
-    _, row = run_load(settings, workload, engine, Load(), 0, None, lambda finished, total: None)
+    _, row = run_load(settings, workload, engine, load, 0, None, lambda finished, total: None)
     free_memory()
     return row
 
 
-def profiled(settings: Settings, workload: Workload, engine: Engine) -> Row:
+def profiled(settings: Settings, workload: Workload, engine: Engine, load: Load) -> Row:
     """What kernels and copies of the device take in a step of a run; nothing where there is no GPU."""
     activity = ProfilerActivity.CUDA if settings.model.device.type == "cuda" else ProfilerActivity.CPU
     with profile(activities=[activity]) as profiler:
-        row = serve(settings, workload, engine)
+        row = serve(settings, workload, engine, load)
     events = [event for event in profiler.key_averages() if event.device_type == DeviceType.CUDA]
     kernels = [Kernel(event.key, event.count, event.self_device_time_total) for event in events]
     return {

@@ -311,19 +311,10 @@ def sleep_mode(result: Result) -> str:
     return markdown(*sleeping.table(result))
 
 
-@table("step_times_conv_gpu.json")
-def step_times_conv(result: Result) -> str:
-    return markdown(*step_times.table(result))
-
-
-@table("step_times_reuse_gpu.json")
-def step_times_reuse(result: Result) -> str:
-    return markdown(*step_times.table(result))
-
-
-@table("step_times_mooncake_gpu.json")
-def step_times_mooncake(result: Result) -> str:
-    return markdown(*step_times.table(result))
+for name in ("conv", "reuse", "mooncake", "wait", "8b"):
+    TABLES[f"step-times-{name}"] = Table(
+        (f"step_times_{name}_gpu.json",), lambda result: markdown(*step_times.table(result))
+    )
 
 
 @table("overread_gpu.json")

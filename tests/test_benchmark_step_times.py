@@ -10,13 +10,16 @@ from unittest.mock import Mock
 import pytest
 from conftest import run_module_here
 
+from benchmarks.serve.measure import Load
 from benchmarks.step_times import BACKENDS, SHOWN, Kernel, compare, largest, measure, table
 
 
-@pytest.mark.parametrize(("requests", "reuse"), [(6, []), (4, ["--reuse"])], ids=["alone", "reuse"])
-def test_a_step_is_as_long_as_what_it_consists_of(requests: int, reuse: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("requests", "way"), [(6, []), (4, ["--reuse"]), (3, ["--wait"])], ids=["alone", "reuse", "each step waited for"]
+)
+def test_a_step_is_as_long_as_what_it_consists_of(requests: int, way: list[str]) -> None:
     few = "--device", "cpu", "--rounds", "1", "--requests", str(requests)
-    done = run_module_here("benchmarks.step_times", *few, *reuse, "--json")
+    done = run_module_here("benchmarks.step_times", *few, *way, "--json")
     assert not done.returncode, done.stderr
     result = json.loads(done.stdout)
     assert [row["backend"] for row in result["serving"]] == list(BACKENDS)
@@ -25,7 +28,8 @@ def test_a_step_is_as_long_as_what_it_consists_of(requests: int, reuse: list[str
         step = row["seconds"] * 1e6 / row["steps"]
         assert 0 <= row["driver_us"] <= row["manager_us"] <= row["host_us"] <= step
         assert row["device_us"] == 0  # there is no device
-        assert ("system prompts" in row["trace"]) == result["reuse"] == bool(reuse)
+        assert ("system prompts" in row["trace"]) == result["reuse"] == ("--reuse" in way)
+    assert result["wait"] == ("--wait" in way)
     _, lines = table(result)
     assert list(lines[0][1:]) == [f"{row['seconds'] * 1e6 / row['steps']:,.0f}" for row in result["serving"]]
 
@@ -64,5 +68,5 @@ def test_engines_of_both_backends_reuse_or_do_not(monkeypatch: pytest.MonkeyPatc
     for name in ("serve", "middle", "profiled"):
         monkeypatch.setattr(f"benchmarks.step_times.{name}", lambda *_: {})
     for reuse in (False, True):
-        measure(Mock(), Mock(), 1, reuse)
+        measure(Mock(), Mock(), Load(), 1, reuse)
     assert made == [*BACKENDS, *(f"{name}+reuse" for name in BACKENDS)]
