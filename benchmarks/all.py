@@ -110,7 +110,7 @@ BENCHMARKS = {
     ),
     "batching_qwen3": Benchmark(
         Kind.GPU,
-        2,
+        2.7,
         "-m benchmarks.batching --trace {conv} --model Qwen3-0.6B --memory 16GiB --seconds 20 --rounds 1 --json",
     ),
     "attention": Benchmark(Kind.GPU, 2.7, "-m benchmarks.attention --trace {conv} --json"),
@@ -168,19 +168,19 @@ BENCHMARKS = {
         "-m benchmarks.step_times --memory 4GiB --trace {conv} --model qwen3-0.6b --json",
     ),
     "step_times_reuse": Benchmark(
-        Kind.GPU,
-        1.5,
-        "-m benchmarks.step_times --reuse --memory 8GiB --requests 600 --tokens 500000 --max-sequences 128"
+        Kind.GPUS,
+        4,
+        "-m benchmarks.step_times --reuse --memory 8GiB --requests 600 --tokens 500000 --max-sequences 128 --rounds 2"
         " --model qwen3-0.6b --json",
     ),
     "step_times_wait": Benchmark(
         Kind.GPU,
-        1.5,
+        2,
         "-m benchmarks.step_times --wait --memory 4GiB --trace {conv} --model qwen3-0.6b --json",
     ),
     "step_times_8b": Benchmark(
         Kind.GPUS,
-        2.5,
+        3,
         "-m benchmarks.step_times --memory 8GiB --requests 90 --rounds 2 --trace {conv} --model llama-3.1-8b --json",
     ),
     "step_times_mooncake": Benchmark(
