@@ -5,9 +5,9 @@
 Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
 stopped, and measured by what was generated until then. Tokens on rows are compared with those on blocks. Then first
 tokens of prompts of which nine tenths are known, and of others; and how far log probabilities are from fp32. On rows
-forward passes run as they are, and compiled as transformers' `default_compile_level=1` has it; on blocks with `sdpa`,
-and with each FlashAttention that transformers finds (or `--attention NAME`). Without a GPU a tiny model runs, as it is,
-with lengths divided by 16, and speeds say nothing.
+forward passes run as they are, compiled as transformers' `default_compile_level=1` has it, and so with those that hold
+prompts as CUDA graphs too; on blocks with `sdpa`, and with each FlashAttention that transformers finds (or `--attention
+NAME`). Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,13 @@ from vmmkv.memory.budget import parse_bytes
 Row = dict[str, Any]
 Answers = dict[str, list[int]]
 """By the names of requests, the tokens that they got."""
-ROWS, COMPILED = "rows", "rows, compiled"
+ROWS, COMPILED, GRAPHS = "rows", "rows, compiled", "rows, compiled, graphs of prompts"
+SYSTEMS: dict[str, Row] = {
+    ROWS: {},
+    COMPILED: {"default_compile_level": 1},
+    GRAPHS: {"default_compile_level": 1, "use_cuda_graph": (True, True)},
+}
+"""On rows, and what their `ContinuousBatchingConfig` has beside what all have."""
 BATCH_TOKENS = 2048
 """Of a forward pass."""
 KNOWN = 0.9
@@ -122,7 +128,7 @@ def serve(
     of so many, on rows. Tokens on rows are compared with those of the first attention."""
     made: list[tuple[Row, Answers]] = []
     first: Row = {}
-    for system in (ROWS, COMPILED) if model.device.type == "cuda" else (ROWS,):
+    for system in SYSTEMS if model.device.type == "cuda" else (ROWS,):
         with manager_of(model, system, nbytes) as manager:
             warm_up(manager, workload, seconds)
             each = [run(manager, system, workload, number, seconds) for number in range(rounds)]
@@ -220,7 +226,7 @@ def finished_request(manager: Any) -> Any:
 def manager_of(model: Any, system: str, nbytes: int, most: int | None = None) -> Iterator[Any]:
     """A manager that is at work; where there are never more than so many requests it makes no graphs for more."""
     blocks = nbytes // (token_bytes(model.config) * 256)
-    if system in (ROWS, COMPILED):
+    if system in SYSTEMS:
         rows.enable(model, max_bytes=nbytes)
     batching = ContinuousBatchingConfig(
         max_batch_tokens=BATCH_TOKENS,
@@ -228,7 +234,7 @@ def manager_of(model: Any, system: str, nbytes: int, most: int | None = None) ->
         page_size=256,
         num_blocks=max(blocks, 1),
         auto_switch_to_flash=False,
-        default_compile_level=1 if system == COMPILED else 0,
+        **SYSTEMS.get(system, {}),
     )
     generation = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1)
     try:
