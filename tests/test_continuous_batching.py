@@ -34,7 +34,7 @@ from transformers.generation.continuous_batching.requests import RequestStatus, 
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import vmmkv
-from vmmkv.integrations import batching, row_groups
+from vmmkv.integrations import batching, row_attention, row_groups
 from vmmkv.integrations import continuous_batching as rows
 from vmmkv.integrations.batching.attention import attend_rows
 from vmmkv.integrations.batching.cache import RowCache
@@ -870,6 +870,58 @@ def test_one_graph_serves_a_batch_size_whatever_the_lengths(captures: tuple[str,
         rows.disable(model)
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["one batch", "one ahead"])
+def test_graphs_of_prompts_serve_every_batch_of_their_size(
+    captures: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch, ahead: bool
+) -> None:
+    """Whatever prompts and decode there are: a warm-up captures all sizes, and none comes later. What a pass tells
+    kernels beside what lies on the device is the same in all passes of a graph."""
+    device, sizes = captures
+    if ahead and device == "cpu":
+        pytest.skip("batches are made ahead on a GPU alone")
+    model, told = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device), {}
+    chance = Random()
+    expected = [answers(model, chance, chance.randint(2, 30), most=most) for most in (9, 60, 200)]
+    expected.append(answers(model, chance, 2, begin=[7] * 1100))  # transformers tells lengths apart from 1024 on
+    attend = row_attention.attend
+
+    def watch(query: torch.Tensor, kept: Any, batch: Any, **options: Any) -> torch.Tensor:
+        if batch.max_prompts:
+            told.setdefault((query.shape[0], batch.rows.shape[0]), set()).add(batch.max_prompts)
+        return attend(query, kept, batch, **options)
+
+    monkeypatch.setattr(row_attention, "attend", watch)
+    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=1300)
+    options: dict[str, Any] = {"use_cuda_graph": (True, False), "use_async_batching": ahead, "max_batch_tokens": 200}
+    try:
+        with Served(model, warm=True, **options, max_requests_per_batch=100) as served:
+            assert sizes == [200, 192, 128, 64] * (1 + ahead)
+            for each in expected:
+                served.check(each)
+            assert sizes == [200, 192, 128, 64] * (1 + ahead)
+    finally:
+        rows.disable(model)
+    assert {tokens: prompts for (tokens, _), prompts in told.items()} == {64: {64}, 128: {100}, 192: {100}, 200: {100}}
+
+
+def test_batches_of_many_prompts_run_without_a_graph(
+    captures: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, sizes = captures
+    monkeypatch.setattr("vmmkv.integrations.batching.inputs.MOST_TOKENS", 100)
+    monkeypatch.setattr("vmmkv.integrations.batching.runner.MOST_TOKENS", 100)
+    model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
+    many, one = answers(model, Random(), 20, begin=[7] * 40), answers(model, Random(), 1)
+    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
+    try:
+        with Served(model, use_cuda_graph=(True, False), max_batch_tokens=512, max_requests_per_batch=60) as served:
+            served.check(many)
+            served.check(one)
+        assert {*sizes} == {64}
+    finally:
+        rows.disable(model)
+
+
 def test_without_a_warm_up_there_are_no_more_graphs_than_transformers_has(captures: tuple[str, list[int]]) -> None:
     """Who did not wait for them before, waits for none but these later."""
     device, sizes = captures
@@ -1481,8 +1533,6 @@ def test_another_attention_under_a_manager_is_refused(model: PreTrainedModel) ->
     [
         {"decode_compile_config": transformers.CompileConfig()},  # which is mode="reduce-overhead"
         {"varlen_compile_config": transformers.CompileConfig(mode="default", fullgraph=True)},
-        {"use_cuda_graph": True},
-        {"use_cuda_graph": (True, True)},
     ],
     ids=str,
 )

@@ -79,8 +79,9 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
             name: GroupRows(self.admission, index, name) for index, name in enumerate(names)
         }
         self._tell_sizes(batching)
-        self._batch_size = self._max_prompts = batching.max_requests_per_batch or MAX_BATCH_TOKENS
-        """Sequences of the next forward pass, and how many of them have more than one new token."""
+        self._counts: tuple[int, int] | None = None
+        """Sequences of the next forward pass, and how many of them have more than one new token; None: as many as its
+        tensors have room for, as in a CUDA graph, which serves other batches too."""
         self._rows: list[list[int]] | None = None
         """Of the next forward pass, where layers are on several devices: of each request the rows that it has."""
 
@@ -130,6 +131,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
                 self.admission.end(request_id)
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
+        self._counts = None  # batches that are made up come next
         with stream_context(self.stream):
             self.admission.end_all()
             if clear_ledgers:
@@ -182,10 +184,11 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         for row, indices in zip(self.requests.rows(request_id), write_index):
             indices += [row] * query_length
 
-    def begin_batch(self, requests: list[Any]) -> None:
+    def begin_batch(self, requests: list[Any], *, is_graph_of_prompts: bool) -> None:
         """Takes the requests of the next forward pass, with their new tokens."""
         self.admission.look_at_adapters()
-        self._batch_size, self._max_prompts = len(requests), sum(each.query_length > 1 for each in requests)
+        counts = len(requests), sum(each.query_length > 1 for each in requests)
+        self._counts = None if is_graph_of_prompts else counts
         if len(self.requests.stages) > 1:  # what transformers' tensors hold of rows is for one device
             self._rows = [self.requests.rows(each.state.request_id) for each in requests]
 
@@ -211,8 +214,9 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         """Where the tokens of a forward pass are, in a layer group. Batches are padded by sequences without tokens."""
         kind, table = self.cache_allocators[self._groups[index].name], told["block_table"]
         cu_seqlens, cu_lengths = told["cu_seq_lens_q"], told["cu_seq_lens_k"][kind.layer_type]
+        sequences, prompts = self._counts or (cu_seqlens.shape[0] - 1,) * 2
         if table is None:
-            cu_seqlens, cu_lengths = cu_seqlens[: self._batch_size + 1], cu_lengths[: self._batch_size + 1]
+            cu_seqlens, cu_lengths = cu_seqlens[: sequences + 1], cu_lengths[: sequences + 1]
         lengths = cu_lengths.diff()
         if self._rows is not None:
             rows = lengths.new_tensor([rows[index] for rows in self._rows])
@@ -221,7 +225,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         else:  # each token has the row of its sequence
             homes = told["write_index"][kind.index]
             rows = homes[cu_seqlens[:-1].clamp(max=homes.shape[0] - 1)].int()
-        max_prompts = max(self._max_prompts, 1) if table is None else 0
+        max_prompts = max(prompts, 1) if table is None else 0
         return Packed(cu_seqlens, rows, lengths - cu_seqlens.diff(), lengths, max_prompts)
 
 

@@ -22,17 +22,8 @@ ALIKE = (
 
 
 def with_defaults(config: Any, device: torch.device) -> Any:
-    """A `ContinuousBatchingConfig` for rows.
-
-    Raises:
-        UnsupportedError: it asks for what cannot be done on them.
-    """
+    """A `ContinuousBatchingConfig` for rows."""
     config = copy.deepcopy(config)
-    if config.use_cuda_graph is True or (isinstance(config.use_cuda_graph, tuple) and config.use_cuda_graph[0]):
-        raise UnsupportedError(
-            "asked for CUDA graphs of forward passes with prompts; give use_cuda_graph=(False, True), for decode, and "
-            "vmmkv serve no --cb-use-cuda-graph"
-        )
     on_gpu = device.type == "cuda"
     if config.use_cuda_graph is None:
         config.use_cuda_graph = (False, on_gpu)
@@ -75,7 +66,7 @@ def _check_compiling(config: Any) -> None:
         raise UnsupportedError("asked for fullgraph=True; on rows compiled forward passes leave attention to kernels")
     if config.mode in OWN_GRAPHS or (config.options or {}).get("triton.cudagraphs"):
         raise UnsupportedError(
-            f"asked for mode={config.mode!r}, which captures CUDA graphs of its own; on rows whole decode passes are "
+            f"asked for mode={config.mode!r}, which captures CUDA graphs of its own; on rows whole forward passes are "
             'captured. Give mode="default" or "max-autotune-no-cudagraphs"'
         )
 

@@ -16,6 +16,9 @@ from ..with_names import with_names
 
 SEQUENCES = 64
 """Batches with prompts have a multiple of so many, where they are padded."""
+MOST_TOKENS, GRAPH_SEQUENCES = 2048, 256
+"""Of batches with prompts that run as CUDA graphs: tokens at most, since the more there are, the less it matters how long
+the host launches; and sequences, of which they have a multiple, since each number is a graph of its own."""
 
 GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
 """In the place of a request that has ended while a batch with it runs."""
@@ -29,8 +32,20 @@ class RowBatch(ContinuousBatchingIOs):
         batch with prompts has far fewer than it has tokens."""
         most = int(super()._get_num_sequences(use_padding))
         if use_padding and not self.use_block_table:
-            return min(-(-self.num_request_in_batch // SEQUENCES) * SEQUENCES, most)
+            multiple = GRAPH_SEQUENCES if self.is_graph_of_prompts else SEQUENCES
+            return min(-(-self.num_request_in_batch // multiple) * multiple, most)
         return most
+
+    @property
+    def is_graph_of_prompts(self) -> bool:
+        """Whether it holds prompts, and runs as a CUDA graph."""
+        return bool(self.use_cuda_graph_varlen and not self.use_block_table and self.num_q_tokens <= MOST_TOKENS)
+
+    def _get_graph_key(self) -> tuple[int, ...]:
+        """By what graphs are told apart: not by lengths, which lie on the device."""
+        if self.use_block_table:
+            return super()._get_graph_key()
+        return self.num_q_tokens, self._get_num_sequences(use_padding=True)
 
     def get_model_kwargs(self, use_padding: bool = False) -> Any:
         """What a pass is told, and our attention with it: not all layers hand it transformers' `cache`."""

@@ -127,9 +127,9 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
                 f'{type(model).__name__} runs attn_implementation="{chosen}" under a manager whose K and V lie in '
                 "rows. Somebody chose it; stop this manager first"
             )
-        requests = self.inputs_and_outputs.prepared.requests_in_batch
-        if any(request.query_length for request in requests):
-            self.cache.begin_batch(requests)
+        batch = self.inputs_and_outputs.prepared
+        if any(request.query_length for request in batch.requests_in_batch):
+            self.cache.begin_batch(batch.requests_in_batch, is_graph_of_prompts=batch.is_graph_of_prompts)
             super()._generation_step(model)
         else:  # there is nothing to compute before all of them fork
             self.inputs_and_outputs.retrieve_device_outputs()

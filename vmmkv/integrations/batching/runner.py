@@ -1,5 +1,6 @@
 """Runs forward passes. transformers pads those of decode to powers of two; here they are padded to closer sizes, see
-`decode_sizes`, of which a warm-up has made graphs or programs."""
+`decode_sizes`, of which a warm-up has made graphs or programs. Of those with prompts it makes graphs of all sizes;
+transformers makes one of the largest."""
 
 from __future__ import annotations
 
@@ -11,10 +12,13 @@ from transformers.generation.continuous_batching.model_runner import ModelRunner
 
 from ..model_weights import devices
 from .config import decode_sizes
+from .inputs import MOST_TOKENS, RowBatch, RowBatchesAhead
 
 
 class RowRunner(ModelRunner):
     """See above."""
+
+    inputs_and_outputs: RowBatch | RowBatchesAhead
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -37,26 +41,49 @@ class RowRunner(ModelRunner):
         tokens, read = super().maybe_pad_inputs(num_q_tokens, max_kv_read, use_decode_fast_path)
         if use_decode_fast_path and self.pad_inputs:
             tokens = max(tokens, self._all_sizes[0])
-            tokens = self._made_up or min((size for size in self._sizes if size >= num_q_tokens), default=tokens)
-        return tokens, read
+            tokens = min((size for size in self._sizes if size >= num_q_tokens), default=tokens)
+        return self._made_up or tokens, read
+
+    def _get_forward_fn(self, use_block_table: bool) -> tuple[Any, bool]:
+        forward, is_graph = super()._get_forward_fn(use_block_table)
+        return forward, is_graph and (use_block_table or self.inputs_and_outputs.prepared.is_graph_of_prompts)
 
     def run_one_warmup(self, model: Any, num_q_tokens: int, max_kv_read: int | None) -> float:
         """Warms up a size: see `ModelRunner.run_one_warmup`. With a power of two, of decode, come those that would be
-        padded to it otherwise. One request is made up for each, and the others are padding."""
-        compiling, took = self.cb_config.decode_compile_config, 0.0
-        if max_kv_read is not None or (compiling and compiling.dynamic is False):  # a program for each would be slow
-            return float(super().run_one_warmup(model, num_q_tokens, max_kv_read))
+        padded to it otherwise; with the largest batch of prompts all smaller ones that are graphs."""
+        if max_kv_read is not None:
+            return float(super().run_one_warmup(model, num_q_tokens, max_kv_read)) + self._warm_up_prompts(model)
+        if _has_program_for_each(self.cb_config.decode_compile_config):
+            return float(super().run_one_warmup(model, num_q_tokens, None))
+        took = 0.0
         for size in self._all_sizes:
-            if super().maybe_pad_inputs(size, 0, True)[0] == num_q_tokens:
-                self._made_up = size
-                try:
-                    seconds = super().run_one_warmup(model, 1, None)
-                finally:
-                    self._made_up = 0
-                if seconds:  # or else it failed
-                    self._sizes = sorted({*self._sizes, size})
-                    took += seconds
+            if super().maybe_pad_inputs(size, 0, True)[0] != num_q_tokens:
+                continue
+            if seconds := self._make_up(model, size, None):  # or else it failed
+                self._sizes = sorted({*self._sizes, size})
+                took += seconds
         return took
+
+    def _warm_up_prompts(self, model: Any) -> float:
+        """Makes the graphs of batches with prompts, the largest first, which take the most memory."""
+        if not self.use_cuda_graph_varlen or _has_program_for_each(self.cb_config.varlen_compile_config):
+            return 0.0
+        most = min(self.cache.max_batch_tokens, MOST_TOKENS)
+        padded = dict.fromkeys(self.maybe_pad_inputs(size, 0, False)[0] for size in range(most, 0, -1))
+        return sum(self._make_up(model, size, 0) for size in padded if size <= most)
+
+    def _make_up(self, model: Any, size: int, max_kv_read: int | None) -> float:
+        """Warms up a batch of a size, in which one request has a token and the rest is padding."""
+        self._made_up = size
+        try:
+            return float(super().run_one_warmup(model, 1, max_kv_read))
+        finally:
+            self._made_up = 0
+
+
+def _has_program_for_each(compiling: Any) -> bool:
+    """Whether each size is a program of its own: to make all of them would be slow."""
+    return compiling is not None and compiling.dynamic is False
 
 
 def _hidden_states_at(device: torch.device, model: Any) -> AbstractContextManager[Any]:
