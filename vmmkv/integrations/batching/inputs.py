@@ -17,7 +17,7 @@ from ..with_names import with_names
 SEQUENCES = 64
 """Batches with prompts have a multiple of so many, where they are padded."""
 MOST_TOKENS, GRAPH_SEQUENCES = 2048, 256
-"""Of batches with prompts that run as CUDA graphs: tokens at most, since the more there are, the less it matters how long
+"""Of batches with prompts that run as CUDA graphs: tokens at most, since the more there are, the less matters how long
 the host launches; and sequences, of which they have a multiple, since each number is a graph of its own."""
 
 GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
