@@ -117,9 +117,9 @@ PRIVATE = {
     "_version",
     # Numba: the variables of a function that it compiles, which it copies over and over.
     "_con",
-    # transformers: which attention a model runs, and may run; of continuous batching what runs a step, pads it, and
-    # admits, ends and keeps; what `generate` makes of its arguments; the manager of its server, and what its handlers
-    # make of requests.
+    # transformers: which attention a model runs, and may run; of continuous batching what runs a step, says whether
+    # it is a graph, and which, pads it, and admits, ends and keeps; what `generate` makes of its arguments; the manager
+    # of its server, and what its handlers make of requests.
     "_attn_implementation",
     "_build_generation_config",
     "_cached_continuous_batching_manager",
@@ -127,6 +127,8 @@ PRIVATE = {
     "_cb_config",
     "_create_batch_processor",
     "_generation_step",
+    "_get_forward_fn",
+    "_get_graph_key",
     "_get_num_sequences",
     "_get_waiting_candidates",
     "_handle_request_error",
