@@ -17,7 +17,7 @@ from benchmarks.batching_tables import compare_ranks
 APP = Typer()
 APP.command()(batching_ranks.main)
 FORKED = f"""
-    import multiprocessing, os, signal, threading, time
+    import gc, multiprocessing, os, signal, threading, time
     sys.path.insert(0, {str(ROOT)!r})
     from benchmarks import processes
     processes.get_context = lambda _: multiprocessing.get_context("fork")  # what is imported here is there
@@ -41,6 +41,7 @@ def test_an_interrupted_run_has_what_was_measured_before() -> None:
         run_processes(ranks, work, *args)
 
     batching_ranks.run_processes = run
+    gc.freeze()  # processes need not look through what was imported for garbage, as each would in the end
     try:
         typer.run(batching_ranks.main)
     finally:
