@@ -347,6 +347,10 @@ def test_prompts_in_rows_of_a_tebibyte() -> None:
         prefill(*arguments, kernel="wgmma")
 
 
+WAYS = [("prefill", "wgmma"), ("prefill", "mma"), ("decode", "mma"), ("prefill", "plain"), ("decode", "plain")]
+"""Functions and their kernels."""
+
+
 def new_tokens(kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
     """Queries of three sequences, K and V of rows with room for 64 tokens, and what may index them. A head of K and V
     is work of its own: one is enough where heads do not matter."""
@@ -383,9 +387,10 @@ def test_a_query_that_sees_nothing_gives_zeros(kernel: str) -> None:
         assert (out[index] == 0).all()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("block_size", [0, 16])
-@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
-def test_a_start_before_the_first_token_is_one_at_it(kernel: str, block_size: int) -> None:
+@pytest.mark.parametrize(("function", "kernel"), WAYS)
+def test_a_start_before_the_first_token_is_one_at_it(function: str, kernel: str, block_size: int) -> None:
     """What lies in front, of the row or of its part of the block table, holds NaN."""
     q = torch.randn(2, 1, 2, 64, device=DEVICE).to(bf16)
     k, v = (torch.randn(4, 48, 1, 64, device=DEVICE).to(bf16) for _ in "kv")
@@ -398,31 +403,33 @@ def test_a_start_before_the_first_token_is_one_at_it(kernel: str, block_size: in
     starts = int32([-python_random.randint(1, 48), -1])
     options = {"window": python_random.choice([0, 60]), "kernel": kernel}
     given, right = ((rows, each, table) for each in (starts, torch.zeros_like(starts)))
-    out = prefill(q[:, 0], k, v, cu_seqlens, lens, *given, **options)
-    assert torch.equal(out, prefill(q[:, 0], k, v, cu_seqlens, lens, *right, **options))
+    if function == "prefill":
+        out, expected = (prefill(q[:, 0], k, v, cu_seqlens, lens, *each, **options) for each in (given, right))
+    else:
+        out, expected = (decode(q, k, v, lens, *each, **options) for each in (given, right))
+    assert torch.equal(out, expected)
     assert out.isfinite().all()
-    if kernel != "wgmma":
-        out = decode(q, k, v, lens, *given, **options)
-        assert torch.equal(out, decode(q, k, v, lens, *right, **options))
-        assert out.isfinite().all()
 
 
-@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
-def test_a_length_below_nothing_is_nothing(kernel: str) -> None:
+@pytest.mark.few(6)
+@pytest.mark.parametrize("lens", [(30, None, 20), (None, None, None), (None, 30, 0)], ids=str)
+@pytest.mark.parametrize(("function", "kernel"), WAYS)
+def test_a_length_below_nothing_is_nothing(function: str, kernel: str, lens: tuple[int | None, ...]) -> None:
     """Neither the sequence's output nor that of others shows what lies where it would be."""
     q, k, v, _, _ = new_tokens(kv_heads=1)
     k[0], v[0], k[2, 30:], v[2, 30:] = [torch.nan] * 4
     below = -python_random.choice([1, 7, 16, 17, 40, 1 << 31])
-    calls = [lambda *indices: prefill(q[:, 0], k, v, int32([0, 1, 2, 3]), *indices, kernel=kernel)]
-    if kernel != "wgmma":
-        calls.append(lambda *indices: decode(q, k, v, *indices, kernel=kernel, out=torch.full_like(q, torch.nan)))
-    for lens in ([30, below, 20], [below, below, below], [below, 30, 0]):
-        rows = int32([2, 1, 2] if lens[0] > 0 else [1, 2, 1])
-        given, right = (int32(each) for each in (lens, [max(length, 0) for length in lens]))
-        for call in calls:
-            out = call(given, rows)
-            assert torch.equal(out, call(right, rows))
-            assert out.isfinite().all()
+    rows = int32([2, 1, 2] if lens[0] else [1, 2, 1])
+    outs = []
+    for nothing in (below, 0):
+        given = int32([nothing if length is None else length for length in lens])
+        outs.append(out := torch.full_like(q, torch.nan))
+        if function == "prefill":
+            prefill(q[:, 0], k, v, int32([0, 1, 2, 3]), given, rows, kernel=kernel, out=out[:, 0])
+        else:
+            decode(q, k, v, given, rows, kernel=kernel, out=out)
+    assert torch.equal(*outs)
+    assert outs[0].isfinite().all()
 
 
 @pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
@@ -440,21 +447,23 @@ def test_a_query_that_sees_nothing_looks_up_no_block(kernel: str) -> None:
         assert out[1].isfinite().all()
 
 
-@pytest.mark.parametrize("kernel", ["wgmma", "mma", "plain"])
-def test_a_sink_that_is_no_number_shows(kernel: str) -> None:
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("function", "kernel"), WAYS)
+def test_a_sink_that_is_no_number_shows(function: str, kernel: str) -> None:
     """In its head, of every query that sees a token; minus infinity is none, and a great one takes all weight."""
     q, k, v, lens, rows = new_tokens()
     q, lens, rows = q[:2], lens[:2], rows[:2]  # one with less than a tile of tokens, one with a whole
     sinks = torch.tensor([torch.nan, 0.5, -torch.inf, torch.inf], device=DEVICE)
-    calls = [lambda by: prefill(q[:, 0], k, v, int32([0, 1, 2]), lens, rows, sinks=by, kernel=kernel)]
-    if kernel != "wgmma":
-        calls.append(lambda by: decode(q, k, v, lens, rows, sinks=by, kernel=kernel)[:, 0])
-    for call in calls:
-        out, without = call(sinks), call(None)
-        assert out[:, 0].isnan().all()
-        assert out[:, 1:].isfinite().all()
-        assert torch.equal(out[:, 2], without[:, 2])
-        assert (out[:, 3].abs() < 1e-30).all()
+    if function == "prefill":
+        cu_seqlens = int32([0, 1, 2])
+        outs = [prefill(q[:, 0], k, v, cu_seqlens, lens, rows, sinks=by, kernel=kernel) for by in (sinks, None)]
+    else:
+        outs = [decode(q, k, v, lens, rows, sinks=by, kernel=kernel)[:, 0] for by in (sinks, None)]
+    out, without = outs
+    assert out[:, 0].isnan().all()
+    assert out[:, 1:].isfinite().all()
+    assert torch.equal(out[:, 2], without[:, 2])
+    assert (out[:, 3].abs() < 1e-30).all()
 
 
 def test_places_without_tokens_give_zeros_and_change_nothing() -> None:
@@ -524,10 +533,10 @@ def test_what_fp32_does_not_hold_is_refused(kernel: str) -> None:
 
 
 def test_tokens_behind_the_last_sequence_are_left_alone() -> None:
-    q, k, v, _, rows = new_tokens()
+    q, k, v, _, rows = new_tokens(kv_heads=1)
     k[2, 4:], v[2, 4:] = torch.nan, torch.nan
     for kernel in ("plain", "mma", "wgmma"):
-        out = torch.full((6, 4, 64), 7.0, device=DEVICE, dtype=bf16)
+        out = torch.full((6, 2, 64), 7.0, device=DEVICE, dtype=bf16)
         prefill(q[0].expand(6, -1, -1), k, v, int32([0, 4]), int32([4]), rows[:1], out=out, kernel=kernel)
         assert out[:4].isfinite().all()
         assert (out[4:] == 7).all()
@@ -609,6 +618,7 @@ def appended(
     return held._asdict() | {"seq_lens": int32(lengths), "rows": rows}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("scales", ["token_head", "sequence_head"])
 @pytest.mark.parametrize(("kv", "bound"), [(e4m3, 0.08), (int8, 0.02)], ids=str)
 def test_what_8_bits_lose(kv: torch.dtype, bound: float, scales: str) -> None:
@@ -734,8 +744,9 @@ def test_scales_may_be_negative(kv: torch.dtype, kernel: str) -> None:
 @pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # of the simulator, which sees 0 times infinity
 @pytest.mark.parametrize("strange", [torch.nan, torch.inf])
+@pytest.mark.parametrize("kernel", ["mma", "plain"])
 @pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
-def test_sequences_whose_scales_are_no_numbers_show(kv: torch.dtype, strange: float) -> None:
+def test_sequences_whose_scales_are_no_numbers_show(kv: torch.dtype, kernel: str, strange: float) -> None:
     """A head of K of one, and a head of V of another."""
     q, k, v, _, rows = new_tokens()
     lens, scales = int32([5, 20, 33]), torch.rand(2, 3, 2, device=DEVICE) + 0.1
@@ -744,12 +755,11 @@ def test_sequences_whose_scales_are_no_numbers_show(kv: torch.dtype, strange: fl
     given = {f"{name}_scales": each[:, None].expand(-1, 64, -1) for name, each in zip("kv", scales)}
     expected = torch.zeros(3, 4, 64, dtype=torch.bool, device=DEVICE)
     expected[rows == 0, 2:], expected[rows == 2, :2] = True, True
-    for kernel in ("mma", "plain"):
-        outs = (
-            decode(q, *numbers, lens, rows, **given, kernel=kernel)[:, 0],
-            prefill(q[:, 0], *numbers, int32([0, 1, 2, 3]), lens, rows, **given, kernel=kernel),
-        )
-        assert all(torch.equal(out.isnan(), expected) for out in outs)
+    outs = (
+        decode(q, *numbers, lens, rows, **given, kernel=kernel)[:, 0],
+        prefill(q[:, 0], *numbers, int32([0, 1, 2, 3]), lens, rows, **given, kernel=kernel),
+    )
+    assert all(torch.equal(out.isnan(), expected) for out in outs)
 
 
 @pytest.mark.parametrize("kv", [e4m3, int8], ids=str)
