@@ -152,36 +152,49 @@ def same_beginnings(dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     return q, k, v, int32([40, 21, 30, 27])
 
 
-def test_what_is_not_shared_is_left_to_decode() -> None:
-    """Rows do not begin with the same. Queries of fp32, no tensor cores, no groups, prefixes of no tokens, and such
-    as are too long, are as if there were no groups."""
-    for dtype, cu_groups, prefix_len, kernel in (
+@pytest.mark.few(3)
+@pytest.mark.parametrize(
+    ("dtype", "cu_groups", "prefix_len", "kernel"),
+    [
         (fp32, [0, 3], 20, "auto"),
         (bf16, [0, 3], 20, "plain"),
         (bf16, [2], None, "auto"),
         (bf16, [1, 4], 0, "mma"),
         (bf16, [1, 4], 21, "wgmma"),
-    ):
-        tensors = same_beginnings(dtype)
-        tensors[1].normal_()
-        prefix_lens = int32([] if prefix_len is None else [prefix_len])
-        out = cascade(*tensors, int32(cu_groups), prefix_lens, kernel=kernel)
-        exact = decode(*(each.float() for each in tensors[:3]), tensors[3])
-        assert (out - exact).norm() < 0.01 * exact.norm()
+    ],
+    ids=str,
+)
+def test_what_is_not_shared_is_left_to_decode(
+    dtype: torch.dtype, cu_groups: list[int], prefix_len: int | None, kernel: str
+) -> None:
+    """Rows do not begin with the same. Queries of fp32, no tensor cores, no groups, prefixes of no tokens, and such
+    as are too long, are as if there were no groups."""
+    tensors = same_beginnings(dtype)
+    tensors[1].normal_()
+    prefix_lens = int32([] if prefix_len is None else [prefix_len])
+    out = cascade(*tensors, int32(cu_groups), prefix_lens, kernel=kernel)
+    exact = decode(*(each.float() for each in tensors[:3]), tensors[3])
+    assert (out - exact).norm() < 0.01 * exact.norm()
 
 
+@pytest.mark.few(3)
+@pytest.mark.parametrize("where", ["behind", "before", "all"])
 @pytest.mark.parametrize("kernel", ["wgmma", "mma"])
-def test_groups_that_are_not_in_the_batch_share_nothing(kernel: str) -> None:
+def test_groups_that_are_not_in_the_batch_share_nothing(kernel: str, where: str) -> None:
     """They would read and write beyond it. Rows of theirs do not begin with the same; those of the others do."""
-    tensors = same_beginnings(bf16)
     beyond = python_random.choice([1, 5, 1000])
-    for cu_groups, others in (([0, 2, 4 + beyond], [2, 3]), ([-beyond, 2, 4], [0, 1]), ([4, 4 + beyond, 4], [])):
-        for states in tensors[1:3]:
-            states[:, :20] = states[:1, :20]
-            states[others] = torch.randn_like(states[others])
-        out = cascade(*tensors, int32(cu_groups), int32([20, 20]), kernel=kernel)
-        exact = decode(*(each.float() for each in tensors[:3]), tensors[3])
-        assert (out - exact).norm() < 0.01 * exact.norm()
+    cu_groups, others = {
+        "behind": ([0, 2, 4 + beyond], [2, 3]),
+        "before": ([-beyond, 2, 4], [0, 1]),
+        "all": ([4, 4 + beyond, 4], []),
+    }[where]
+    tensors = same_beginnings(bf16)
+    for states in tensors[1:3]:
+        states[:, :20] = states[:1, :20]
+        states[others] = torch.randn_like(states[others])
+    out = cascade(*tensors, int32(cu_groups), int32([20, 20]), kernel=kernel)
+    exact = decode(*(each.float() for each in tensors[:3]), tensors[3])
+    assert (out - exact).norm() < 0.01 * exact.norm()
 
 
 def test_what_does_not_fit_is_refused_before_any_launch() -> None:
