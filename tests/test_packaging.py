@@ -6,6 +6,7 @@ import ast
 import sys
 from collections import Counter
 from collections.abc import Container
+from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
@@ -161,10 +162,17 @@ def sources() -> dict[str, Path]:
 SOURCES = sources()
 
 
+@cache
+def parsed(code: str) -> tuple[ast.Module, list[ast.AST]]:
+    """The tree of a module, and all of its nodes."""
+    tree = ast.parse(code)
+    return tree, list(ast.walk(tree))
+
+
 def imported(code: str, module: str, is_package: bool) -> set[str]:
     """The modules that code imports, wherever it does: at the top, in functions, for type checkers."""
     names = set()
-    for node in ast.walk(ast.parse(code)):
+    for node in parsed(code)[1]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -236,11 +244,12 @@ def is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__") and name.isidentifier()
 
 
+@cache
 def definitions(code: str) -> Counter[str]:
     """Private names that code defines, and in how many classes: methods, attributes, slots. The module's have 0."""
-    tree = ast.parse(code)
+    tree, nodes = parsed(code)
     found: Counter[str] = Counter()
-    for each in [tree, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+    for each in [tree, *(node for node in nodes if isinstance(node, ast.ClassDef))]:
         names = set()
         for node in ast.walk(each) if each is not tree else ast.iter_child_nodes(each):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -266,20 +275,20 @@ def private_uses(code: str, elsewhere: Container[str] = ()) -> list[str]:
     Of which class an object is cannot be seen here. So its name is the module's own if one of its classes has such a
     name, and none of another module (`elsewhere`). `self` and bases may have what any class of ours has.
     """
-    tree = ast.parse(code)
-    nodes = list(ast.walk(tree))
+    _, nodes = parsed(code)
     own = definitions(code)
     bases = {ast.unparse(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases} | {"super()"}
     used = [alias.name for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names]
+    kinds = ast.Call, *(type(base) for node in nodes if isinstance(node, ast.ClassDef) for base in node.bases)
     for node in nodes:
         if isinstance(node, ast.Attribute):
-            of_base = ast.unparse(node.value) in bases
+            of_base = isinstance(node.value, kinds) and ast.unparse(node.value) in bases
             if is_own(node.value) or of_base:
                 foreign = node.attr not in elsewhere and own[node.attr] <= of_base
             else:
                 foreign = node.attr in elsewhere or not own[node.attr]
             used += [node.attr] if foreign else []
-    silent = [child for node in nodes if is_no_name(node) for child in ast.walk(node)]
+    silent = {child for node in nodes if is_no_name(node) for child in ast.walk(node)}
     texts = [node for node in nodes if isinstance(node, ast.Constant) and node not in silent]
     used += [node.value for node in texts if isinstance(node.value, str) and node.value not in own]
     return [name for name in used if is_private(name)]
