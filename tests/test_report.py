@@ -12,11 +12,25 @@ import pytest
 from conftest import ROOT
 
 from benchmarks import report, tables
+from benchmarks.ages import Age, ages
 from benchmarks.aims import compared, lines
 from benchmarks.cited import unheld
 from benchmarks.tables import TABLES, Table
 
 
+@pytest.fixture(scope="module")
+def ages_of_results() -> list[Age]:
+    """Found once: they ask git for each module of each result."""
+    return ages(ROOT)
+
+
+@pytest.fixture
+def _ages_once(ages_of_results: list[Age], monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (report, tables):
+        monkeypatch.setattr(module, "ages", {ROOT: ages_of_results}.__getitem__)
+
+
+@pytest.mark.usefixtures("_ages_once")
 def test_documents_and_plots_are_up_to_date() -> None:
     stale, _ = report.update(ROOT, check=True)
     assert not stale, "run python -m benchmarks.report"
@@ -26,6 +40,7 @@ def test_figures_in_prose_are_in_the_files_that_it_names() -> None:
     assert report.uncited(ROOT) == []
 
 
+@pytest.mark.usefixtures("_ages_once")
 def test_no_result_is_older_than_the_code_that_it_measures() -> None:
     assert report.outdated(ROOT) == []
 
