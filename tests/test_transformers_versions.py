@@ -5,6 +5,7 @@ the folder where it is: `pip install --no-deps --target FOLDER transformers==5.2
 from __future__ import annotations
 
 import os
+from textwrap import dedent
 
 import pytest
 import transformers
@@ -37,9 +38,8 @@ def test_the_newest_version_gives_the_same_tokens() -> None:
         print(transformers.__version__, flush=True)
         sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[1:]]))
     """
-    path = os.pathsep.join([folder, str(ROOT), os.environ.get("PYTHONPATH", "")])
     tests = [str(ROOT / "tests" / name) for name in TESTS]
-    child = run_python(code, *tests, fresh=True, env=os.environ | {"PYTHONPATH": path})
+    child = run_python(f"sys.path[:0] = {[folder, str(ROOT)]!r}\n" + dedent(code), *tests)
     assert child.returncode == 0, child.stdout + child.stderr
     version = child.stdout.split()[0]
     assert version.startswith(f"{TESTED[-1]}.")
