@@ -79,7 +79,7 @@ def full_pages(cache: VmmCache, tokens: int) -> int:
 # ---------------------------------------------------------------------- copies
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(8)
 @pytest.mark.parametrize("mode", [{"num_beams": 3}, {"do_sample": True}], ids=str)
 @pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("name", MODELS)
