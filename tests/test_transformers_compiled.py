@@ -456,7 +456,9 @@ def test_no_compiler_copies_rows(device: str) -> None:
     tokens = random_tokens(model, 1, 5)
     cache = vmm_cache(model.config, device, max_seq_len, max_batch_size=rows, compile=True)
     lengths = {"max_new_tokens": 3, "min_new_tokens": 3}
-    output = generate(model, tokens, past_key_values=cache, compile_config=compile_config(model, "inductor"), **lengths)
+    config = compile_config(model, "inductor")
+    with torch._inductor.config.patch({"cpp.simdlen": 1}):  # to read what vectors need takes a third of the compiler
+        output = generate(model, tokens, past_key_values=cache, compile_config=config, **lengths)
     assert torch.equal(output, generate(model, tokens, **lengths))
     check_one_graph()
 
