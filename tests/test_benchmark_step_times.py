@@ -15,7 +15,7 @@ from benchmarks.step_times import BACKENDS, SHOWN, Kernel, compare, largest, mea
 
 
 @pytest.mark.parametrize(
-    ("requests", "way"), [(6, []), (4, ["--reuse"]), (3, ["--wait"])], ids=["alone", "reuse", "each step waited for"]
+    ("requests", "way"), [(3, []), (2, ["--reuse"]), (2, ["--wait"])], ids=["alone", "reuse", "each step waited for"]
 )
 def test_a_step_is_as_long_as_what_it_consists_of(requests: int, way: list[str]) -> None:
     few = "--device", "cpu", "--rounds", "1", "--requests", str(requests)
