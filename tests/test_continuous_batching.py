@@ -41,7 +41,7 @@ from vmmkv.integrations.batching.cache import RowCache
 from vmmkv.integrations.batching.config import decode_sizes
 from vmmkv.integrations.batching.inputs import SEQUENCES
 from vmmkv.integrations.batching.manager import RowManager
-from vmmkv.integrations.batching.scheduler import RowScheduler
+from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
 from vmmkv.integrations.idle_memory import IdleMemory
 from vmmkv.integrations.left_to_attention import CACHE
 from vmmkv.integrations.pool_turns import PoolTurn
@@ -54,6 +54,8 @@ from vmmkv.memory.driver import open_driver
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
 PAGE_SIZE = 4096
+CHILDREN = [f"{CHILD}{number}" for number in range(2)]
+"""In names of those that fork where a prompt is to have three answers."""
 MODELS = [
     "llama-mha", "llama-gqa", "mistral", "qwen3", "gemma2", "gemma3", "gemma4", "gpt2", "gpt-oss", "deepseek-v3",
     *LEAST_MODELS,
@@ -744,6 +746,59 @@ def test_nothing_begins_with_what_other_weights_have_made(how: str) -> None:
         assert served.cache.stats().cached_tokens > 0
 
 
+@pytest.mark.parametrize("how", ["written to", "in the place of another of its name"])
+def test_nothing_begins_with_what_an_adapter_has_made_that_is_gone(how: str) -> None:
+    """It was put into the model while a manager runs it."""
+    one, other, bare = (copy.deepcopy(tiny_model("llama-gqa", "eager", "cpu")) for _ in range(3))
+    for model in (one, other):
+        put_adapter(model)
+    random, old, new = Random(), None, None
+    while not (old and new and old.tokens != new.tokens):
+        prompt = [random.randrange(2, VOCABULARY) for _ in range(60)]
+        old, new = answer(one, prompt), answer(other, prompt)
+    rows.enable(bare, pool=pool(300), max_seq_len=200)
+    with Served(bare) as served:
+        served.manager.add_request([7])
+        served.results(1)
+        with torch.no_grad():
+            put_adapter(bare).copy_(one.tuned.weight)
+            served.check([old])
+            if how == "written to":
+                bare.tuned.weight.copy_(other.tuned.weight)
+            else:
+                put_adapter(bare).copy_(other.tuned.weight)
+        served.check([new])
+        assert served.cache.stats().cached_tokens == 0
+        served.check([new])
+        assert served.cache.stats().cached_tokens > 0
+    rows.disable(bare)
+
+
+def put_adapter(model: PreTrainedModel) -> torch.Tensor:
+    """Gives a model an adapter of its embeddings, as PEFT does, in the place of what it has; returns its weights."""
+    model.peft_config, model.tuned = {}, Adapted()
+    model.tuned.weight = torch.nn.Parameter(torch.randn(model.get_input_embeddings().embedding_dim))
+    for hook in list(model.get_input_embeddings()._forward_hooks):
+        del model.get_input_embeddings()._forward_hooks[hook]
+    model.get_input_embeddings().register_forward_hook(lambda layer, given, states: states * model.tuned.weight)
+    return model.tuned.weight
+
+
+def test_nothing_begins_with_what_other_buffers_have_made(model: PreTrainedModel) -> None:
+    """Which some quantized layers have instead of parameters."""
+    (expected,) = answers(model, Random(), 1, begin=[7] * 40)
+    rows.enable(model, pool=pool(300), max_seq_len=200)
+    buffer = next(model.buffers())
+    with Served(model) as served:
+        for cached in (False, True):
+            served.check([expected])
+            assert (served.cache.stats().cached_tokens > 0) == cached
+        buffer.copy_(buffer.clone())
+        known = served.cache.stats().cached_tokens
+        served.check([expected])
+        assert served.cache.stats().cached_tokens == known
+
+
 def test_nothing_begins_with_what_two_adapters_have_made() -> None:
     """A request that runs while they change, and back, is computed with both."""
     one, other = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
@@ -1132,6 +1187,60 @@ def test_what_does_not_fit_a_row_is_refused_when_it_is_asked_for(model: PreTrain
         served.check(expected)
 
 
+def test_of_several_requests_all_are_added_or_none(model: PreTrainedModel) -> None:
+    """Nobody would know the names of those that were. Prompts may be tensors."""
+    expected = answers(model, Random(), 3)
+    good = [torch.tensor(each.prompt) for each in expected]
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    with Served(model) as served:
+        for wrong, error in (([7] * 99, vmmkv.SequenceTooLongError), ([], vmmkv.ArgumentError)):
+            with pytest.raises(error):
+                served.manager.add_requests([good[0], wrong, good[1]])
+        names = served.manager.add_requests(good)
+        results = served.results(3)
+    assert [results[name].generated_tokens for name in names] == [each.tokens for each in expected]
+
+
+def test_a_request_that_nobody_would_answer_is_refused(model: PreTrainedModel) -> None:
+    """After a stop, and after an error in a forward pass; until the next start."""
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    manager = model.init_continuous_batching(**config())
+    manager.start()
+    manager.stop()
+    with pytest.raises(vmmkv.StoppedError, match="stopping"):
+        manager.add_request(expected.prompt)
+    manager.start()
+    with patch.object(model.lm_head, "forward", side_effect=ValueError("broken")):
+        manager.add_request(expected.prompt)
+        soon(lambda: not manager.is_running())
+    assert manager.get_result().error == "broken"
+    with pytest.raises(vmmkv.StoppedError, match="fatal error"):
+        manager.add_requests([expected.prompt])
+    manager.start()
+    manager.add_request(expected.prompt)
+    assert manager.get_result(timeout=60).generated_tokens == expected.tokens
+    manager.stop()
+    manager.destroy()
+
+
+def test_who_is_new_is_told_of_a_hard_stop(model: PreTrainedModel) -> None:
+    """With those that were to fork from it."""
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    manager = model.init_continuous_batching(**config(num_return_sequences=3))
+    manager.start()
+    with manager.pause():  # the loop takes what is new when it goes on, and looks whether it is to stop
+        names = manager.add_requests([[7], [8, 9]])
+        stopping = threading.Thread(target=manager.stop, kwargs={"hard_stop": True})
+        stopping.start()
+        soon(lambda: manager.background_thread_status.local_status > 0)
+    stopping.join()
+    told = [manager.get_result() for _ in range(6)]
+    assert {each.request_id for each in told} == {f"{name}{of}" for name in names for of in ("", *CHILDREN)}
+    assert all("stopped" in each.error or "finished before" in each.error for each in told)
+    manager.destroy()
+
+
 def test_a_request_without_tokens_is_refused(model: PreTrainedModel) -> None:
     rows.enable(model, pool=pool(10), max_seq_len=100)
     with Served(model) as served, pytest.raises(vmmkv.ArgumentError, match="no input_ids"):
@@ -1381,6 +1490,39 @@ def test_a_manager_that_is_kept_is_not_asked_for_other_settings(model: PreTraine
     other["generation_config"].update(do_sample=True)
     with pytest.raises(vmmkv.ArgumentError, match="asked for do_sample=True of a persistent manager"):
         model.generate_batch([[5] * 9], persistent_manager=True, **other)
+
+
+def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrainedModel) -> None:
+    """transformers would return it, and work as it did. What is left open is as it was."""
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    options, kept = config(), {"persistent_manager": True}
+    for _ in range(2):
+        (result,) = model.generate_batch([expected.prompt], **options, **kept).values()
+        assert result.generated_tokens == expected.tokens
+    manager = model.init_continuous_batching()
+    assert manager is model.init_continuous_batching(**options)
+    other = config(return_logprobs=True)
+    with pytest.raises(vmmkv.ArgumentError, match="return_logprobs=True of a persistent"):
+        model.generate_batch([expected.prompt], **other, **kept)
+    with pytest.raises(vmmkv.ArgumentError, match="return_logprobs=True of a persistent"):
+        model.init_continuous_batching(**other)
+    with pytest.raises(vmmkv.ArgumentError, match="do_sample=True of a persistent"):
+        model.init_continuous_batching(GenerationConfig(do_sample=True))
+
+
+def test_a_manager_that_runs_is_neither_started_nor_warmed_up(model: PreTrainedModel) -> None:
+    """Batches that are made up would take the place of requests, and callers of `generate_batch` each other's results,
+    where they share a manager that is kept."""
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(100), max_seq_len=100)
+    model.generate_batch([expected.prompt], **config(), persistent_manager=True)
+    with Served(model) as served:
+        with pytest.raises(vmmkv.BusyError, match="start a manager that runs"):
+            model.generate_batch([expected.prompt], **config(), persistent_manager=True)
+        with pytest.raises(vmmkv.BusyError, match="warm up a manager that runs"):
+            served.manager.warmup()
+        served.check([expected])
 
 
 def test_ids_that_end_a_request_are_in_no_order() -> None:

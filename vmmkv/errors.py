@@ -136,7 +136,12 @@ class StreamCaptureError(VmmkvError):
 
 class BusyError(VmmkvError, RuntimeError):
     """A finalizer or a signal handler has used a cache, or a growable tensor, in the middle of another operation of the
-    same thread; or two threads have extended the same sequence at a time."""
+    same thread; or two threads have extended the same sequence at a time. Or a manager of continuous batching that
+    runs was started, or warmed up."""
+
+
+class StoppedError(VmmkvError, RuntimeError):
+    """A request was added to a manager of continuous batching that was stopped, or has ended with an error."""
 
 
 class InterruptedChangeError(VmmkvError, RuntimeError):

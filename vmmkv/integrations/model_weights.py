@@ -10,12 +10,17 @@ import torch
 
 def addresses(model: torch.nn.Module) -> list[int]:
     """At which addresses the weights of a model are."""
-    return [each.data_ptr() for each in (*model.parameters(), *model.buffers())]
+    return [each.data_ptr() for each in tensors(model)]
 
 
-def writes(parameters: Iterable[torch.Tensor]) -> int:
+def tensors(model: torch.nn.Module) -> list[torch.Tensor]:
+    """The weights of a model: its buffers, too, which are what some quantized layers have, and biases of experts."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def writes(weights: Iterable[torch.Tensor]) -> int:
     """How often these have been written to, as far as torch counts it: not through `.data`."""
-    return sum(each._version for each in parameters if not each.is_inference())
+    return sum(each._version for each in weights if not each.is_inference())
 
 
 def devices(model: torch.nn.Module) -> set[torch.device]:
@@ -23,9 +28,14 @@ def devices(model: torch.nn.Module) -> set[torch.device]:
     return {each.device for each in model.parameters()}
 
 
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT has put adapters into a model."""
+    return hasattr(model, "peft_config")
+
+
 def adapters(model: Any) -> Hashable:
     """The adapters that PEFT has put into a model, and uses; None where it has put none."""
-    if not hasattr(model, "peft_config"):
+    if not has_adapters(model):
         return None
     tuned = [each for each in model.modules() if isinstance(getattr(each, "active_adapters", None), list)]
     return frozenset((each.disable_adapters, *each.active_adapters) for each in tuned)

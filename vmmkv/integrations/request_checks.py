@@ -80,6 +80,17 @@ def check_same(asked: GenerationConfig, used: GenerationConfig) -> None:
             )
 
 
+def check_same_batching(asked: Any, used: Any) -> None:
+    """Raises `ArgumentError` where a persistent manager is asked to work by another `ContinuousBatchingConfig` than it
+    was made for."""
+    for name, wanted in vars(asked).items():
+        if wanted != (has := getattr(used, name)):
+            raise ArgumentError(
+                f"asked for {name}={wanted!r} of a persistent manager whose ContinuousBatchingConfig has {has!r}; "
+                "destroy_cached_continuous_batching_manager() lets the next have another"
+            )
+
+
 def _means(name: str, asked: Any, used: Any) -> bool:
     """Whether a setting that is asked for is the one in use; ids that end a request may be in any container."""
     return {*end_ids(asked)} == {*end_ids(used)} if name == "eos_token_id" else asked == used

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,8 +15,8 @@ from transformers.generation.continuous_batching import continuous_api as their_
 from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
-from ...errors import ArgumentError, UnsupportedError
-from ..model_weights import adapters, addresses, writes
+from ...errors import ArgumentError, BusyError, StoppedError, UnsupportedError
+from ..model_weights import adapters, addresses, has_adapters, tensors, writes
 from ..request_checks import (
     check_generation,
     check_length,
@@ -53,6 +55,9 @@ class RowManager(their_api.ContinuousBatchingManager):
         check_generation(generation_config)
         generation_config = within_vocabulary(generation_config, vocabulary_of(model))
         self._weights, self._addresses = 0, [0]
+        self._starting = threading.Lock()
+        self.asked = copy.deepcopy(continuous_batching_config)
+        """What it was made for, by a caller who may keep it for others."""
         was_training = model.training
         try:
             super().__init__(model.eval(), generation_config, config, workload_hints)
@@ -98,18 +103,36 @@ class RowManager(their_api.ContinuousBatchingManager):
     # ------------------------------------------------------------------ from start to end
 
     def start(self) -> None:
-        """Starts taking requests: see `ContinuousBatchingManager.start`."""
-        if not self.is_running():
+        """Starts taking requests: see `ContinuousBatchingManager.start`.
+
+        Raises:
+            BusyError: it runs, for another caller perhaps, who would take results of this one's and stop it.
+        """
+        with self._starting:
+            self._check_idle("start")
             self.switch_to_cb_friendly_attn(self.model)  # it had its own again since `stop`
             self._compile_layers()
             self._weights += 1
             ranks = ranks_of(self.distributed_helper)
             if self.batch_processor is not None and not ranks.least(self._addresses == addresses(self.model)):
                 self.batch_processor = None  # graphs read weights where they were, and K and V may be of another dtype
-        super().start()
+            super().start()
+
+    def _check_idle(self, what: str) -> None:
+        """Raises `BusyError` while it runs."""
+        if self.is_running():
+            raise BusyError(
+                f"asked to {what} a manager that runs; a persistent one is the same for all callers. Wait until it has "
+                "stopped, or do without persistent_manager=True"
+            )
 
     def warmup(self) -> None:
-        """Runs made-up batches: see `ContinuousBatchingManager.warmup`."""
+        """Runs made-up batches: see `ContinuousBatchingManager.warmup`.
+
+        Raises:
+            BusyError: it runs, and these would take the place of its requests.
+        """
+        self._check_idle("warm up")
         try:
             with torch.inference_mode(False):  # what is made here, a thread that is not in this mode writes to
                 super().warmup()
@@ -137,7 +160,7 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> Any:
         self._addresses = addresses(self.model)
-        self._parameters = list(self.model.parameters())
+        self._tensors = tensors(self.model)
         made = functools.partial(
             RowCache, self.options, self.groups, self.weights, functools.partial(adapters, self.model)
         )
@@ -161,7 +184,17 @@ class RowManager(their_api.ContinuousBatchingManager):
     def weights(self) -> Hashable:
         """What K and V depend on beside tokens: weights, as far as can be told, and the adapters that PEFT has put into
         the model."""
-        return self._weights, writes(self._parameters), adapters(self.model)
+        if has_adapters(self.model):
+            self._look_for_others()
+        return self._weights, writes(self._tensors), adapters(self.model)
+
+    def _look_for_others(self) -> None:
+        """Looks whether the model has other weights: PEFT puts some in, and takes some out, under a manager that runs;
+        one adapter may have the name of another that is gone."""
+        found = tensors(self.model)
+        if len(found) != len(self._tensors) or any(new is not old for new, old in zip(found, self._tensors)):
+            self._tensors = found
+            self._weights += 1
 
     # ------------------------------------------------------------------ requests
 
@@ -181,16 +214,40 @@ class RowManager(their_api.ContinuousBatchingManager):
             SequenceTooLongError: it would be longer than rows are.
             ArgumentError: it has no tokens, or some that the model does not know; or a name or a number that would end
                 all requests.
+            StoppedError: the manager was stopped, or has ended with an error.
         """
-        vocabulary = vocabulary_of(self.model)
-        ids = token_ids(input_ids, vocabulary)
+        ids = token_ids(input_ids, vocabulary_of(self.model))
+        new = self._new_tokens(ids, max_new_tokens)
         if not isinstance(request_id, str | None):
             raise ArgumentError(f"got request_id={request_id!r}; give a name, a str")
-        check_sampling(vocabulary, **{name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")})
-        new = self.generation_config.max_new_tokens if max_new_tokens is None else max_new_tokens
-        new = check_length(self.options.max_seq_len, len(ids), new)
+        check_sampling(
+            vocabulary_of(self.model), **{name: kwargs.get(name) for name in ("temperature", "top_k", "top_p")}
+        )
         ends = end_ids(self.generation_config.eos_token_id if eos_token_id is None else eos_token_id)
-        return super().add_request(ids, request_id, new, streaming, record_timestamps, ends, **kwargs)
+        name: str | None = super().add_request(ids, request_id, new, streaming, record_timestamps, ends, **kwargs)
+        if name is None and self.is_tp_driver:
+            reason = self.background_thread_status.can_accept_new_requests()
+            raise StoppedError(f"got a request that nobody would answer: {reason} start() lets it take requests again")
+        return name
+
+    def add_requests(
+        self, inputs: list[list[int]], max_new_tokens: int | None = None, *args: Any, **kwargs: Any
+    ) -> list[str]:
+        """Adds requests, all or none: see `ContinuousBatchingManager.add_requests`.
+
+        Raises:
+            SequenceTooLongError, ArgumentError, StoppedError: as `add_request` does.
+        """
+        ids: list[list[int]] = [token_ids(each, vocabulary_of(self.model)) for each in inputs]
+        for each in ids:
+            self._new_tokens(each, max_new_tokens)
+        names: list[str] = super().add_requests(ids, max_new_tokens, *args, **kwargs)
+        return names
+
+    def _new_tokens(self, ids: list[int], wanted: int | None) -> int:
+        """How many new tokens a request gets: see `check_length`."""
+        wanted = self.generation_config.max_new_tokens if wanted is None else wanted
+        return check_length(self.options.max_seq_len, len(ids), wanted)
 
     def cancel_request(self, request_id: str) -> None:
         """Cancels a request: see `ContinuousBatchingManager.cancel_request`. One of this name that is added later is

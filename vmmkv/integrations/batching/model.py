@@ -17,6 +17,7 @@ from ..request_checks import (
     check_length,
     check_paged,
     check_same,
+    check_same_batching,
     check_told,
     end_ids,
     token_ids,
@@ -50,7 +51,7 @@ def put_on_rows(model: PreTrainedModel, options: Options) -> None:
         inspect.unwrap(their_api.ContinuousMixin.init_continuous_batching), ContinuousBatchingManager=manager
     )
     _drop_kept(model)
-    vars(model)["init_continuous_batching"] = MethodType(torch.no_grad()(begin), model)
+    vars(model)["init_continuous_batching"] = MethodType(_as_kept(torch.no_grad()(begin)), model)
     vars(model)["generate_batch"] = MethodType(_checked(options.max_seq_len), model)
     if hasattr(model, "generate") and _is_of_class(model, "generate"):
         vars(model)["generate"] = MethodType(_generate, model)
@@ -75,6 +76,25 @@ def _is_of_class(model: PreTrainedModel, name: str) -> bool:
     return own is None or getattr(own, "__func__", None) is getattr(type(model), name)
 
 
+def _as_kept(begin: Callable[..., Any]) -> Callable[..., Any]:
+    """`init_continuous_batching` that refuses what a manager that was kept was not made for: transformers returns it,
+    whatever it is told."""
+
+    @functools.wraps(begin)
+    def init_continuous_batching(
+        model: Any, generation_config: Any = None, continuous_batching_config: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        kept = vars(model).get(KEPT)
+        if isinstance(kept, RowManager):
+            if generation_config is not None:
+                check_same(within_vocabulary(generation_config, vocabulary_of(model)), kept.generation_config)
+            if continuous_batching_config is not None:
+                check_same_batching(continuous_batching_config, kept.asked)
+        return begin(model, generation_config, continuous_batching_config, *args, **kwargs)
+
+    return init_continuous_batching
+
+
 def _checked(max_seq_len: int) -> Callable[..., Any]:
     """`generate_batch` that raises what `add_request` would: transformers' logs it, and gives no results of anybody."""
 
@@ -90,7 +110,7 @@ def _checked(max_seq_len: int) -> Callable[..., Any]:
         config = generation_config or model.generation_config
         check_told({name: kwargs[name] for name in kwargs.keys() - OF_GENERATE_BATCH}, inputs, config)
         kept = vars(model).get(KEPT)
-        if isinstance(kept, RowManager):
+        if isinstance(kept, RowManager):  # also where nobody gives a config
             check_same(within_vocabulary(config, vocabulary_of(model)), kept.generation_config)
         ids = [token_ids(each, vocabulary_of(model)) for each in inputs]
         new = config.max_new_tokens if max_new_tokens is None else max_new_tokens

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers.generation.continuous_batching import continuous_api as their_api
 from transformers.generation.continuous_batching.requests import RequestState
+from transformers.generation.continuous_batching.utils import drain_queue
 
 from ...errors import UnsupportedAttentionError
 from ..pool_turns import turn_at
@@ -23,6 +24,15 @@ MANY_TOKENS = 1 << 40
 """More than a forward pass can read: attention reads rows, not copies of them."""
 STUCK = "No requests can be scheduled and no requests can be offloaded."
 """What transformers says where nobody can go on for want of memory."""
+
+
+def _drain(queue: Any) -> list[Any]:
+    """Takes all that is in a queue, and has it know what that was."""
+    queue.drained = drain_queue(queue)
+    return cast(list[Any], queue.drained)
+
+
+_TAKE_REQUESTS = with_names(their_api.ContinuousBatchProcessor._update_tp_group_state, drain_queue=_drain)
 
 
 class RowProcessor(their_api.ContinuousBatchProcessor):
@@ -59,6 +69,14 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         """
         if self.model_device.type == "cuda":
             torch.cuda.current_stream(self.model_device).synchronize()
+
+    def _update_tp_group_state(self) -> bool:
+        """Takes new requests; returns whether all of them end now, of which transformers would tell only older ones."""
+        is_over: bool = _TAKE_REQUESTS(self)
+        if is_over and self.input_queue is not None:
+            for state in vars(self.input_queue)["drained"]:
+                self._handle_request_error(RuntimeError("The manager was stopped before this request began"), state)
+        return is_over
 
     def prepare_next_batch(self) -> bool:
         if isinstance(self.inputs_and_outputs, RowBatchesAhead):
