@@ -140,6 +140,7 @@ PRIVATE = {
     "_run_generation_loop",
     "_supports_attention_backend",
     "_unused_fields",
+    "_update_tp_group_state",
     # Python: named tuples' public methods are called so, and the frame of a caller.
     "_fields",
     "_getframe",

@@ -199,6 +199,36 @@ def published() -> dict[str, Any] | None:
     return next((pool for pool in pools if pool["limit_bytes"] == 256 << 20), None)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("told", [{}, {"max_tokens": 60}])
+def test_who_is_cut_off_at_the_end_of_a_row_is_told_so(llama: str, stream: bool, told: dict[str, int]) -> None:
+    """As who gets as many tokens as he has asked for."""
+
+    async def ends() -> list[str]:
+        async with client(address) as server:
+            plain: dict[str, Any] = {"model": llama, "temperature": 0, "stream": stream} | told
+            found = [
+                await server.completions.create(prompt="w5 w6", **plain),
+                await server.chat.completions.create(messages=[{"role": "user", "content": "w5 w6"}], **plain),
+            ]
+            if stream:
+                found = [[chunk async for chunk in each][-1] for each in found]
+            assert all(each.usage.completion_tokens == told.get("max_tokens", 62) for each in found)
+            return [each.choices[0].finish_reason for each in found]
+
+    with server("--max-bytes", "64MiB", "--max-seq-len", "64") as address:
+        assert asyncio.run(ends()) == ["length", "length"]
+
+
+def test_half_a_character_is_refused(address: str, llama: str) -> None:
+    """JSON can say it, and no tokenizer reads it."""
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as plain:
+        for name in ("prompt", "suffix"):
+            body = json.dumps({"model": llama, "prompt": "w5", "max_tokens": 2} | {name: "w5 \ud800"})
+            with pytest.raises(openai.BadRequestError, match=name):
+                plain.post("/v1/completions", cast_to=str, content=body.encode())
+
+
 def test_who_is_named_late_misses_no_token(address: str, llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole answer is there before transformers says whom to tell."""
     [answer] = answers(1)

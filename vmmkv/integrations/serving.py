@@ -31,23 +31,25 @@ from transformers.cli.serving import response as their_response
 from transformers.cli.serving import server as their_server
 from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import CBGenerateManager, GenerationState, Modality
+from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState, Modality
 
-from ..errors import ArgumentError, SequenceTooLongError, UnsupportedError
+from ..errors import ArgumentError, SequenceTooLongError, StoppedError, UnsupportedError
 from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
 from ..model_config import kv_dtype_from_name
 from ..publication import publish
 from . import serving_fields
 from .batching import check_version
+from .batching.manager import RowManager
 from .batching.sampling import sampling, sampling_manager
 from .continuous_batching import enable
+from .request_checks import check_length
 from .serving_requests import RowHandler, UnknownModelError
 from .with_names import with_names
 
 HANDLERS = (
     (their_chat, "ChatCompletionHandler", serving_fields.Chat),
-    (their_completion, "CompletionHandler", serving_fields.Request),
+    (their_completion, "CompletionHandler", serving_fields.Completion),
     (their_response, "ResponseHandler", serving_fields.Response),
 )
 """Where those are that read requests for text, and what these have."""
@@ -172,7 +174,10 @@ class SampledManager:
 
     def add_request(self, *args: Any, **kwargs: Any) -> Any:
         """Adds the request, and tells how it is sampled."""
-        return self._manager.add_request(*args, **kwargs, **self._told)
+        try:
+            return self._manager.add_request(*args, **kwargs, **self._told)
+        except StoppedError as error:
+            raise CBWorkerDeadError(str(error)) from error
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -188,9 +193,13 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
             self._cb = sampling_manager(model, self._cb_config)
             self._cb.start()
 
-    def _for_one(self, gen_config: Any) -> CBGenerateManager:
-        """This, as it is for a request."""
+    def _for_one(self, inputs: dict[str, Any], gen_config: Any) -> CBGenerateManager:
+        """This, as it is for a request, whose config says from now on how long its answer can be: transformers tells
+        clients that an answer of this length was cut off."""
         assert self._cb is not None
+        ids, most = inputs["input_ids"], cast(RowManager, self._cb).options.max_seq_len
+        if ids:  # or else it is refused
+            gen_config.max_new_tokens = check_length(most, len(ids), gen_config.max_new_tokens)
         one = CBGenerateManager(self._cb_config)
         one._cb = cast(Any, SampledManager(self._cb, sampling(self._cb, gen_config)))
         return one
@@ -207,7 +216,8 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         """Starts a request. transformers names who is to be told only then, when there may be tokens already: they wait
         in the event loop, behind this call, for whoever is named by its end."""
         assert self._cb is not None
-        one, handlers, name = self._for_one(gen_config), self._cb.output_router.result_handlers, str(uuid.uuid4())
+        one, name = self._for_one(inputs, gen_config), str(uuid.uuid4())
+        handlers = self._cb.output_router.result_handlers
         self._cb.register_result_handler(name, lambda output: handlers[name][0](output))
         try:
             return one.generate_streaming(model, processor, inputs, gen_config, name, response_parser)
@@ -220,7 +230,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     ) -> Any:
         """Waits for the answer to a request."""
         assert self._cb is not None
-        one, name = self._for_one(gen_config), str(uuid.uuid4())
+        one, name = self._for_one(inputs, gen_config), str(uuid.uuid4())
         try:
             return await one.generate_non_streaming(model, processor, inputs, gen_config, name)
         except Exception:  # it was refused, and nobody is told of its end
