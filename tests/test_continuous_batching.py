@@ -45,7 +45,7 @@ from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
 from vmmkv.integrations.idle_memory import IdleMemory
 from vmmkv.integrations.left_to_attention import CACHE
 from vmmkv.integrations.pool_turns import PoolTurn
-from vmmkv.integrations.request_checks import AtMost, check_same
+from vmmkv.integrations.request_checks import BESIDE_TOKENS, AtMost, check_same
 from vmmkv.integrations.row_admission import Admission
 from vmmkv.integrations.row_ranks import Ranks
 from vmmkv.integrations.row_requests import RowRequests
@@ -1313,6 +1313,7 @@ NOT_DONE: list[dict[str, Any]] = [
     {"num_beams": 4}, {"stop_strings": ["x"]}, {"max_time": 1.0}, {"guidance_scale": 3.0},
     {"sequence_bias": {(5,): 3.0}}, {"forced_eos_token_id": 3},
     {"forced_bos_token_id": 3}, {"no_repeat_ngram_size": 2}, {"min_new_tokens": 3},
+    *({name: True, "return_dict_in_generate": True} for name in BESIDE_TOKENS),
 ]  # fmt: skip
 """Settings of `generate` that transformers' continuous batching ignores, or ends with."""
 

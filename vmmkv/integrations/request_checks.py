@@ -47,6 +47,10 @@ NOT_IN_BATCHES: dict[str, tuple[Any, ...]] = {
 """What of a `GenerationConfig` continuous batching ignores, or ends with, and what it may be beside None."""
 
 
+BESIDE_TOKENS = ("output_attentions", "output_hidden_states", "output_logits", "output_scores")
+"""What `generate` returns with `return_dict_in_generate`, and otherwise leaves out."""
+
+
 def check_generation(config: GenerationConfig) -> None:
     """Raises `UnsupportedError` where tokens would not be those that a `GenerationConfig` asks for. Not of
     `repetition_penalty`, which the configurations of many models have: transformers leaves it out with a warning."""
@@ -56,6 +60,12 @@ def check_generation(config: GenerationConfig) -> None:
             raise UnsupportedError(
                 f"asked for {name}={value!r}, which continuous batching does not do; leave it out, or call generate "
                 "without it"
+            )
+    for name in BESIDE_TOKENS:
+        if config.return_dict_in_generate and getattr(config, name, None):
+            raise UnsupportedError(
+                f"asked for {name}=True, which continuous batching does not return; leave it out. "
+                "ContinuousBatchingConfig(return_logprobs=True) adds how likely each token was"
             )
 
 
