@@ -30,6 +30,7 @@ from typer.testing import CliRunner
 import vmmkv
 from vmmkv.cli.app import app
 from vmmkv.integrations import batching
+from vmmkv.integrations.batching.processor import RowProcessor
 from vmmkv.integrations.batching.sampling import OneTemperatureEach
 
 openai = pytest.importorskip("openai", reason="needs the extra serve")
@@ -218,6 +219,50 @@ def test_who_is_cut_off_at_the_end_of_a_row_is_told_so(llama: str, stream: bool,
 
     with server("--max-bytes", "64MiB", "--max-seq-len", "64") as address:
         assert asyncio.run(ends()) == ["length", "length"]
+
+
+def test_who_was_served_is_told_of_the_end_of_a_batch(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In JSON, whatever the error says. Who comes later is told as well."""
+    says, step = 'it says "no"\nand goes', RowProcessor._generation_step
+    seen: list[Any] = []
+
+    def fail(processor: Any, model: Any) -> None:
+        seen.append(model)
+        if len(seen) > 3:
+            raise RuntimeError(says)
+        step(processor, model)
+
+    async def streamed(server: openai.AsyncOpenAI) -> None:
+        async for _ in await server.completions.create(model=llama, prompt="w5", max_tokens=ENDLESS, stream=True):
+            pass
+
+    async def told() -> None:
+        async with client(address) as server:
+            plain = server.completions.create(model=llama, prompt="w6", max_tokens=ENDLESS)
+            for error in await asyncio.gather(streamed(server), plain, return_exceptions=True):
+                assert isinstance(error, openai.APIError)
+                assert says in f"{error.body}" or repr(says)[1:-1] in f"{error.body}"
+            with pytest.raises(openai.InternalServerError, match="503"):
+                await streamed(server)
+
+    monkeypatch.setattr(RowProcessor, "_generation_step", fail)
+    with server("--max-bytes", "64MiB", "--max-seq-len", "131072") as address:
+        asyncio.run(told())
+
+
+def test_who_does_not_fit_is_told_what_would_help(llama: str) -> None:
+    """By a request that nobody else keeps from memory; and others are served."""
+    [answer] = answers(1)
+
+    async def told() -> str:
+        with server("--max-bytes", "2MiB", "--max-seq-len", "131072") as address:
+            async with client(address) as server_of_ours:
+                prompt = " ".join(["w5"] * 5_000)
+                with pytest.raises(openai.InternalServerError, match="A larger max_bytes helps"):
+                    await server_of_ours.completions.create(model=llama, prompt=prompt, max_tokens=2)
+                return await ask(llama, server_of_ours, answer.prompt, chat=False, stream=False)
+
+    assert asyncio.run(told()) == answer.text
 
 
 def test_half_a_character_is_refused(address: str, llama: str) -> None:

@@ -11,6 +11,7 @@ This file is all that knows how that server is made. Some names mean something e
 from __future__ import annotations
 
 import functools
+import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -33,7 +34,7 @@ from transformers.cli.serving import utils as their_utils
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState, Modality
 
-from ..errors import ArgumentError, SequenceTooLongError, StoppedError, UnsupportedError
+from ..errors import ArgumentError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
 from ..memory.budget import parse_bytes
 from ..metrics import PoolCollector
 from ..model_config import kv_dtype_from_name
@@ -166,6 +167,10 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
         sampling_manager(model, self._cb_config).destroy()
 
 
+class FailedRequestError(VmmkvError, RuntimeError):
+    """A request has ended with an error, though it could be read: for want of memory, or in a forward pass."""
+
+
 class SampledManager:
     """A manager, as a request that is sampled in its own way sees it."""
 
@@ -183,6 +188,20 @@ class SampledManager:
         return getattr(self._manager, name)
 
 
+class StreamedManager(SampledManager):
+    """The same, for a request whose answer is streamed: transformers writes an error between quotes as it is."""
+
+    def register_result_handler(self, request_id: str, callback: Callable[[Any], None]) -> None:
+        """Has somebody told of what becomes of a request, in words that JSON can have between quotes."""
+
+        def tell(output: Any) -> None:
+            if output.error is not None:
+                output.error = json.dumps(output.error)[1:-1]
+            callback(output)
+
+        self._manager.register_result_handler(request_id, tell)
+
+
 class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore]
     """Hands the tokens of a model to who waits for them. Each request has a name of its own: clients choose
     `x-request-id`, and two may choose the same."""
@@ -193,7 +212,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
             self._cb = sampling_manager(model, self._cb_config)
             self._cb.start()
 
-    def _for_one(self, inputs: dict[str, Any], gen_config: Any) -> CBGenerateManager:
+    def _for_one(self, kind: type[SampledManager], inputs: dict[str, Any], gen_config: Any) -> CBGenerateManager:
         """This, as it is for a request, whose config says from now on how long its answer can be: transformers tells
         clients that an answer of this length was cut off."""
         assert self._cb is not None
@@ -201,7 +220,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         if ids:  # or else it is refused
             gen_config.max_new_tokens = check_length(most, len(ids), gen_config.max_new_tokens)
         one = CBGenerateManager(self._cb_config)
-        one._cb = cast(Any, SampledManager(self._cb, sampling(self._cb, gen_config)))
+        one._cb = cast(Any, kind(self._cb, sampling(self._cb, gen_config)))
         return one
 
     def generate_streaming(
@@ -216,7 +235,7 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         """Starts a request. transformers names who is to be told only then, when there may be tokens already: they wait
         in the event loop, behind this call, for whoever is named by its end."""
         assert self._cb is not None
-        one, name = self._for_one(inputs, gen_config), str(uuid.uuid4())
+        one, name = self._for_one(StreamedManager, inputs, gen_config), str(uuid.uuid4())
         handlers = self._cb.output_router.result_handlers
         self._cb.register_result_handler(name, lambda output: handlers[name][0](output))
         try:
@@ -228,11 +247,19 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: dict[str, Any], gen_config: Any, request_id: str
     ) -> Any:
-        """Waits for the answer to a request."""
+        """Waits for the answer to a request.
+
+        Raises:
+            FailedRequestError: it ended with an error; transformers would answer with a status alone.
+        """
         assert self._cb is not None
-        one, name = self._for_one(inputs, gen_config), str(uuid.uuid4())
+        one, name = self._for_one(SampledManager, inputs, gen_config), str(uuid.uuid4())
         try:
             return await one.generate_non_streaming(model, processor, inputs, gen_config, name)
+        except CBWorkerDeadError:
+            raise
+        except RuntimeError as error:
+            raise FailedRequestError(str(error)) from error
         except Exception:  # it was refused, and nobody is told of its end
             self._cb.output_router.result_handlers.pop(name, None)
             raise
@@ -248,7 +275,7 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
     for loaded in models.loaded_models.values():
         state.use_continuous_batching(loaded.model, models.get_model_modality(loaded.model, loaded.processor))
     app = build(models, *handlers, **options)
-    for kind in (ArgumentError, SequenceTooLongError, UnsupportedError):
+    for kind in (ArgumentError, SequenceTooLongError, UnsupportedError, FailedRequestError):
         app.add_exception_handler(kind, _refuse)
     registry = CollectorRegistry()
     registry.register(PoolCollector())
@@ -272,6 +299,10 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
 
 def _refuse(request: Request, error: Exception) -> JSONResponse:
     """Answers a request that cannot be served, now or later, as OpenAI's server does."""
-    status, code = (404, "model_not_found") if isinstance(error, UnknownModelError) else (400, None)
-    told = {"message": str(error), "type": "invalid_request_error", "param": None, "code": code}
+    status, kind, code = 400, "invalid_request_error", None
+    if isinstance(error, UnknownModelError):
+        status, code = 404, "model_not_found"
+    elif isinstance(error, FailedRequestError):
+        status, kind = 500, "server_error"
+    told = {"message": str(error), "type": kind, "param": None, "code": code}
     return JSONResponse({"error": told}, status_code=status)
