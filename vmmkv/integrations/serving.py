@@ -256,12 +256,10 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         one, name = self._for_one(SampledManager, inputs, gen_config), str(uuid.uuid4())
         try:
             return await one.generate_non_streaming(model, processor, inputs, gen_config, name)
-        except CBWorkerDeadError:
-            raise
-        except RuntimeError as error:
-            raise FailedRequestError(str(error)) from error
-        except Exception:  # it was refused, and nobody is told of its end
-            self._cb.output_router.result_handlers.pop(name, None)
+        except Exception as error:
+            if isinstance(error, RuntimeError) and not isinstance(error, VmmkvError | CBWorkerDeadError):
+                raise FailedRequestError(str(error)) from error
+            self._cb.output_router.result_handlers.pop(name, None)  # it was refused, and nobody is told of its end
             raise
 
 
