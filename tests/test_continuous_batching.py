@@ -1508,8 +1508,9 @@ def test_a_manager_that_is_kept_is_not_asked_for_another_batching(model: PreTrai
         model.generate_batch([expected.prompt], **other, **kept)
     with pytest.raises(vmmkv.ArgumentError, match="return_logprobs=True of a persistent"):
         model.init_continuous_batching(**other)
+    other["generation_config"].do_sample = True
     with pytest.raises(vmmkv.ArgumentError, match="do_sample=True of a persistent"):
-        model.init_continuous_batching(GenerationConfig(do_sample=True))
+        model.init_continuous_batching(other["generation_config"])
 
 
 def test_a_manager_that_runs_is_neither_started_nor_warmed_up(model: PreTrainedModel) -> None:
