@@ -114,7 +114,8 @@ def hears_all(random: Random, layout: vmmkv.KVLayout, pages: int, block_size: in
                     world.commit(sequence, random.choice([None, random.randint(0, len(ids))]))
             elif what < 0.6:
                 sequence = random.choice(live)
-                world.extend(sequence, [random.randrange(2) for _ in range(random.randint(1, 20))])
+                room = world.cache.max_seq_len - sequence.length
+                world.extend(sequence, [random.randrange(2) for _ in range(min(random.randint(1, 20), room))])
                 world.commit(sequence)
             elif what < 0.7:
                 sequence = random.choice(live)
