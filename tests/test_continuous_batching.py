@@ -281,6 +281,32 @@ def test_what_begins_like_an_earlier_request_is_not_computed_again(model: PreTra
         assert served.cache.stats().cached_tokens - before >= (len(turn[0].prompt) - 3) // page * page
 
 
+@pytest.mark.parametrize("end", ["finished", "cancelled", "moved away"])
+def test_others_know_a_prompt_at_once_and_an_answer_when_it_ends(model: PreTrainedModel, end: str) -> None:
+    """Also what there is of it by then; to say it page by page takes as long as all else that a request needs."""
+    random = Random()
+    prompt = [random.randrange(2, VOCABULARY) for _ in range(60)]
+    rows.enable(model, pool=pool(200), max_seq_len=300)
+    by_hand = ByHand(model)
+    name = by_hand.manager.add_request(prompt, max_new_tokens=50 if end == "finished" else 200)
+    with patch.object(RowRequests, "commit", autospec=True) as commit:
+        for _ in range(70):
+            by_hand.step()
+        state = by_hand.processor.scheduler.active_requests.get(name)
+        if end == "cancelled":
+            by_hand.manager.cancel_request(name)
+            by_hand.step()
+        elif end == "moved away":
+            by_hand.processor.cache.free_blocks(name, no_cache=True)
+    *first, last = (call.args[2] for call in commit.call_args_list)
+    tokens = state.generated_tokens if state else by_hand.manager.get_result().generated_tokens
+    assert len(tokens) >= 50
+    assert last == [*prompt, *tokens[:-1]]
+    assert first
+    assert all(each == prompt[: len(each)] for each in first)
+    by_hand.end()
+
+
 def test_nothing_is_kept_where_sharing_is_not_allowed(model: PreTrainedModel) -> None:
     expected = answers(model, Random(), 1, most=60)
     rows.enable(model, pool=pool(200), max_seq_len=200)
@@ -323,6 +349,21 @@ def test_some_have_nothing_left_to_compute_before_they_fork_and_others_have(mode
             pass
         results = [by_hand.manager.get_result() for _ in range(3 * len(asked))]
         assert all(each.generated_tokens == names[each.request_id.partition("__")[0]].tokens for each in results)
+    by_hand.end()
+
+
+def test_who_waits_for_memory_is_not_begun_in_each_step(model: PreTrainedModel) -> None:
+    expected = answers(model, Random(), 12, begin=[7] * 60)
+    rows.enable(model, pool=pool(24), max_seq_len=200)
+    by_hand, begin = ByHand(model, allow_block_sharing=False), RowRequests.begin
+    names = {by_hand.manager.add_request(each.prompt): each for each in expected}
+    with patch.object(RowRequests, "begin", autospec=True, side_effect=begin) as begun:
+        steps = 0
+        while by_hand.step():
+            steps += 1
+    assert begun.call_count < 3 * len(expected) < steps
+    results = [by_hand.manager.get_result() for _ in names]
+    assert all(each.generated_tokens == names[each.request_id].tokens for each in results)
     by_hand.end()
 
 
@@ -969,10 +1010,38 @@ def test_batches_of_many_prompts_run_without_a_graph(
     many, one = answers(model, Random(), 20, begin=[7] * 40), answers(model, Random(), 1)
     rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
     try:
-        with Served(model, use_cuda_graph=(True, False), max_batch_tokens=512, max_requests_per_batch=60) as served:
+        options: dict[str, Any] = {"use_cuda_graph": (True, False), "max_batch_tokens": 512}
+        with Served(model, warm=True, **options, max_requests_per_batch=60) as served:
             served.check(many)
             served.check(one)
         assert {*sizes} == {64}
+    finally:
+        rows.disable(model)
+
+
+def test_batches_of_more_requests_than_graphs_are_for_run_without_one(
+    captures: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And graphs that could not be made are not made among requests."""
+    device, sizes = captures
+    monkeypatch.setattr("vmmkv.integrations.batching.inputs.GRAPH_SEQUENCES", 4)
+    model = tiny_model("olmo2" if device == "cpu" else "llama-gqa-wide", "eager", device)
+    several = [answers(model, Random(), count, most=20) for count in (2, 4, 5, 20)]
+    capture, graphs = model_runner.ModelRunner._capture_graph, {192, 128, 64}
+
+    def fail(runner: Any, forward: Any, stream: Any, *given: Any) -> None:
+        if given[1]["input_ids"].shape[1] not in graphs:
+            raise RuntimeError("this one cannot be captured")
+        capture(runner, forward, stream, *given)
+
+    monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", fail)
+    rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
+    options: dict[str, Any] = {"use_cuda_graph": (True, False), "max_batch_tokens": 256}
+    try:
+        with Served(model, warm=True, **options, max_requests_per_batch=60) as served:
+            for expected in several:
+                served.check(expected)
+        assert {*sizes} == graphs
     finally:
         rows.disable(model)
 
@@ -984,7 +1053,7 @@ def test_without_a_warm_up_there_are_no_more_graphs_than_transformers_has(captur
     expected = answers(model, Random(), 40, most=9)
     rows.enable(model, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
     try:
-        with Served(model, use_cuda_graph=(False, True), max_batch_tokens=64, max_requests_per_batch=60) as served:
+        with Served(model, use_cuda_graph=(True, True), max_batch_tokens=64, max_requests_per_batch=60) as served:
             served.check(expected)
         assert {*sizes} <= {2, 4, 8, 16, 32, 60}
     finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,9 +19,14 @@ def tensors(model: torch.nn.Module) -> list[torch.Tensor]:
     return [*model.parameters(), *model.buffers()]
 
 
+def counting_writes(weights: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Those of which torch counts how often they were written to."""
+    return [each for each in weights if not each.is_inference()]
+
+
 def writes(weights: Iterable[torch.Tensor]) -> int:
-    """How often these have been written to, as far as torch counts it: not through `.data`."""
-    return sum(each._version for each in weights if not each.is_inference())
+    """How often these have been written to, of those of `counting_writes`: not through `.data`."""
+    return sum(map(attrgetter("_version"), weights))
 
 
 def devices(model: torch.nn.Module) -> set[torch.device]:

@@ -34,6 +34,8 @@ class Admission:
         self._requests, self._ranks, self._max_seq_len, self._weights = requests, ranks, max_seq_len, weights
         self._committed: dict[str, int] = {}
         """By request: tokens that others may begin with."""
+        self._refused: dict[str, list[float]] = {}
+        """By request that there was no room for: the pages that there were, on each device."""
         self._adapters, self._used = adapters, adapters()
         self._mixed: set[str] = set()
         """Requests that were computed with several adapters: nobody may begin with what they hold."""
@@ -68,15 +70,27 @@ class Admission:
             expected: tokens that it is to have soon, if it is new.
         """
         is_new = name not in self._requests and not self._requests.is_away(name)
+        if is_new and self._has_no_more_room(name):
+            return False
         has_room = (not is_new or self._begin(name, expected)) and self._requests.make_room(name, held, tokens)
         if not has_room and not held:
             self.end(name)
+            if not self.fits(name, tokens):
+                self._refused[name] = self._available_pages()
         return has_room
+
+    def _has_no_more_room(self, name: str) -> bool:
+        """Whether there was no room for a request, and there are no more pages since. In each step transformers asks
+        for all that wait, and to begin one, and end it, takes longer than many others' share of a step."""
+        before = self._refused.get(name)
+        return before is not None and all(now <= then for now, then in zip(self._available_pages(), before))
 
     def begin_known(self, name: str, token_ids: list[int]) -> int:
         """Starts a request with what is known of its tokens; returns how many these are."""
         self._requests.end(name)  # from a step in which there was no room
-        return self._committed[name] if self._begin(name, len(token_ids), token_ids) else 0
+        if self._has_no_more_room(name) or not self._begin(name, len(token_ids), token_ids):
+            return 0
+        return self._committed[name]
 
     def _begin(self, name: str, expected: int, token_ids: list[int] | None = None) -> bool:
         """Starts a request; returns whether there is a row for it."""
@@ -116,12 +130,14 @@ class Admission:
         """Ends a request, if there is one of this name."""
         self._requests.end(name)
         self._committed.pop(name, None)
+        self._refused.pop(name, None)
         self._mixed.discard(name)
 
     def end_all(self) -> None:
         """Ends all requests."""
         self._requests.end_all()
         self._committed.clear()
+        self._refused.clear()
         self._mixed.clear()
 
     def free_pages(self, relative: bool) -> float:

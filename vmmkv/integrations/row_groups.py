@@ -56,7 +56,7 @@ class Probe(LeftToAttention):
 
 
 Run = Callable[[PreTrainedModel, torch.Tensor, Probe], None]
-"""A forward pass of one token, int64 `[1, 1]`, whose position it is as well."""
+"""A forward pass of tokens, int64 `[1, tokens]`, which are their positions as well."""
 
 
 def layer_groups(
@@ -80,7 +80,7 @@ def layer_groups(
     probe = Probe()
     with torch.no_grad(), torch.autocast(model.device.type, enabled=False):  # as in the thread that runs the model
         try:
-            run(model, _token(model), probe)
+            run(model, _tokens(model, 1), probe)
         except AttributeError as error:
             if error.obj is not probe:
                 raise
@@ -116,24 +116,26 @@ def check_pool(pool: FramePool | None, groups: list[Group]) -> None:
         )
 
 
-def can_be_captured(model: PreTrainedModel, run: Run) -> bool:
-    """Whether a forward pass can be a CUDA graph: some choose experts on the host, others go on on another device."""
+def can_be_captured(model: PreTrainedModel, run: Run, tokens: int) -> bool:
+    """Whether a forward pass of so many tokens can be a CUDA graph: some choose experts on the host, others go on on
+    another device."""
     if model.device.type != "cuda":
         return False
     from ..memory.driver.captures import trial_capture
 
-    token = _token(model)
+    given = _tokens(model, tokens)
     try:
         with torch.no_grad(), trial_capture(model.device):
-            run(model, token, Probe())
+            run(model, given, Probe())
     except RuntimeError as error:
-        logger.warning("%s runs without CUDA graphs: %s", type(model).__name__, error)
+        what = "of prompts" if tokens > 1 else "of decode"
+        logger.warning("%s runs without CUDA graphs %s: %s", type(model).__name__, what, error)
         return False
     return True
 
 
-def _token(model: PreTrainedModel) -> torch.Tensor:
-    return torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+def _tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
+    return torch.zeros(1, count, dtype=torch.int64, device=model.device)
 
 
 def not_for_rows(model: PreTrainedModel, what: str) -> UnsupportedError:

@@ -105,13 +105,13 @@ def groups_of(model: PreTrainedModel, kv_dtype: torch.dtype | None) -> list[Grou
     except ValueError as error:
         raise not_for_rows(model, f"a kind of layer that keeps something else ({error})") from None
     windows = {SLIDING_ATTENTION: config.sliding_window} if SLIDING_ATTENTION in kinds else {}
-    return layer_groups(model, kinds, windows, run_token, kv_dtype)
+    return layer_groups(model, kinds, windows, run_tokens, kv_dtype)
 
 
-def run_token(model: PreTrainedModel, token: torch.Tensor, probe: Probe) -> None:
-    """Runs a model on one token, as continuous batching calls it."""
+def run_tokens(model: PreTrainedModel, tokens: torch.Tensor, probe: Probe) -> None:
+    """Runs a model on tokens, as continuous batching calls it."""
     told = {OF_BATCH: None, CACHE: probe}
-    model(input_ids=token, position_ids=token, cache=probe, use_cache=False, **told)
+    model(input_ids=tokens, position_ids=tokens, cache=probe, use_cache=False, **told)
 
 
 def compile_layers_whole(model: Any) -> None:

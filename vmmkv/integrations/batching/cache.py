@@ -84,6 +84,8 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         tensors have room for, as in a CUDA graph, which serves other batches too."""
         self._rows: list[list[int]] | None = None
         """Of the next forward pass, where layers are on several devices: of each request the rows that it has."""
+        self._computed: dict[str, tuple[RequestState, int]] = {}
+        """By request: how many tokens it holds that it generated, or others may not know yet."""
 
     def _tell_sizes(self, config: Any) -> None:
         """Sets what transformers reads from a cache."""
@@ -124,6 +126,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         return False  # what is kept gives way by itself
 
     def free_blocks(self, request_id: str, no_cache: bool = False) -> None:
+        self._make_known(request_id)
         with stream_context(self.stream):
             if no_cache:  # it is being offloaded, or started anew
                 self.requests.put_away(request_id)
@@ -132,6 +135,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
 
     def free_all_requests(self, clear_ledgers: bool = False) -> None:
         self._counts = None  # batches that are made up come next
+        self._computed.clear()
         with stream_context(self.stream):
             self.admission.end_all()
             if clear_ledgers:
@@ -150,8 +154,16 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         return {"tokens": state.current_len() + request_len} if self.use_prefix_sharing else {}
 
     def mark_complete_blocks(self, state: RequestState, complete_blocks: dict[str, int]) -> None:
-        name, tokens = state.request_id, complete_blocks.get("tokens", 0)
-        if self.admission.commits(name, tokens, is_over=state.status == RequestStatus.FINISHED):
+        if not self.use_prefix_sharing:
+            return
+        self._computed[state.request_id] = state, complete_blocks["tokens"]
+        if state.generated_len() <= 1:  # others may wait for the prompt; what is generated is known when it ends
+            self._make_known(state.request_id)
+
+    def _make_known(self, name: str) -> None:
+        """Has others find what a request has computed, if there is something that they cannot find yet."""
+        state, tokens = self._computed.pop(name, (None, 0))
+        if state and self.admission.commits(name, tokens, is_over=state.status == RequestStatus.FINISHED):
             with stream_context(self.stream):
                 self.admission.commit(name, tokens, state.initial_tokens + state.generated_tokens)
 
@@ -167,11 +179,7 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
     # ------------------------------------------------------------------ forward passes
 
     def fill_block_table(self, request_id: str, past_length: int, query_length: int, block_table: torch.Tensor) -> None:
-        rows = self.requests.rows(request_id)[: block_table.shape[0]]
-        if block_table.is_cpu:  # each request of each step comes by here
-            block_table.numpy()[:, 0] = rows
-        else:
-            block_table[:, 0] = torch.tensor(rows, dtype=block_table.dtype)
+        pass  # a batch takes the rows of all requests at once
 
     def extend_read_and_write_indices(
         self,

@@ -14,6 +14,9 @@ from ...memory.driver.limits import memory as host_memory
 
 OWN_GRAPHS = ("reduce-overhead", "max-autotune")
 """Modes of `torch.compile` that capture CUDA graphs."""
+SAFETY_MARGIN = 0.05
+"""Of the memory, what is left to requests that grow before others begin, in their order; transformers has three times
+as much for blocks."""
 ALIKE = (
     "max_batch_tokens", "max_requests_per_batch", "allow_block_sharing", "scheduler_type", "safety_margin",
     "use_async_batching", "use_cuda_graph",
@@ -26,11 +29,13 @@ def with_defaults(config: Any, device: torch.device) -> Any:
     config = copy.deepcopy(config)
     on_gpu = device.type == "cuda"
     if config.use_cuda_graph is None:
-        config.use_cuda_graph = (False, on_gpu)
+        config.use_cuda_graph = (on_gpu, on_gpu)
     if config.use_async_batching is None:
         config.use_async_batching = on_gpu
     if config.max_memory_percent is None:
         config.max_memory_percent = 0.8
+    if config.safety_margin is None and config.scheduler_type == "fifo":
+        config.safety_margin = SAFETY_MARGIN
     return config
 
 

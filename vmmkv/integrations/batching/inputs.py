@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
 from transformers.generation.continuous_batching.input_outputs import (
     ContinuousBatchingAsyncIOs,
     ContinuousBatchingIOs,
@@ -13,12 +14,13 @@ from transformers.generation.continuous_batching.requests import RequestState, R
 
 from ..left_to_attention import CACHE
 from ..with_names import with_names
+from .cache import RowCache
 
 SEQUENCES = 64
 """Batches with prompts have a multiple of so many, where they are padded."""
 MOST_TOKENS, GRAPH_SEQUENCES = 2048, 256
 """Of batches with prompts that run as CUDA graphs: tokens at most, since the more there are, the less matters how long
-the host launches; and sequences, of which they have a multiple, since each number is a graph of its own."""
+the host launches; and sequences, to which they are padded, since each number would be a graph of its own."""
 
 GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
 """In the place of a request that has ended while a batch with it runs."""
@@ -27,19 +29,34 @@ GONE = RequestState("__gone__", [], _status=RequestStatus.FINISHED)
 class RowBatch(ContinuousBatchingIOs):
     """A batch."""
 
+    cache: RowCache
+    has_graphs_of_prompts = False
+    """Whether a warm-up has made CUDA graphs of batches with prompts: who did not wait for them then, never does."""
+
+    def prepare_batch_tensors(self, *args: Any, **kwargs: Any) -> None:
+        """Makes up a batch: see `ContinuousBatchingIOs.prepare_batch_tensors`. Rows take the place of block tables."""
+        super().prepare_batch_tensors(*args, **kwargs)
+        if self.use_block_table:
+            rows = [self.cache.requests.rows(each.state.request_id) for each in self.requests_in_batch]
+            groups = self.block_table.shape[0]
+            self.block_table[:, : len(rows), 0] = torch.tensor(rows, dtype=self.block_table.dtype).T[:groups]
+
     def _get_num_sequences(self, use_padding: bool) -> int:
         """Sequences of a batch, some of them without tokens where it is padded. transformers computes logits of each; a
         batch with prompts has far fewer than it has tokens."""
         most = int(super()._get_num_sequences(use_padding))
         if use_padding and not self.use_block_table:
-            multiple = GRAPH_SEQUENCES if self.is_graph_of_prompts else SEQUENCES
-            return min(-(-self.num_request_in_batch // multiple) * multiple, most)
+            if self.is_graph_of_prompts:
+                return min(GRAPH_SEQUENCES, most)
+            return min(-(-self.num_request_in_batch // SEQUENCES) * SEQUENCES, most)
         return most
 
     @property
     def is_graph_of_prompts(self) -> bool:
         """Whether it holds prompts, and runs as a CUDA graph."""
-        return bool(self.use_cuda_graph_varlen and not self.use_block_table and self.num_q_tokens <= MOST_TOKENS)
+        if not self.has_graphs_of_prompts or self.use_block_table:
+            return False
+        return bool(self.num_q_tokens <= MOST_TOKENS and self.num_request_in_batch <= GRAPH_SEQUENCES)
 
     def _get_graph_key(self) -> tuple[int, ...]:
         """By what graphs are told apart: not by lengths, which lie on the device."""
@@ -55,6 +72,11 @@ class RowBatch(ContinuousBatchingIOs):
     def prepared(self) -> RowBatch:
         """The batch that runs next."""
         return self
+
+    @property
+    def sides(self) -> list[RowBatch]:
+        """Wherever that batch is: on the host, or on the device as well."""
+        return [self]
 
     def keep_only(self, active: dict[str, RequestState]) -> None:
         """Knows those no more, while it runs, that are not `active`: ended, moved, or to begin anew. transformers knows
@@ -84,10 +106,25 @@ class RowBatchesAhead(ContinuousBatchingAsyncIOs):
     def __init__(self, **kwargs: Any) -> None:
         with_names(ContinuousBatchingAsyncIOs.__init__, HostDeviceIOPair=RowBatchOnBothSides)(self, **kwargs)
 
+    def infer_carry_over_ids(self) -> torch.Tensor:
+        """Of each token which of those that the batch before makes takes its place; -1: none. transformers makes a list
+        of all tokens that a batch may have, in each step."""
+        places, before = self.prepared.req_id_to_new_token_position, self.running.req_id_to_new_token_position
+        taken = {places[name]: at for at, name in enumerate(before) if name in places}
+        ids = torch.full((self.max_batch_tokens,), -1, dtype=torch.int32)
+        ids[list(taken)] = torch.tensor([*taken.values()], dtype=torch.int32)
+        return ids
+
     @property
     def prepared(self) -> RowBatch:
         """The batch that runs next."""
         return cast(RowBatch, self.io_pairs[self.current_pair].host_io)
+
+    @property
+    def sides(self) -> list[RowBatch]:
+        """Wherever that batch is: on the host, and on the device."""
+        pair = self.io_pairs[self.current_pair]
+        return [cast(RowBatch, side) for side in (pair.host_io, pair.device_io)]
 
     @property
     def running(self) -> RowBatch:

@@ -16,7 +16,7 @@ from transformers.generation.continuous_batching.utils import WorkloadHints
 from transformers.utils import logging
 
 from ...errors import ArgumentError, BusyError, StoppedError, UnsupportedError
-from ..model_weights import adapters, addresses, has_adapters, tensors, writes
+from ..model_weights import adapters, addresses, counting_writes, has_adapters, tensors, writes
 from ..request_checks import (
     check_generation,
     check_length,
@@ -29,7 +29,7 @@ from ..request_checks import (
 from ..row_caches import Options
 from ..row_groups import can_be_captured, check_pool, devices_of
 from ..with_names import with_names
-from .attention import ATTENTION, compile_layers_whole, groups_of, run_token
+from .attention import ATTENTION, compile_layers_whole, groups_of, run_tokens
 from .cache import RowCache
 from .config import check_processors, compiles, with_defaults
 from .processor import RowProcessor
@@ -64,8 +64,8 @@ class RowManager(their_api.ContinuousBatchingManager):
             check_processors(self.logit_processor.logits_processor)
             self._allow_decode(config)
             self._compile_layers()
-            if not self._may_capture(model, is_told=continuous_batching_config.use_cuda_graph is not None):
-                self.continuous_batching_config.use_cuda_graph = False, False
+            is_told = continuous_batching_config.use_cuda_graph is not None
+            self.continuous_batching_config.use_cuda_graph = self._may_capture(model, is_told)
         except BaseException:
             model.train(was_training)
             ATTENTION.give_back(model, self)
@@ -94,11 +94,15 @@ class RowManager(their_api.ContinuousBatchingManager):
         if self._is_compiled:
             compile_layers_whole(self.model)
 
-    def _may_capture(self, model: Any, is_told: bool) -> bool:
-        """Whether forward passes can be CUDA graphs; tried out, where nobody has told."""
+    def _may_capture(self, model: Any, is_told: bool) -> tuple[bool, bool]:
+        """Whether forward passes with prompts, and those of decode, can be CUDA graphs; tried out, where nobody has
+        told."""
         if not self.groups[0].has_kernels or len(devices_of(self.groups)) > 1:
-            return False
-        return is_told or can_be_captured(model, run_token)
+            return False, False
+        if is_told:
+            return self.continuous_batching_config.cuda_graph_booleans
+        decode, least = can_be_captured(model, run_tokens, 1), self.continuous_batching_config.q_padding_interval_size
+        return decode and can_be_captured(model, run_tokens, least), decode
 
     # ------------------------------------------------------------------ from start to end
 
@@ -160,7 +164,7 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     def _create_batch_processor(self) -> Any:
         self._addresses = addresses(self.model)
-        self._tensors = tensors(self.model)
+        self._take_weights(tensors(self.model))
         made = functools.partial(
             RowCache, self.options, self.groups, self.weights, functools.partial(adapters, self.model)
         )
@@ -186,14 +190,17 @@ class RowManager(their_api.ContinuousBatchingManager):
         the model."""
         if has_adapters(self.model):
             self._look_for_others()
-        return self._weights, writes(self._tensors), adapters(self.model)
+        return self._weights, writes(self._counting), adapters(self.model)
+
+    def _take_weights(self, found: list[torch.Tensor]) -> None:
+        self._tensors, self._counting = found, counting_writes(found)
 
     def _look_for_others(self) -> None:
         """Looks whether the model has other weights: PEFT puts some in, and takes some out, under a manager that runs;
         one adapter may have the name of another that is gone."""
         found = tensors(self.model)
         if len(found) != len(self._tensors) or any(new is not old for new, old in zip(found, self._tensors)):
-            self._tensors = found
+            self._take_weights(found)
             self._weights += 1
 
     # ------------------------------------------------------------------ requests

@@ -46,7 +46,10 @@ class RowRunner(ModelRunner):
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Any, bool]:
         forward, is_graph = super()._get_forward_fn(use_block_table)
-        return forward, is_graph and (use_block_table or self.inputs_and_outputs.prepared.is_graph_of_prompts)
+        if is_graph and not use_block_table:  # what could not be captured before is not tried again among requests
+            is_graph = self.inputs_and_outputs.prepared.is_graph_of_prompts
+            is_graph = is_graph and bool(self._made_up or self.inputs_and_outputs.get_graph())
+        return forward, is_graph
 
     def run_one_warmup(self, model: Any, num_q_tokens: int, max_kv_read: int | None) -> float:
         """Warms up a size: see `ModelRunner.run_one_warmup`. With a power of two, of decode, come those that would be
@@ -68,6 +71,8 @@ class RowRunner(ModelRunner):
         """Makes the graphs of batches with prompts, the largest first, which take the most memory."""
         if not self.use_cuda_graph_varlen or _has_program_for_each(self.cb_config.varlen_compile_config):
             return 0.0
+        for side in self.inputs_and_outputs.sides:
+            side.has_graphs_of_prompts = True
         most = min(self.cache.max_batch_tokens, MOST_TOKENS)
         padded = dict.fromkeys(self.maybe_pad_inputs(size, 0, False)[0] for size in range(most, 0, -1))
         return sum(self._make_up(model, size, 0) for size in padded if size <= most)
