@@ -5,9 +5,10 @@
 Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
 stopped, and measured by what was generated until then. Tokens on rows are compared with those on blocks. Then first
 tokens of prompts of which nine tenths are known, and of others; and how far log probabilities are from fp32. On rows
-forward passes run as they are, compiled as transformers' `default_compile_level=1` has it, and so with those that hold
-prompts as CUDA graphs too; on blocks with `sdpa`, and with each FlashAttention that transformers finds (or `--attention
-NAME`). Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say nothing.
+forward passes run as they are, compiled as transformers' `default_compile_level=1` has it, and so with nothing kept for
+who begins alike, as other engines are measured; on blocks with `sdpa`, and with each FlashAttention that transformers
+finds (or `--attention NAME`). Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say
+nothing.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from vmmkv.memory.budget import parse_bytes
 Row = dict[str, Any]
 Answers = dict[str, list[int]]
 """By the names of requests, the tokens that they got."""
-ROWS, COMPILED, GRAPHS = "rows", "rows, compiled", "rows, compiled, graphs of prompts"
+ROWS, COMPILED, NO_REUSE = "rows", "rows, compiled", "rows, compiled, without reuse"
 SYSTEMS: dict[str, Row] = {
     ROWS: {},
     COMPILED: {"default_compile_level": 1},
-    GRAPHS: {"default_compile_level": 1, "use_cuda_graph": (True, True)},
+    NO_REUSE: {"default_compile_level": 1, "allow_block_sharing": False},
 }
 """On rows, and what their `ContinuousBatchingConfig` has beside what all have."""
 BATCH_TOKENS = 2048
