@@ -39,9 +39,9 @@ def enable(
 
     Some settings of a `ContinuousBatchingConfig` change their meaning: `cpu_offload_space` is allocated only when
     sequences move there, and `allow_block_sharing` shares pages. `page_size` times `num_blocks` is a budget in tokens,
-    which `max_bytes` overrides; `max_memory_percent` is of the memory that is free. CUDA graphs of forward passes that
-    hold prompts are refused, and so are compiled passes that capture graphs of their own, must be one graph
-    (`fullgraph=True`), or run on several devices.
+    which `max_bytes` overrides; `max_memory_percent` is of the memory that is free. `safety_margin` is 0.05, if the
+    scheduler is "fifo" and nobody says otherwise. Compiled passes are refused that capture graphs of their own, must be
+    one graph (`fullgraph=True`), or run on several devices.
 
     Args:
         model: a decoder whose layers attend to all tokens, or to a window.
