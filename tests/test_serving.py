@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, cast
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from typer.testing import CliRunner
 import vmmkv
 from vmmkv.cli.app import app
 from vmmkv.integrations import batching
+from vmmkv.integrations.batching.manager import RowManager
 from vmmkv.integrations.batching.processor import RowProcessor
 from vmmkv.integrations.batching.sampling import OneTemperatureEach
 
@@ -491,6 +493,26 @@ def test_clients_may_choose_the_same_request_id(address: str, llama: str) -> Non
             return await asyncio.gather(*asked)
 
     assert asyncio.run(all_at_once()) == [each.text for each in expected]
+
+
+def test_a_server_that_has_its_model_warms_up_before_anybody_asks(llama: str) -> None:
+    """And serves with what it made then; another model's first request does not wait for all graphs."""
+    warmup = RowManager.warmup
+    with patch.object(RowManager, "warmup", autospec=True, side_effect=warmup) as warm:
+        with server(llama, "--max-bytes", "64MiB") as address:
+            assert warm.call_count == 1
+            (manager,) = warm.call_args.args
+            assert manager.is_running()
+            with patch.object(RowManager, "add_request", autospec=True, side_effect=RowManager.add_request) as asked:
+                openai.OpenAI(base_url=f"{address}/v1", api_key="none").completions.create(
+                    model=llama, prompt="w1 w2", max_tokens=2
+                )
+            assert asked.call_args.args[0] is manager
+        with server("--max-bytes", "64MiB") as address:
+            openai.OpenAI(base_url=f"{address}/v1", api_key="none").completions.create(
+                model=llama, prompt="w1 w2", max_tokens=2
+            )
+        assert warm.call_count == 1
 
 
 def test_a_server_does_not_start_with_what_cannot_run_on_rows(keeps_states: str) -> None:

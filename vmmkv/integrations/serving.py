@@ -158,6 +158,11 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
             self._on_rows.add(model)
         return True
 
+    def begin(self, name: str, model: Any) -> None:
+        """Starts the batches of a model before anybody asks for it, if it is batched, with graphs of all of them."""
+        if model in self._on_rows:
+            cast(RowGenerateManager, self.get_manager(name, use_cb=True)).init_cb(model, None, warm=True)
+
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         get = with_names(GenerationState.get_manager, CBGenerateManager=RowGenerateManager)
         return get(self, model_id, use_cb)
@@ -206,10 +211,13 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     """Hands the tokens of a model to who waits for them. Each request has a name of its own: clients choose
     `x-request-id`, and two may choose the same."""
 
-    def init_cb(self, model: Any, gen_config: Any) -> None:
-        """Starts the model's batches, which have nothing of the request that is the first."""
+    def init_cb(self, model: Any, gen_config: Any, *, warm: bool = False) -> None:
+        """Starts the model's batches, which have nothing of the request that is the first. To warm up takes seconds on
+        a GPU, in which the event loop would answer nobody."""
         if self._cb is None:
             self._cb = sampling_manager(model, self._cb_config)
+            if warm:
+                self._cb.warmup()
             self._cb.start()
 
     def _for_one(self, kind: type[SampledManager], inputs: dict[str, Any], gen_config: Any) -> CBGenerateManager:
@@ -287,8 +295,12 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
         async with before(app) as told:
-            yield told
-        state.shutdown()  # its thread would keep the process alive
+            try:
+                for name, loaded in models.loaded_models.items():
+                    state.begin(name, loaded.model)
+                yield told
+            finally:
+                state.shutdown()  # its thread would keep the process alive
 
     app.router.lifespan_context = lifespan
     publish()
