@@ -25,6 +25,7 @@ from conftest import soon
 from tiny_models import VOCABULARY, tiny_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, PreTrainedTokenizerFast
+from transformers.generation.continuous_batching.model_runner import ModelRunner
 from transformers.generation.logits_process import TemperatureLogitsWarper
 from typer.testing import CliRunner
 
@@ -81,11 +82,11 @@ def keeps_states(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @contextmanager
-def server(*arguments: str) -> Iterator[str]:
+def server(*arguments: str, device: str = "cpu") -> Iterator[str]:
     """What the command line does, but for how it shows errors: a server at work, by its address. Afterwards none of its
     threads is left."""
     before = lasting_threads()
-    options = ["--device", "cpu", "--host", "127.0.0.1", "--port", "0", "--non-blocking"]
+    options = ["--device", device, "--host", "127.0.0.1", "--port", "0", "--non-blocking"]
     command = typer.main.get_command(app)
     made: Any = command.main(["serve", *options, *arguments], standalone_mode=False)
     try:
@@ -130,15 +131,17 @@ class Answer(NamedTuple):
     text: str
 
 
-def answers(count: int) -> list[Answer]:
+def answers(count: int, name: str = "llama-gqa", device: str = "cpu") -> list[Answer]:
     """Of random prompts those of which no token is a close decision, which another order of sums could turn."""
-    random, model, made = Random(), tiny_model("llama-gqa", "eager", "cpu"), []
+    random, model, made = Random(), tiny_model(name, "eager", device), []
     greedy = GenerationConfig(
         max_new_tokens=NEW, do_sample=False, pad_token_id=0, output_logits=True, return_dict_in_generate=True
     )
     while len(made) < count:
         length = random.randint(1, 60)
-        prompts = torch.tensor([[random.randrange(VOCABULARY) for _ in range(length)] for _ in range(16)])
+        prompts = torch.tensor(
+            [[random.randrange(VOCABULARY) for _ in range(length)] for _ in range(16)], device=device
+        )
         output = model.generate(prompts, attention_mask=torch.ones_like(prompts), generation_config=greedy)
         best = torch.stack(output.logits).topk(2).values
         is_clear = ((best[..., 0] - best[..., 1]) > 1e-4).all(dim=0)
@@ -193,6 +196,29 @@ def test_64_clients_get_the_text_of_generate_and_leave_nothing(address: str, lla
     assert told["vmmkv:pages_created_total"] > 0
     assert told["vmmkv:limit_bytes"] == 256 << 20
     soon(lambda: (pool := published()) and pool["pages_created"] > 0 and pool["physical_bytes"] == 0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_clients_get_the_text_of_generate_from_graphs(tmp_path: Path) -> None:
+    """Which the server has made of decode and prompts before they ask; none is made while it serves."""
+    name, expected = save("llama-gqa-wide", tmp_path), answers(40, "llama-gqa-wide", "cuda")
+    capture = ModelRunner._capture_graph
+
+    async def all_at_once() -> list[str]:
+        async with client(address) as server:
+            asked = [
+                ask(name, server, answer.prompt, chat=number % 2 == 0, stream=number % 4 < 2)
+                for number, answer in enumerate(expected)
+            ]
+            return await asyncio.gather(*asked)
+
+    with patch.object(ModelRunner, "_capture_graph", autospec=True, side_effect=capture) as captured:
+        with server(name, "--max-bytes", "1GiB", "--max-seq-len", "300", device="cuda:0") as address:
+            before = captured.call_count
+            assert before > 40  # of each size two, since one batch is made while another runs
+            for _ in range(2):
+                assert asyncio.run(all_at_once()) == [answer.text for answer in expected]
+        assert captured.call_count == before
 
 
 def published() -> dict[str, Any] | None:
