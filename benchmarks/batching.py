@@ -1,13 +1,15 @@
 """transformers' continuous batching on rows, beside its own on blocks: the same requests, all waiting.
 
-    python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--attention NAME]... [--json]
+    python -m benchmarks.batching [--trace FILE] [--model NAME] [--seconds S] [--attention NAME]... [--vllm DIR]
+                                  [--json]
 
 Requests have the lengths of a trace, tokens are random, and so are weights. Who is not done after some seconds is
 stopped, and measured by what was generated until then. Tokens on rows are compared with those on blocks. Then first
 tokens of prompts of which nine tenths are known, and of others; and how far log probabilities are from fp32. On rows
 forward passes run as they are, compiled as transformers' `default_compile_level=1` has it, and so with nothing kept for
 who begins alike, as other engines are measured; on blocks with `sdpa`, and with each FlashAttention that transformers
-finds (or `--attention NAME`). Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say
+finds (or `--attention NAME`). vLLM serves the same requests at the end, where it is installed, or `--vllm` names a
+folder in which it is unpacked. Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say
 nothing.
 """
 
@@ -31,8 +33,10 @@ from transformers.utils.import_utils import is_flash_attn_2_available, is_flash_
 from benchmarks import aims
 from benchmarks.batching_logits import logit_distances
 from benchmarks.batching_tables import BLOCKS, batching_table, compare, first_tokens_table
+from benchmarks.batching_vllm import serve_beside
 from benchmarks.environment import environment, print_result
 from benchmarks.generate.models import CONFIGS, build, token_bytes
+from benchmarks.serve import options
 from benchmarks.serve.workloads import Limits, Workload, make_workload
 from vmmkv.cli.options import JsonOutput
 from vmmkv.cli.output import console, make_table
@@ -51,6 +55,8 @@ SYSTEMS: dict[str, Row] = {
 """On rows, and what their `ContinuousBatchingConfig` has beside what all have."""
 BATCH_TOKENS = 2048
 """Of a forward pass."""
+VLLM_ROUNDS = 3
+"""Beside one that is not measured; it starts for more than a minute, and serves these in seconds."""
 KNOWN = 0.9
 """Of a prompt: what another request has had."""
 WARM = 20, 40
@@ -84,6 +90,7 @@ def main(
     seconds: Annotated[float, typer.Option(min=0.1, help="After which who is not done is stopped.")] = 60.0,
     rounds: Annotated[int, typer.Option(min=1, help="Of rows.")] = 3,
     attention: Annotated[list[str] | None, typer.Option(help="Of transformers, on blocks; what it finds.")] = None,
+    vllm: options.VllmFolder = None,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure transformers' continuous batching on rows and on blocks."""
@@ -108,6 +115,7 @@ def main(
         "served": runs,
         "first_tokens": first,
         "logits": logit_distances(name, device, min(1024, longest // 2)),
+        "vllm": serve_beside(vllm, name, workload, nbytes, seconds, VLLM_ROUNDS),
     }
     result["comparisons"] = compare(result)
     if json_output:
@@ -163,8 +171,8 @@ def run(manager: Any, system: str, workload: Workload, number: int, seconds: flo
     with watched(manager) as seen:
         start = perf_counter()
         for at, (prompt, request) in enumerate(zip(prompts, workload.requests)):
-            options: Row = {"max_new_tokens": request.output, "eos_token_id": -1, "record_timestamps": True}
-            manager.add_request(prompt, f"{number}-{at}", **options)
+            told: Row = {"max_new_tokens": request.output, "eos_token_id": -1, "record_timestamps": True}
+            manager.add_request(prompt, f"{number}-{at}", **told)
         while len(answers) < len(prompts) and perf_counter() - start < seconds:
             done = finished_request(manager)
             if done is not None:

@@ -13,6 +13,7 @@ Result = dict[str, Any]
 Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
 BLOCKS = "blocks, "
 """How systems of transformers' own cache are called, with the attention behind it."""
+VLLM = "vLLM"
 ENGINES = {"Llama-3.1-8B": 4287}
 """By models, output tokens/s of `benchmarks.engine`, same requests and memory, when the aim was set."""
 
@@ -31,9 +32,15 @@ def batching_table(result: Result) -> Table:
             "" if row.get("idle_bytes") is None else format_bytes(row["idle_bytes"]),  # older results lack it
             *("" if row[name] is None else f"{row[name]:.1%}" for name in ("waste", "most_waste")),
         )
-        for row in result["served"]
+        for row in [*result["served"], *beside(result)]
     ]
     return columns, rows
+
+
+def beside(result: Result) -> list[Result]:
+    """vLLM's rounds, if there were any; older results have none."""
+    rows: list[Result] = result.get("vllm", {}).get("served", [])
+    return rows
 
 
 def by_cache(result: Result) -> tuple[list[Result], list[Result]]:
@@ -45,6 +52,7 @@ def by_cache(result: Result) -> tuple[list[Result], list[Result]]:
 def compare(result: Result) -> list[Result]:
     """What was aimed at on one GPU, and what was reached: medians of the rounds."""
     ours, (blocks, *others) = by_cache(result)
+    peer_speeds = [row["tokens_per_s"] for row in beside(result)]
     found = []
     for system, rounds in groupby(ours, key=lambda row: row["system"]):
         rows = list(rounds)
@@ -52,6 +60,9 @@ def compare(result: Result) -> list[Result]:
         for peer, least in ((blocks, 10), *((other, 1) for other in others)):
             times = speed / peer["tokens_per_s"] if peer["tokens_per_s"] else None  # none of its requests had finished
             found.append(aims.compared(result, f"tokens/s on {system} over {peer['system']}", times, least=least))
+        if peer_speeds:
+            times = speed / median(peer_speeds)
+            found.append(aims.compared(result, f"tokens/s on {system} over {VLLM}", times, least=1))
         if engine := ENGINES.get(result["model"]):
             found.append(
                 aims.compared(result, f"tokens/s on {system} over the engine's {engine:,}", speed / engine, least=0.9)

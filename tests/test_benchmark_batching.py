@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
+from test_benchmark_serve import vllm as vllm
 from typer import Typer
 from typer.testing import CliRunner
 
 from benchmarks import batching, batching_tables
+from benchmarks.batching_vllm import serve_beside
+from benchmarks.generate.models import CONFIGS, token_bytes
+from benchmarks.serve.workloads import Limits, make_workload
 
 APP = Typer()
 APP.command()(batching.main)
@@ -43,6 +49,38 @@ def test_it_measures_rows_and_blocks(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert 0 < result["logits"]["rows"] < 2 * result["logits"]["own"] < 0.1
     batching.show(result)
     assert f"4 of {result['requests']}" in capsys.readouterr().out
+
+
+def test_vllm_serves_the_same_requests_in_a_process_of_its_own(vllm: Path) -> None:
+    workload = make_workload(None, Limits(6, 1 << 40, 512, 512, 16), seed=0)
+    told = serve_beside(vllm.parent, "tiny", workload, 1 << 20, 60, 2)
+    assert (told["version"], told["reason"]) == ("0.23.0", "")
+    assert told["options"]["num_gpu_blocks_override"] * 16 * token_bytes(CONFIGS["tiny"]) == 1 << 20
+    assert [row["round"] for row in told["served"]] == [0, 1]
+    for row in told["served"]:
+        assert row["finished"] == 6
+        assert row["tokens_per_s"] * row["seconds"] == pytest.approx(sum(each.output for each in workload.requests))
+    served = [
+        {"system": system, "round": 0, "tokens_per_s": speed, "waste": None, "most_waste": None}
+        for system, speed in (("rows", 1.5 * median(row["tokens_per_s"] for row in told["served"])), ("blocks, x", 1.0))
+    ]
+    first = {"tokens": 100, "known": 0.9, "new_s": 4.0, "known_s": 1.0}
+    about = {"environment": {"cuda_driver": "13.0"}, "model": "tiny", "memory_bytes": 1 << 20, "requests": 6}
+    result = about | {"served": served, "first_tokens": first, "vllm": told}
+    (line,) = (row for row in batching_tables.compare(result) if "vLLM" in row["what"])
+    assert (line["what"], line["met"]) == ("tokens/s on rows over vLLM", True)
+    assert line["value"] == pytest.approx(1.5)
+    columns = ("first_token_s", "peak_bytes", "idle_bytes", "surplus_bytes")
+    result["served"] = [row | dict.fromkeys(columns) | {"finished": 6} for row in served]
+    assert [row[:2] for row in batching_tables.batching_table(result)[1]][-2:] == [("vLLM", "6 of 6")] * 2
+
+
+def test_vllm_that_cannot_be_had_is_named_with_the_reason(vllm: Path) -> None:
+    (vllm / "__init__.py").write_text("raise ImportError('there are no kernels for this device')")
+    workload = make_workload(None, Limits(2, 1 << 40, 512, 512, 16), seed=0)
+    told = serve_beside(vllm.parent, "tiny", workload, 1 << 20, 60, 2)
+    assert (told["served"], told["reason"]) == ([], "ImportError: there are no kernels for this device")
+    assert "no module vllm" in serve_beside(None, "tiny", workload, 1 << 20, 60, 2)["reason"]
 
 
 def test_answers_are_compared_as_far_as_both_go() -> None:

@@ -17,16 +17,13 @@ from typing import NamedTuple
 import numpy as np
 
 from .measure import REUSE, Load, Row, Settings, free_memory, middle, quantiles
-from .vllm_start import BLOCK, ENVIRONMENT, can_be_had, model_config, run_vllm
+from .vllm_start import BLOCK, can_be_had, engine_options, model_config, serve_with_vllm
 from .workloads import Workload, arrivals
 
 VLLM = "vllm", f"vllm+{REUSE}"
 """Without prefix caching, and with it."""
 SHARE = 0.5
 """Of the time: what is kept for vLLM, which starts for more than a minute."""
-STEP_TOKENS = 8192
-"""Of a step, at least: with Llama-3.1-8B's shape vLLM serves faster with them than with as few as ours has, and it
-takes as many itself as a server on such a GPU."""
 
 
 class Task(NamedTuple):
@@ -67,21 +64,17 @@ class Vllm:
 
     def _serve(self, result: Row, settings: Settings, tasks: list[Task], name: str) -> None:
         plans = [plan(result, settings, task) for task in tasks]
+        works = [work(settings, task, runs) for task, runs in zip(tasks, plans)]
         with TemporaryDirectory() as place:
-            job, results = Path(place) / "job.json", Path(place) / "results.jsonl"
-            results.touch()
-            model = self.weights or write_config(Path(place), settings)
-            options = engine_options(settings, tasks, model, self.weights is None, name == VLLM[1])
+            options = options_of(settings, tasks, self.weights or write_config(Path(place), settings), name == VLLM[1])
             result.setdefault("vllm_options", {})[name] = {key: options[key] for key in options if key != "model"}
-            works = [work(settings, task, runs) for task, runs in zip(tasks, plans)]
-            job.write_text(json.dumps({"options": options, "works": works}))
-            reason = run_vllm("vllm_process", job, results, self.folder, settings.deadline - perf_counter())
-            version, *rows = map(json.loads, results.read_text().splitlines() or ["null"])
+            left = settings.deadline - perf_counter()
+            version, about, rows, reason = serve_with_vllm(Path(place), options, works, self.folder, left)
         if version is None:
             result["skipped"].append({"backend": name, "kernel": "", "reason": reason})
             return
-        result["peers"]["vllm"] = version.pop("version")
-        result["vllm_options"][name] |= {"environment": ENVIRONMENT} | version
+        result["peers"]["vllm"] = version
+        result["vllm_options"][name] |= about
         for number, (task, runs) in enumerate(zip(tasks, plans)):
             found: dict[str, list[Row]] = {}
             there = [row for row in rows if row["work"] == number]
@@ -132,23 +125,18 @@ def work(settings: Settings, task: Task, runs: list[Run]) -> Row:
     return {"prompts": [ids.tolist() for ids in prompts], "outputs": outputs, "runs": [run.times for run in runs]}
 
 
-def engine_options(settings: Settings, tasks: list[Task], model: Path, random: bool, caching: bool) -> Row:
-    """Of `vllm.LLM`; what is not named is as vLLM has it: CUDA graphs, asynchronous scheduling, the attention."""
+def options_of(settings: Settings, tasks: list[Task], model: Path, caching: bool) -> Row:
+    """Of `vllm.LLM`."""
     token_bytes = settings.model.config.kv_layout(settings.model.dtype).token_bytes
-    return {
-        "model": str(model),
-        "load_format": "dummy" if random else "auto",
-        "skip_tokenizer_init": True,
-        "dtype": str(settings.model.dtype).removeprefix("torch."),
-        "max_model_len": max(task.workload.max_seq_len for task in tasks),
-        "block_size": BLOCK,
-        "num_gpu_blocks_override": settings.max_bytes // (BLOCK * token_bytes),
-        "gpu_memory_utilization": 0.6,
-        "max_num_seqs": settings.max_sequences,
-        "max_num_batched_tokens": max(settings.chunk + settings.max_sequences, STEP_TOKENS),
-        "enable_prefix_caching": caching,
-        "disable_log_stats": True,
-    }
+    return engine_options(
+        model,
+        dtype=str(settings.model.dtype).removeprefix("torch."),
+        max_seq_len=max(task.workload.max_seq_len for task in tasks),
+        blocks=settings.max_bytes // (BLOCK * token_bytes),
+        sequences=settings.max_sequences,
+        step_tokens=settings.chunk + settings.max_sequences,
+        caching=caching,
+    )
 
 
 def write_config(folder: Path, settings: Settings) -> Path:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.engine.model import Config
 from benchmarks.processes import run_command
@@ -16,6 +17,9 @@ from vmmkv.cli.output import errors
 BLOCK = 16
 """Tokens of a block."""
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+STEP_TOKENS = 8192
+"""Of a step, at least: with Llama-3.1-8B's shape vLLM serves faster with them than with as few as ours has, and it
+takes as many itself as a server on such a GPU."""
 LINES = 20
 """Of its log, that are shown if it fails, or is stopped."""
 
@@ -23,6 +27,58 @@ LINES = 20
 def can_be_had(folder: Path | None) -> bool:
     """Whether there is a folder in which it is unpacked, or it is installed."""
     return folder is not None or find_spec("vllm") is not None
+
+
+def engine_options(
+    model: Path, *, dtype: str, max_seq_len: int, blocks: int, sequences: int, step_tokens: int, caching: bool
+) -> dict[str, Any]:
+    """Of `vllm.LLM`, for a folder with a `config.json` and, unless weights are to be random, with safetensors. What is
+    not named is as vLLM has it: CUDA graphs, asynchronous scheduling, the attention."""
+    return {
+        "model": str(model),
+        "load_format": "auto" if any(model.glob("*.safetensors")) else "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": dtype,
+        "max_model_len": max_seq_len,
+        "block_size": BLOCK,
+        "num_gpu_blocks_override": blocks,
+        "gpu_memory_utilization": 0.6,
+        "max_num_seqs": sequences,
+        "max_num_batched_tokens": max(step_tokens, STEP_TOKENS),
+        "enable_prefix_caching": caching,
+        "disable_log_stats": True,
+    }
+
+
+class Served(NamedTuple):
+    """What a process has told.
+
+    Attributes:
+        version: vLLM's.
+        about: what it runs on: its environment, versions, stand-ins.
+        rows: one for each run.
+        reason: why there is no more, if it did not come to its end.
+    """
+
+    version: str | None
+    about: dict[str, Any]
+    rows: list[dict[str, Any]]
+    reason: str
+
+
+def serve_with_vllm(
+    place: Path, options: dict[str, Any], works: list[dict[str, Any]], folder: Path | None, seconds: float
+) -> Served:
+    """Has a process serve works, of which each has `prompts` and `outputs`, the ids and how many tokens are to follow,
+    and `runs`, of each the times when requests come, or None; it leaves its files in a place."""
+    job, results = place / "job.json", place / "results.jsonl"
+    results.touch()
+    job.write_text(json.dumps({"options": options, "works": works}))
+    reason = run_vllm("vllm_process", job, results, folder, seconds)
+    about, *rows = map(json.loads, results.read_text().splitlines() or ["null"])
+    if about is None:
+        return Served(None, {}, [], reason)
+    return Served(about.pop("version"), {"environment": ENVIRONMENT} | about, rows, reason)
 
 
 def run_vllm(script: str, job: Path, results: Path, folder: Path | None, seconds: float) -> str:
