@@ -34,8 +34,11 @@ class Admission:
         self._requests, self._ranks, self._max_seq_len, self._weights = requests, ranks, max_seq_len, weights
         self._committed: dict[str, int] = {}
         """By request: tokens that others may begin with."""
-        self._refused: dict[str, list[float]] = {}
-        """By request that there was no room for: the pages that there were, on each device."""
+        self._refused: dict[str, tuple[int, list[float]]] = {}
+        """By request that there was no room for: how often something had been made known, and the pages that there
+        were, on each device."""
+        self._commits = 0
+        """How often something was made known."""
         self._adapters, self._used = adapters, adapters()
         self._mixed: set[str] = set()
         """Requests that were computed with several adapters: nobody may begin with what they hold."""
@@ -75,15 +78,21 @@ class Admission:
         has_room = (not is_new or self._begin(name, expected)) and self._requests.make_room(name, held, tokens)
         if not has_room and not held:
             self.end(name)
-            if not self.fits(name, tokens):
-                self._refused[name] = self._available_pages()
+            there = self._allowed_pages()  # asked once: others on the pool may give pages back at any time
+            if any(needed > pages for needed, pages in zip(self.pages_missing(name, tokens), there)):
+                self._refused[name] = self._commits, there
         return has_room
 
     def _has_no_more_room(self, name: str) -> bool:
-        """Whether there was no room for a request, and there are no more pages since. In each step transformers asks
-        for all that wait, and to begin one, and end it, takes longer than many others' share of a step."""
-        before = self._refused.get(name)
-        return before is not None and all(now <= then for now, then in zip(self._available_pages(), before))
+        """Whether there was no room for a request, and there are no more pages since, nor is more known that it could
+        begin with. In each step transformers asks for all that wait, and to begin one, and end it, takes longer than
+        many others' share of a step."""
+        commits, before = self._refused.get(name, (None, []))
+        return commits == self._commits and all(now <= then for now, then in zip(self._allowed_pages(), before))
+
+    def _allowed_pages(self) -> list[float]:
+        """Pages that hold no tokens, as far as limits go. Whether the driver gives them, only who begins finds out."""
+        return [self._ranks.least(stage.allowed_pages) for stage in self._requests.stages]
 
     def begin_known(self, name: str, token_ids: list[int]) -> int:
         """Starts a request with what is known of its tokens; returns how many these are."""
@@ -125,6 +134,7 @@ class Admission:
         """Makes the first so many tokens of a request known to others."""
         self._requests.commit(name, token_ids[:tokens])
         self._committed[name] = tokens
+        self._commits += 1
 
     def end(self, name: str) -> None:
         """Ends a request, if there is one of this name."""

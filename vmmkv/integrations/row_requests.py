@@ -157,7 +157,12 @@ class RowRequests:
     @property
     def available_pages(self) -> int:
         """Pages that hold no tokens of any request; none while the driver refuses some of them."""
-        return 0 if self._is_refused else self.caches[0].available_pages
+        return 0 if self._is_refused else self.allowed_pages
+
+    @property
+    def allowed_pages(self) -> int:
+        """Pages that hold no tokens of any request, whether or not the driver gives them."""
+        return self.caches[0].available_pages
 
     def commit(self, name: str, token_ids: list[int]) -> None:
         """Makes a request's first tokens known to others, if it was begun with tokens."""
