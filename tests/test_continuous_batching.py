@@ -1058,6 +1058,24 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
     assert {tokens: prompts for (tokens, _), prompts in told.items()} == {64: {64}, 128: {100}, 192: {100}, 200: {100}}
 
 
+def test_a_warm_up_makes_graphs_of_prompts_where_no_request_may_be_as_long_as_a_batch(
+    captures: tuple[str, list[int]],
+) -> None:
+    device, sizes = captures
+    if device != "cpu":
+        pytest.skip("on a GPU a page holds more tokens than a batch")
+    model = tiny_model("olmo2", "eager", device)
+    rows.enable(model, pool=pool(5), max_seq_len=1300)
+    manager = model.init_continuous_batching(**config(use_cuda_graph=(True, False), max_batch_tokens=200))
+    try:
+        assert 200 * manager.groups[0].layout.token_bytes > 5 * PAGE_SIZE
+        manager.warmup()
+        assert sizes == [200, 192, 128, 64]
+    finally:
+        manager.destroy()
+        rows.disable(model)
+
+
 def test_batches_of_many_prompts_run_without_a_graph(
     captures: tuple[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,7 +114,10 @@ class RowCache(LeftToAttention, their_cache.PagedAttentionCache):
         if held and not is_made_up and name not in self.requests and not self.requests.is_away(name):
             raise UnsupportedError(f"request {name} has computed {held} tokens, and nobody has them here")
         with stream_context(self.stream):
-            return self.admission.admit(name, held, tokens, expected=len(state.initial_tokens))
+            has_room = self.admission.admit(name, held, tokens, expected=len(state.initial_tokens))
+            if is_made_up and not has_room:
+                self.admission.end(name)  # the next one of its name may be smaller
+            return has_room
 
     def count_storable_requests(self, list_blocks_needed: list[dict[str, Any]]) -> int:
         return self.admission.count_that_fit(next(iter(needed.values())) for needed in list_blocks_needed)
