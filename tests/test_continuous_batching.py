@@ -903,13 +903,7 @@ def test_nothing_begins_with_what_two_adapters_have_made() -> None:
     one, other = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
     model, random, expected = copy.deepcopy(one), Random(), None
     model.peft_config, model.tuned = {}, Adapted()
-
-    def switch(to: PreTrainedModel, name: str) -> None:
-        """As PEFT does it: what is computed changes, and nothing is written to."""
-        for each, given in zip(model.parameters(), to.parameters(), strict=True):
-            each.data.copy_(given)
-        model.tuned.active_adapters = [name]
-
+    switch = functools.partial(switch_adapter, model)
     rows.enable(model, pool=pool(600), max_seq_len=600)
     with Served(model) as served:
         while expected is None:  # two tokens were as likely
@@ -923,6 +917,72 @@ def test_nothing_begins_with_what_two_adapters_have_made() -> None:
             expected = answer(one, [*prompt, *result.generated_tokens, 5])
         served.check([expected])
     rows.disable(model)
+
+
+def switch_adapter(model: PreTrainedModel, to: PreTrainedModel, name: str) -> None:
+    """As PEFT does it: what is computed changes, and nothing is written to."""
+    for each, given in zip(model.parameters(), to.parameters(), strict=True):
+        each.data.copy_(given)
+    model.tuned.active_adapters = [name]
+
+
+@pytest.mark.parametrize("when", ["before it moves", "while it is there"])
+def test_nothing_begins_with_what_two_adapters_have_made_of_one_that_was_on_the_host(when: str) -> None:
+    one, other = (tiny_model("llama-gqa", "eager", "cpu", seed) for seed in (0, 1))
+    model, random, expected = copy.deepcopy(one), Random(), None
+    model.peft_config, model.tuned = {}, Adapted()
+    rows.enable(model, pool=pool(600), max_seq_len=600)
+    by_hand = ByHand(model, cpu_offload_space=0.001)
+    processor = by_hand.processor
+    while expected is None:  # two tokens were as likely
+        prompt = [random.randrange(2, VOCABULARY) for _ in range(20)]
+        moved, stays = (by_hand.manager.add_request(prompt, max_new_tokens=new) for new in (100, 30))
+        for _ in range(5):
+            by_hand.step()
+        if when == "before it moves":
+            switch_adapter(model, other, "other")
+            for _ in range(9):
+                by_hand.step()
+        processor.scheduler.starved_requests = [(processor.scheduler.active_requests[moved], 1)]
+        with patch.object(RowCache, "count_storable_requests", return_value=0):
+            assert processor.offloading_manager.offload_requests()
+        assert processor.cache.requests.is_away(moved)
+        switch_adapter(model, other, "other")
+        while by_hand.step():
+            pass
+        done = [by_hand.manager.get_result() for _ in range(2)]
+        results = {each.request_id: each.generated_tokens for each in done}
+        assert results.keys() == {moved, stays}
+        switch_adapter(model, one, "one")
+        expected = answer(one, [*prompt, *results[moved], 5])
+    by_hand.manager.add_request(expected.prompt)
+    while by_hand.step():
+        pass
+    assert by_hand.manager.get_result().generated_tokens == expected.tokens
+    by_hand.end()
+    rows.disable(model)
+
+
+def test_who_is_cancelled_on_the_host_leaves_nothing(model: PreTrainedModel) -> None:
+    """Nor what was known of it to who counts."""
+    rows.enable(model, pool=pool(600), max_seq_len=600)
+    by_hand = ByHand(model, cpu_offload_space=0.001)
+    processor, admission = by_hand.processor, by_hand.processor.cache.admission
+    moved, stays = (by_hand.manager.add_request([7] * 50, max_new_tokens=40) for _ in range(2))
+    for _ in range(5):
+        by_hand.step()
+    processor.scheduler.starved_requests = [(processor.scheduler.active_requests[moved], 1)]
+    with patch.object(RowCache, "count_storable_requests", return_value=0):
+        assert processor.offloading_manager.offload_requests()
+    assert admission._committed.keys() == {moved, stays}
+    by_hand.manager.cancel_request(moved)
+    by_hand.step()
+    assert not processor.cache.requests.is_away(moved)
+    assert admission._committed.keys() == {stays}
+    while by_hand.step():
+        pass
+    assert not admission._committed
+    by_hand.end()
 
 
 def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either() -> None:

@@ -137,11 +137,18 @@ class Admission:
         self._commits += 1
 
     def end(self, name: str) -> None:
-        """Ends a request, if there is one of this name."""
+        """Ends a request, if there is one of this name that is not on the host: what that one holds is known, and
+        computed, as it was, once it comes back."""
         self._requests.end(name)
-        self._committed.pop(name, None)
         self._refused.pop(name, None)
-        self._mixed.discard(name)
+        if not self._requests.is_away(name):
+            self._committed.pop(name, None)
+            self._mixed.discard(name)
+
+    def end_away(self, name: str) -> None:
+        """Ends a request, if there is one of this name that is on the host."""
+        self._requests.end_away(name)
+        self.end(name)
 
     def end_all(self) -> None:
         """Ends all requests."""

@@ -32,5 +32,5 @@ class RowOffloading(OffloadingManager):
             future_state.state.is_cpu_offloaded = False  # its tokens came back when it was given room
 
     def free_request_cpu_cache(self, state: RequestState) -> None:
-        self.cache.requests.end_away(state.request_id)
+        self.cache.admission.end_away(state.request_id)
         state.is_cpu_offloaded = False
