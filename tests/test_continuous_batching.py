@@ -47,7 +47,7 @@ from vmmkv.integrations.left_to_attention import CACHE
 from vmmkv.integrations.pool_turns import PoolTurn
 from vmmkv.integrations.request_checks import BESIDE_TOKENS, AtMost, check_same
 from vmmkv.integrations.row_admission import Admission
-from vmmkv.integrations.row_ranks import Ranks
+from vmmkv.integrations.row_ranks import RankedRequests, Ranks
 from vmmkv.integrations.row_requests import RowRequests
 from vmmkv.memory.driver import open_driver
 
@@ -1004,6 +1004,31 @@ def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either
             True,
         ]
         admission.end_all()
+
+
+def test_processes_ask_each_other_alike_whoever_sees_another_adapter_first() -> None:
+    """Of who waits for memory, too: or else one waits for an answer forever."""
+
+    def asked(ids: list[int], later: str) -> list[float]:
+        """What a process asks others, of a request that runs and one for which there is no room, where it sees an
+        adapter later."""
+        made, used, layout = [], ["one"], vmmkv.KVLayout(1, 1, 64, torch.float32)
+        ranks = Ranks(2, 0, lambda value: made.append(value) or value)
+        with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
+            requests = RankedRequests(ranks, [cache], [0], reuse=True, has_host=False)
+            admission = Admission(requests, ranks, 1000, lambda: used[0], lambda: used[0])
+            for name in ("runs", "waits", "waits"):
+                admission.begin_known(name, [*ids, len(name)])
+                assert admission.admit(name, 0, 200, expected=200) == (name == "runs")
+                used[0] = later
+                admission.look_at_adapters()
+                if name == "waits" and admission.commits("runs", 200, is_over=False):
+                    admission.commit("runs", 200, ids)
+            admission.end_all()
+        return made
+
+    ids = torch.randint(100, (200,)).tolist()
+    assert len(asked(ids, "one")) == len(asked(ids, "other")) > 0
 
 
 class Adapted(torch.nn.Module):

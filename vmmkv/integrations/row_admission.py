@@ -35,10 +35,10 @@ class Admission:
         self._committed: dict[str, int] = {}
         """By request: tokens that others may begin with."""
         self._refused: dict[str, tuple[int, list[float]]] = {}
-        """By request that there was no room for: how often something had been made known, and the pages that there
-        were, on each device."""
-        self._commits = 0
-        """How often something was made known."""
+        """By request that there was no room for: how often requests had been asked what others may know, and the pages
+        that there were, on each device."""
+        self._asked = 0
+        """How often they have been: as often in all processes, of which one may see adapters change before others."""
         self._adapters, self._used = adapters, adapters()
         self._mixed: set[str] = set()
         """Requests that were computed with several adapters: nobody may begin with what they hold."""
@@ -80,15 +80,15 @@ class Admission:
             self.end(name)
             there = self._allowed_pages()  # asked once: others on the pool may give pages back at any time
             if any(needed > pages for needed, pages in zip(self.pages_missing(name, tokens), there)):
-                self._refused[name] = self._commits, there
+                self._refused[name] = self._asked, there
         return has_room
 
     def _has_no_more_room(self, name: str) -> bool:
-        """Whether there was no room for a request, and there are no more pages since, nor is more known that it could
-        begin with. In each step transformers asks for all that wait, and to begin one, and end it, takes longer than
-        many others' share of a step."""
-        commits, before = self._refused.get(name, (None, []))
-        return commits == self._commits and all(now <= then for now, then in zip(self._allowed_pages(), before))
+        """Whether there was no room for a request, and there are no more pages since, nor can more be known that it
+        could begin with. In each step transformers asks for all that wait, and to begin one, and end it, takes longer
+        than many others' share of a step."""
+        asked, before = self._refused.get(name, (None, []))
+        return asked == self._asked and all(now <= then for now, then in zip(self._allowed_pages(), before))
 
     def _allowed_pages(self) -> list[float]:
         """Pages that hold no tokens, as far as limits go. Whether the driver gives them, only who begins finds out."""
@@ -126,6 +126,7 @@ class Admission:
 
     def commits(self, name: str, tokens: int, is_over: bool) -> bool:
         """Whether a request that holds so many tokens has some to make known to others."""
+        self._asked += 1
         if name not in self._requests or name in self._mixed:
             return False
         return is_over or self._requests.fills_pages(self._committed.get(name, 0), tokens)
@@ -134,7 +135,6 @@ class Admission:
         """Makes the first so many tokens of a request known to others."""
         self._requests.commit(name, token_ids[:tokens])
         self._committed[name] = tokens
-        self._commits += 1
 
     def end(self, name: str) -> None:
         """Ends a request, if there is one of this name that is not on the host: what that one holds is known, and
