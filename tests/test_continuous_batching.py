@@ -282,13 +282,16 @@ def test_who_waits_begins_when_the_driver_gives_again(model: PreTrainedModel) ->
         by_hand.end()
 
 
+@pytest.mark.parametrize("stays", [False, True], ids=["all of it", "not all of it"])
 @pytest.mark.parametrize("reads", range(1, 12))
-def test_who_waits_begins_whenever_others_on_the_pool_give_memory_back(model: PreTrainedModel, reads: int) -> None:
+def test_who_waits_begins_whenever_others_on_the_pool_give_memory_back(
+    model: PreTrainedModel, reads: int, stays: bool
+) -> None:
     """Another thread, between any two looks at how much there is."""
     (expected,), own = answers(model, Random(), 1, begin=[7] * 60), pool(24)
     layout, looks, pages = vmmkv.KVLayout(1, 1, 64, torch.float32), [], vmmkv.KVCache.available_pages.fget
     rows.enable(model, pool=own, max_seq_len=200)
-    with vmmkv.KVCache(layout, 2, 4000, pool=own) as other, other.sequence(1):
+    with vmmkv.KVCache(layout, 2, 4000, pool=own) as other, other.sequence(int(stays)):
         much = other.sequence(22 * PAGE_SIZE // layout.token_bytes)
 
         def look(cache: vmmkv.KVCache) -> int:

@@ -101,7 +101,7 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         elif self.cache.admission.others_hold_memory():
             self.scheduler.give_way()  # it may come yet, and others may wait for ours
         else:
-            self._end_first()
+            self._end_first_without_room()
 
     def _take_tokens(self) -> bool:
         """Takes the tokens of the batch that runs before another one is made; returns whether there was one."""
@@ -115,10 +115,13 @@ class RowProcessor(their_api.ContinuousBatchProcessor):
         running.reset()
         return True
 
-    def _end_first(self) -> None:
-        """Ends the request that is next, for which there is no memory though nobody else has any."""
+    def _end_first_without_room(self) -> None:
+        """Ends the request that is next, unless there is memory for it: nobody else has any now, who did perhaps when
+        it was asked for."""
         state = self.scheduler.next_without_room()
         tokens = len(state.initial_tokens) + state.generated_len()
+        if self.cache.admission.fits(state.request_id, tokens):
+            return
         self._handle_request_error(self.cache.admission.no_room_for(state.request_id, tokens), state)
         self.scheduler.set_request_cancellation(state.request_id)
 
