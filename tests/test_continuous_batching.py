@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from random import Random
 from types import SimpleNamespace
@@ -1011,27 +1012,37 @@ def test_what_forks_from_what_two_adapters_have_made_is_nobodys_beginning_either
 
 def test_processes_ask_each_other_alike_whoever_sees_another_adapter_first() -> None:
     """Of who waits for memory, too: or else one waits for an answer forever."""
+    ids, layout = torch.randint(100, (200,)).tolist(), vmmkv.KVLayout(1, 1, 64, torch.float32)
+    said, meeting = [0.0, 0.0], threading.Barrier(2, timeout=30)
 
-    def asked(ids: list[int], later: str) -> list[float]:
-        """What a process asks others, of a request that runs and one for which there is no room, where it sees an
+    def least(rank: int, value: float) -> float:
+        said[rank] = value
+        meeting.wait()
+        found = min(said)
+        meeting.wait()
+        return found
+
+    def serve(rank: int, later: str) -> list[bool]:
+        """Whom a process has room for, of a request that runs and one for which there is no room, where it sees an
         adapter later."""
-        made, used, layout = [], ["one"], vmmkv.KVLayout(1, 1, 64, torch.float32)
-        ranks = Ranks(2, 0, lambda value: made.append(value) or value)
+        used, ranks, has_room = ["one"], Ranks(2, rank, functools.partial(least, rank)), []
         with vmmkv.KVCache(layout, 4, 1000, pool=pool(40)) as cache:
             requests = RankedRequests(ranks, [cache], [0], reuse=True, has_host=False)
             admission = Admission(requests, ranks, 1000, lambda: used[0], lambda: used[0])
             for name in ("runs", "waits", "waits"):
-                admission.begin_known(name, [*ids, len(name)])
-                assert admission.admit(name, 0, 200, expected=200) == (name == "runs")
+                held = admission.begin_known(name, [*ids, len(name)])
+                has_room.append(admission.admit(name, held, 201, expected=201))
                 used[0] = later
                 admission.look_at_adapters()
-                if name == "waits" and admission.commits("runs", 200, is_over=False):
-                    admission.commit("runs", 200, ids)
+                if name == "waits" and admission.commits("runs", 201, is_over=False):
+                    admission.commit("runs", 201, [*ids, len("runs")])
             admission.end_all()
-        return made
+        return has_room
 
-    ids = torch.randint(100, (200,)).tolist()
-    assert len(asked(ids, "one")) == len(asked(ids, "other")) > 0
+    with ThreadPoolExecutor(2) as processes:
+        assert [*processes.map(serve, (0, 1), ("one", "other"))] == [[True, False, False]] * 2
+    with ThreadPoolExecutor(2) as processes:
+        assert [*processes.map(serve, (0, 1), ("one", "one"))] == [[True, False, True]] * 2
 
 
 class Adapted(torch.nn.Module):

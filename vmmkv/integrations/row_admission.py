@@ -5,11 +5,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 from ..errors import OutOfPagesError
 from .row_ranks import Ranks
 from .row_requests import NO_ROOM
 from .row_stages import Requests
+
+
+class Refusal(NamedTuple):
+    """A request that there was no room for.
+
+    Attributes:
+        tokens: those that it was to have.
+        asked: how often requests had been asked what others may know.
+        pages: those that there were, on each device.
+    """
+
+    tokens: int
+    asked: int
+    pages: list[float]
 
 
 class Admission:
@@ -34,9 +49,8 @@ class Admission:
         self._requests, self._ranks, self._max_seq_len, self._weights = requests, ranks, max_seq_len, weights
         self._committed: dict[str, int] = {}
         """By request: tokens that others may begin with."""
-        self._refused: dict[str, tuple[int, list[float]]] = {}
-        """By request that there was no room for: how often requests had been asked what others may know, and the pages
-        that there were, on each device."""
+        self._refused: dict[str, Refusal] = {}
+        """By request."""
         self._asked = 0
         """How often they have been: as often in all processes, of which one may see adapters change before others."""
         self._adapters, self._used = adapters, adapters()
@@ -73,22 +87,40 @@ class Admission:
             expected: tokens that it is to have soon, if it is new.
         """
         is_new = name not in self._requests and not self._requests.is_away(name)
-        if is_new and self._has_no_more_room(name):
+        if is_new and self._has_no_more_room(name, None):
             return False
         has_room = (not is_new or self._begin(name, expected)) and self._requests.make_room(name, held, tokens)
         if not has_room and not held:
             self.end(name)
             there = self._allowed_pages()  # asked once: others on the pool may give pages back at any time
             if any(needed > pages for needed, pages in zip(self.pages_missing(name, tokens), there)):
-                self._refused[name] = self._asked, there
+                self._refused[name] = Refusal(tokens, self._asked, there)
         return has_room
 
-    def _has_no_more_room(self, name: str) -> bool:
-        """Whether there was no room for a request, and there are no more pages since, nor can more be known that it
-        could begin with. In each step transformers asks for all that wait, and to begin one, and end it, takes longer
-        than many others' share of a step."""
-        asked, before = self._refused.get(name, (None, []))
-        return asked == self._asked and all(now <= then for now, then in zip(self._allowed_pages(), before))
+    def _has_no_more_room(self, name: str, token_ids: list[int] | None) -> bool:
+        """Whether there was no room for a request, and there are no more pages since, nor can it share as many as it
+        would need. In each step transformers asks for all that wait, and to begin one, and end it, takes longer than
+        many others' share of a step."""
+        refusal = self._refused.get(name)
+        if refusal is None:
+            return False
+        there = self._allowed_pages()
+        if any(now > then for now, then in zip(there, refusal.pages)):
+            return False
+        if refusal.asked == self._asked:
+            return True
+        if token_ids is None:
+            return False
+        needed = zip(self.pages_missing(name, refusal.tokens), self._shared_pages(token_ids), there)
+        if all(pages - shared <= now for pages, shared, now in needed):
+            return False
+        self._refused[name] = refusal._replace(asked=self._asked)
+        return True
+
+    def _shared_pages(self, token_ids: list[int]) -> list[float]:
+        """Pages that a request would share with others, on each device, in every process."""
+        weights = self._weights()
+        return [self._ranks.least(stage.shared_pages(token_ids, weights)) for stage in self._requests.stages]
 
     def _allowed_pages(self) -> list[float]:
         """Pages that hold no tokens, as far as limits go. Whether the driver gives them, only who begins finds out."""
@@ -97,7 +129,7 @@ class Admission:
     def begin_known(self, name: str, token_ids: list[int]) -> int:
         """Starts a request with what is known of its tokens; returns how many these are."""
         self._requests.end(name)  # from a step in which there was no room
-        if self._has_no_more_room(name) or not self._begin(name, len(token_ids), token_ids):
+        if self._has_no_more_room(name, token_ids) or not self._begin(name, len(token_ids), token_ids):
             return 0
         return self._committed[name]
 

@@ -72,6 +72,13 @@ class RowRequests:
         self._requests[name] = [sequence]
         return sequence.cached_tokens
 
+    def shared_pages(self, token_ids: list[int], weights: Hashable) -> int:
+        """Pages that a request would share with others if it began now, with what is known of its tokens."""
+        if not self.reuse:
+            return 0
+        (cache,) = self.caches
+        return cache.shared_pages(token_ids, adapter=weights, expected_tokens=len(token_ids))
+
     def grow_in_place(self, name: str, held: int, tokens: int) -> bool:
         """Grows a request that holds `held` tokens to `tokens`, if it has pages for them already; returns whether."""
         sequences = self._requests.get(name, ())
