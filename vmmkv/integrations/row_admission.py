@@ -5,26 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
 
 from ..errors import OutOfPagesError
 from .row_ranks import Ranks
 from .row_requests import NO_ROOM
 from .row_stages import Requests
-
-
-class Refusal(NamedTuple):
-    """A request that there was no room for.
-
-    Attributes:
-        tokens: those that it was to have.
-        asked: how often requests had been asked what others may know.
-        pages: those that there were, on each device.
-    """
-
-    tokens: int
-    asked: int
-    pages: list[float]
 
 
 class Admission:
@@ -49,8 +34,9 @@ class Admission:
         self._requests, self._ranks, self._max_seq_len, self._weights = requests, ranks, max_seq_len, weights
         self._committed: dict[str, int] = {}
         """By request: tokens that others may begin with."""
-        self._refused: dict[str, Refusal] = {}
-        """By request."""
+        self._refused: dict[str, tuple[int, int]] = {}
+        """By request that there was no room for: the tokens that it was to have, and how often requests had been asked
+        what others may know."""
         self._asked = 0
         """How often they have been: as often in all processes, of which one may see adapters change before others."""
         self._adapters, self._used = adapters, adapters()
@@ -92,29 +78,24 @@ class Admission:
         has_room = (not is_new or self._begin(name, expected)) and self._requests.make_room(name, held, tokens)
         if not has_room and not held:
             self.end(name)
-            there = self._allowed_pages()  # asked once: others on the pool may give pages back at any time
-            if any(needed > pages for needed, pages in zip(self.pages_missing(name, tokens), there)):
-                self._refused[name] = Refusal(tokens, self._asked, there)
+            self._refused[name] = tokens, self._asked
         return has_room
 
     def _has_no_more_room(self, name: str, token_ids: list[int] | None) -> bool:
-        """Whether there was no room for a request, and there are no more pages since, nor can it share as many as it
-        would need. In each step transformers asks for all that wait, and to begin one, and end it, takes longer than
-        many others' share of a step."""
-        refusal = self._refused.get(name)
-        if refusal is None:
+        """Whether there was no room for a request, and there are fewer pages than it needs still, with those that it
+        could share by now. In each step transformers asks for all that wait, and to begin one, and end it, takes longer
+        than many others' share of a step."""
+        if name not in self._refused:
             return False
-        there = self._allowed_pages()
-        if any(now > then for now, then in zip(there, refusal.pages)):
+        tokens, asked = self._refused[name]
+        lacking = [needed - there for needed, there in zip(self.pages_missing(name, tokens), self._allowed_pages())]
+        if max(lacking) <= 0:
             return False
-        if refusal.asked == self._asked:
+        if asked == self._asked:
             return True
-        if token_ids is None:
+        if token_ids is None or all(lack <= shared for lack, shared in zip(lacking, self._shared_pages(token_ids))):
             return False
-        needed = zip(self.pages_missing(name, refusal.tokens), self._shared_pages(token_ids), there)
-        if all(pages - shared <= now for pages, shared, now in needed):
-            return False
-        self._refused[name] = refusal._replace(asked=self._asked)
+        self._refused[name] = tokens, self._asked
         return True
 
     def _shared_pages(self, token_ids: list[int]) -> list[float]:
