@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -572,3 +573,82 @@ def test_a_server_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "fastapi", None)
     with pytest.raises(vmmkv.UnsupportedError, match=r"fastapi.*pip install \"vmmkv\[serve\]\""), server():
         pass
+
+
+def complete(address: str, model: str) -> str:
+    """What follows two words."""
+    with openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0) as plain:
+        made = plain.completions.create(model=model, prompt="w1 w2", max_tokens=NEW, temperature=0)
+    return made.choices[0].text
+
+
+@contextmanager
+def loaded_models() -> Iterator[list[weakref.ref[Any]]]:
+    """The models that servers have loaded meanwhile."""
+    models, load = [], ModelManager._load_model
+
+    def note(manager: ModelManager, *args: Any, **kwargs: Any) -> Any:
+        model = load(manager, *args, **kwargs)
+        models.append(weakref.ref(model))
+        return model
+
+    with patch.object(ModelManager, "_load_model", note):
+        yield models
+
+
+@pytest.mark.parametrize("is_pinned", [False, True])
+def test_a_model_that_was_unloaded_answers_nobody(tmp_path: Path, is_pinned: bool) -> None:
+    """Its folder may have other weights by then; its memory is given back before they are loaded."""
+    folder = save("llama-gqa", tmp_path)
+    arguments = [folder] if is_pinned else []
+    with server("--max-bytes", "64MiB", *arguments) as address, openai.OpenAI(base_url=address, api_key="x") as plain:
+        before = complete(address, folder)
+        other = tiny_model("llama-gqa", "eager", "cpu")
+        with torch.no_grad():
+            other.lm_head.weight.copy_(other.lm_head.weight.roll(7, dims=0))
+        other.save_pretrained(folder)
+        plain.post("/reset", cast_to=object)
+        after = complete(address, folder)
+    with server("--max-bytes", "64MiB") as address:
+        assert before != complete(address, folder) == after
+
+
+def test_a_model_that_is_loaded_again_is_there_once(llama: str) -> None:
+    there: list[int] = []
+    with loaded_models() as models, server("--max-bytes", "64MiB", llama) as address:
+        load = ModelManager._load_model
+
+        def count(manager: ModelManager, *args: Any, **kwargs: Any) -> Any:
+            there.append(sum(model() is not None for model in models))
+            return load(manager, *args, **kwargs)
+
+        with patch.object(ModelManager, "_load_model", count), openai.OpenAI(base_url=address, api_key="x") as plain:
+            plain.post("/reset", cast_to=object)
+            complete(address, llama)
+    assert len(models) == 2
+    assert there == [0]
+
+
+def test_files_of_one_repository_are_models_of_their_own(llama: str, tmp_path: Path) -> None:
+    """transformers calls both by the repository, also the one that the server was started with."""
+    files = {"one.gguf": llama, "two.gguf": save("llama-gqa", tmp_path)}
+    other = tiny_model("llama-gqa", "eager", "cpu")
+    with torch.no_grad():
+        other.lm_head.weight.copy_(other.lm_head.weight.roll(7, dims=0))
+    other.save_pretrained(tmp_path)
+    for name in files:
+        (tmp_path / name).touch()
+    load = ModelManager.load_model_and_processor
+
+    def load_file(manager: ModelManager, name: str, *args: Any, gguf_file: str | None = None, **kwargs: Any) -> Any:
+        """Without the package that reads such files."""
+        folder = ModelManager.process_model_name(files[gguf_file])
+        found = load(manager, folder, *args, **kwargs)
+        manager.loaded_models[f"{name}:{gguf_file}"] = manager.loaded_models.get(folder)
+        return found
+
+    with patch.object(ModelManager, "load_model_and_processor", load_file):
+        with server("--max-bytes", "64MiB") as address:
+            made = [complete(address, f"{tmp_path}:{name}") for name in files]
+            assert [complete(address, f"{tmp_path}:{name}") for name in files] == made
+        assert made[0] != made[1]

@@ -11,9 +11,10 @@ This file is all that knows how that server is made. Some names mean something e
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from typing import Any, cast
 from weakref import WeakSet
@@ -156,7 +157,17 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
             self._to_rows(model)
             self._try_manager(model)
             self._on_rows.add(model)
+        self.leave_all_but([model])
         return True
+
+    def leave_all_but(self, models: Iterable[Any]) -> None:
+        """Ends the batches of a model that is none of these, behind its requests. It was unloaded, or has the name of
+        another: it would answer for one that was loaded in its place, beside which it would keep its memory."""
+        batches = getattr(self._cb_manager, "_cb", None)
+        if batches is not None and not any(batches.model is each for each in models):
+            self.shutdown()
+            del batches
+            gc.collect()  # a model on rows holds itself
 
     def begin(self, name: str, model: Any) -> None:
         """Starts the batches of a model before anybody asks for it, if it is batched, with graphs of all of them."""

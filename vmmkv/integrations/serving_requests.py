@@ -99,6 +99,8 @@ class RowHandler(BaseHandler):  # type: ignore[misc, unused-ignore]
 
     def _resolve_model(self, body: dict[str, Any]) -> Any:
         body["model"] = known_model(body.get("model"), self.model_manager)
+        loaded = list(self.model_manager.loaded_models.values())
+        cast(Any, self.generation_state).leave_all_but(getattr(each, "model", None) for each in loaded)
         found = super()._resolve_model(body)
         template = str(getattr(found[2], "chat_template", None))
         if body.get("tools") and "tools" not in template:
