@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 from unittest.mock import patch
 
@@ -652,3 +653,42 @@ def test_files_of_one_repository_are_models_of_their_own(llama: str, tmp_path: P
             made = [complete(address, f"{tmp_path}:{name}") for name in files]
             assert [complete(address, f"{tmp_path}:{name}") for name in files] == made
         assert made[0] != made[1]
+        started = patch.object(RowManager, "start", autospec=True, side_effect=RowManager.start)
+        with started as starts, server("--max-bytes", "64MiB", f"{tmp_path}:two.gguf") as address:
+            assert complete(address, f"{tmp_path}:two.gguf") == made[1]
+        assert starts.call_count == 1
+
+
+def test_a_server_whose_warm_up_fails_says_why_and_is_none(llama: str) -> None:
+    """To who started it, not to a log of the event loop's."""
+    before = lasting_threads()
+    with pytest.raises(vmmkv.BudgetError, match="1KiB"), server("--max-bytes", "1KiB", llama):
+        pass
+    fails = patch.object(ModelRunner, "warmup", side_effect=RuntimeError("no graph"))
+    with fails, pytest.raises(RuntimeError, match="no graph"), server("--max-bytes", "64MiB", llama):
+        pass
+    assert not lasting_threads() - before
+
+
+def test_a_server_whose_port_is_taken_ends(llama: str) -> None:
+    """With the batches that it had started."""
+    before, start = lasting_threads(), RowManager.start
+    with server("--max-bytes", "64MiB") as address, patch.object(RowManager, "start", autospec=True) as started:
+        started.side_effect = start
+        arguments = ["serve", "--device", "cpu", "--host", "127.0.0.1", "--port", address.rpartition(":")[2], llama]
+        with pytest.raises(SystemExit):
+            typer.main.get_command(app).main([*arguments, "--max-bytes", "64MiB"], standalone_mode=False)
+    assert started.call_count == 1
+    soon(lambda: not lasting_threads() - before)
+
+
+def test_a_server_of_what_is_not_text_starts() -> None:
+    """transformers knows no modality of it, and transcribes with it."""
+    state = serving.RowState(pytest.fail, continuous_batching=True)
+    whisper = type("WhisperForConditionalGeneration", (), {})()
+    loaded = SimpleNamespace(model=whisper, processor=object())
+    with pytest.raises(ValueError, match="modality"):
+        ModelManager.get_model_modality(loaded.model, loaded.processor)
+    serving._make_ready(state, "whisper@main", loaded)
+    state.start()
+    assert state.is_cb_alive()

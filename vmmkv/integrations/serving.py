@@ -32,8 +32,14 @@ from transformers.cli.serving import completion as their_completion
 from transformers.cli.serving import response as their_response
 from transformers.cli.serving import server as their_server
 from transformers.cli.serving import utils as their_utils
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.utils import CBGenerateManager, CBWorkerDeadError, GenerationState, Modality
+from transformers.cli.serving.model_manager import ModelManager, TimedModel
+from transformers.cli.serving.utils import (
+    CBGenerateManager,
+    CBWorkerDeadError,
+    GenerationState,
+    Modality,
+    split_model_id,
+)
 
 from ..errors import ArgumentError, SequenceTooLongError, StoppedError, UnsupportedError, VmmkvError
 from ..memory.budget import parse_bytes
@@ -169,10 +175,14 @@ class RowState(GenerationState):  # type: ignore[misc, unused-ignore]
             del batches
             gc.collect()  # a model on rows holds itself
 
-    def begin(self, name: str, model: Any) -> None:
-        """Starts the batches of a model before anybody asks for it, if it is batched, with graphs of all of them."""
-        if model in self._on_rows:
-            cast(RowGenerateManager, self.get_manager(name, use_cb=True)).init_cb(model, None, warm=True)
+    def warm_up(self, name: str, model: Any) -> None:
+        """Makes the batches of a model before anybody asks for it, with graphs of all of them."""
+        self.get_manager(name, use_cb=True).warm_up(model)
+
+    def start(self) -> None:
+        """Has batches that were made before anybody asked take requests."""
+        if self._cb_manager is not None:
+            cast(RowGenerateManager, self._cb_manager).start()
 
     def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
         get = with_names(GenerationState.get_manager, CBGenerateManager=RowGenerateManager)
@@ -222,14 +232,21 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
     """Hands the tokens of a model to who waits for them. Each request has a name of its own: clients choose
     `x-request-id`, and two may choose the same."""
 
-    def init_cb(self, model: Any, gen_config: Any, *, warm: bool = False) -> None:
-        """Starts the model's batches, which have nothing of the request that is the first. To warm up takes seconds on
-        a GPU, in which the event loop would answer nobody."""
+    def init_cb(self, model: Any, gen_config: Any) -> None:
+        """Starts the model's batches, which have nothing of the request that is the first. They are not warmed up: that
+        takes seconds on a GPU, in which the event loop would answer nobody."""
         if self._cb is None:
             self._cb = sampling_manager(model, self._cb_config)
-            if warm:
-                self._cb.warmup()
             self._cb.start()
+
+    def warm_up(self, model: Any) -> None:
+        """Makes the model's batches, with all graphs, before there is an event loop."""
+        self._cb = sampling_manager(model, self._cb_config)
+        self._cb.warmup()
+
+    def start(self) -> None:
+        """Starts what was warmed up."""
+        cast(RowManager, self._cb).start()
 
     def _for_one(self, kind: type[SampledManager], inputs: dict[str, Any], gen_config: Any) -> CBGenerateManager:
         """This, as it is for a request, whose config says from now on how long its answer can be: transformers tells
@@ -287,10 +304,11 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
 
     Raises:
         UnsupportedError: the model that is loaded already cannot run on rows.
+        BudgetError: nor is there memory for its K and V.
     """
     state: RowState = options["generation_state"]
-    for loaded in models.loaded_models.values():
-        state.use_continuous_batching(loaded.model, models.get_model_modality(loaded.model, loaded.processor))
+    for name, loaded in models.loaded_models.items():
+        _make_ready(state, name, loaded)
     app = build(models, *handlers, **options)
     for kind in (ArgumentError, SequenceTooLongError, UnsupportedError, FailedRequestError):
         app.add_exception_handler(kind, _refuse)
@@ -307,8 +325,7 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
     async def lifespan(app: FastAPI) -> AsyncIterator[Any]:
         async with before(app) as told:
             try:
-                for name, loaded in models.loaded_models.items():
-                    state.begin(name, loaded.model)
+                state.start()
                 yield told
             finally:
                 state.shutdown()  # its thread would keep the process alive
@@ -316,6 +333,16 @@ def _build(build: Callable[..., FastAPI], models: ModelManager, *handlers: Any, 
     app.router.lifespan_context = lifespan
     publish()
     return app
+
+
+def _make_ready(state: RowState, name: str, loaded: TimedModel) -> None:
+    """Warms up a model that is loaded before anybody asks for it, if it is batched."""
+    try:
+        modality = ModelManager.get_model_modality(loaded.model, loaded.processor)
+    except ValueError:  # it is not for text
+        return
+    if state.use_continuous_batching(loaded.model, modality):
+        state.warm_up(split_model_id(name)[0], loaded.model)  # requests for a file are named by its repository
 
 
 def _refuse(request: Request, error: Exception) -> JSONResponse:
