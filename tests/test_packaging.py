@@ -126,6 +126,7 @@ PRIVATE = {
     "_cached_continuous_batching_manager",
     "_can_set_attn_implementation",
     "_cb_config",
+    "_cb_manager",
     "_create_batch_processor",
     "_generation_step",
     "_get_forward_fn",
