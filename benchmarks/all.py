@@ -105,15 +105,15 @@ BENCHMARKS = {
     ),
     "batching": Benchmark(
         Kind.GPU,
-        2.8,
+        3.2,
         "-m benchmarks.batching --trace {conv} --model Llama-3.1-8B --memory 16GiB --seconds 20 --rounds 1 --json",
-        beside="--vllm {vllm}",
+        beside="--vllm {vllm} --budget-seconds {seconds}",
     ),
     "batching_qwen3": Benchmark(
         Kind.GPU,
         3,
         "-m benchmarks.batching --trace {conv} --model Qwen3-0.6B --memory 16GiB --seconds 20 --rounds 1 --json",
-        beside="--vllm {vllm}",
+        beside="--vllm {vllm} --budget-seconds {seconds}",
     ),
     "attention": Benchmark(Kind.GPU, 2.7, "-m benchmarks.attention --trace {conv} --json"),
     "serve_reuse": Benchmark(

@@ -9,8 +9,8 @@ tokens of prompts of which nine tenths are known, and of others; and how far log
 forward passes run as they are, compiled as transformers' `default_compile_level=1` has it, and so with nothing kept for
 who begins alike, as other engines are measured; on blocks with `sdpa`, and with each FlashAttention that transformers
 finds (or `--attention NAME`). vLLM serves the same requests at the end, where it is installed, or `--vllm` names a
-folder in which it is unpacked. Without a GPU a tiny model runs, as it is, with lengths divided by 16, and speeds say
-nothing.
+folder in which it is unpacked, as often as there is time for (`--budget-seconds`). Without a GPU a tiny model runs, as
+it is, with lengths divided by 16, and speeds say nothing.
 """
 
 from __future__ import annotations
@@ -91,9 +91,11 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Of rows.")] = 3,
     attention: Annotated[list[str] | None, typer.Option(help="Of transformers, on blocks; what it finds.")] = None,
     vllm: options.VllmFolder = None,
+    budget_seconds: options.BudgetSeconds = 480.0,
     json_output: JsonOutput = False,
 ) -> None:
     """Measure transformers' continuous batching on rows and on blocks."""
+    deadline = perf_counter() + budget_seconds
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     name, facts = model or ("Llama-3.1-8B" if on_gpu else "tiny"), environment(device)
@@ -115,7 +117,7 @@ def main(
         "served": runs,
         "first_tokens": first,
         "logits": logit_distances(name, device, min(1024, longest // 2)),
-        "vllm": serve_beside(vllm, name, workload, nbytes, seconds, VLLM_ROUNDS),
+        "vllm": serve_beside(vllm, name, workload, nbytes, deadline - perf_counter(), VLLM_ROUNDS),
     }
     result["comparisons"] = compare(result)
     if json_output:

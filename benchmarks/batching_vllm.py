@@ -17,15 +17,13 @@ from benchmarks.serve.workloads import Workload
 
 SEQUENCES = 256
 """The most that it serves at a time, as many as ours."""
-STARTING = 180.0
-"""Seconds that it may take to start, beside those that it may take to serve, twice what was seen."""
 
 Row = dict[str, Any]
 
 
 def serve_beside(folder: Path | None, name: str, workload: Workload, nbytes: int, seconds: float, rounds: int) -> Row:
-    """What vLLM reaches in rounds in which all requests wait, at most so many seconds each; why not, if it cannot be
-    had or has not come to its end. Nothing but a model's weights may be on the GPU."""
+    """What vLLM reaches in rounds in which all requests wait, as many as it comes to in so many seconds; why not all,
+    if it cannot be had or has not come to its end. Nothing but a model's weights may be on the GPU."""
     if not can_be_had(folder):
         return {"served": [], "reason": "there is no module vllm, and no --vllm with a folder of it"}
     free_memory()
@@ -45,7 +43,7 @@ def serve_beside(folder: Path | None, name: str, workload: Workload, nbytes: int
             caching=False,
         )
         work = {"prompts": prompts, "outputs": outputs, "runs": [None] * rounds}
-        told = serve_with_vllm(Path(place), options, [work], folder, STARTING + (1 + rounds) * seconds)
+        told = serve_with_vllm(Path(place), options, [work], folder, seconds)
     rows = [row_of(number, row, outputs) for number, row in enumerate(told.rows)]
     about = {key: value for key, value in options.items() if key != "model"} | told.about
     return {"version": told.version, "options": about, "served": rows, "reason": told.reason}

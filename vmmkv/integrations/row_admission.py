@@ -138,7 +138,7 @@ class Admission:
         return started
 
     def commits(self, name: str, tokens: int, is_over: bool) -> bool:
-        """Whether a request that holds so many tokens has some to make known to others."""
+        """Whether a request that holds so many tokens has some to make known to others; counts that it was asked."""
         self._asked += 1
         if name not in self._requests or name in self._mixed:
             return False
