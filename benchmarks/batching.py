@@ -183,6 +183,8 @@ def run(manager: Any, system: str, workload: Workload, number: int, seconds: flo
         elapsed, finished = perf_counter() - start, len(answers)
         for state in list(manager.batch_processor.scheduler.active_requests.values()):
             answers[state.request_id] = list(state.to_generation_output().generated_tokens)
+    for at in range(len(prompts)):
+        manager.cancel_request(f"{number}-{at}")  # of those that are done it does nothing; others would run on
     generated = sum(map(len, answers.values()))
     row = {
         "system": system,
@@ -294,8 +296,8 @@ def first_tokens(manager: Any, vocab_size: int, tokens: int, rounds: int = 5) ->
         begin = int(KNOWN * tokens)
         for kind, ids in (("new", prompt), ("known", prompt[:begin] + other[begin:])):
             start = perf_counter()
-            manager.add_request(ids, max_new_tokens=1, eos_token_id=-1)
-            while finished_request(manager) is None:
+            name = manager.add_request(ids, max_new_tokens=1, eos_token_id=-1)
+            while (done := finished_request(manager)) is None or done.request_id != name:
                 pass
             times[kind].append(perf_counter() - start)
     return {"tokens": tokens, "known": KNOWN, "rounds": rounds} | {f"{kind}_s": median(t) for kind, t in times.items()}
