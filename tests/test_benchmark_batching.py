@@ -51,6 +51,17 @@ def test_it_measures_rows_and_blocks(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert f"4 of {result['requests']}" in capsys.readouterr().out
 
 
+def test_who_is_stopped_does_not_run_on_beside_what_is_measured_next() -> None:
+    workload = make_workload(None, Limits(20, 1 << 40, 512, 512, 4), seed=0)
+    with batching.manager_of(batching.build("tiny", None, torch.device("cpu")), "rows", 64 << 20) as manager:
+        row, _ = batching.run(manager, "rows", workload, 0, 0.05)
+        assert row["finished"] < len(workload.requests)
+        batching.first_tokens(manager, manager.model.config.vocab_size, 64, rounds=1)
+        scheduler = manager.batch_processor.scheduler
+        left = {*scheduler.active_requests, *scheduler.waiting_requests}
+        assert not left & {f"0-{number}" for number in range(len(workload.requests))}
+
+
 def test_vllm_serves_the_same_requests_in_a_process_of_its_own(vllm: Path) -> None:
     workload = make_workload(None, Limits(6, 1 << 40, 512, 512, 16), seed=0)
     told = serve_beside(vllm.parent, "tiny", workload, 1 << 20, 60, 2)
