@@ -202,8 +202,8 @@ def run(manager: Any, system: str, workload: Workload, number: int, seconds: flo
 
 
 def idle_bytes(manager: Any) -> int:
-    """What K and V take when nobody asks for anything, and what can has gone back to the system; where requests were
-    stopped, with what these still hold."""
+    """What K and V take when nobody asks for anything, and what can has gone back to the system; where requests have
+    just been cancelled, perhaps with what they held."""
     cache = manager.batch_processor.cache
     if caches := getattr(cache, "kv_caches", []):
         caches[0].pool.trim()
