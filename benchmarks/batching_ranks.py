@@ -4,7 +4,8 @@
 
 The shape is Llama-3.1-70B's with fewer layers, as many as a GPU of 80 GB has room for beside K and V, and random
 weights: of few layers a step is mostly the host's time, which two GPUs do not halve. Each process says how long it has
-waited for the driver to map pages for those who grew: while one does the others wait for it in the next collective.
+waited for the driver to map pages for those who grew, and how much of that delayed a step, and with it the others in
+the step's collectives: pages are mapped while the device computes the step before, so most of it delays nobody.
 Two GPUs and one take turns, in processes of their own, since memory has no room for both models; a run begins warm, and
 without memory for K and V. Rounds that are not reached are named, and no result is written before there is a run of
 two GPUs and one of one. Without two GPUs two processes run a tiny model on the host, over gloo, and speeds say nothing.
@@ -44,12 +45,23 @@ from vmmkv.cli.output import console, errors, make_table
 from vmmkv.memory.budget import parse_bytes
 
 Row = dict[str, Any]
-Mark = tuple[float, float]
-"""When a forward pass is launched: the time, and seconds in the driver until then."""
+Moment = float | torch.cuda.Event
+"""A time of the host's clock, or when a stream gets there."""
 Turn = tuple[int, int]
 """A round, and how many processes serve it."""
 RANKS = 2, 1
 """How many processes serve a round, one after another."""
+
+
+class Launch(NamedTuple):
+    """A forward pass that was launched."""
+
+    driver_s: float
+    """In the driver, since the launch before."""
+    was_idle: bool
+    """Whether the device had done all that it had been given, and so may have waited for the driver."""
+    began: Moment
+    ended: Moment
 
 
 class Asked(NamedTuple):
@@ -122,22 +134,23 @@ def measure(found: dict[Turn, tuple[Row, Answers]], asked: Asked, rounds: int, d
 
 def together(written: list[Row]) -> tuple[Row, Answers]:
     """What processes have measured: the first one's row, with the time that each waited for the driver, and of each
-    step the share that the slowest spent there; and the answers of the first."""
-    slowest = [max(shares) for shares in zip(*(each["shares"] for each in written))]
+    step by what share of it the driver delayed the one that it delayed most; and the answers of the first."""
+    most = [max(delays) for delays in zip(*(each["delays"] for each in written))]
     row = written[0]["row"] | {
         "ranks": len(written),
         "driver_s": [each["driver_s"] for each in written],
-        "steps": len(slowest),
-        "driver_of_step": spread(slowest),
+        "steps": len(most),
+        "delayed": sum(delay > 0 for delay in most),
+        "delay_of_step": spread(most),
     }
     return row, written[0]["answers"]
 
 
-def spread(shares: list[float]) -> Row | None:
-    """Of steps' shares those of the typical, the slow and the slowest; None where there was one step."""
-    if len(shares) < 2:
+def spread(delays: list[float]) -> Row | None:
+    """Of steps' delays those of the typical, the slow and the slowest; None where there was one step."""
+    if len(delays) < 2:
         return None
-    return {"p50": median(shares), "p99": quantiles(shares, n=100, method="inclusive")[-1], "most": max(shares)}
+    return {"p50": median(delays), "p99": quantiles(delays, n=100, method="inclusive")[-1], "most": max(delays)}
 
 
 def rows_of(found: dict[Turn, tuple[Row, Answers]]) -> list[Row]:
@@ -197,9 +210,11 @@ def work(rank: int, ranks: int, port: int, folder: str, began: float, number: in
         if ranks > 1:
             dist.barrier(beside)
         say("warmed up")
-        with marked(manager, cache) as marks:
+        before = driver_seconds(cache)
+        with watched(manager, cache) as launches:
             row, answers = run(manager, asked.system, workload, number, asked.seconds)
-        found = {"row": row, "answers": answers, "driver_s": marks[-1][1] - marks[0][1], "shares": shares(marks)}
+        driver_s = driver_seconds(cache) - before
+        found = {"row": row, "answers": answers, "driver_s": driver_s, "delays": delays(launches)}
         unfinished = Path(folder) / f"{rank}.unfinished"
         unfinished.write_text(json.dumps(found))
         unfinished.rename(Path(folder) / f"{rank}.json")  # before anything else: who ends a manager may be interrupted
@@ -220,35 +235,56 @@ def teller(name: str, began: float, is_heard: bool) -> Callable[[str], None]:
     return say
 
 
+def driver_seconds(cache: KVCache) -> float:
+    """How long this process has been in the driver."""
+    return int(cache.pool.meter.spent[:, 1].sum()) / 1e9
+
+
 @contextmanager
-def marked(manager: Any, cache: KVCache) -> Iterator[list[Mark]]:
-    """Notes when each forward pass is launched, and how long this process has been in the driver until then: at the
-    beginning, at each launch, and in the end."""
-    processor, spent = manager.batch_processor, cache.pool.meter.spent
+def watched(manager: Any, cache: KVCache) -> Iterator[list[Launch]]:
+    """Notes each forward pass that is launched."""
+    processor = manager.batch_processor
+    stream: torch.cuda.Stream | None = processor.inputs_and_outputs.compute_stream
     launch = processor._generation_step
-    marks: list[Mark] = []
+    launches: list[Launch] = []
+    before = driver_seconds(cache)
 
-    def mark() -> None:
-        marks.append((perf_counter(), int(spent[:, 1].sum()) / 1e9))
-
-    def launch_marked(model: Any) -> None:
-        mark()
+    def launch_watched(model: Any) -> None:
+        nonlocal before
+        was_idle = stream is None or stream.query()
+        now = driver_seconds(cache)
+        began = moment(stream)
         launch(model)
+        launches.append(Launch(now - before, was_idle, began, moment(stream)))
+        before = now
 
-    mark()
-    processor._generation_step = launch_marked
+    processor._generation_step = launch_watched
     try:
-        yield marks
+        yield launches
     finally:
         del processor._generation_step
-        mark()
 
 
-def shares(marks: list[Mark]) -> list[float]:
-    """Of each step the time in the driver before its launch, of the time from its launch to the next."""
+def moment(stream: torch.cuda.Stream | None) -> Moment:
+    """When a stream has done what it was given; without one, now."""
+    return perf_counter() if stream is None else stream.record_event(torch.cuda.Event(enable_timing=True))
+
+
+def seconds_between(began: Moment, ended: Moment) -> float:
+    """Seconds from one moment to a later one; waits for that."""
+    if isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+        ended.synchronize()
+        return float(began.elapsed_time(ended)) / 1e3
+    assert isinstance(began, float)
+    assert isinstance(ended, float)
+    return ended - began
+
+
+def delays(launches: list[Launch]) -> list[float]:
+    """By how much the driver delayed each forward pass, of the time that this took: by all that it took before the
+    launch where the device may have waited, and not at all where it was still busy."""
     return [
-        (spent - before) / (after - launched)
-        for (_, before), (launched, spent), (after, _) in zip(marks, marks[1:], marks[2:])
+        launch.driver_s / seconds_between(launch.began, launch.ended) if launch.was_idle else 0.0 for launch in launches
     ]
 
 

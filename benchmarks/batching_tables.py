@@ -104,8 +104,8 @@ def compare_ranks(result: Result) -> list[Result]:
             result, "of the time in the driver on two, of the GPU where it was more, most", max(waits), most=0.01
         ),
     ]
-    if steps := [row["driver_of_step"] for row in result["served"] if row["ranks"] == 2 and row.get("driver_of_step")]:
-        what = "of a step in the driver on two, of the GPU where it was more"
+    if steps := [row["delay_of_step"] for row in result["served"] if row["ranks"] == 2 and row.get("delay_of_step")]:
+        what = "of a step, by which the driver delayed it on two, of the GPU where it was more"
         found.append({"what": f"{what}, 99th percentile", "value": max(step["p99"] for step in steps)})
         found.append(aims.compared(result, f"{what}, most", max(step["most"] for step in steps), most=0.01))
     for row in result["served"]:

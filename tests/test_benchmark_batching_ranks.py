@@ -58,7 +58,8 @@ def test_an_interrupted_run_has_what_was_measured_before() -> None:
         assert row["finished"] == 4
         assert row["steps"] > 2
         assert min(row["driver_s"]) > 0  # it begins without memory, though it is warm
-        assert 0 <= row["driver_of_step"]["p50"] <= row["driver_of_step"]["p99"] <= row["driver_of_step"]["most"]
+        assert 0 <= row["delay_of_step"]["p50"] <= row["delay_of_step"]["p99"] <= row["delay_of_step"]["most"]
+        assert 0 < row["delayed"] <= row["steps"]  # on the host nothing is mapped while a step computes
     assert two["compared"] == 4
     assert compare_ranks(result) == result["comparisons"]
     for name in ("2 ranks, round 1", "1 rank, round 1"):
@@ -109,16 +110,20 @@ def test_later_rounds_begin_only_if_there_is_time_for_the_longest(monkeypatch: p
 
 
 def test_the_slowest_rank_counts_in_each_step() -> None:
-    """Of what the driver took before a launch, of the time until the next."""
-    one = batching_ranks.shares([(0.0, 0.0), (1.0, 0.5), (3.0, 0.5), (4.0, 0.75)])
-    other = batching_ranks.shares([(0.0, 1.0), (1.0, 1.0), (3.0, 1.25), (4.0, 1.25)])
+    """Of what the driver took before a launch, of the time that the step took; nothing if the device was busy."""
+    one = batching_ranks.delays(
+        [batching_ranks.Launch(0.5, True, 1.0, 3.0), batching_ranks.Launch(0.5, False, 3.0, 4.0)]
+    )
+    other = batching_ranks.delays(
+        [batching_ranks.Launch(0.0, True, 1.0, 3.0), batching_ranks.Launch(0.25, True, 3.0, 4.0)]
+    )
     assert (one, other) == ([0.25, 0.0], [0.0, 0.25])
     row = {"round": 0, "seconds": 4.0, "tokens_per_s": 1.0}
-    written = [{"row": row, "answers": {}, "driver_s": 0.5, "shares": shares} for shares in (one, other)]
+    written = [{"row": row, "answers": {}, "driver_s": 0.5, "delays": delays} for delays in (one, other)]
     found = {(0, len(each)): batching_ranks.together(each) for each in (written, written[:1])}
     rows = batching_ranks.rows_of(found)
-    assert [row["driver_of_step"]["p50"] for row in rows] == [0.125, 0.25]
+    assert [(row["delayed"], row["delay_of_step"]["p50"]) for row in rows] == [(1, 0.125), (2, 0.25)]
     told = {row["what"]: row for row in compare_ranks({"environment": {"cuda_driver": "13.0"}, "served": rows})}
-    most = told["of a step in the driver on two, of the GPU where it was more, most"]
+    most = told["of a step, by which the driver delayed it on two, of the GPU where it was more, most"]
     assert (most["value"], most["met"]) == (0.25, False)
     assert "99th percentile" in " ".join(told)
