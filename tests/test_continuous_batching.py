@@ -45,6 +45,7 @@ from vmmkv.integrations.batching.manager import RowManager
 from vmmkv.integrations.batching.scheduler import CHILD, RowScheduler
 from vmmkv.integrations.idle_memory import IdleMemory
 from vmmkv.integrations.left_to_attention import CACHE
+from vmmkv.integrations.model_weights import adapters, addresses
 from vmmkv.integrations.pool_turns import PoolTurn
 from vmmkv.integrations.request_checks import BESIDE_TOKENS, AtMost, check_same
 from vmmkv.integrations.row_admission import Admission
@@ -1070,10 +1071,16 @@ def test_a_manager_that_is_started_again_looks_where_weights_are(model: PreTrain
 
 
 class Replayed:
-    """In the place of a CUDA graph: what was captured is called again, as it was."""
+    """In the place of a CUDA graph: what was captured is called again, as it was, and with what it was."""
 
-    def __init__(self, call: Any) -> None:
-        self.replay = call
+    def __init__(self, forward: Any, model: PreTrainedModel, *given: Any) -> None:
+        self._call = functools.partial(forward, model, *given)
+        self._held = lambda: (adapters(model), addresses(model))
+        self._captured = self._held()
+
+    def replay(self) -> None:
+        assert self._held() == self._captured, "a graph goes on with what it was captured with"
+        self._call()
 
     def reset(self) -> None: ...
 
@@ -1091,7 +1098,7 @@ def captures(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
             capture(runner, forward, stream, *given)
         else:
             forward(*given)
-            runner.inputs_and_outputs.set_graph(Replayed(functools.partial(forward, *given)))
+            runner.inputs_and_outputs.set_graph(Replayed(forward, *given))
 
     monkeypatch.setattr(model_runner.ModelRunner, "_capture_graph", count)
     if request.param == "cpu":
@@ -1155,6 +1162,82 @@ def test_graphs_of_prompts_serve_every_batch_of_their_size(
     finally:
         rows.disable(model)
     assert {tokens: prompts for (tokens, _), prompts in told.items()} == {64: {64}, 128: {100}, 192: {100}, 200: {100}}
+
+
+@pytest.mark.parametrize("how", ["another adapter", "more of an adapter", "an adapter put in", "weights that moved"])
+def test_graphs_are_not_replayed_with_what_a_model_had_before(captures: tuple[str, list[int]], how: str) -> None:
+    """Whatever is as it was, like prompts: what is known of them is not taken either. Graphs that read weights where
+    they were are made anew."""
+    device, sizes = captures
+    kind = "olmo2" if device == "cpu" else "llama-gqa-wide"
+    before, after = (
+        copy.deepcopy(tiny_model(kind, "eager", device, seed)) for seed in (0, how == "weights that moved")
+    )
+    tuned = Tuned(after)
+    if how == "another adapter":
+        put_in(before, tuned)
+        put_in(after, tuned.using("other"))
+    elif how == "more of an adapter":
+        put_in(before, tuned)
+        put_in(after, tuned.using(scale=2.0))
+    elif how == "an adapter put in":
+        put_in(after, tuned)
+    random, pairs = Random(), []
+    while len(pairs) < 5 or all(old.tokens == new.tokens for old, new in pairs):
+        prompt = [random.randrange(2, VOCABULARY) for _ in range(random.randint(1, 60))]
+        old, new = answer(before, prompt), answer(after, prompt)
+        if old and new:
+            pairs.append((old, new))
+    rows.enable(before, max_bytes="16MiB" if device == "cpu" else "1GiB", max_seq_len=300)
+    try:
+        with Served(
+            before, warm=True, use_cuda_graph=(True, True), max_batch_tokens=64, max_requests_per_batch=8
+        ) as served:
+            served.check([old for old, _ in pairs])
+            captured = len(sizes)
+            if how == "weights that moved":
+                with served.manager.pause():
+                    for each, given in zip(before.parameters(), after.parameters(), strict=True):
+                        each.data = given.data
+            else:
+                put_in(before, after.tuned)
+            served.check([new for _, new in pairs])
+            assert (len(sizes) > captured) == (how == "weights that moved")
+            assert (captured == 0) == (how in ("another adapter", "more of an adapter"))
+    finally:
+        rows.disable(before)
+
+
+class Tuned(torch.nn.Module):
+    """Two adapters of a model's embeddings, as PEFT has them."""
+
+    disable_adapters = False
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        embedding = model.get_input_embeddings().weight
+        self.weights = torch.nn.ParameterDict(
+            {name: torch.randn(embedding.shape[1]).to(embedding) for name in ("one", "other")}
+        )
+        self.active_adapters, self.scaling = ["one"], {"one": 1.0, "other": 1.0}
+
+    def using(self, name: str = "one", scale: float = 1.0) -> Tuned:
+        """The same, of which another is used, or more."""
+        other = copy.copy(self)
+        other.active_adapters, other.scaling = [name], {**self.scaling, name: scale}
+        return other
+
+    def forward(self, _layer: object, _given: object, states: torch.Tensor) -> torch.Tensor:
+        (name,) = self.active_adapters
+        return states + self.scaling[name] * states * self.weights[name]
+
+
+def put_in(model: PreTrainedModel, tuned: Tuned) -> None:
+    """Gives a model adapters, in the place of those that it has."""
+    model.peft_config, model.tuned = {}, tuned
+    layer = model.get_input_embeddings()
+    layer._forward_hooks.clear()
+    layer.register_forward_hook(tuned.forward)
 
 
 def test_a_warm_up_makes_graphs_of_prompts_where_no_request_may_be_as_long_as_a_batch(

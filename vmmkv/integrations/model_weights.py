@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from operator import attrgetter
 from typing import Any
 
@@ -40,8 +40,14 @@ def has_adapters(model: Any) -> bool:
 
 
 def adapters(model: Any) -> Hashable:
-    """The adapters that PEFT has put into a model, and uses; None where it has put none."""
+    """The adapters that PEFT has put into a model, and uses, and how much of each; None where it has put none."""
     if not has_adapters(model):
         return None
     tuned = [each for each in model.modules() if isinstance(getattr(each, "active_adapters", None), list)]
-    return frozenset((each.disable_adapters, *each.active_adapters) for each in tuned)
+    return tuple((each.disable_adapters, *_parts(each)) for each in tuned)
+
+
+def _parts(tuned: Any) -> Iterator[tuple[str, Any]]:
+    """The adapters that a layer uses, and by what it multiplies what comes of each."""
+    scaling = getattr(tuned, "scaling", {})
+    return ((name, scaling.get(name)) for name in tuned.active_adapters)

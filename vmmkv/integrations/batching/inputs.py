@@ -11,6 +11,7 @@ from transformers.generation.continuous_batching.input_outputs import (
     HostDeviceIOPair,
 )
 from transformers.generation.continuous_batching.requests import RequestState, RequestStatus
+from transformers.generation.continuous_batching.utils import CudaGraphBuffer
 
 from ..left_to_attention import CACHE
 from ..with_names import with_names
@@ -78,6 +79,10 @@ class RowBatch(ContinuousBatchingIOs):
         """Wherever that batch is: on the host, or on the device as well."""
         return [self]
 
+    def forget_graphs(self) -> None:
+        """Has none of those that were made: others are, when they are needed, of decode alone."""
+        self.graphs, self.has_graphs_of_prompts = CudaGraphBuffer(), False
+
     def keep_only(self, active: dict[str, RequestState]) -> None:
         """Knows those no more, while it runs, that are not `active`: ended, moved, or to begin anew. transformers knows
         them by name, which another may have by now, and would give that one their next token."""
@@ -125,6 +130,12 @@ class RowBatchesAhead(ContinuousBatchingAsyncIOs):
         """Wherever that batch is: on the host, and on the device."""
         pair = self.io_pairs[self.current_pair]
         return [cast(RowBatch, side) for side in (pair.host_io, pair.device_io)]
+
+    def forget_graphs(self) -> None:
+        """Has none of those that were made: see `RowBatch.forget_graphs`."""
+        for pair in self.io_pairs:
+            for side in (pair.host_io, pair.device_io):
+                cast(RowBatch, side).forget_graphs()
 
     @property
     def running(self) -> RowBatch:

@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import GenerationConfig
@@ -179,11 +179,25 @@ class RowManager(their_api.ContinuousBatchingManager):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Has the model for the caller, who may change its weights: see `ContinuousBatchingManager.pause`. Later
-        requests begin with nothing that was computed before."""
+        """Has the model for the caller, who may change its weights: see `ContinuousBatchingManager.pause`. The forward
+        pass that runs is waited for, and so is what the caller launches. Later requests begin with nothing that was
+        computed before, and graphs are made anew if weights have moved."""
         with super().pause():
             self._weights += 1
-            yield
+            before = addresses(self.model)
+            self._wait_for_devices()
+            try:
+                yield
+            finally:
+                self._wait_for_devices()
+                if addresses(self.model) != before:
+                    self._take_weights(tensors(self.model))
+                    cast(RowProcessor, self.batch_processor).inputs_and_outputs.forget_graphs()
+
+    def _wait_for_devices(self) -> None:
+        for device in devices_of(self.groups):
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
 
     def weights(self) -> Hashable:
         """What K and V depend on beside tokens: weights, as far as can be told, and the adapters that PEFT has put into

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from transformers.generation.continuous_batching.model_runner import ModelRunner
 
-from ..model_weights import devices
+from ..model_weights import devices, has_adapters
 from .config import decode_sizes
 from .inputs import MOST_TOKENS, RowBatch, RowBatchesAhead
 
@@ -29,11 +29,14 @@ class RowRunner(ModelRunner):
         """The size of the batch that is made up now; 0: none is."""
         self._is_spread: bool | None = None
         """Whether the weights of the model are on several devices; None: nobody has looked."""
+        self._has_adapters = False
+        """Whether PEFT has put adapters into the model: a graph would go on with those that it was made with."""
 
     def compute_batch(self, model: Any, batch_data: dict[str, Any]) -> None:
         """Runs a batch: see `ModelRunner.compute_batch`."""
         if self._is_spread is None:
             self._is_spread = len(devices(model)) > 1
+        self._has_adapters = has_adapters(model)
         with _hidden_states_at(batch_data["logits_indices"].device, model) if self._is_spread else nullcontext():
             super().compute_batch(model, batch_data)
 
@@ -46,6 +49,7 @@ class RowRunner(ModelRunner):
 
     def _get_forward_fn(self, use_block_table: bool) -> tuple[Any, bool]:
         forward, is_graph = super()._get_forward_fn(use_block_table)
+        is_graph = is_graph and not self._has_adapters
         if is_graph and not use_block_table:  # what could not be captured before is not tried again among requests
             is_graph = self.inputs_and_outputs.prepared.is_graph_of_prompts
             is_graph = is_graph and bool(self._made_up or self.inputs_and_outputs.get_graph())
@@ -69,7 +73,9 @@ class RowRunner(ModelRunner):
 
     def _warm_up_prompts(self, model: Any) -> float:
         """Makes the graphs of batches with prompts, the largest first, which take the most memory."""
-        if not self.use_cuda_graph_varlen or _has_program_for_each(self.cb_config.varlen_compile_config):
+        if not self.use_cuda_graph_varlen or has_adapters(model):
+            return 0.0
+        if _has_program_for_each(self.cb_config.varlen_compile_config):
             return 0.0
         for side in self.inputs_and_outputs.sides:
             side.has_graphs_of_prompts = True
