@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import torch
@@ -108,11 +109,13 @@ def changes(age: Age) -> str:
 # ------------------------------------------------------------------ the first screen
 
 
-@table("generate_gpu.json", "serve_vllm_gpu.json", "demo_azure_gpu.json")
-def headline(generated: Result, served: Result, replayed: Result) -> str:
+@table("generate_gpu.json", "batching_gpu.json", "demo_azure_gpu.json")
+def headline(generated: Result, batched: Result, replayed: Result) -> str:
     """Figures of ours, each with those of its peers."""
     steps = {cell["contender"]: step_ms(cell) for cell in generated["cells"] if is_long_batch(cell)}
-    engines = {row["backend"]: f"{row['output_tokens_per_s']:,.0f}" for row in served["serving"] if not row["rate"]}
+    served = {row["system"]: f"{row['tokens_per_s']:,.0f}" for row in batched["served"]}
+    of_vllm, nbytes = [row["tokens_per_s"] for row in batched["vllm"]["served"]], batched["memory_bytes"]
+    vllm = f"{median(of_vllm):,.0f} by vLLM {batched['vllm']['version']} in the same run" if of_vllm else "vLLM not run"
     waste = {scheme: f"{part:.1%}" for scheme, part in replayed["waste"].items()}
     rows = [
         (
@@ -122,9 +125,9 @@ def headline(generated: Result, served: Result, replayed: Result) -> str:
             f"one, {steps['DynamicCache, sdpa, flash']} with `DynamicCache` and SDPA's flash kernel",
         ),
         (
-            f"tokens/s of our engine for benchmarks on rows, {format_bytes(served['budget_bytes'])} of K and V",
-            engines["vmm"],
-            f"{engines['vllm']} by vLLM {served['peers']['vllm']} in the same run",
+            f"tokens/s of transformers' continuous batching, compiled, {format_bytes(nbytes)} of K and V",
+            served["rows, compiled"],
+            f"{vllm}; {served['blocks, sdpa']} on transformers' own blocks with `sdpa`",
         ),
         (
             "of pages in use, what holds no token, Azure trace",
