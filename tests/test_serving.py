@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -628,6 +629,35 @@ def test_a_model_that_is_loaded_again_is_there_once(llama: str) -> None:
             complete(address, llama)
     assert len(models) == 2
     assert there == [0]
+
+
+def test_a_model_that_was_unloaded_leaves_nothing(llama: str) -> None:
+    """Though nobody asks for another one."""
+    with loaded_models() as models, server("--max-bytes", "64MiB", "--model-timeout", "1") as address:
+        for _ in range(2):
+            complete(address, llama)
+            soon(lambda: models[-1]() is None)
+    assert len(models) == 2
+
+
+def test_a_model_that_answers_is_not_unloaded(llama: str) -> None:
+    """However long it takes: who asks meanwhile would end the answer."""
+
+    async def two(address: str) -> None:
+        async with client(address) as server:
+            stream = await server.completions.create(model=llama, prompt="w5", max_tokens=ENDLESS, stream=True)
+            chunks = aiter(stream)
+            until = time.monotonic() + 2.5
+            while time.monotonic() < until:
+                await anext(chunks)
+            await ask(llama, server, "w6", chat=False, stream=False)
+            await anext(chunks)
+            await stream.close()
+
+    limits = ["--max-bytes", "64MiB", "--max-seq-len", "131072", "--model-timeout", "1"]
+    with loaded_models() as models, server(*limits) as address:
+        asyncio.run(two(address))
+        assert len(models) == 1
 
 
 def test_files_of_one_repository_are_models_of_their_own(llama: str, tmp_path: Path) -> None:
