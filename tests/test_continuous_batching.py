@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import importlib
 import pickle
 import sys
@@ -583,6 +584,28 @@ def test_a_manager_may_stop_and_start_again(model: PreTrainedModel) -> None:
         served.check(expected)
     forgotten.destroy()
     model.set_attn_implementation("eager")
+
+
+@pytest.mark.parametrize("waiting", [{"block": False}, {"timeout": 0.0}], ids=str)
+def test_who_stops_a_manager_without_waiting_leaves_requests_to_their_end(
+    model: PreTrainedModel, waiting: dict[str, Any]
+) -> None:
+    """Also those that wait for others, and its memory goes back then."""
+    expected, own = answers(model, Random(), 5), pool(100)
+    rows.enable(model, pool=own, max_seq_len=100)
+    served = Served(model, max_requests_per_batch=2)
+    with served.manager.pause():
+        names = served.ask(expected)
+        stopping = threading.Thread(target=served.manager.stop, kwargs=waiting)
+        stopping.start()
+        stopping.join()
+    results = served.results(len(names))
+    assert [results[name].generated_tokens for name in names] == [each.tokens for each in expected]
+    soon(lambda: not served.manager.is_running())
+    served.manager.destroy()
+    gc.collect()
+    own.trim()
+    assert own.stats().physical_bytes == 0
 
 
 def test_a_manager_goes_on_when_another_one_of_its_model_stops(model: PreTrainedModel) -> None:

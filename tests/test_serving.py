@@ -660,6 +660,29 @@ def test_a_model_that_answers_is_not_unloaded(llama: str) -> None:
         assert len(models) == 1
 
 
+def test_who_is_answered_longer_than_a_batch_may_go_on_is_told_so(llama: str, tmp_path: Path) -> None:
+    """A request for another model ends it, and is answered."""
+    other = save("llama-gqa", tmp_path)
+
+    async def two(address: str) -> None:
+        async with client(address) as server:
+            given: dict[str, Any] = {"model": llama, "prompt": "w5", "max_tokens": ENDLESS}
+            stream = await server.completions.create(**given, stream=True)
+            await anext(aiter(stream))
+            plain = asyncio.create_task(server.completions.create(**given))
+            await anext(aiter(stream))
+            assert await ask(other, server, "w6", chat=False, stream=False)
+            with pytest.raises(openai.InternalServerError, match="finished before this request"):
+                await plain
+            with pytest.raises(openai.APIError) as cut_off:
+                async for _ in stream:
+                    pass
+            assert "finished before this request" in f"{cut_off.value.body}"
+
+    with server("--max-bytes", "64MiB", "--max-seq-len", "131072") as address:
+        asyncio.run(two(address))
+
+
 def test_files_of_one_repository_are_models_of_their_own(llama: str, tmp_path: Path) -> None:
     """transformers calls both by the repository, also the one that the server was started with."""
     files = {"one.gguf": llama, "two.gguf": save("llama-gqa", tmp_path)}

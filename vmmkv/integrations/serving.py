@@ -254,6 +254,12 @@ class RowGenerateManager(CBGenerateManager):  # type: ignore[misc, unused-ignore
         """Starts what was warmed up."""
         cast(RowManager, self._cb).start()
 
+    def stop(self) -> None:
+        """Ends the batches: behind answers that take two seconds at most, and the others with an error."""
+        super().stop()
+        if self._cb is not None and self._cb.is_running():
+            self._cb.stop(hard_stop=True)
+
     def _for_one(self, kind: type[SampledManager], inputs: dict[str, Any], gen_config: Any) -> CBGenerateManager:
         """This, as it is for a request, whose config says from now on how long its answer can be: transformers tells
         clients that an answer of this length was cut off."""
