@@ -1718,8 +1718,8 @@ def test_paged_generation_is_that_of_generate_or_refused(model: PreTrainedModel)
 
 @pytest.mark.parametrize("given", [True, False], ids=["by_config", "by_keyword"])
 def test_paged_generation_refuses_what_it_cannot_return(model: PreTrainedModel, given: bool) -> None:
-    """Before any work, however it is given. A length that nobody has asked for, or that `max_new_tokens` overrides, is
-    none."""
+    """Before any work, however it is given. A length that `max_new_tokens` overrides is none; where nobody asks for
+    one, `generate` has its own, or the model's."""
 
     def generate(**asked: Any) -> torch.Tensor:
         told: dict[str, Any] = {"generation_config": GenerationConfig(**asked)} if given else asked
@@ -1731,8 +1731,10 @@ def test_paged_generation_refuses_what_it_cannot_return(model: PreTrainedModel, 
             with pytest.raises(vmmkv.UnsupportedError, match=f"asked for {name}={value}, which generate"):
                 generate(**{name: value}, do_sample=name == "num_return_sequences")
     assert generate(max_length=8, max_new_tokens=3, num_return_sequences=1).shape == (1, 1, 6)
-    with patch.object(model.generation_config, "max_length", 8):
-        assert generate(max_length=None).shape == (1, 1, 20)
+    for length in (None, 8):
+        by_default = patch.object(model.generation_config, "max_length", length)
+        with by_default, pytest.raises(vmmkv.UnsupportedError, match="asked for the length by default, which generate"):
+            generate(max_length=None)
 
 
 @pytest.mark.parametrize("pad", [0, None])
