@@ -353,6 +353,7 @@ NOT_DONE: list[dict[str, Any]] = [
         {"stream": "false"}, {"stream": 1}, {"suffix": 3}, {"suffix": ["w5"]}, {"model": None}, {"model": 5},
         {"model": {"name": "m"}}, {"stream_options": 5}, {"user": 5}, {"generation_config": "[" * 100_000},
     )),
+    *({"extra_body": each} for each in ({"tools": []}, {"messages": []}, {"nonsense": 1}, {"min_p": 0.1})),
     {"temperature": 2, "extra_body": {"generation_config": '{"top_k": 3}'}},
     {"max_tokens": None, "extra_body": {"generation_config": '{"max_new_tokens": true}'}},
     *({"extra_body": {"generation_config": json.dumps(each)}} for each in (
@@ -391,7 +392,9 @@ NOT_DONE_IN_CHATS: list[dict[str, Any]] = [
     )),
 ]  # fmt: skip
 NOT_DONE_IN_RESPONSES: list[dict[str, Any]] = [
-    {"input": []}, {"instructions": 5}, {"parallel_tool_calls": "x"},
+    {"input": []}, {"instructions": 5}, {"parallel_tool_calls": "x"}, {"extra_body": {"n": 2}},
+    {"extra_body": {"max_tokens": 5}},
+    {"instructions": "w6", "input": [{"role": "system", "content": "w5"}, {"role": "user", "content": "w7"}]},
     *({"input": [each]} for each in (
         5, {}, {"role": "user", "content": 5}, {"type": "function_call_output", "output": "w5"},
     )),
@@ -399,7 +402,9 @@ NOT_DONE_IN_RESPONSES: list[dict[str, Any]] = [
 ]  # fmt: skip
 CHANGES_NOTHING: dict[str, Any] = {
     "n": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "stop": None, "top_p": 1.0, "seed": 7,
-    "user": "somebody", "extra_body": {"generation_config": '{"num_beams": 1, "repetition_penalty": 1.0}'},
+    "user": "somebody", "extra_body": {
+        "generation_config": '{"num_beams": 1, "repetition_penalty": 1.0}', "metadata": {"a": "b"}, "min_p": None,
+    },
 }  # fmt: skip
 
 
