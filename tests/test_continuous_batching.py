@@ -2187,6 +2187,35 @@ def test_attention_on_rows_is_for_continuous_batching_alone(model: PreTrainedMod
         model.set_attn_implementation("eager")
 
 
+@pytest.mark.parametrize("begins", [False, True], ids=["ends", "begins and ends"])
+def test_a_manager_that_ends_while_its_model_generates_is_no_reason_for_other_tokens(
+    model: PreTrainedModel, begins: bool
+) -> None:
+    """As another thread's may: no mask was made that the model needs to attend by itself."""
+    (expected,) = answers(model, Random(), 1)
+    rows.enable(model, pool=pool(10), max_seq_len=100)
+    served = [] if begins else [Served(model)]
+    embeddings, layer = model.get_input_embeddings(), model.model.layers[0]
+
+    def begin(*_: object) -> None:
+        hook.remove()
+        served.extend([Served(model)] * begins)
+        ending.append(layer.register_forward_pre_hook(end))
+
+    def end(*_: object) -> None:
+        ending.pop().remove()
+        served[0].manager.stop()
+
+    hook, ending = embeddings.register_forward_hook(begin), list[Any]()
+    told = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
+    with pytest.raises(vmmkv.UnsupportedAttentionError, match="to generate while a manager runs it"):
+        model.generate(torch.tensor([expected.prompt]), **told)
+    if not begins:  # refused at once
+        hook.remove()
+        served[0].manager.stop()
+    assert model.generate(torch.tensor([expected.prompt]), **told)[0, -1] == expected.tokens[0]
+
+
 def test_a_transformers_without_what_is_known_here_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.generation.continuous_batching.cache_allocators", None)
     for name in [name for name in sys.modules if name.startswith(batching.__name__)]:
